@@ -1,0 +1,61 @@
+// Copyright (c) the authors of this fork of DeepSpeed.
+// SPDX-License-Identifier: Apache-2.0
+
+#include "deepcompile.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
+
+namespace py = pybind11;
+
+// The process-wide functions of the base's native module have no counterpart here: an engine's state is
+// its Reducer.
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
+{
+    using deepcompile::Reducer;
+    // A call may wait for a process group, and other threads must run meanwhile.
+    using unlocked = py::call_guard<py::gil_scoped_release>;
+
+    m.def("cut_at_partitions", [](int64_t offset, int64_t numel, int64_t partition_numel) {
+        std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> pieces;
+        for (const auto& piece : deepcompile::cut_at_partitions(offset, numel, partition_numel)) {
+            pieces.emplace_back(piece.owner, piece.source_offset, piece.target_offset, piece.numel);
+        }
+        return pieces;
+    });
+
+    py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
+        .def(py::init([](int64_t bucket_numel, bool overlap, bool synchronize_before, bool synchronize_after) {
+                 return std::make_shared<Reducer>(
+                     deepcompile::Options{bucket_numel, overlap, synchronize_before, synchronize_after});
+             }),
+             py::kw_only(),
+             py::arg("bucket_numel"),
+             py::arg("overlap"),
+             py::arg("synchronize_before"),
+             py::arg("synchronize_after"))
+        .def("add_group",
+             [](Reducer& self,
+                c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                int64_t partition_numel,
+                at::ScalarType target_dtype,
+                at::Device device) {
+                 return self.add_group(std::move(process_group), partition_numel, target_dtype, device);
+             })
+        .def("register_parameter", &Reducer::register_parameter, unlocked())
+        .def("begin_backward", &Reducer::begin_backward, unlocked())
+        .def("end_backward", &Reducer::end_backward, unlocked())
+        .def("finish_backward", &Reducer::finish_backward, unlocked())
+        .def("abandon_backward", &Reducer::abandon_backward, unlocked())
+        .def("target",
+             [](const Reducer& self, int64_t group) -> std::optional<at::Tensor> {
+                 auto target = self.target(group);
+                 return target.defined() ? std::optional<at::Tensor>(target) : std::nullopt;
+             })
+        .def("release", &Reducer::release, unlocked())
+        .def("release_all", &Reducer::release_all, unlocked())
+        .def("close", &Reducer::close, unlocked())
+        .def("counters", &Reducer::counters)
+        .def("reset_counters", &Reducer::reset_counters);
+}

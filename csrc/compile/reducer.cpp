@@ -1,0 +1,541 @@
+// Copyright (c) the authors of this fork of DeepSpeed.
+// SPDX-License-Identifier: Apache-2.0
+
+#include "deepcompile.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace deepcompile {
+
+namespace {
+
+// Gradients below this many elements are packed side by side, so that a norm's gradient costs no
+// message of its own; larger ones get a segment each.
+constexpr int64_t pack_limit = int64_t(1) << 19;
+// Elements of one packed segment.
+constexpr int64_t pack_numel = int64_t(1) << 20;
+
+int64_t bytes_of(const at::Tensor& tensor)
+{
+    return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+}
+
+int64_t storage_bytes(const at::Tensor& tensor)
+{
+    return static_cast<int64_t>(tensor.storage().nbytes());
+}
+
+}  // namespace
+
+std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel)
+{
+    std::vector<Piece> pieces;
+    int64_t done = 0;
+    while (done < numel) {
+        const int64_t position = offset + done;
+        const int64_t owner = position / partition_numel;
+        const int64_t target_offset = position - owner * partition_numel;
+        const int64_t length = std::min(numel - done, partition_numel - target_offset);
+        pieces.push_back({owner, done, target_offset, length});
+        done += length;
+    }
+    return pieces;
+}
+
+Reducer::Reducer(Options options) : options_(options) {}
+
+Reducer::~Reducer()
+{
+    // An exception must not leave a destructor; what close() touches is this object's own.
+    try {
+        close();
+    } catch (const std::exception& error) {
+        TORCH_WARN("DeepCompile could not close its gradient reducer: ", error.what());
+    }
+}
+
+int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                           int64_t partition_numel,
+                           at::ScalarType target_dtype,
+                           at::Device device)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    TORCH_CHECK_VALUE(partition_numel > 0, "a gradient partition needs at least one element, not ", partition_numel);
+    TORCH_CHECK_VALUE(groups_.empty() || groups_.front().device == device,
+                      "all parameter groups of an engine must be on one device, but ",
+                      device,
+                      " follows ",
+                      groups_.empty() ? device : groups_.front().device);
+    groups_.push_back({std::move(process_group), partition_numel, target_dtype, device, {}});
+    return static_cast<int64_t>(groups_.size()) - 1;
+}
+
+// 1. Registered empty.
+
+void Reducer::register_parameter(int64_t group,
+                                 std::string name,
+                                 at::Tensor parameter,
+                                 at::ScalarType communication_dtype,
+                                 int64_t offset)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    ParameterRecord record;
+    record.name = std::move(name);
+    record.parameter = std::move(parameter);
+    record.group = group;
+    record.communication_dtype = communication_dtype;
+    record.pieces = cut_at_partitions(offset, record.parameter.numel(), groups_.at(group).partition_numel);
+    TORCH_CHECK_VALUE(record.pieces.empty() || record.pieces.back().owner < groups_[group].world(),
+                      describe(record),
+                      " ends behind the last partition of its group");
+    records_.push_back(std::move(record));
+}
+
+std::string Reducer::describe(const ParameterRecord& record) const
+{
+    const auto& group = groups_[record.group];
+    std::ostringstream out;
+    out << "parameter '" << record.name << "' of shape " << record.parameter.sizes() << " (rank " << group.rank()
+        << " of " << group.world() << ")";
+    return out.str();
+}
+
+void Reducer::index_parameters()
+{
+    // The optimizer gives parameters new memory when states are offloaded and reloaded, and autograd a
+    // new accumulation node when that changed the device. Both are pointer comparisons when nothing did.
+    for (size_t index = 0; index < records_.size(); ++index) {
+        auto& record = records_[index];
+        if (record.parameter.numel() == 0) { continue; }
+        const void* data = record.parameter.const_data_ptr();
+        if (data != record.storage_key) {
+            if (record.storage_key) { remove_registration(record.storage_key, this); }
+            add_registration(data, shared_from_this(), index);
+            record.storage_key = data;
+        }
+        watch_accumulation(index);
+    }
+}
+
+void Reducer::watch_accumulation(size_t index)
+{
+    auto& record = records_[index];
+    if (!record.parameter.requires_grad()) { return; }
+    auto node = torch::autograd::impl::grad_accumulator(record.parameter);
+    if (node == record.accumulation_node) { return; }
+    if (record.accumulation_node) { record.accumulation_node->del_post_hook(record.accumulation_hook); }
+    using torch::autograd::variable_list;
+    record.accumulation_hook = node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [this, index](const variable_list& outputs, const variable_list&) {
+            on_accumulated(index);
+            return outputs;
+        }));
+    record.accumulation_node = std::move(node);
+}
+
+void Reducer::on_accumulated(size_t index)
+{
+    // Also called for a parameter whose gradient a compiled graph has reduced already: then it is undefined.
+    auto& slot = records_[index].parameter.mutable_grad();
+    if (!slot.defined()) { return; }
+    at::Tensor gradient = std::move(slot);
+    slot = at::Tensor();
+    // Autograd may have taken over a view of memory that another gradient still uses.
+    const bool sole_user = gradient.layout() == at::kStrided && gradient.storage().use_count() == 1;
+    reduce(index, gradient, Route::autograd, sole_user);
+}
+
+// 2. Reduced.
+
+void Reducer::begin_backward(bool synchronize, const std::vector<size_t>& hooked)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    index_parameters();
+    for (auto& record : records_) { record.hooked = false; }
+    for (const auto index : hooked) { records_.at(index).hooked = true; }
+    synchronize_ = synchronize;
+}
+
+const c10::Stream Reducer::current_stream(c10::Device device) const
+{
+    return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+void Reducer::synchronize_device(c10::Device device) const
+{
+    if (!device.is_cpu()) { c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index()); }
+}
+
+void Reducer::order_after_last_use()
+{
+    // Buckets and targets are used from whichever stream a gradient was produced on; each user waits for
+    // the one before, so that they may be written and read as if there were one stream.
+    const auto device = groups_.front().device;
+    if (device.is_cpu()) { return; }
+    const auto stream = current_stream(device);
+    if (last_stream_ && *last_stream_ != stream) {
+        c10::Event used(device.type());
+        used.record(*last_stream_);
+        used.block(stream);
+    }
+    last_stream_ = stream;
+}
+
+void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool may_keep)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    at::NoGradGuard no_grad;
+    auto& record = records_.at(index);
+    TORCH_CHECK(gradient.layout() == at::kStrided,
+                "DeepCompile reduces dense gradients only, but ",
+                describe(record),
+                " got a gradient of layout ",
+                gradient.layout(),
+                "; build the module with sparse=False");
+    TORCH_CHECK(gradient.sizes() == record.parameter.sizes(),
+                describe(record),
+                " got a gradient of shape ",
+                gradient.sizes());
+    TORCH_CHECK(route != Route::graph || !record.hooked,
+                describe(record),
+                " has a hook that its compiled graph does not call: register hooks before engine.compile(), or call "
+                "torch._dynamo.reset() after registering one");
+    ++(route == Route::graph ? from_graphs_ : from_autograd_);
+    if (gradient.numel() == 0) { return; }
+    order_after_last_use();
+
+    if (!synchronize_) {
+        keep_unreduced(record, gradient, may_keep);
+        return;
+    }
+    if (!record.unreduced.defined()) {
+        enqueue(record, gradient, may_keep);
+        return;
+    }
+    // The last micro-batch joins those that this rank has kept.
+    at::Tensor sum = std::move(record.unreduced);
+    record.unreduced = at::Tensor();
+    unreduced_.remove(bytes_of(sum));
+    sum.add_(gradient);
+    enqueue(record, std::move(sum), /*may_keep=*/true);
+}
+
+void Reducer::keep_unreduced(ParameterRecord& record, const at::Tensor& gradient, bool may_keep)
+{
+    if (record.unreduced.defined()) {
+        record.unreduced.add_(gradient);
+        return;
+    }
+    const auto dtype = groups_[record.group].target_dtype;
+    const bool as_it_is = may_keep && gradient.scalar_type() == dtype && gradient.is_contiguous() &&
+                          storage_bytes(gradient) == bytes_of(gradient);
+    record.unreduced = as_it_is ? gradient.detach()
+                                : gradient.detach().to(gradient.options().dtype(dtype),
+                                                       /*non_blocking=*/false,
+                                                       /*copy=*/true,
+                                                       at::MemoryFormat::Contiguous);
+    unreduced_.add(bytes_of(record.unreduced));
+}
+
+void Reducer::enqueue(ParameterRecord& record, at::Tensor gradient, bool may_keep)
+{
+    auto& group = groups_[record.group];
+    if (group.world() == 1) {
+        bind(group);
+        group.target.narrow(0, record.pieces.front().target_offset, gradient.numel()).add_(gradient.reshape({-1}));
+        return;
+    }
+    // Pending bytes stay within one bucket and one gradient: while half a bucket fills, at most the other
+    // half is being sent. Every rank sees the same sizes in the same order and so sends the same buckets.
+    const int64_t element_size = static_cast<int64_t>(c10::elementSize(record.communication_dtype));
+    const int64_t limit = options_.bucket_numel * element_size;
+    const int64_t bytes = gradient.numel() * element_size;
+    if (in_flight_ && pending_bytes() + bytes > limit) { drain(); }
+    pack(group, record, gradient, may_keep);
+    filling_.bytes += bytes;
+    pending_.add(bytes);
+    if (2 * filling_.bytes >= limit) { launch(); }
+}
+
+void Reducer::pack(PartitionGroup& group, ParameterRecord& record, const at::Tensor& gradient, bool may_keep)
+{
+    const int64_t numel = gradient.numel();
+    const auto stream = current_stream(group.device);
+    const bool large = numel >= std::min(pack_limit, options_.bucket_numel);
+
+    Segment* segment = nullptr;
+    if (large && may_keep && gradient.scalar_type() == record.communication_dtype && gradient.is_contiguous()) {
+        filling_.segments.push_back({gradient.detach().view({-1}), record.group, /*owned=*/false, 0, stream, {}});
+        segment = &filling_.segments.back();
+    } else {
+        // The copy runs on the stream that produced the gradient, before its memory can be used again.
+        for (auto& candidate : filling_.segments) {
+            if (!large && candidate.owned && candidate.group == record.group && candidate.stream == stream &&
+                candidate.memory.scalar_type() == record.communication_dtype &&
+                candidate.used + numel <= candidate.memory.numel()) {
+                segment = &candidate;
+            }
+        }
+        if (!segment) {
+            const int64_t capacity = large ? numel : std::max(numel, std::min(pack_numel, options_.bucket_numel));
+            auto memory = at::empty({capacity}, gradient.options().dtype(record.communication_dtype));
+            bucket_.add(bytes_of(memory));
+            filling_.segments.push_back({std::move(memory), record.group, /*owned=*/true, 0, stream, {}});
+            segment = &filling_.segments.back();
+        }
+        segment->memory.narrow(0, segment->used, numel).view(gradient.sizes()).copy_(gradient);
+    }
+    for (const auto& piece : record.pieces) {
+        segment->entries.push_back({piece, segment->used + piece.source_offset});
+    }
+    segment->used += numel;
+}
+
+void Reducer::launch()
+{
+    if (filling_.segments.empty()) { return; }
+    // One bucket at a time is on its way; its memory is free for the next once the stream has waited.
+    drain();
+    const auto device = groups_.front().device;
+    if (options_.synchronize_before) { synchronize_device(device); }
+
+    for (size_t index = 0; index < groups_.size(); ++index) {
+        auto& group = groups_[index];
+        std::vector<std::pair<at::Tensor, int64_t>> messages;  // to whom
+        const bool average = group.process_group->getBackend(device.type())->getBackendName() == "nccl";
+        for (auto& segment : filling_.segments) {
+            if (segment.group != static_cast<int64_t>(index)) { continue; }
+            // Without averaging in the collective, scale before the sum, which then cannot leave fp16's range.
+            if (!average) { segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.world()); }
+            for (size_t first = 0, next = 0; first < segment.entries.size(); first = next) {
+                const auto& begin = segment.entries[first];
+                int64_t end = begin.offset;
+                for (next = first; next < segment.entries.size() &&
+                                   segment.entries[next].piece.owner == begin.piece.owner;
+                     ++next) {
+                    end += segment.entries[next].piece.numel;
+                }
+                messages.emplace_back(segment.memory.narrow(0, begin.offset, end - begin.offset), begin.piece.owner);
+            }
+        }
+        if (messages.empty()) { continue; }
+
+        const bool coalesce = group.process_group->getBackend(device.type())->supportsCoalescing();
+        if (coalesce) { group.process_group->startCoalescing(device.type()); }
+        try {
+            for (auto& [tensor, owner] : messages) {
+                c10d::ReduceOptions options;
+                options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+                options.rootRank = owner;
+                options.asyncOp = true;
+                std::vector<at::Tensor> tensors{tensor};
+                auto work = group.process_group->reduce(tensors, options);
+                if (!coalesce) { filling_.works.push_back(std::move(work)); }
+            }
+        } catch (...) {
+            // Leave the process group usable: an open coalescing block would swallow later collectives.
+            if (coalesce) { group.process_group->endCoalescing(device.type()); }
+            throw;
+        }
+        if (coalesce) { filling_.works.push_back(group.process_group->endCoalescing(device.type())); }
+    }
+    in_flight_ = std::move(filling_);
+    filling_ = Bucket();
+    if (!options_.overlap || options_.synchronize_after) { drain(); }
+    if (options_.synchronize_after) { synchronize_device(device); }
+}
+
+// 3. Bound.
+
+void Reducer::bind(PartitionGroup& group)
+{
+    if (group.target.defined()) { return; }
+    group.target =
+        at::zeros({group.partition_numel}, at::TensorOptions().dtype(group.target_dtype).device(group.device));
+    bound_.add(bytes_of(group.target));
+}
+
+void Reducer::drain()
+{
+    if (!in_flight_) { return; }
+    Bucket bucket = std::move(*in_flight_);
+    in_flight_.reset();
+    // NCCL: the current stream waits for the collective. gloo: this thread does.
+    try {
+        for (auto& work : bucket.works) { work->wait(); }
+    } catch (...) {
+        recycle(bucket);
+        throw;
+    }
+
+    for (size_t index = 0; index < groups_.size(); ++index) {
+        auto& group = groups_[index];
+        std::vector<at::Tensor> targets, pieces;
+        for (auto& segment : bucket.segments) {
+            if (segment.group != static_cast<int64_t>(index)) { continue; }
+            for (const auto& entry : segment.entries) {
+                if (entry.piece.owner != group.rank()) { continue; }
+                bind(group);
+                targets.push_back(group.target.narrow(0, entry.piece.target_offset, entry.piece.numel));
+                pieces.push_back(segment.memory.narrow(0, entry.offset, entry.piece.numel));
+            }
+        }
+        if (!targets.empty()) { at::_foreach_add_(targets, pieces); }
+    }
+    recycle(bucket);
+}
+
+void Reducer::recycle(Bucket& bucket)
+{
+    // The stream that waited for the collective is the one on which memory may be used again. Memory
+    // that belongs to another stream's pool must not return to that pool before this stream is done.
+    for (auto& segment : bucket.segments) {
+        if (!segment.memory.is_cpu() && last_stream_ && segment.stream != *last_stream_) {
+            segment.memory.record_stream(*last_stream_);
+        }
+        if (segment.owned) { bucket_.remove(bytes_of(segment.memory)); }
+    }
+    pending_.remove(bucket.bytes);
+    bucket = Bucket();
+}
+
+// 4. End of backward.
+
+void Reducer::end_backward()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    at::NoGradGuard no_grad;
+    if (empty()) { return; }
+    order_after_last_use();
+    launch();
+    drain();
+}
+
+void Reducer::finish_backward(bool synchronize)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    at::NoGradGuard no_grad;
+    order_after_last_use();
+    if (synchronize) {
+        // Kept by an earlier micro-batch, and the last one did not use the parameter. Registration order is
+        // the same on every rank.
+        for (auto& record : records_) {
+            if (!record.unreduced.defined()) { continue; }
+            at::Tensor gradient = std::move(record.unreduced);
+            record.unreduced = at::Tensor();
+            unreduced_.remove(bytes_of(gradient));
+            enqueue(record, std::move(gradient), /*may_keep=*/true);
+        }
+    }
+    launch();
+    drain();
+    if (synchronize) {
+        // A rank whose parameters got no gradient still steps, on zeros.
+        for (auto& group : groups_) { bind(group); }
+    }
+    // A gradient that arrives between two backwards stays here until the next one.
+    synchronize_ = false;
+}
+
+void Reducer::abandon_backward()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    at::NoGradGuard no_grad;
+    synchronize_ = false;
+    if (in_flight_) {
+        // On a device the stream has to wait before the memory is used again. On CPU the work itself holds
+        // its tensors, and waiting for it here could outlast a peer that is gone.
+        if (!groups_.front().device.is_cpu()) {
+            order_after_last_use();
+            for (auto& work : in_flight_->works) {
+                try {
+                    work->wait();
+                } catch (const std::exception& error) {
+                    TORCH_WARN("DeepCompile drops the gradients of a backward that raised: ", error.what());
+                }
+            }
+        }
+        recycle(*in_flight_);
+        in_flight_.reset();
+    }
+    recycle(filling_);
+    forget_gradients();
+}
+
+// 5. Handed over.
+
+at::Tensor Reducer::target(int64_t group) const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return groups_.at(group).target;
+}
+
+// 6. Released.
+
+void Reducer::release(int64_t group)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& target = groups_.at(group).target;
+    if (!target.defined()) { return; }
+    bound_.remove(bytes_of(target));
+    target = at::Tensor();
+}
+
+void Reducer::release_all()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    forget_gradients();
+}
+
+void Reducer::forget_gradients()
+{
+    for (auto& group : groups_) { group.target = at::Tensor(); }
+    for (auto& record : records_) { record.unreduced = at::Tensor(); }
+    bound_.remove(bound_.now());
+    unreduced_.remove(unreduced_.now());
+}
+
+void Reducer::close()
+{
+    if (!groups_.empty()) { abandon_backward(); }
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& record : records_) {
+        if (record.storage_key) { remove_registration(record.storage_key, this); }
+        if (record.accumulation_node) { record.accumulation_node->del_post_hook(record.accumulation_hook); }
+    }
+    records_.clear();
+    groups_.clear();
+    last_stream_.reset();
+}
+
+std::map<std::string, int64_t> Reducer::counters() const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::map<std::string, int64_t> values{{"registered", static_cast<int64_t>(records_.size())},
+                                          {"from_graphs", from_graphs_},
+                                          {"from_autograd", from_autograd_}};
+    const std::pair<const char*, const ByteCount*> counts[] = {
+        {"bound", &bound_}, {"pending", &pending_}, {"bucket", &bucket_}, {"unreduced", &unreduced_}};
+    for (const auto& [name, count] : counts) {
+        values[name] = count->now();
+        values[std::string("peak_") + name] = count->peak();
+    }
+    return values;
+}
+
+void Reducer::reset_counters()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto* count : {&bound_, &pending_, &bucket_, &unreduced_}) { count->reset_peak(); }
+    from_graphs_ = from_autograd_ = 0;
+}
+
+}  // namespace deepcompile

@@ -1,0 +1,249 @@
+// Copyright (c) the authors of this fork of DeepSpeed.
+// SPDX-License-Identifier: Apache-2.0
+
+/*
+The life of a gradient under DeepCompile ZeRO-1 and ZeRO-2, in the order in which it happens.
+
+A parameter group of `world` ranks is one flat run of elements, cut into `world` partitions of equal
+size. Rank r owns partition r: it alone needs the averaged gradient of those elements. A parameter is
+a range of that run and may straddle several partitions.
+
+  1. Registered empty.  Reducer::register_parameter() notes where a parameter lies. No gradient memory.
+  2. Reduced.           Reducer::reduce() takes a gradient the moment the backward has produced it. It is
+                        cut into pieces at partition boundaries and waits in a bucket; full buckets are
+                        sent, each piece to the rank that owns it and to no other.
+  3. Bound.             The first piece that arrives at its owner makes it allocate its flat partition,
+                        zeroed: the gradient target. Pieces are added into it.
+  4. End of backward.   Reducer::end_backward() sends and waits for what is pending and gives the buckets
+                        back; called by the graph that reduces last. Reducer::finish_backward() guarantees
+                        the same whatever ran, and is called after every backward.
+  5. Handed over.       Reducer::target() gives the flat partition to the optimizer.
+  6. Released.          Reducer::release() forgets it, after which nothing here holds gradient storage.
+
+ZeRO-1 reduces in the backward at the accumulation boundary only. Until then a gradient stays on its
+rank, one unreduced tensor a parameter. ZeRO-2 reduces in every backward, into a target that lives
+until the step.
+
+Everything here is ATen and c10d, so that one source serves gloo on CPU and NCCL on CUDA. All device
+work is put on the current stream of the calling thread, nothing waits for the device on the host, and
+every error is an exception that names the parameter and the rank.
+*/
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace deepcompile {
+
+/// How a Reducer behaves; from `ds_config`, fixed for its life.
+struct Options {
+    int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once
+    bool overlap;             ///< false: the compute stream waits for each reduction right away
+    bool synchronize_before;  ///< `compile.sync_before_reduce`: drain the device first, for debugging
+    bool synchronize_after;   ///< `compile.sync_after_reduce`
+};
+
+/// A run of elements of one parameter that lies in one partition.
+struct Piece {
+    int64_t owner;          ///< rank in the group's process group
+    int64_t source_offset;  ///< elements from the start of the parameter
+    int64_t target_offset;  ///< elements from the start of the owner's partition
+    int64_t numel;
+};
+
+/// Cuts the flat range [offset, offset + numel) at multiples of `partition_numel`.
+std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel);
+
+/// The ranks that share a parameter group, and this rank's gradient target in it.
+struct PartitionGroup {
+    c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+    int64_t partition_numel;
+    at::ScalarType target_dtype;  ///< of the target and of unreduced gradients
+    at::Device device;
+    at::Tensor target;  ///< flat, [partition_numel]; undefined while not bound
+
+    int64_t rank() const { return process_group->getRank(); }
+    int64_t world() const { return process_group->getSize(); }
+};
+
+// torch changed the kind of this pointer between the releases that the fork supports.
+using AccumulationNode = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+/// A registered parameter: where it lies, and what has not been reduced of its gradient yet.
+struct ParameterRecord {
+    std::string name;
+    at::Tensor parameter;
+    int64_t group;
+    at::ScalarType communication_dtype;  ///< of what is sent
+    std::vector<Piece> pieces;
+    at::Tensor unreduced;  ///< this rank's own sum of micro-batches; undefined between steps
+    bool hooked = false;    ///< a user's hook wants to see its gradient
+    const void* storage_key = nullptr;
+
+    // Gradients that reach autograd's accumulation node did not pass through a compiled graph.
+    // The node is only weakly held by the parameter, so the hook lives as long as this reference.
+    AccumulationNode accumulation_node;
+    uintptr_t accumulation_hook = 0;
+};
+
+/// Bytes held, now and at their highest since reset_counters().
+class ByteCount {
+public:
+    void add(int64_t bytes)
+    {
+        now_ += bytes;
+        if (now_ > peak_) { peak_ = now_; }
+    }
+    void remove(int64_t bytes) { now_ -= bytes; }
+    int64_t now() const { return now_; }
+    int64_t peak() const { return peak_; }
+    void reset_peak() { peak_ = now_; }
+
+private:
+    int64_t now_ = 0;
+    int64_t peak_ = 0;
+};
+
+/// Contiguous memory holding gradients, or parts of them, that are on their way to their owners.
+struct Segment {
+    at::Tensor memory;  ///< flat; a packed run of small gradients, or one large gradient itself
+    int64_t group;
+    bool owned;  ///< allocated here (counts as bucket) rather than a gradient's own memory
+    int64_t used = 0;
+    c10::Stream stream;  ///< the stream that produced it
+
+    struct Entry {
+        Piece piece;
+        int64_t offset;  ///< elements from the start of `memory`
+    };
+    std::vector<Entry> entries;
+};
+
+/// Gradients that are sent together. Filled, launched once, then drained.
+struct Bucket {
+    std::vector<Segment> segments;
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    int64_t bytes = 0;  ///< of gradients
+};
+
+/// How a gradient came here: counted, because the slow way gives the same numbers.
+enum class Route { graph, autograd };
+
+/// Reduces the gradients of one engine. Every public method may be called from any thread.
+class Reducer : public std::enable_shared_from_this<Reducer> {
+public:
+    explicit Reducer(Options options);
+    ~Reducer();
+    Reducer(const Reducer&) = delete;
+    Reducer& operator=(const Reducer&) = delete;
+
+    /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a
+    /// Reducer are on one device.
+    int64_t add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+                      int64_t partition_numel,
+                      at::ScalarType target_dtype,
+                      at::Device device);
+
+    /// 1. Called once a parameter by the engine when it compiles. `offset`: elements from the start of
+    /// the group's flat run to the parameter.
+    void register_parameter(int64_t group,
+                            std::string name,
+                            at::Tensor parameter,
+                            at::ScalarType communication_dtype,
+                            int64_t offset);
+
+    /// Called by the optimizer when a backward starts. `synchronize`: whether gradients are to be
+    /// reduced now (accumulation boundary, or ZeRO-2) or to be kept on this rank. `hooked`: indices, in
+    /// order of registration, of parameters whose gradients no graph may keep from a user's hook.
+    void begin_backward(bool synchronize, const std::vector<size_t>& hooked);
+
+    /// 2. and 3. Called by the compiled backward (op `reduce_grad`) and, for gradients of code that was
+    /// not compiled, by the parameter's accumulation node. Contributions to one parameter add up.
+    /// `may_keep`: nothing else reads or reuses the gradient's memory, so it need not be copied.
+    void reduce(size_t index, const at::Tensor& gradient, Route route, bool may_keep);
+
+    /// 4. Called by the backward graph that reduces last (op `end_backward`).
+    void end_backward();
+
+    /// 4. Called by the optimizer after every backward, whichever graphs ran in it. With `synchronize`,
+    /// gradients still kept on this rank are reduced too, and every target is bound on return.
+    void finish_backward(bool synchronize);
+
+    /// 4. Called when a backward raised: drops what it left.
+    void abandon_backward();
+
+    /// 5. The flat partition of a group, undefined if it is not bound.
+    at::Tensor target(int64_t group) const;
+
+    /// 6. Forgets the target of a group.
+    void release(int64_t group);
+    /// 6. Forgets every target and every unreduced gradient.
+    void release_all();
+
+    /// Unregisters the parameters and removes their hooks. The destructor calls it.
+    void close();
+
+    /// Bytes held, and the number of parameters registered and of gradients received: name -> value.
+    std::map<std::string, int64_t> counters() const;
+    void reset_counters();
+
+private:
+    std::string describe(const ParameterRecord& record) const;
+    void index_parameters();
+    void watch_accumulation(size_t index);
+    void on_accumulated(size_t index);
+    void order_after_last_use();
+
+    void keep_unreduced(ParameterRecord& record, const at::Tensor& gradient, bool may_keep);
+    void enqueue(ParameterRecord& record, at::Tensor gradient, bool may_keep);
+    void pack(PartitionGroup& group, ParameterRecord& record, const at::Tensor& gradient, bool may_keep);
+    void launch();
+    void drain();
+    void bind(PartitionGroup& group);
+    void recycle(Bucket& bucket);
+    void forget_gradients();
+    const c10::Stream current_stream(c10::Device device) const;
+    void synchronize_device(c10::Device device) const;
+    bool empty() const { return filling_.segments.empty() && !in_flight_; }
+    int64_t pending_bytes() const { return filling_.bytes + (in_flight_ ? in_flight_->bytes : 0); }
+
+    const Options options_;
+    std::vector<PartitionGroup> groups_;
+    std::vector<ParameterRecord> records_;
+
+    Bucket filling_;
+    std::optional<Bucket> in_flight_;
+    bool synchronize_ = false;
+    std::optional<c10::Stream> last_stream_;
+
+    ByteCount bound_, pending_, bucket_, unreduced_;
+    int64_t from_graphs_ = 0;
+    int64_t from_autograd_ = 0;
+    mutable std::mutex mutex_;
+};
+
+/// Where a parameter is registered; found by the address of its data.
+struct Registration {
+    std::shared_ptr<Reducer> reducer;
+    size_t index;
+};
+
+/// The registration of the parameter whose data starts at `data`, if any. Any thread.
+std::optional<Registration> find_registration(const void* data);
+void add_registration(const void* data, const std::shared_ptr<Reducer>& reducer, size_t index);
+void remove_registration(const void* data, const Reducer* reducer);
+
+}  // namespace deepcompile

@@ -1,0 +1,297 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a gradient target, seen from the ZeRO-1/2 optimizer.
+
+    1. Registered empty   make_reducer()
+    2. Reduced            StepLocalGradients.backward_prologue() tells the reducer that a backward starts
+    3. Bound              in the reducer, by the first reduced piece that arrives at its owner
+    4. End of backward    StepLocalGradients.backward_epilogue(), or abandon_backward() when it raised
+    5. Handed over        StepLocalGradients.hand_over() puts a PartitionViews into averaged_gradients
+    6. Released           PartitionViews.release_grad_buffers(), zero_grad(), step(), destroy()
+
+The native half of the story is told in ``csrc/includes/deepcompile.h``.
+"""
+
+import functools
+import weakref
+from typing import NamedTuple, Optional
+
+import torch
+
+import deepspeed.comm as dist
+
+from .native import reducer_module
+
+
+class ViewSpec(NamedTuple):
+    """One entry of ``averaged_gradients[group]``: a run of this rank's flat partition.
+
+    Offset and numel are in elements. ``shape`` is None for part of a parameter and for padding.
+    """
+
+    offset: int
+    numel: int
+    shape: Optional[torch.Size]
+    is_padding: bool = False
+
+
+class PartitionViews(list):
+    """``averaged_gradients[group]``: a view for each parameter in the partition, in partition order.
+
+    Follows the protocol by which the ZeRO optimizer's ``step()`` takes gradients that lie in one flat tensor.
+
+    Attributes:
+        flat_partition: 1-D tensor of ``partition_size`` elements in the gradient accumulation dtype; None once
+            released.
+    """
+
+    def __init__(self, flat_partition, specs, release):
+        super().__init__()
+        self.flat_partition = flat_partition
+        self._specs = specs
+        self._release = release
+        self._cut()
+
+    def _cut(self):
+        views = []
+        for spec in self._specs:
+            view = self.flat_partition.narrow(0, spec.offset, spec.numel)
+            if spec.shape is not None:
+                view = view.view(spec.shape)
+            if spec.is_padding:
+                # The norm skips padding so that views and parameters pair up.
+                view._zero_padding = True
+            views.append(view)
+        self[:] = views
+
+    def move_flat_partition(self, device, non_blocking=False):
+        """Moves the partition to ``device``, as ``offload_states()`` asks."""
+        self.flat_partition.data = self.flat_partition.data.to(device, non_blocking=non_blocking)
+        self._cut()
+
+    def release_grad_buffers(self):
+        """Drops the partition here and in the reducer. May be called more than once."""
+        self.clear()
+        self.flat_partition = None
+        self._release()
+
+
+class _BackwardWatch:
+    """Runs nothing when a backward completes, and ``on_abandon`` when it raised.
+
+    Queued as a callback of the running autograd graph task. The task calls it at the end of a backward and
+    drops it, uncalled, when the backward raised; no other extension point of autograd tells of that.
+    """
+
+    def __init__(self, on_abandon):
+        self._on_abandon = on_abandon
+
+    def __call__(self):
+        self._on_abandon = None
+
+    def __del__(self):
+        if self._on_abandon is not None:
+            self._on_abandon()
+
+
+class StepLocalGradients:
+    """What a ZeRO-1/2 optimizer does differently while its gradients come from a reducer.
+
+    Mixed into the optimizer's class by :func:`attach`, as FSDP2 does with modules.
+    """
+
+    def backward_prologue(self):
+        super().backward_prologue()
+        hooked = [index for index, parameter in enumerate(self._registered) if has_hooks(parameter)]
+        self._reducer.begin_backward(self._reduces_now(), hooked)
+        if torch._C._current_graph_task_id() != -1:
+            torch.autograd.Variable._execution_engine.queue_callback(_BackwardWatch(self._abandon_backward_if_alive()))
+
+    def backward_epilogue(self, *args, **kwargs):
+        super().backward_epilogue(*args, **kwargs)
+        self._finish_backward(self._reduces_now())
+
+    def overlapping_partition_gradients_reduce_epilogue(self):
+        # engine.coalesce_grad_reduction() ends with this: what its backwards kept on this rank is reduced now.
+        self._finish_backward(True)
+
+    def setup_buckets(self):
+        """The reducer has its own."""
+
+    def zero_grad(self, set_to_none=True):
+        super().zero_grad(set_to_none)
+        self.release_gradients()
+
+    def step(self, *args, **kwargs):
+        if any(self.averaged_gradients.get(group) is None for group in range(len(self.bit16_groups))):
+            raise RuntimeError(
+                "optimizer.step() found no gradients: run a backward at the gradient accumulation "
+                "boundary first (they are dropped by step(), zero_grad() and a backward that raised)"
+            )
+        try:
+            return super().step(*args, **kwargs)
+        finally:
+            self.release_gradients()
+
+    def destroy(self):
+        self.release_gradients()
+        self._reducer.close()
+        detach(self)
+        self.destroy()
+
+    def hand_over(self):
+        """Makes the bound partitions this step's ``averaged_gradients``."""
+        for group, specs in enumerate(self._view_specs):
+            # The dict is never replaced: parameters hold a reference to it for safe_get_full_grad().
+            self.averaged_gradients[group] = PartitionViews(
+                self._reducer.target(group), specs, functools.partial(self._reducer.release, group)
+            )
+
+    def release_gradients(self):
+        """Drops every gradient that this rank holds, reduced or not."""
+        for group, views in list(self.averaged_gradients.items()):
+            if isinstance(views, PartitionViews):
+                views.release_grad_buffers()
+            self.averaged_gradients[group] = None
+        self._reducer.release_all()
+
+    def _reduces_now(self):
+        engine = self._engine()
+        if engine.inside_no_sync_ctxt:
+            return False
+        return self.partition_gradients or engine.is_gradient_accumulation_boundary()
+
+    def _finish_backward(self, reduces):
+        self._reducer.finish_backward(reduces)
+        if reduces and self._engine().is_gradient_accumulation_boundary():
+            self.hand_over()
+
+    def _abandon_backward_if_alive(self):
+        reference = weakref.ref(self)
+
+        def abandon():
+            optimizer = reference()
+            if optimizer is not None and isinstance(optimizer, StepLocalGradients):
+                optimizer._reducer.abandon_backward()
+                optimizer.release_gradients()
+                # The epilogue that would have left the backward did not run.
+                optimizer._backward_active_depth = 0
+
+        return abandon
+
+
+@functools.lru_cache(maxsize=None)
+def _with_step_local_gradients(cls):
+    return type(f"StepLocal{cls.__name__}", (StepLocalGradients, cls), {})
+
+
+def attach(optimizer, engine, reducer):
+    """Lets ``optimizer`` take its gradients from ``reducer``."""
+    optimizer._engine = weakref.ref(engine)
+    optimizer._reducer = reducer
+    optimizer._registered = registered_parameters(optimizer)
+    optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
+    # Their work is the reducer's now, and so is their memory.
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    optimizer._grad_acc_hooks.clear()
+    optimizer.contiguous_gradients = False
+    optimizer.__class__ = _with_step_local_gradients(type(optimizer))
+
+
+def detach(optimizer):
+    """Undoes :func:`attach` but for the hooks; for an optimizer that will not train again."""
+    optimizer.__class__ = type(optimizer).__bases__[1]
+    del optimizer._engine, optimizer._reducer, optimizer._registered, optimizer._view_specs
+
+
+def _flat_layout(optimizer, group):
+    """Yields (parameter, offset in elements) of a parameter group's flat tensor, in its order."""
+    return zip(optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group])
+
+
+def registered_parameters(optimizer):
+    """Lists the parameters of every group in the order in which a reducer numbers them."""
+    return [parameter for group in range(len(optimizer.bit16_groups)) for parameter, _ in _flat_layout(optimizer, group)]
+
+
+def has_hooks(parameter):
+    """Whether a user's hook wants to see this parameter's gradient, which then has to take autograd's way."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def partition_view_specs(optimizer, group):
+    """Lists the runs of this rank's partition: parameters, or parts of them, and the padding between and behind."""
+    partition_numel = int(optimizer.partition_size[group])
+    start = dist.get_rank(group=optimizer.real_dp_process_group[group]) * partition_numel
+    in_partition = {id(parameter) for parameter in optimizer.params_in_partition[group]}
+    specs, filled = [], 0
+    for parameter, offset in _flat_layout(optimizer, group):
+        if id(parameter) not in in_partition:
+            continue
+        first = max(offset - start, 0)
+        numel = min(offset + parameter.numel() - start, partition_numel) - first
+        if first > filled:
+            specs.append(ViewSpec(filled, first - filled, None, is_padding=True))
+        specs.append(ViewSpec(first, numel, parameter.shape if numel == parameter.numel() else None))
+        filled = first + numel
+    if filled < partition_numel:
+        specs.append(ViewSpec(filled, partition_numel - filled, None, is_padding=True))
+    return specs
+
+
+def make_reducer(engine, *, overlap, synchronize_before, synchronize_after):
+    """Creates the native reducer of an engine, with every parameter registered empty.
+
+    Args:
+        engine: a DeepSpeedEngine whose optimizer is the ZeRO-1/2 optimizer.
+        overlap: whether a bucket may be on its way while the backward goes on.
+        synchronize_before, synchronize_after: whether to drain the device around each bucket.
+    """
+    optimizer = engine.optimizer
+    reducer = reducer_module().Reducer(
+        bucket_numel=int(engine.zero_reduce_bucket_size()),
+        overlap=overlap,
+        synchronize_before=synchronize_before,
+        synchronize_after=synchronize_after,
+    )
+    for group, process_group in enumerate(optimizer.real_dp_process_group):
+        reducer.add_group(
+            process_group or dist.get_world_group(),
+            int(optimizer.partition_size[group]),
+            optimizer.gradient_accumulation_dtype,
+            optimizer.bit16_groups_flat[group].device,
+        )
+        for parameter, offset in _flat_layout(optimizer, group):
+            reducer.register_parameter(
+                group, engine.param_names[parameter], parameter, optimizer.get_param_comm_dtype(parameter), offset
+            )
+    return reducer
+
+
+def gradient_counters(engine):
+    """Returns what an engine's reducer holds on this rank, as a dict of integers.
+
+    Bytes: ``bound`` of gradient targets, ``pending`` of gradients on their way to their owners, ``bucket`` of memory
+    allocated for those, ``unreduced`` of gradients kept between the micro-batches of ZeRO-1, and ``peak_...`` for the
+    highest of each. Counts: ``registered`` parameters; gradients received ``from_graphs`` that reduce and
+    ``from_autograd``, for code that was not compiled. Peaks and gradients count since ``reset_gradient_counters()``.
+
+    Raises:
+        ValueError: if the engine has not been compiled with DeepCompile ZeRO-1/2.
+    """
+    return _reducer_of(engine).counters()
+
+
+def reset_gradient_counters(engine):
+    """Makes the peaks of :func:`gradient_counters` start from what is held now, and its gradients from zero."""
+    _reducer_of(engine).reset_counters()
+
+
+def _reducer_of(engine):
+    if not isinstance(engine.optimizer, StepLocalGradients):
+        raise ValueError(
+            "gradient counters need an engine on which engine.compile() has set up DeepCompile ZeRO-1 or "
+            "ZeRO-2, and which has not been destroyed"
+        )
+    return engine.optimizer._reducer

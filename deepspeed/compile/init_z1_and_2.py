@@ -1,0 +1,33 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Entry of DeepCompile for ZeRO-1 and ZeRO-2, called by ``engine.compile()``."""
+
+from .gradient_partition import attach, make_reducer, registered_parameters
+from .reduce_backend import make_backend
+from .zero_options import check_options, overlaps_communication
+
+
+def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None, use_z2=False):
+    """Prepares an engine and returns the backend with which its module is to be compiled.
+
+    Args:
+        engine: a DeepSpeedEngine with ZeRO stage 1 or 2.
+        backend: "inductor" or "eager".
+        compile_config: the ``compile`` section of ``ds_config``.
+        compile_kwargs: what ``engine.compile()`` passes on to ``module.compile()``.
+        schedule: None, or this stage's own pass at step 0, which is the default.
+        use_z2: whether the stage is 2.
+
+    Raises:
+        ValueError: naming an option that ZeRO-1/2 under DeepCompile cannot honour, and what to do. The engine is
+            then unchanged.
+    """
+    check_options(engine, backend, compile_config, compile_kwargs, schedule, use_z2)
+    reducer = make_reducer(
+        engine,
+        overlap=overlaps_communication(engine, compile_config),
+        synchronize_before=compile_config.sync_before_reduce,
+        synchronize_after=compile_config.sync_after_reduce,
+    )
+    attach(engine.optimizer, engine, reducer)
+    return make_backend(backend, registered_parameters(engine.optimizer), debug_log=compile_config.debug_log)

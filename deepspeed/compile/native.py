@@ -1,0 +1,54 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Access to DeepCompile's native code."""
+
+import functools
+
+import torch
+
+
+@functools.lru_cache(maxsize=1)
+def reducer_module():
+    """Returns the native module of ZeRO-1/2, built at first use; loading it registers ``torch.ops.deepcompile``.
+
+    Raises:
+        RuntimeError: if it cannot be built; the compiler's output is chained to it.
+    """
+    from deepspeed.ops.op_builder.dc import DeepCompileBuilder
+
+    try:
+        module = DeepCompileBuilder().load_reducer()
+    except Exception as error:
+        raise RuntimeError(
+            "DeepCompile could not build its native code: check that a C++ compiler and ninja are installed "
+            "(`ds_report` lists what is missing) and see the output above"
+        ) from error
+    # Nobody uses their results, and dead-code elimination must leave them all the same.
+    for operator in (torch.ops.deepcompile.reduce_grad.default, torch.ops.deepcompile.end_backward.default):
+        torch.fx.node.has_side_effect(operator)
+    return module
+
+
+class DeepCompileHandle:
+    """What ``deepspeed.compile.util.get_deepcompile_handle()`` returns to the base's code.
+
+    The base's engine tells its one native module when a backward starts and when to clean up. Under ZeRO-1/2
+    nothing is process-wide, so there is nothing to tell; every other call belongs to ZeRO-3, whose native
+    module is built and loaded by the first such call.
+    """
+
+    def __init__(self):
+        self._zero3 = None
+
+    def start_backward(self, is_gradient_accumulation_boundary):
+        if self._zero3 is not None:
+            self._zero3.start_backward(is_gradient_accumulation_boundary)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if self._zero3 is None:
+            from deepspeed.ops.op_builder.dc import DeepCompileZero3Builder
+
+            self._zero3 = DeepCompileZero3Builder().load()
+        return getattr(self._zero3, name)

@@ -1,0 +1,114 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The ``torch.compile`` backend of ZeRO-1/2: the usual compiler with reductions in the backward."""
+
+import hashlib
+import inspect
+from typing import Dict, List, Tuple
+
+import torch
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from deepspeed.utils import logger
+
+from . import fx, native
+from .fx import should_release_reduce_buckets
+from .gradient_partition import has_hooks
+from .passes import zero_1_and_2_compile
+from .passes.zero_1_and_2_compile import finish_backward_graph, insert_reductions
+
+
+class GraphOrder:
+    """The frames of one engine in forward order.
+
+    Frames are told apart by Dynamo's frame number, which recompilations of a frame share. Ids are small and count
+    from 0, so that the same model gets the same graphs, and finds them in torch's caches, in every run.
+    """
+
+    def __init__(self):
+        self._entries: Dict[int, Tuple[int, bool]] = {}
+
+    def add(self, frame: int, reduces: bool) -> int:
+        """Records that ``frame`` was compiled and returns its graph id."""
+        # Evaluation may compile a frame first; it counts as reducing once it is compiled for training.
+        graph_id, reduced = self._entries.get(frame, (len(self._entries), False))
+        self._entries[frame] = (graph_id, reduced or reduces)
+        return graph_id
+
+    def as_list(self) -> List[Tuple[int, bool]]:
+        """Returns (graph id, whether it reduces) of each frame, in forward order."""
+        return list(self._entries.values())
+
+
+class ReduceGradPartitioner(CustomPartitionerFn):
+    """Inserts the reductions, then splits the joint graph as torch would."""
+
+    def __init__(self, is_parameter, graph_id, release_reduce_buckets, debug_log):
+        self.is_parameter = tuple(is_parameter)
+        self.graph_id = graph_id
+        self.release_reduce_buckets = release_reduce_buckets
+        self.debug_log = debug_log
+
+    def uuid(self):
+        # Everything that shapes the generated code: torch's caches must not give us what another version wrote.
+        sources = [inspect.getsource(module) for module in (fx, native, zero_1_and_2_compile)]
+        sources.append(inspect.getsource(type(self)))
+        schema = torch.ops.deepcompile.reduce_grad.default._schema
+        key = (sources, str(schema), self.is_parameter, self.graph_id, self.release_reduce_buckets)
+        return hashlib.sha256(repr(key).encode()).digest()
+
+    def __call__(self, gm, joint_inputs, **kwargs):
+        insert_reductions(gm, self.is_parameter)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
+        if self.debug_log:
+            logger.info(f"DeepCompile graph {self.graph_id}, forward:\n{forward.graph}\nbackward:\n{backward.graph}")
+        return forward, backward
+
+
+def make_backend(backend, parameters, debug_log=False):
+    """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
+
+    Args:
+        backend: "inductor", or "eager" to run the traced graphs without generating code.
+        parameters: the registered parameters, all of which outlive the backend's graphs.
+        debug_log: whether to log each pair of graphs.
+
+    The backend takes the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
+    """
+    registered = {id(parameter) for parameter in parameters}
+    order = GraphOrder()
+
+    def compile_frame(gm, example_inputs, mode=None, options=None):
+        is_parameter = [id(value) in registered and not has_hooks(value) for value in example_inputs]
+        # Decided by the inputs alone, so that every rank decides alike whether or not it finds the graph in a cache.
+        reduces = torch.is_grad_enabled() and any(
+            flag and value.requires_grad for flag, value in zip(is_parameter, example_inputs)
+        )
+        graph_id = order.add(torch._guards.CompileContext.current_compile_id().frame_id, reduces)
+        release = should_release_reduce_buckets(order.as_list(), graph_id)
+        partitioner = ReduceGradPartitioner(is_parameter, graph_id, release, debug_log)
+        if backend == "eager":
+            return _run_as_traced(gm, example_inputs, partitioner)
+        return _generate_code(gm, example_inputs, partitioner, mode, options)
+
+    return compile_frame
+
+
+def _run_as_traced(gm, example_inputs, partitioner):
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def run(graph_module, _inputs):
+        return make_boxed_func(graph_module.forward)
+
+    return aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=partitioner)(gm, example_inputs)
+
+
+def _generate_code(gm, example_inputs, partitioner, mode, options):
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
+    return compile_fx(gm, example_inputs, config_patches={**patches, "custom_partitioner_fn": partitioner})

@@ -1,0 +1,295 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Small models, one for each way in which a gradient can reach, or miss, a compiled graph."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+VOCABULARY = 24
+
+
+class Block(nn.Module):
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class BreakingBlock(Block):
+    """The graph breaks inside, so one compiled graph serves every block of a model."""
+
+    def forward(self, x):
+        h = F.gelu(self.up(self.norm(x)))
+        torch._dynamo.graph_break()
+        return x + self.down(h)
+
+
+class EagerBlock(Block):
+    """Kept out of the compiler."""
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+class SkippedBlock(Block):
+    """A frame that the compiler gives up: it breaks inside a context manager that it cannot resume."""
+
+    def forward(self, x):
+        with torch.autograd.graph.save_on_cpu() if x is None else torch.autograd.profiler.record_function("skipped"):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+
+class Model(nn.Module):
+    """Embedding, blocks and head; ``forward(ids)`` returns the loss of predicting the ids.
+
+    Subclasses change one thing each. ``forward`` takes ``skip``: whether to leave out the second block.
+    """
+
+    block = Block
+
+    def __init__(self, width=8, depth=3):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(self.block(width) for _ in range(depth))
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids, skip=False):
+        x = self.enter(ids)
+        for index, block in enumerate(self.blocks):
+            if not (skip and index == 1):
+                x = self.run_block(block, x)
+        return self.leave(x, ids)
+
+    def enter(self, ids):
+        return self.embedding(ids)
+
+    def run_block(self, block, x):
+        return block(x)
+
+    def leave(self, x, ids):
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class OneGraph(Model):
+    pass
+
+
+class SeveralGraphs(Model):
+
+    def run_block(self, block, x):
+        torch._dynamo.graph_break()
+        return block(x)
+
+
+class RepeatedLayers(Model):
+    block = BreakingBlock
+
+
+class WeightInTwoGraphs(Model):
+
+    def leave(self, x, ids):
+        x = x + self.blocks[0].up(x)[..., :x.shape[-1]]
+        torch._dynamo.graph_break()
+        return super().leave(x, ids)
+
+    def enter(self, ids):
+        x = super().enter(ids)
+        x = x + self.blocks[0].up(x)[..., :x.shape[-1]]
+        torch._dynamo.graph_break()
+        return x
+
+
+class TiedEmbedding(SeveralGraphs):
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.head.weight = self.embedding.weight
+
+
+class TiedInOneGraph(Model):
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.head.weight = self.embedding.weight
+
+
+class CompiledAndEager(Model):
+    """One weight used in a compiled region and in one that is not."""
+
+    def leave(self, x, ids):
+        return super().leave(self.outside(x), ids)
+
+    @torch.compiler.disable
+    def outside(self, x):
+        return x + F.linear(x, self.blocks[0].down.weight[:, :x.shape[-1]])
+
+
+class NoParametersFirst(Model):
+    """The first forward graph has no parameters."""
+
+    def forward(self, ids, skip=False):
+        ids = (ids + 1) % VOCABULARY
+        torch._dynamo.graph_break()
+        return super().forward(ids, skip)
+
+
+class NoParametersFirstButGrad(Model):
+    """The first forward graph has no parameters, but an input that requires grad, so it has a backward."""
+
+    def forward(self, ids, skip=False):
+        scale = torch.ones((), requires_grad=True, device=ids.device) * 1.0
+        scale = self.scale(scale)
+        torch._dynamo.graph_break()
+        self._scale = scale
+        return super().forward(ids, skip)
+
+    def scale(self, scale):
+        return scale * 2.0 - 1.0
+
+    def leave(self, x, ids):
+        scale, self._scale = self._scale, None
+        return super().leave(x * scale.to(x.dtype), ids)
+
+
+class NoParametersLast(Model):
+    """The last forward graph has no parameters."""
+
+    def leave(self, x, ids):
+        logits = self.head(x)
+        torch._dynamo.graph_break()
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+class SkippedFrame(Model):
+    block = SkippedBlock
+
+
+class EagerBlocks(Model):
+    block = EagerBlock
+
+
+class NotCompilable(Model):
+    """The compiler gets nothing of the whole model."""
+
+    @torch.compiler.disable
+    def forward(self, ids, skip=False):
+        return super().forward(ids, skip)
+
+
+class FrozenAndUnused(Model):
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.blocks[1].up.weight.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(5))
+
+
+class OddSizes(Model):
+    """Parameters of one element and of none."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.empty = nn.Parameter(torch.ones(0, 3))
+
+    def enter(self, ids):
+        return super().enter(ids) * self.gain + self.empty.sum()
+
+
+class SharedGradient(Model):
+    """Two parameters with one gradient: their sum is all that is used."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        width = self.embedding.embedding_dim
+        self.first, self.second = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.ones(width))
+
+    def enter(self, ids):
+        return super().enter(ids) + (self.first + self.second)
+
+
+class Hooked(Model):
+    """A user's hook changes a gradient before it is accumulated."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.add_hook()
+
+    def add_hook(self):
+        self.head.weight.register_hook(double)
+
+    def __deepcopy__(self, memo):
+        # deepcopy leaves tensor hooks behind.
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        nn.Module.__init__(copied)
+        import copy
+        for name, module in self._modules.items():
+            copied._modules[name] = copy.deepcopy(module, memo)
+        copied.add_hook()
+        return copied
+
+
+def double(gradient):
+    return gradient * 2
+
+
+class Checkpointed(Model):
+
+    def run_block(self, block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class CheckpointedEagerly(Model):
+    """Checkpointing outside of the compiler around blocks inside."""
+
+    @torch.compiler.disable(recursive=False)
+    def run_block(self, block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class CheckpointedReentrant(Model):
+
+    def run_block(self, block, x):
+        return checkpoint(block, x, use_reentrant=True)
+
+
+class FillsPartition(nn.Module):
+    """Two parameters of equal size, so that with two ranks each fills a partition exactly."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 4)
+        self.head = nn.Linear(4, VOCABULARY, bias=False)
+
+    def forward(self, ids, skip=False):
+        return F.cross_entropy(self.head(self.embedding(ids)).flatten(0, 1), ids.flatten())
+
+
+class FewParameters(nn.Module):
+    """Fewer elements than ranks can share evenly."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, ids, skip=False):
+        return (self.weight * ids.float().mean()).square().mean() * 1e-3
+
+
+CASES = {
+    cls.__name__: cls
+    for cls in (OneGraph, SeveralGraphs, RepeatedLayers, WeightInTwoGraphs, TiedEmbedding, TiedInOneGraph,
+                CompiledAndEager, NoParametersFirst, NoParametersFirstButGrad, NoParametersLast, SkippedFrame,
+                EagerBlocks, NotCompilable, FrozenAndUnused, OddSizes, SharedGradient, Hooked, Checkpointed,
+                CheckpointedEagerly, CheckpointedReentrant, FillsPartition, FewParameters)
+}

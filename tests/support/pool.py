@@ -1,0 +1,125 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that run test functions as the ranks of one process group.
+
+Importing torch and DeepSpeed takes seconds, so the processes stay: each test sends them a function to run.
+"""
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+import traceback
+from multiprocessing.connection import Client, Listener
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class RankFailed(AssertionError):
+    """A function raised on at least one rank; the message holds each traceback."""
+
+
+class Ranks:
+    """``world`` processes with a gloo (on GPUs: NCCL) process group between them.
+
+    Args:
+        world: number of processes.
+        environment: variables set in the processes besides this one's own.
+    """
+
+    def __init__(self, world, environment=None):
+        self.world = world
+        self._environment = dict(environment or {})
+        self._processes, self._connections = [], []
+
+    def start(self):
+        listener = Listener(("127.0.0.1", 0), authkey=b"ranks")
+        base = {
+            **os.environ, "WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+            "RANKS_ADDRESS": f"{listener.address[0]}:{listener.address[1]}", **self._environment
+        }
+        for rank in range(self.world):
+            environment = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._processes.append(subprocess.Popen([sys.executable, "-m", "support.pool"], env=environment))
+        connections = {}
+        for _ in range(self.world):
+            connection = listener.accept()
+            connections[connection.recv()] = connection
+        self._connections = [connections[rank] for rank in range(self.world)]
+        listener.close()
+
+    def stop(self):
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        self._processes, self._connections = [], []
+
+    def run(self, function, *args, timeout=240, **kwargs):
+        """Calls ``function(*args, **kwargs)`` on every rank; returns the results in rank order.
+
+        ``function`` is importable under ``tests/``. A rank that raises, dies or takes longer than ``timeout``
+        seconds fails the call and ends the processes; the next call starts new ones.
+        """
+        if not self._processes:
+            self.start()
+        for connection in self._connections:
+            connection.send((function.__module__, function.__qualname__, args, kwargs))
+        results, failures = [], []
+        for rank, connection in enumerate(self._connections):
+            # When one rank failed, the others may wait for it.
+            if not connection.poll(5 if failures else timeout):
+                failures.append(f"rank {rank} gave no answer within {timeout} s")
+                continue
+            try:
+                succeeded, result = connection.recv()
+            except (EOFError, ConnectionError):
+                failures.append(f"rank {rank} died with exit status {self._processes[rank].wait()}")
+                continue
+            if succeeded:
+                results.append(result)
+            else:
+                failures.append(f"rank {rank} raised:\n{result}")
+        if failures:
+            self.stop()
+            raise RankFailed("\n".join(failures))
+        return results
+
+
+def _serve():
+    host, port = os.environ["RANKS_ADDRESS"].split(":")
+    connection = Client((host, int(port)), authkey=b"ranks")
+    connection.send(int(os.environ["RANK"]))
+
+    import torch
+    import deepspeed
+
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        deepspeed.init_distributed()
+    else:
+        deepspeed.init_distributed(dist_backend="gloo")
+    while True:
+        try:
+            module, name, args, kwargs = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
+        except BaseException:  # noqa: B902 (told to the test, whatever it is)
+            answer = (False, traceback.format_exc())
+        connection.send(answer)
+
+
+if __name__ == "__main__":
+    _serve()

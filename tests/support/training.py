@@ -1,0 +1,155 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a model under DeepCompile and in a plain loop that averages gradients over ranks, side by side.
+
+Runs in the processes of ``support.pool``.
+"""
+
+import copy
+import dataclasses
+from typing import Any, Dict, Optional
+
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
+
+from support.models import CASES, VOCABULARY
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What to train, and how."""
+
+    model: str = "OneGraph"
+    stage: int = 1
+    accumulation: int = 1
+    backend: str = "eager"
+    steps: int = 3
+    dtype: str = "fp32"
+    bucket: int = 150  # elements
+    clipping: float = 0.0
+    groups: int = 1
+    skip_on_odd_steps: bool = False
+    vary_length: bool = False
+    evaluate_between: bool = False
+    config: Optional[Dict[str, Any]] = None
+    compile_kwargs: Optional[Dict[str, Any]] = None
+    deepcompile: bool = True
+
+
+def device():
+    return torch.device(get_accelerator().current_device_name())
+
+
+def build(case, seed=0):
+    torch.manual_seed(seed)
+    return CASES[case.model]().to(device())
+
+
+def parameter_groups(module, count):
+    """Splits trainable parameters into groups; every ``count``-th goes to the same one."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [{"params": trainable[first::count]} for first in range(count)]
+
+
+def make_optimizer(module, case):
+    return torch.optim.SGD(parameter_groups(module, case.groups), lr=0.2, momentum=0.5)
+
+
+def make_engine(module, case):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": case.accumulation,
+        "gradient_clipping": case.clipping,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": case.stage, "reduce_bucket_size": case.bucket},
+        "compile": {"deepcompile": case.deepcompile},
+    }
+    if case.dtype == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4}
+    if case.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    for section, options in (case.config or {}).items():
+        config[section] = {**config.get(section, {}), **options} if isinstance(options, dict) else options
+    engine = deepspeed.initialize(model=module, optimizer=make_optimizer(module, case), config=config)[0]
+    if case.deepcompile:
+        engine.compile(backend=case.backend, compile_kwargs=dict(case.compile_kwargs or {}))
+    return engine
+
+
+def batch(step, micro_step, rank, length):
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro_step + rank)
+    return torch.randint(0, VOCABULARY, (2, length), generator=generator).to(device())
+
+
+def average_gradients(module):
+    """What data parallelism means: the mean over ranks; an unused parameter counts as zero."""
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def relative_error(actual, expected):
+    """Largest ||a - e|| / ||e|| over pairs of tensors; where e is zero, ||a||."""
+    worst = 0.0
+    for a, e in zip(actual, expected):
+        difference = (a.detach().double() - e.detach().double()).norm()
+        norm = e.detach().double().norm()
+        worst = max(worst, float(difference / norm) if norm > 0 else float(difference))
+    return worst
+
+
+def held(counters):
+    """What of the counters must be zero between steps."""
+    return {name: counters[name] for name in ("bound", "pending", "bucket", "unreduced")}
+
+
+def train_beside_plain_loop(case):
+    """Trains both; returns the relative error of the parameters and what the counters said."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    engine = make_engine(module, case)
+    plain_optimizer = make_optimizer(plain, case)
+    held_after_steps, counters = [], {}
+    for step in range(case.steps):
+        length = 4 + (step + rank) % 3 if case.vary_length else 4
+        skip = case.skip_on_odd_steps and step % 2 == 1
+        for micro_step in range(case.accumulation):
+            ids = batch(step, micro_step, rank, length)
+            loss = engine(ids, skip)
+            engine.backward(loss)
+            if case.deepcompile:
+                counters = gradient_counters(engine)
+            engine.step()
+            (plain(ids, skip) / case.accumulation).backward()
+            if case.evaluate_between:
+                engine.eval()
+                with torch.no_grad():
+                    engine(ids)
+                engine.train()
+        average_gradients(plain)
+        if case.clipping:
+            torch.nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], case.clipping)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+        if case.deepcompile:
+            held_after_steps.append(held(gradient_counters(engine)))
+    trained = [p.detach().clone() for p in module.parameters()]
+    result = {
+        "error": relative_error(trained, plain.parameters()),
+        "moved": relative_error(trained, build(case).parameters()),
+        "held": held_after_steps,
+        "counters": counters,
+        "loss": float(loss.detach()),
+    }
+    engine.destroy()
+    return result

@@ -1,0 +1,65 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Training under DeepCompile gives the parameters of a plain loop, whatever the model's graphs are like."""
+
+import pytest
+from support.models import CASES
+from support.training import Case, train_beside_plain_loop
+
+NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
+
+
+def check(results, bound=1e-5):
+    for result in results:
+        assert result["error"] < bound
+        assert result["moved"] > 1e-3, "the parameters hardly changed, so agreement shows nothing"
+        assert all(after == NOTHING for after in result["held"]), result["held"]
+    return results
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("model", list(CASES))
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_table(ranks, backend, model, stage, accumulation):
+    case = Case(model=model, stage=stage, accumulation=accumulation, backend=backend)
+    check(ranks(2).run(train_beside_plain_loop, case))
+
+
+@pytest.mark.parametrize("model, from_graphs, from_autograd", [
+    ("OneGraph", 20, 0),
+    ("RepeatedLayers", 20, 0),
+    ("EagerBlocks", 2, 18),
+    ("NotCompilable", 0, 20),
+    ("Hooked", 19, 1),
+])
+def test_each_gradient_takes_the_way_it_should(ranks, model, from_graphs, from_autograd):
+    # Autograd's way gives the same numbers, so only the counters tell that graphs reduce what they can.
+    for result in check(ranks(2).run(train_beside_plain_loop, Case(model=model, steps=1, bucket=10**6))):
+        assert result["counters"]["from_graphs"] == from_graphs
+        assert result["counters"]["from_autograd"] == from_autograd
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("varied", [
+    {"skip_on_odd_steps": True, "steps": 5},
+    {"skip_on_odd_steps": True, "steps": 5, "accumulation": 3},
+    {"vary_length": True, "steps": 6, "backend": "inductor"},
+    {"evaluate_between": True},
+    {"groups": 3},
+    {"groups": 2, "clipping": 0.05},
+    {"config": {"zero_optimization": {"round_robin_gradients": True}}},
+    {"bucket": 1},
+    {"bucket": 10**9},
+], ids=lambda varied: "-".join(varied))
+def test_variations(ranks, stage, varied):
+    check(ranks(2).run(train_beside_plain_loop, Case(stage=stage, **varied)))
+
+
+@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("model", ["OneGraph", "OddSizes", "FillsPartition", "FewParameters"])
+def test_layouts(ranks, world, model):
+    for stage in (1, 2):
+        for groups in (1, 2):
+            if model != "FewParameters" or groups == 1:
+                check(ranks(world).run(train_beside_plain_loop, Case(model=model, stage=stage, groups=groups)))
