@@ -14,7 +14,10 @@ namespace {
 
 at::Tensor done(const at::Tensor& gradient) { return at::empty({0}, gradient.options()); }
 
-at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& parameter, const std::optional<at::Tensor>&)
+at::Tensor reduce_grad(const at::Tensor& gradient,
+                       const at::Tensor& parameter,
+                       const std::optional<at::Tensor>&,
+                       bool may_keep)
 {
     if (parameter.numel() > 0) {
         const auto registration = find_registration(parameter.const_data_ptr());
@@ -23,13 +26,15 @@ at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& parameter, 
                     gradient.sizes(),
                     " for a parameter that no engine has registered: the engine was destroyed, or the parameter was "
                     "moved between forward and backward (for example by saved_tensors_hooks that copy it)");
-        // The compiler may use the gradient's memory again as soon as this returns.
-        registration->reducer->reduce(registration->index, gradient, Route::graph, /*may_keep=*/false);
+        // Unless the graph has given the memory away, the compiler may use it again as soon as this returns.
+        // Even then, an operator may have produced several tensors in one piece of memory.
+        const bool sole_user = may_keep && gradient.storage().use_count() == 1;
+        registration->reducer->reduce(registration->index, gradient, Route::graph, sole_user);
     }
     return done(gradient);
 }
 
-at::Tensor reduce_grad_meta(const at::Tensor& gradient, const at::Tensor&, const std::optional<at::Tensor>&)
+at::Tensor reduce_grad_meta(const at::Tensor& gradient, const at::Tensor&, const std::optional<at::Tensor>&, bool)
 {
     return done(gradient);
 }
@@ -52,10 +57,11 @@ void end_backward_meta(at::TensorList, int64_t, bool) {}
 
 // `after` is the result of the reduction that comes before this one in the graph. It carries no data: it
 // keeps every rank's reductions in one order, which the process group requires, however each rank's
-// compiler schedules the rest of the graph.
+// compiler schedules the rest of the graph. `may_keep` says that nothing in the graph reads the gradient or
+// uses its memory afterwards.
 TORCH_LIBRARY(deepcompile, m)
 {
-    m.def("reduce_grad(Tensor grad, Tensor param, Tensor? after=None) -> Tensor");
+    m.def("reduce_grad(Tensor grad, Tensor param, Tensor? after=None, bool may_keep=False) -> Tensor");
     m.def("end_backward(Tensor[] reductions_and_param, int graph_id, bool release_reduce_buckets) -> ()");
 }
 

@@ -28,9 +28,10 @@ int64_t bytes_of(const at::Tensor& tensor)
     return tensor.numel() * static_cast<int64_t>(tensor.element_size());
 }
 
-int64_t storage_bytes(const at::Tensor& tensor)
+/// Whether keeping the tensor keeps exactly its own elements, in order.
+bool fills_its_storage(const at::Tensor& tensor)
 {
-    return static_cast<int64_t>(tensor.storage().nbytes());
+    return tensor.is_contiguous() && static_cast<int64_t>(tensor.storage().nbytes()) == bytes_of(tensor);
 }
 
 }  // namespace
@@ -235,8 +236,7 @@ void Reducer::keep_unreduced(ParameterRecord& record, const at::Tensor& gradient
         return;
     }
     const auto dtype = groups_[record.group].target_dtype;
-    const bool as_it_is = may_keep && gradient.scalar_type() == dtype && gradient.is_contiguous() &&
-                          storage_bytes(gradient) == bytes_of(gradient);
+    const bool as_it_is = may_keep && gradient.scalar_type() == dtype && fills_its_storage(gradient);
     record.unreduced = as_it_is ? gradient.detach()
                                 : gradient.detach().to(gradient.options().dtype(dtype),
                                                        /*non_blocking=*/false,
@@ -272,7 +272,7 @@ void Reducer::pack(PartitionGroup& group, ParameterRecord& record, const at::Ten
     const bool large = numel >= std::min(pack_limit, options_.bucket_numel);
 
     Segment* segment = nullptr;
-    if (large && may_keep && gradient.scalar_type() == record.communication_dtype && gradient.is_contiguous()) {
+    if (large && may_keep && gradient.scalar_type() == record.communication_dtype && fills_its_storage(gradient)) {
         filling_.segments.push_back({gradient.detach().view({-1}), record.group, /*owned=*/false, 0, stream, {}});
         segment = &filling_.segments.back();
     } else {

@@ -12,11 +12,11 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
 from deepspeed.utils import logger
 
-from . import fx, native
+from . import fx, native, reduce_lowering
 from .fx import should_release_reduce_buckets
 from .gradient_partition import has_hooks
 from .passes import zero_1_and_2_compile
-from .passes.zero_1_and_2_compile import finish_backward_graph, insert_reductions
+from .passes.zero_1_and_2_compile import finish_backward_graph, give_gradients_away, insert_reductions
 
 
 class GraphOrder:
@@ -52,7 +52,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
 
     def uuid(self):
         # Everything that shapes the generated code: torch's caches must not give us what another version wrote.
-        sources = [inspect.getsource(module) for module in (fx, native, zero_1_and_2_compile)]
+        sources = [inspect.getsource(module) for module in (fx, native, reduce_lowering, zero_1_and_2_compile)]
         sources.append(inspect.getsource(type(self)))
         schema = torch.ops.deepcompile.reduce_grad.default._schema
         key = (sources, str(schema), self.is_parameter, self.graph_id, self.release_reduce_buckets)
@@ -62,6 +62,8 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         insert_reductions(gm, self.is_parameter)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
+        if kwargs.get("compiler") != "inductor":
+            give_gradients_away(backward)
         if self.debug_log:
             logger.info(f"DeepCompile graph {self.graph_id}, forward:\n{forward.graph}\nbackward:\n{backward.graph}")
         return forward, backward
@@ -77,6 +79,7 @@ def make_backend(backend, parameters, debug_log=False):
 
     The backend takes the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
     """
+    reduce_lowering.register()
     registered = {id(parameter) for parameter in parameters}
     order = GraphOrder()
 

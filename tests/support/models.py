@@ -83,6 +83,17 @@ class OneGraph(Model):
     pass
 
 
+class Wide(Model):
+    """Gradients large enough to be reduced where they lie, and alike, so that a compiler would reuse their memory."""
+
+    def __init__(self):
+        super().__init__(width=512, depth=4)
+
+
+class WideRepeatedLayers(Wide):
+    block = BreakingBlock
+
+
 class SeveralGraphs(Model):
 
     def run_block(self, block, x):
@@ -293,3 +304,5 @@ CASES = {
                 EagerBlocks, NotCompilable, FrozenAndUnused, OddSizes, SharedGradient, Hooked, Checkpointed,
                 CheckpointedEagerly, CheckpointedReentrant, FillsPartition, FewParameters)
 }
+# Too slow for every combination.
+LARGE_CASES = {cls.__name__: cls for cls in (Wide, WideRepeatedLayers)}

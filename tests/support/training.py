@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
+from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.utils import safe_get_full_fp32_param
 
-from support.models import CASES, VOCABULARY
+from support.models import CASES, LARGE_CASES, VOCABULARY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +47,7 @@ def device():
 
 def build(case, seed=0):
     torch.manual_seed(seed)
-    return CASES[case.model]().to(device())
+    return {**CASES, **LARGE_CASES}[case.model]().to(device())
 
 
 def parameter_groups(module, count):
@@ -70,6 +71,8 @@ def make_engine(module, case):
         "compile": {"deepcompile": case.deepcompile},
     }
     if case.dtype == "fp16":
+        # DeepSpeed declines fp16 on CPUs without instructions for it; torch computes it there all the same.
+        get_accelerator().is_fp16_supported = lambda: True
         config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4}
     if case.dtype == "bf16":
         config["bf16"] = {"enabled": True}
@@ -104,6 +107,12 @@ def relative_error(actual, expected):
         norm = e.detach().double().norm()
         worst = max(worst, float(difference / norm) if norm > 0 else float(difference))
     return worst
+
+
+def total_error(actual, expected):
+    """||a - e|| / ||e|| over all tensors together: rounding is large in a tensor that is near zero itself."""
+    pairs = [(a.detach().double(), e.detach().double()) for a, e in zip(actual, expected)]
+    return float(sum((a - e).square().sum() for a, e in pairs).sqrt() / sum(e.square().sum() for _, e in pairs).sqrt())
 
 
 def held(counters):
@@ -153,3 +162,47 @@ def train_beside_plain_loop(case):
     }
     engine.destroy()
     return result
+
+
+def _train(engine, case, compiled):
+    """Runs the steps of a case; returns what there is to say of the engine but for its parameters."""
+    rank, after_skipped = dist.get_rank(), None
+    for step in range(case.steps):
+        for micro_step in range(case.accumulation):
+            engine.backward(engine(batch(step, micro_step, rank, 4)))
+            engine.step()
+        if compiled and engine.optimizer.overflow:
+            after_skipped = held(gradient_counters(engine))
+    return {
+        "skipped": engine.skipped_steps,
+        "scale": engine.optimizer.loss_scale,
+        "held": held(gradient_counters(engine)) if compiled else None,
+        "held after a skipped step": after_skipped,
+    }
+
+
+def train_beside_fp32(case):
+    """Trains in ``case.dtype`` with DeepCompile and without; returns both, with errors against a plain fp32 loop.
+
+    The plain loop leaves out the steps that were skipped for an overflow. Errors compare fp32 master parameters.
+    """
+    results = []
+    for deepcompile in (True, False):
+        torch._dynamo.reset()
+        module = build(case)
+        plain = copy.deepcopy(module)
+        engine = make_engine(module, dataclasses.replace(case, deepcompile=deepcompile))
+        result = _train(engine, case, deepcompile)
+        optimizer = make_optimizer(plain, case)
+        for step in range(engine.skipped_steps, case.steps):
+            for micro_step in range(case.accumulation):
+                (plain(batch(step, micro_step, dist.get_rank(), 4)) / case.accumulation).backward()
+            average_gradients(plain)
+            optimizer.step()
+            optimizer.zero_grad()
+        trained = [safe_get_full_fp32_param(parameter) for parameter in module.parameters()]
+        result["error"] = total_error(trained, plain.parameters())
+        result["moved"] = total_error(trained, build(case).parameters())
+        engine.destroy()
+        results.append(result)
+    return results

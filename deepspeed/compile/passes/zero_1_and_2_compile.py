@@ -74,6 +74,18 @@ def finish_backward_graph(backward: GraphModule, graph_id: int, release_reduce_b
     backward.recompile()
 
 
+def give_gradients_away(backward: GraphModule) -> None:
+    """Lets reductions keep gradients that nothing else in the graph uses.
+
+    For a graph that runs as it is traced, node by node. Inductor rearranges it first and decides for itself.
+    """
+    for reduction in reduce_nodes(backward.graph):
+        gradient = reduction.args[0]
+        if gradient.op == "call_function" and len(gradient.users) == 1:
+            reduction.kwargs = {**reduction.kwargs, "may_keep": True}
+    backward.recompile()
+
+
 def _refuse(*_args, **_kwargs):
     raise NotImplementedError(
         "DeepCompile ZeRO-1/2 rewrites the joint graph before it is partitioned, so its pass "

@@ -1,0 +1,54 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""How Inductor calls ``reduce_grad``: without a copy, where the gradient's memory is nobody else's.
+
+Inductor uses a buffer's memory again once the buffer's last user has been called. A reduction reads its gradient
+later than that, so it copies, unless it takes the memory over: then the generated code forgets the buffer right
+behind the call, and no other buffer is given its memory.
+"""
+
+import torch
+from torch._inductor import config, ir
+from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
+from torch._inductor.virtualized import V
+from torch.utils import _pytree as pytree
+
+
+class ReduceGradKernel(ir.FallbackKernel):
+    """A call of ``reduce_grad`` in generated code."""
+
+    def codegen(self, wrapper):
+        # Decided here and not when lowering, since only now every user of the buffer is known.
+        takes_over = self._is_sole_user_of_gradient()
+        self.constant_args = (*self.constant_args[:-1], takes_over)
+        super().codegen(wrapper)
+        if takes_over:
+            name = self.inputs[0].get_name()
+            wrapper.writeline(f"del {name}  # its memory belongs to the reducer now")
+            # Neither freed a second time nor used again for another buffer.
+            wrapper.freed.add(name)
+
+    def _is_sole_user_of_gradient(self):
+        gradient = self.inputs[0]
+        # Memory planning cuts buffers out of pools, where giving one away would give its neighbours' memory too.
+        if V.graph.cpp_wrapper or config.memory_planning or isinstance(gradient, ir.ReinterpretView):
+            return False
+        name = gradient.get_name()
+        buffer = V.graph.scheduler.name_to_buf.get(name)
+        if buffer is None or name in V.graph.mutated_buffers or buffer.get_aliases() or buffer.get_mutations():
+            return False
+        users = [user.node for user in buffer.users if not user.is_weak]
+        return len(users) == 1 and getattr(users[0], "node", None) is self
+
+
+def lower_reduce_grad(gradient, parameter, after=None, may_keep=False):
+    """Lowers one call; whether memory is taken over is up to :class:`ReduceGradKernel`."""
+    outputs = ReduceGradKernel.create(torch.ops.deepcompile.reduce_grad.default, gradient, parameter, after, may_keep)
+    return pytree.tree_map(lambda node: ir.TensorBox.create(node) if isinstance(node, ir.IRNode) else node, outputs)
+
+
+def register():
+    """Makes Inductor use this lowering. The operator must have been loaded."""
+    operator = torch.ops.deepcompile.reduce_grad.default
+    add_needs_realized_inputs(operator)
+    register_lowering(operator, type_promotion_kind=None)(lower_reduce_grad)

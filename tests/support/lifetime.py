@@ -1,0 +1,409 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks do in ``test_lifetime.py``. Each function runs on every rank and returns what it saw."""
+
+import copy
+import ctypes
+import time
+
+import torch
+import torch.distributed as dist
+from deepspeed.compile.gradient_partition import StepLocalGradients, gradient_counters, reset_gradient_counters
+from deepspeed.utils import safe_get_full_grad
+
+from support.models import Model
+from support.training import (
+    Case,
+    average_gradients,
+    batch,
+    build,
+    device,
+    held,
+    make_engine,
+    make_optimizer,
+    relative_error,
+)
+
+
+def start(case, module=None):
+    torch._dynamo.reset()
+    module = module or build(case)
+    return module, make_engine(module, case)
+
+
+def backward(engine, step=0, micro_step=0):
+    engine.backward(engine(batch(step, micro_step, dist.get_rank(), 4)))
+
+
+def stages_of_a_target(case):
+    """Held bytes after compile and after each backward and step of one accumulation window, and the protocol."""
+    _, engine = start(case)
+    optimizer = engine.optimizer
+    seen = {"compile": held(gradient_counters(engine)), "registered": gradient_counters(engine)["registered"]}
+    for micro_step in range(case.accumulation):
+        backward(engine, 0, micro_step)
+        seen[f"backward {micro_step}"] = held(gradient_counters(engine))
+        if micro_step == case.accumulation - 1:
+            group = optimizer.averaged_gradients[0]
+            flat = group.flat_partition
+            seen["flat"] = (flat.dim(), flat.numel(), int(optimizer.partition_size[0]), flat.nbytes)
+            seen["views in flat"] = all(view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+                                        for view in group)
+            seen["views cover flat"] = sum(view.numel() for view in group)
+            del group, flat
+        engine.step()
+    seen["step"] = held(gradient_counters(engine))
+    seen["handed over after step"] = [entry for entry in optimizer.averaged_gradients.values() if entry is not None]
+    engine.destroy()
+    seen["optimizer attributes"] = [name for name in vars(optimizer) if "deepcompile" in name.lower()]
+    seen["optimizer is itself again"] = not isinstance(optimizer, StepLocalGradients)
+    return seen
+
+
+def binding_moments(case):
+    """Bound bytes on this rank each time a block's input gradient has been computed, last block first."""
+    bound = []
+
+    class Watched(Model):
+
+        def run_block(self, block, x):
+            torch._dynamo.graph_break()
+            if x.requires_grad:
+                x.register_hook(lambda gradient: bound.append(gradient_counters(engine)["bound"]))
+            return block(x)
+
+    torch.manual_seed(0)
+    _, engine = start(case, Watched(depth=4).to(device()))
+    backward(engine)
+    engine.step()
+    bound.clear()
+    backward(engine, 1)
+    engine.step()
+    engine.destroy()
+    return bound
+
+
+def release_by(how, case):
+    """Held bytes after a backward and then after ``how``; then whether training goes on rightly."""
+    module, engine = start(case)
+    backward(engine)
+    before = held(gradient_counters(engine))
+    if how == "zero_grad":
+        engine.optimizer.zero_grad()
+        after = held(gradient_counters(engine))
+        message = None
+        try:
+            engine.step()
+        except RuntimeError as error:
+            message = str(error)
+        assert message and "found no gradients" in message, message
+        engine.micro_steps += 1
+        engine._running_engine_step = False
+    elif how == "destroy":
+        reducer = engine.optimizer._reducer
+        engine.destroy()
+        after = held(reducer.counters())
+        after["registered"] = reducer.counters()["registered"]
+        return before, after, 0.0
+    backward(engine, 1)
+    engine.step()
+    plain = build(case)
+    optimizer = make_optimizer(plain, case)
+    plain(batch(1, 0, dist.get_rank(), 4)).backward()
+    average_gradients(plain)
+    optimizer.step()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return before, after, error
+
+
+class Raises(torch.autograd.Function):
+    """Identity whose backward raises while ``armed``."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if Raises.armed:
+            raise ArithmeticError("half way through the backward")
+        return gradient
+
+
+def backward_that_raises(case, direct):
+    """A backward raises after some gradients were reduced; returns what is held then, and the error afterwards."""
+
+    class Fragile(Model):
+
+        def run_block(self, block, x):
+            return self.maybe_raise(block(x))
+
+        @torch.compiler.disable
+        def maybe_raise(self, x):
+            return Raises.apply(x)
+
+    torch.manual_seed(0)
+    module = Fragile().to(device())
+    plain = copy.deepcopy(module)
+    _, engine = start(case, module)
+    rank = dist.get_rank()
+
+    def run_backward(step, micro_step=0):
+        loss = engine(batch(step, micro_step, rank, 4))
+        if direct:
+            loss.backward()
+        else:
+            engine.backward(loss)
+
+    Raises.armed = False
+    for micro_step in range(case.accumulation - 1):
+        run_backward(9, micro_step)
+        engine.step()
+    Raises.armed = True
+    reset_gradient_counters(engine)
+    raised = False
+    try:
+        run_backward(9, case.accumulation - 1)
+    except ArithmeticError:
+        raised = True
+    received = gradient_counters(engine)["from_graphs"]
+    after = held(gradient_counters(engine))
+    Raises.armed = False
+    engine.micro_steps += 1  # the user gives this window up
+    optimizer = make_optimizer(plain, case)
+    for step in range(2):
+        for micro_step in range(case.accumulation):
+            run_backward(step, micro_step)
+            engine.step()
+            (plain(batch(step, micro_step, rank, 4)) / case.accumulation).backward()
+        average_gradients(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return raised, received, after, error
+
+
+def two_engines_taking_turns(first, second):
+    """Trains two engines step by step in turns; returns both errors against plain loops."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    pairs = []
+    for seed, case in enumerate((first, second)):
+        module = build(case, seed)
+        plain = copy.deepcopy(module)
+        pairs.append((case, module, make_engine(module, case), plain, make_optimizer(plain, case)))
+    for step in range(4):
+        for case, _, engine, plain, optimizer in pairs:
+            for micro_step in range(case.accumulation):
+                engine.backward(engine(batch(step, micro_step, rank, 4)))
+                engine.step()
+                (plain(batch(step, micro_step, rank, 4)) / case.accumulation).backward()
+            average_gradients(plain)
+            optimizer.step()
+            optimizer.zero_grad()
+    errors = [relative_error(module.parameters(), plain.parameters()) for _, module, _, plain, _ in pairs]
+    for _, _, engine, _, _ in pairs:
+        engine.destroy()
+    return errors
+
+
+def overlapping_windows(first, second):
+    """The second engine trains between the first one's micro-batches."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    modules = [build(case, seed) for seed, case in enumerate((first, second))]
+    plains = [copy.deepcopy(module) for module in modules]
+    engines = [make_engine(module, case) for module, case in zip(modules, (first, second))]
+    optimizers = [make_optimizer(plain, case) for plain, case in zip(plains, (first, second))]
+    for step in range(3):
+        for micro_step in range(first.accumulation):
+            for index, case in enumerate((first, second)):
+                engines[index].backward(engines[index](batch(step, micro_step, rank, 4)))
+                engines[index].step()
+                (plains[index](batch(step, micro_step, rank, 4)) / case.accumulation).backward()
+                if micro_step == case.accumulation - 1 or case.accumulation == 1:
+                    average_gradients(plains[index])
+                    optimizers[index].step()
+                    optimizers[index].zero_grad()
+    errors = [relative_error(a.parameters(), b.parameters()) for a, b in zip(modules, plains)]
+    for engine in engines:
+        engine.destroy()
+    return errors
+
+
+def pending_bytes(case):
+    """(peak pending, bucket in bytes, largest gradient in bytes, bucket bytes after the backward)."""
+    module, engine = start(case)
+    backward(engine)
+    counters = gradient_counters(engine)
+    engine.step()
+    largest = max(parameter.nbytes for parameter in module.parameters())
+    engine.destroy()
+    return counters["peak_pending"], case.bucket * 4, largest, counters["bucket"]
+
+
+def full_gradients(case):
+    """Error of safe_get_full_grad() between backward and step against a plain loop's averaged gradients."""
+    module, engine = start(case)
+    plain = build(case)
+    backward(engine)
+    plain(batch(0, 0, dist.get_rank(), 4)).backward()
+    average_gradients(plain)
+    found = [safe_get_full_grad(parameter) for parameter in module.parameters()]
+    error = relative_error(found, [parameter.grad for parameter in plain.parameters()])
+    engine.step()
+    engine.destroy()
+    return error
+
+
+class _MallInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
+                                                     "fsmblks", "uordblks", "fordblks", "keepcost")]
+
+
+def allocated_bytes(on_gpu):
+    """Bytes in use: of the CUDA caching allocator, or of the C heap (which torch's CPU tensors come from)."""
+    if on_gpu:
+        return torch.cuda.memory_allocated()
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = _MallInfo
+    info = libc.mallinfo2()
+    return info.uordblks + info.hblkhd
+
+
+def net_bytes_of_a_step(case):
+    """(growth of allocated bytes over a whole step, growth up to its optimizer step, bytes of a partition)."""
+    torch.manual_seed(0)
+    module, engine = start(case, Model(width=256).to(device()))
+    for step in range(3):
+        backward(engine, step)
+        engine.step()
+    ids = batch(3, 0, dist.get_rank(), 4)
+    dist.barrier()
+    before = allocated_bytes(ids.is_cuda)
+    loss = engine(ids)
+    engine.backward(loss)
+    del loss
+    held_between = allocated_bytes(ids.is_cuda) - before
+    partition = gradient_counters(engine)["bound"]
+    engine.step()
+    dist.barrier()
+    net = allocated_bytes(ids.is_cuda) - before
+    engine.destroy()
+    return net, held_between, partition
+
+
+def train_with_a_straggler(case, delay):
+    """Each rank in turn starts its backward late, so that the others' collectives wait while they compute on."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    engine = make_engine(module, case)
+    optimizer = make_optimizer(plain, case)
+    waited = 0.0
+    for step in range(case.steps):
+        loss = engine(batch(step, 0, rank, 4))
+        if step > 0 and rank == step % dist.get_world_size():
+            time.sleep(delay)
+        begun = time.monotonic()
+        engine.backward(loss)
+        waited = max(waited, time.monotonic() - begun) if step > 0 else 0.0
+        engine.step()
+        plain(batch(step, 0, rank, 4)).backward()
+        average_gradients(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error, waited
+
+
+def without_synchronization(case):
+    """no_sync() and coalesce_grad_reduction(): errors against a plain loop over the same batches."""
+    errors = []
+    for context in ("no_sync", "coalesce_grad_reduction"):
+        if context == "no_sync" and case.stage == 2:
+            continue  # the engine refuses it
+        module, engine = start(case)
+        plain = build(case)
+        optimizer = make_optimizer(plain, case)
+        rank = dist.get_rank()
+        with getattr(engine, context)():
+            for micro_step in range(2):
+                backward(engine, 0, micro_step)
+                kept = held(gradient_counters(engine))
+                assert kept["bound"] == 0 and kept["unreduced"] > 0, kept
+        if context == "no_sync":
+            backward(engine, 0, 2)
+        engine.step()
+        for micro_step in range(3 if context == "no_sync" else 2):
+            plain(batch(0, micro_step, rank, 4)).backward()
+        average_gradients(plain)
+        optimizer.step()
+        errors.append(relative_error(module.parameters(), plain.parameters()))
+        engine.destroy()
+    return errors
+
+
+def use_after_destroy(case):
+    """Returns the message that a backward through a graph of a destroyed engine gives."""
+    module, engine = start(case)
+    backward(engine)
+    engine.step()
+    loss = engine(batch(1, 0, dist.get_rank(), 4))
+    engine.destroy()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def again_after_destroy(case):
+    """An engine made, destroyed and made again on the same module trains as a plain loop does."""
+    torch._dynamo.reset()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    rank = dist.get_rank()
+    for life in range(2):
+        engine = make_engine(module, case)
+        optimizer = make_optimizer(plain, case)
+        for step in range(2):
+            engine.backward(engine(batch(step, life, rank, 4)))
+            engine.step()
+            plain(batch(step, life, rank, 4)).backward()
+            average_gradients(plain)
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.destroy()
+    return relative_error(module.parameters(), plain.parameters())
+
+
+def several_backwards(case):
+    """Two losses with a backward each, then two forwards before one backward, before one step."""
+    module, engine = start(case)
+    plain = build(case)
+    optimizer = make_optimizer(plain, case)
+    rank = dist.get_rank()
+    for micro_step in range(2):
+        backward(engine, 0, micro_step)
+        plain(batch(0, micro_step, rank, 4)).backward()
+    first, second = engine(batch(0, 2, rank, 4)), engine(batch(0, 3, rank, 4))
+    engine.backward(first + second)
+    (plain(batch(0, 2, rank, 4)) + plain(batch(0, 3, rank, 4))).backward()
+    engine.step()
+    average_gradients(plain)
+    optimizer.step()
+    error = relative_error(module.parameters(), plain.parameters())
+    after = held(gradient_counters(engine))
+    engine.destroy()
+    return error, after
+
+

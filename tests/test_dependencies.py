@@ -1,0 +1,191 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Every name of the base release and of torch's internals that this fork leans on.
+
+A move to another base or torch release fails here, by name, and not somewhere in training.
+"""
+
+import importlib
+import inspect
+import re
+
+import pytest
+
+# Found by importing: "module:dotted.name".
+IMPORTABLE = """
+deepspeed.comm:get_rank deepspeed.comm:get_world_group
+deepspeed.compile.backend:param_manager
+deepspeed.compile.graph_param:DSGraphParamManager.params
+deepspeed.compile.passes.contract:PassContract
+deepspeed.compile.util:get_deepcompile_handle deepspeed.compile.util:get_last_uses
+deepspeed.ops.op_builder.builder:CUDAOpBuilder deepspeed.ops.op_builder.builder:OpBuilder.load
+deepspeed.runtime.base_optimizer:ZeROOptimizer.backward_prologue
+deepspeed.runtime.base_optimizer:ZeROOptimizer.backward_epilogue
+deepspeed.runtime.base_optimizer:ZeROOptimizer.get_param_comm_dtype
+deepspeed.runtime.base_optimizer:ZeROOptimizer._backward_active_depth
+deepspeed.runtime.engine:DeepSpeedEngine.autotp_size
+deepspeed.runtime.engine:DeepSpeedEngine.is_gradient_accumulation_boundary
+deepspeed.runtime.engine:DeepSpeedEngine.zero_reduce_bucket_size
+deepspeed.runtime.zero.offload_config:OffloadDeviceEnum.none
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.destroy
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.overlapping_partition_gradients_reduce_epilogue
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.setup_buckets
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.zero_grad
+functorch.compile:make_boxed_func
+torch:autograd.Variable._execution_engine.queue_callback
+torch:_C._current_graph_task_id
+torch:_guards.CompileContext.current_compile_id
+torch._dynamo.backends.common:aot_autograd
+torch._functorch._aot_autograd.descriptors:GradAOTOutput
+torch._functorch._aot_autograd.fx_utils:get_all_input_and_grad_nodes
+torch._functorch.partitioners:min_cut_rematerialization_partition
+torch._inductor:config.custom_partitioner_fn torch._inductor:config.triton.cudagraphs torch._inductor:list_mode_options
+torch._inductor.compile_fx:compile_fx
+torch._inductor.custom_graph_pass:CustomPartitionerFn
+torch.fx.node:has_side_effect
+torch.nn:Parameter._backward_hooks torch.nn:Parameter._post_accumulate_grad_hooks
+torch.torch_version:TorchVersion
+""".split()
+
+# Attributes that instances of a class set or read: "module:class", then the names.
+INSTANCE_ATTRIBUTES = {
+    "deepspeed.runtime.engine:DeepSpeedEngine":
+    "inside_no_sync_ctxt has_moe_layers sequence_parallel_size param_names optimizer module _config",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer":
+    "averaged_gradients bit16_groups bit16_groups_flat contiguous_gradients gradient_accumulation_dtype "
+    "_grad_acc_hooks params_in_partition partition_gradients partition_size real_dp_process_group "
+    "round_robin_bit16_groups round_robin_bit16_offsets optimizer",
+}
+
+# What a function of the base does that ours rely on: "module:dotted.name", then a pattern in its source.
+BEHAVIOUR = [
+    ("deepspeed.compile.util:deepcompile_backward_prologue", r"start_backward\("),
+    ("deepspeed.compile.util:get_deepcompile_handle", r"DeepCompileBuilder\(\)\.load\(\)"),
+    ("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", r"optimizer\.backward_prologue\(\)"),
+    ("deepspeed.runtime.engine:DeepSpeedEngine._backward_epilogue", r"optimizer\.backward_epilogue\(\)"),
+    ("deepspeed.runtime.engine:DeepSpeedEngine", r"def allreduce_gradients[\s\S]{0,400}is_deepcompile_active\(\)"),
+    ("deepspeed.runtime.engine:DeepSpeedEngine.destroy", r"optimizer\.destroy\(\)"),
+    ("deepspeed.runtime.engine:DeepSpeedEngine.get_deepcompile_backend",
+     r"init_z1_and_2\(self, backend, compile_config, compile_kwargs, schedule, use_z2=True\)"),
+    ("deepspeed.runtime.engine:DeepSpeedEngine.coalesce_grad_reduction", r"inside_no_sync_ctxt = True"),
+    ("deepspeed.runtime.engine:DeepSpeedEngine._flush_coalesced_reduction_zero12",
+     r"overlapping_partition_gradients_reduce_epilogue\(\)"),
+    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_preflattened_grad_partition",
+     r'"flat_partition"'),
+    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._release_preflattened_grad_buffers",
+     r'"release_grad_buffers"'),
+    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_grad_norm_direct", r'"_zero_padding"'),
+    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step", r"_get_preflattened_grad_partition\("),
+]
+
+# What the base imports from the files that this fork replaces: module, then the names it must find there.
+PROVIDED = {
+    "deepspeed.compile.fx":
+    "_make_node_meta add_args_process add_end_backward add_free_activations add_postprocess find_node_by_name "
+    "find_node_by_tag get_node_shape_meta get_output_node move_primals_to_head replace_node_users "
+    "replace_reduce_outputs_with_none should_release_reduce_buckets",
+    "deepspeed.compile.init_z1_and_2":
+    "init_z1_and_2",
+    "deepspeed.compile.passes.zero_1_and_2_compile":
+    "CONTRACT_Z1 CONTRACT_Z2 NAME_Z1 NAME_Z2 add_z1_reduce add_z2_reduce",
+    "deepspeed.ops.op_builder.dc":
+    "DeepCompileBuilder",
+}
+
+
+def resolve(reference):
+    module, _, name = reference.partition(":")
+    found = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+@pytest.mark.parametrize("reference", IMPORTABLE)
+def test_name_exists(reference):
+    resolve(reference)
+
+
+@pytest.mark.parametrize("reference, name",
+                         [(cls, name) for cls, names in INSTANCE_ATTRIBUTES.items() for name in names.split()])
+def test_instances_have_the_attribute(reference, name):
+    sources = "".join(inspect.getsource(cls) for cls in resolve(reference).__mro__ if cls.__module__.startswith("deeps"))
+    assert re.search(rf"self\.{name}\b", sources), f"{reference} no longer has {name}"
+
+
+@pytest.mark.parametrize("reference, pattern", BEHAVIOUR)
+def test_the_base_still_does(reference, pattern):
+    assert re.search(pattern, inspect.getsource(resolve(reference))), f"{reference} no longer matches {pattern}"
+
+
+@pytest.mark.parametrize("module, name", [(module, name) for module, names in PROVIDED.items()
+                                          for name in names.split()])
+def test_the_base_finds_what_it_imports(module, name):
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_nothing_else_is_imported_from_the_replaced_files():
+    """Every ``from <replaced module> import ...`` of the installed package names something listed above."""
+    import ast
+    from pathlib import Path
+
+    import deepspeed
+
+    root = Path(deepspeed.__file__).parent
+    for path in root.rglob("*.py"):
+        package = ["deepspeed", *path.relative_to(root).parts[:-1]]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom):
+                continue
+            prefix = package[:len(package) - node.level + 1] if node.level else []
+            module = ".".join([*prefix, node.module] if node.module else prefix)
+            for alias in node.names:
+                if module in PROVIDED and not (package[:2] == ["deepspeed", "compile"] and is_ours(path)):
+                    assert alias.name in PROVIDED[module].split(), f"{path} imports {alias.name} from {module}"
+
+
+def is_ours(path):
+    return "the authors of this fork" in path.read_text()[:200]
+
+
+def test_torch_defines_the_descriptor_by_which_gradients_are_found():
+    from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+
+    gradient = GradAOTOutput(grad_of=PlainAOTInput(idx=3))
+    assert gradient.grad_of == PlainAOTInput(idx=3) and gradient.grad_of.idx == 3
+
+
+def test_autograd_drops_queued_callbacks_when_a_backward_raises():
+    """The watch on a raising backward is the one thing that leans on how autograd frees its graph task."""
+    import torch
+
+    class Callback:
+        outcome = "alive"
+
+        def __call__(self):
+            self.outcome = "called"
+
+        def __del__(self):
+            outcomes.append(self.outcome)
+
+    class Fails(torch.autograd.Function):
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            torch.autograd.Variable._execution_engine.queue_callback(Callback())
+            if fails:
+                raise ArithmeticError("on purpose")
+            return gradient
+
+    outcomes = []
+    for fails in (False, True):
+        try:
+            Fails.apply(torch.ones(1, requires_grad=True)).sum().backward()
+        except ArithmeticError:
+            pass
+    assert outcomes == ["called", "alive"]
