@@ -1,0 +1,74 @@
+# make test     lint, then all tests
+# make demo     train the small model of tests/demo on two processes (DEMO_ARGS="..." reaches the script)
+# make lint     check the formatting and the usual mistakes; make format repairs what can be repaired
+# make clean    remove everything that was made here except the base's downloaded archive
+#
+# Work happens in a virtual environment under .venv, one for each TORCH, for example
+#     make test TORCH=torch==2.15.0
+# in which the fork is installed anew whenever the content of a file that goes into it has changed.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+DEMO_ARGS ?=
+
+VENV := .venv/$(shell printf '%s' '$(TORCH)' | tr -cs 'A-Za-z0-9.+' '-')
+BIN := $(CURDIR)/$(VENV)/bin
+PIP := '$(BIN)/python' -m pip --disable-pip-version-check
+# Native code compiled at run time stays in the environment whose torch it was compiled against.
+RUN := PATH='$(BIN)':"$$PATH" TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/torch_extensions'
+
+# $(call content,PATHS): a short name for what is in these files and folders
+content = $(shell find $(1) -type f ! -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c 1-16)
+FORK_FILES := deepspeed csrc setup.py pyproject.toml requirements/base.txt NOTICE
+TOOLS := $(VENV)/.tools-$(call content,requirements/dev.txt)
+FORK := $(VENV)/.fork-$(call content,$(FORK_FILES))
+DEMO := $(VENV)/.demo-$(call content,requirements/demo.txt)
+NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: demo test lint format clean toolchain
+.NOTPARALLEL:
+
+test: toolchain lint $(FORK)
+	$(RUN) pytest -q tests
+
+demo: toolchain $(FORK) $(DEMO)
+	$(RUN) deepspeed $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
+		tests/demo/train_qwen3.py $(DEMO_ARGS)
+
+lint: $(TOOLS)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+
+format: $(TOOLS)
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(NATIVE)
+
+clean:
+	rm -rf .venv build/wheel build/editable .pytest_cache .ruff_cache
+	find deepspeed tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The native code is compiled when it is first used, so a missing compiler is better noticed here.
+toolchain:
+	@command -v "$${CXX:-c++}" >/dev/null || { \
+		echo "A C++ compiler is needed to compile the native code, and none was found (on Debian: apt-get install g++)." >&2; \
+		exit 1; }
+	@$(PYTHON) -c "import os, sysconfig; exit(not os.path.isfile(sysconfig.get_path('include') + '/Python.h'))" || { \
+		echo "Python's C headers are needed to compile the native code, and $(PYTHON) has none (on Debian: apt-get install python3-dev)." >&2; \
+		exit 1; }
+
+$(TOOLS):
+	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) || { \
+		echo "No virtual environment could be made with $(PYTHON) (on Debian: apt-get install python3-venv)." >&2; \
+		exit 1; }
+	$(PIP) install --quiet '$(TORCH)' -r requirements/dev.txt
+	rm -f $(VENV)/.tools-* && touch $@
+
+$(FORK): $(TOOLS)
+	$(PIP) install --quiet --no-build-isolation .
+	rm -f $(VENV)/.fork-* && touch $@
+
+$(DEMO): $(TOOLS)
+	$(PIP) install --quiet -r requirements/demo.txt
+	rm -f $(VENV)/.demo-* && touch $@

@@ -1,0 +1,236 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Build the fork: the pinned base release with the files of this repository laid over it.
+
+The steps, each a function below:
+
+1. stop early if setuptools or torch is too old,
+2. get the base's source archive (kept between builds) and check it against the hash in requirements/base.txt,
+3. unpack it under build/, keep its ZeRO-3 native sources beside ours, and lay our files over it,
+4. run the base's own setup.py in that tree with the arguments this script was given.
+
+A wheel gets copies of our files. An editable install gets symbolic links, so that edits are live; only a file that
+is new needs one more install. Whatever the user has to know about a failure is one sentence on standard error.
+"""
+
+import hashlib
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+BUILD = ROOT / "build"
+BASE_PIN = ROOT / "requirements" / "base.txt"
+ARCHIVE_DIR_VARIABLE = "DS_BASE_ARCHIVE_DIR"
+
+LOCAL_VERSION = "+zerograd.1"
+TORCH_MINIMUM = "2.11"
+SETUPTOOLS_MINIMUM = "70.1"
+
+# Files of ours that take the place of a base file. Every other file of ours must be new to the base.
+REPLACED = {
+    "csrc/includes/deepcompile.h",
+    "deepspeed/compile/fx.py",
+    "deepspeed/compile/init_z1_and_2.py",
+    "deepspeed/compile/passes/zero_1_and_2_compile.py",
+    "deepspeed/ops/op_builder/dc.py",
+}
+
+# The source archive carries these folders twice, once at the top and once inside the package.
+CSRC_COPIES = ("csrc", "deepspeed/ops/csrc")
+OP_BUILDER_COPIES = ("deepspeed/ops/op_builder", "op_builder")
+
+
+def stop(sentence):
+    raise SystemExit(f"Cannot build deepspeed: {sentence}")
+
+
+def release(version):
+    """The leading major.minor of a version string, as numbers that compare."""
+    return tuple(int(part) for part in re.match(r"(\d+)\.(\d+)", version).groups())
+
+
+def check_setuptools():
+    import setuptools
+
+    if release(setuptools.__version__) < release(SETUPTOOLS_MINIMUM):
+        stop(
+            f"setuptools {setuptools.__version__} is too old to build this, {SETUPTOOLS_MINIMUM} or newer is needed "
+            "(pip install --upgrade setuptools)."
+        )
+
+
+def check_torch():
+    """Say whether torch can be imported here; an isolated build has none, and leaves the check to pip."""
+    try:
+        import torch
+    except ImportError:
+        if os.environ.get("DS_BUILD_DEEP_COMPILE", "") not in ("", "0"):
+            stop(
+                "DS_BUILD_DEEP_COMPILE compiles against the installed torch, but no torch can be imported here: "
+                "install torch first and add --no-build-isolation to the pip command."
+            )
+        return False
+    if release(torch.__version__) < release(TORCH_MINIMUM):
+        stop(f"torch {torch.__version__} is installed, but torch {TORCH_MINIMUM} or newer is needed.")
+    return True
+
+
+def read_pin():
+    """Version and sha256 of the base, from requirements/base.txt."""
+    pins = re.findall(r"(?m)^deepspeed==(\S+) --hash=sha256:([0-9a-f]{64})$", BASE_PIN.read_text())
+    if len(pins) != 1:
+        stop(f"{BASE_PIN} must pin deepspeed once, by version and by one sha256.")
+    return pins[0]
+
+
+def fetch_base(version, sha256):
+    """Path of the base's verified source archive, downloaded by pip unless a former build left it."""
+    folder = Path(os.environ.get(ARCHIVE_DIR_VARIABLE) or BUILD / "archive").expanduser().resolve()
+    archive = folder / f"deepspeed-{version}.tar.gz"
+    if not archive.is_file():
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
+        command += ["--no-binary", ":all:", "--require-hashes", "--no-input", "--dest", str(folder)]
+        command += ["--requirement", str(BASE_PIN)]
+        # pip reads the archive's metadata by running its setup.py, whose DS_BUILD_* switches are meant for our build.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("DS_BUILD_")}
+        result = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        if "DO NOT MATCH THE HASHES" in result.stdout:
+            stop(f"the deepspeed {version} archive that pip found does not match the sha256 in {BASE_PIN}.")
+        if result.returncode or not archive.is_file():
+            lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
+            reasons = [line for line in lines if line.startswith("ERROR:")] or lines or ["nothing"]
+            stop(
+                f"could not fetch the source archive deepspeed-{version}.tar.gz (pip said: {reasons[-1]}); put that "
+                f"file into {folder}, or name the folder that holds it in {ARCHIVE_DIR_VARIABLE}, and try again."
+            )
+    if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
+        stop(f"{archive} does not match the sha256 in {BASE_PIN}; delete it to have it downloaded again.")
+    return archive
+
+
+def our_files():
+    """Every source file of ours below deepspeed/ and csrc/, relative to the repository."""
+    for top in ("csrc", "deepspeed"):
+        for path in sorted((ROOT / top).rglob("*")):
+            relative = path.relative_to(ROOT)
+            litter = path.suffix == ".pyc" or path.name.endswith("~") or "__pycache__" in relative.parts
+            if path.is_file() and not litter and not any(part.startswith(".") for part in relative.parts):
+                yield relative.as_posix()
+
+
+def places(name):
+    """Where a file of ours goes in the composed tree; some go to two places."""
+    for copies in (CSRC_COPIES, OP_BUILDER_COPIES):
+        if name.startswith(copies[0] + "/"):
+            return [copy + name[len(copies[0]) :] for copy in copies]
+    return [name]
+
+
+def check_overlay(tree, ours, version):
+    """Stop if our files and the base's do not meet exactly where REPLACED says that they do."""
+    for name in sorted(REPLACED):
+        if name not in ours:
+            stop(f"{name} is listed in setup.py as replacing a base file, but this repository has no such file.")
+        for place in places(name):
+            if not (tree / place).is_file():
+                stop(f"{name} is meant to replace a base file, but deepspeed {version} has no {place}.")
+
+
+def keep_zero3_sources(tree, version):
+    """Move the base's native DeepCompile code from compile/ to compile_zero3/, with the header it was written for."""
+    for copy in CSRC_COPIES:
+        csrc = tree / copy
+        if not (csrc / "compile").is_dir():
+            stop(f"the ZeRO-3 native sources should be kept, but deepspeed {version} has no {copy}/compile.")
+        (csrc / "compile").rename(csrc / "compile_zero3")
+        shutil.copy2(csrc / "includes" / "deepcompile.h", csrc / "compile_zero3")
+
+
+def lay_over(tree, ours, version, link):
+    for name in ours:
+        for place in places(name):
+            target = tree / place
+            if name in REPLACED:
+                target.unlink()
+            elif target.exists():
+                stop(
+                    f"{name} is not listed in setup.py as replacing a base file, but deepspeed {version} has {place}."
+                )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if link:
+                target.symlink_to(ROOT / name)
+            else:
+                shutil.copy2(ROOT / name, target)
+    shutil.copy2(ROOT / "NOTICE", tree)
+
+
+def require_torch(tree):
+    """Raise the base's requirement on torch to ours and leave its other requirements alone."""
+    path = tree / "requirements" / "requirements.txt"
+    text, count = re.subn(r"(?m)^torch(?![\w.-]).*$", f"torch>={TORCH_MINIMUM}", path.read_text())
+    if count != 1:
+        stop(f"the base's requirements/{path.name} should name torch once, but names it {count} times.")
+    path.write_text(text)
+
+
+def compose(archive, version, tree, link):
+    """Make the tree anew; the former one stays as it is until the new one is complete."""
+    BUILD.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
+        with tarfile.open(archive) as tar:
+            tar.extractall(scratch, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+        fresh = Path(scratch, f"deepspeed-{version}")
+        ours = list(our_files())
+        check_overlay(fresh, ours, version)
+        keep_zero3_sources(fresh, version)
+        lay_over(fresh, ours, version, link)
+        require_torch(fresh)
+        shutil.rmtree(tree, ignore_errors=True)
+        fresh.rename(tree)
+
+
+def offer_native_code_on_cpu():
+    """Let DS_BUILD_DEEP_COMPILE work without a GPU.
+
+    The base collects what it can compile ahead of time into ALL_OPS. On a CPU that is a fixed list of builders, which
+    DeepCompile is not in, so ours is added before the base's setup.py reads it.
+    """
+    from op_builder import all_ops
+
+    if all_ops.accelerator_name == "cpu":
+        from op_builder.dc import DeepCompileBuilder
+
+        builder = DeepCompileBuilder()
+        all_ops.ALL_OPS.setdefault(builder.name, builder)
+
+
+def main():
+    check_setuptools()
+    have_torch = check_torch()
+    version, sha256 = read_pin()
+    archive = fetch_base(version, sha256)
+
+    # Two trees, so that building a wheel leaves the tree of an editable install as it is.
+    editable = not {"editable_wheel", "develop"}.isdisjoint(sys.argv)
+    tree = BUILD / ("editable" if editable else "wheel")
+    compose(archive, version, tree, link=editable)
+
+    os.environ["DS_BUILD_STRING"] = os.environ.get("DS_BUILD_STRING") or LOCAL_VERSION
+    os.chdir(tree)
+    sys.path.insert(0, str(tree))
+    if have_torch:
+        offer_native_code_on_cpu()
+    runpy.run_path(str(tree / "setup.py"), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
