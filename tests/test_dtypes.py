@@ -3,6 +3,7 @@
 """In bf16 and fp16, training comes as close to fp32 as ZeRO without DeepCompile does."""
 
 import pytest
+
 from support.training import Case, train_beside_fp32, train_beside_plain_loop
 
 NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}

@@ -6,9 +6,10 @@ import operator
 
 import pytest
 import torch
+from torch.fx import Graph, GraphModule
+
 from support.graphs import backward_graphs, cached_again
 from support.training import Case
-from torch.fx import Graph, GraphModule
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +73,9 @@ def test_zero3_release_skips_graphs_without_trainable_parameters(fx, first_train
         return SimpleNamespace(params={str(i): SimpleNamespace(param=p) for i, p in enumerate(parameters)})
 
     trainable, frozen = torch.ones(1, requires_grad=True), torch.ones(1)
-    backend.param_manager.update({
-        "first": graph_with(*([trainable] if first_trains else [frozen])),
-        "second": graph_with(trainable, frozen)
-    })
+    backend.param_manager.update(
+        {"first": graph_with(*([trainable] if first_trains else [frozen])), "second": graph_with(trainable, frozen)}
+    )
     try:
         order = [("first", True), ("second", True)]
         assert fx.should_release_reduce_buckets(order, "first") == first_trains
@@ -103,13 +103,16 @@ def test_rewriting_helpers(fx):
     graph.lint()
 
 
-@pytest.mark.parametrize("model, graphs, released", [
-    ("OneGraph", 1, 0),
-    ("SeveralGraphs", 4, 0),
-    ("NoParametersFirst", 1, 0),
-    ("NoParametersFirstButGrad", 2, 1),
-    ("NoParametersLast", 2, 0),
-])
+@pytest.mark.parametrize(
+    "model, graphs, released",
+    [
+        ("OneGraph", 1, 0),
+        ("SeveralGraphs", 4, 0),
+        ("NoParametersFirst", 1, 0),
+        ("NoParametersFirstButGrad", 2, 1),
+        ("NoParametersLast", 2, 0),
+    ],
+)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_end_backward_releases_once(ranks, backend, model, graphs, released):
     for entries, buckets in ranks(2).run(backward_graphs, Case(model=model, backend=backend)):

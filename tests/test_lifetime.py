@@ -3,6 +3,7 @@
 """When gradient memory exists, and that nothing keeps it longer."""
 
 import pytest
+
 from support import lifetime
 from support.training import Case
 
@@ -55,11 +56,14 @@ def test_a_backward_that_raises_leaves_nothing(ranks, stage, accumulation, direc
         assert error < BOUND
 
 
-@pytest.mark.parametrize("first, second", [
-    (Case(), Case(model="RepeatedLayers", stage=2)),
-    (Case(stage=1, accumulation=2), Case(stage=2, accumulation=3)),
-    (Case(backend="inductor"), Case(backend="inductor")),
-])
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        (Case(), Case(model="RepeatedLayers", stage=2)),
+        (Case(stage=1, accumulation=2), Case(stage=2, accumulation=3)),
+        (Case(backend="inductor"), Case(backend="inductor")),
+    ],
+)
 def test_two_engines_taking_turns(ranks, first, second):
     for errors in ranks(2).run(lifetime.two_engines_taking_turns, first, second):
         assert max(errors) < BOUND

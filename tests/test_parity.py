@@ -3,6 +3,7 @@
 """Training under DeepCompile gives the parameters of a plain loop, whatever the model's graphs are like."""
 
 import pytest
+
 from support.models import CASES
 from support.training import Case, train_beside_plain_loop
 
@@ -26,13 +27,16 @@ def test_table(ranks, backend, model, stage, accumulation):
     check(ranks(2).run(train_beside_plain_loop, case))
 
 
-@pytest.mark.parametrize("model, from_graphs, from_autograd", [
-    ("OneGraph", 20, 0),
-    ("RepeatedLayers", 20, 0),
-    ("EagerBlocks", 2, 18),
-    ("NotCompilable", 0, 20),
-    ("Hooked", 19, 1),
-])
+@pytest.mark.parametrize(
+    "model, from_graphs, from_autograd",
+    [
+        ("OneGraph", 20, 0),
+        ("RepeatedLayers", 20, 0),
+        ("EagerBlocks", 2, 18),
+        ("NotCompilable", 0, 20),
+        ("Hooked", 19, 1),
+    ],
+)
 def test_each_gradient_takes_the_way_it_should(ranks, model, from_graphs, from_autograd):
     # Autograd's way gives the same numbers, so only the counters tell that graphs reduce what they can.
     for result in check(ranks(2).run(train_beside_plain_loop, Case(model=model, steps=1, bucket=10**6))):
@@ -41,17 +45,21 @@ def test_each_gradient_takes_the_way_it_should(ranks, model, from_graphs, from_a
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("varied", [
-    {"skip_on_odd_steps": True, "steps": 5},
-    {"skip_on_odd_steps": True, "steps": 5, "accumulation": 3},
-    {"vary_length": True, "steps": 6, "backend": "inductor"},
-    {"evaluate_between": True},
-    {"groups": 3},
-    {"groups": 2, "clipping": 0.05},
-    {"config": {"zero_optimization": {"round_robin_gradients": True}}},
-    {"bucket": 1},
-    {"bucket": 10**9},
-], ids=lambda varied: "-".join(varied))
+@pytest.mark.parametrize(
+    "varied",
+    [
+        {"skip_on_odd_steps": True, "steps": 5},
+        {"skip_on_odd_steps": True, "steps": 5, "accumulation": 3},
+        {"vary_length": True, "steps": 6, "backend": "inductor"},
+        {"evaluate_between": True},
+        {"groups": 3},
+        {"groups": 2, "clipping": 0.05},
+        {"config": {"zero_optimization": {"round_robin_gradients": True}}},
+        {"bucket": 1},
+        {"bucket": 10**9},
+    ],
+    ids=lambda varied: "-".join(varied),
+)
 def test_variations(ranks, stage, varied):
     check(ranks(2).run(train_beside_plain_loop, Case(stage=stage, **varied)))
 

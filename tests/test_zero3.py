@@ -4,12 +4,13 @@
 
 import pytest
 import torch
+
 from support.training import Case
 from support.zero3 import train_zero3
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="DeepCompile ZeRO-3 needs CUDA, and this test 2 GPUs")
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="DeepCompile ZeRO-3 needs CUDA, and this test 2 GPUs"),
 ]
 BUCKET = 4 * 2**20  # elements
 

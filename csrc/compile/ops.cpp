@@ -12,7 +12,10 @@ namespace deepcompile {
 
 namespace {
 
-at::Tensor done(const at::Tensor& gradient) { return at::empty({0}, gradient.options()); }
+at::Tensor done(const at::Tensor& gradient)
+{
+    return at::empty({0}, gradient.options());
+}
 
 at::Tensor reduce_grad(const at::Tensor& gradient,
                        const at::Tensor& parameter,

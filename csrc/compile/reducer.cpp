@@ -81,11 +81,8 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
 
 // 1. Registered empty.
 
-void Reducer::register_parameter(int64_t group,
-                                 std::string name,
-                                 at::Tensor parameter,
-                                 at::ScalarType communication_dtype,
-                                 int64_t offset)
+void Reducer::register_parameter(
+    int64_t group, std::string name, at::Tensor parameter, at::ScalarType communication_dtype, int64_t offset)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     ParameterRecord record;
@@ -201,10 +198,8 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
                 " got a gradient of layout ",
                 gradient.layout(),
                 "; build the module with sparse=False");
-    TORCH_CHECK(gradient.sizes() == record.parameter.sizes(),
-                describe(record),
-                " got a gradient of shape ",
-                gradient.sizes());
+    TORCH_CHECK(
+        gradient.sizes() == record.parameter.sizes(), describe(record), " got a gradient of shape ", gradient.sizes());
     TORCH_CHECK(route != Route::graph || !record.hooked,
                 describe(record),
                 " has a hook that its compiled graph does not call: register hooks before engine.compile(), or call "
@@ -318,8 +313,8 @@ void Reducer::launch()
             for (size_t first = 0, next = 0; first < segment.entries.size(); first = next) {
                 const auto& begin = segment.entries[first];
                 int64_t end = begin.offset;
-                for (next = first; next < segment.entries.size() &&
-                                   segment.entries[next].piece.owner == begin.piece.owner;
+                for (next = first;
+                     next < segment.entries.size() && segment.entries[next].piece.owner == begin.piece.owner;
                      ++next) {
                     end += segment.entries[next].piece.numel;
                 }

@@ -90,7 +90,7 @@ struct ParameterRecord {
     at::ScalarType communication_dtype;  ///< of what is sent
     std::vector<Piece> pieces;
     at::Tensor unreduced;  ///< this rank's own sum of micro-batches; undefined between steps
-    bool hooked = false;    ///< a user's hook wants to see its gradient
+    bool hooked = false;   ///< a user's hook wants to see its gradient
     const void* storage_key = nullptr;
 
     // Gradients that reach autograd's accumulation node did not pass through a compiled graph.
@@ -159,11 +159,8 @@ public:
 
     /// 1. Called once a parameter by the engine when it compiles. `offset`: elements from the start of
     /// the group's flat run to the parameter.
-    void register_parameter(int64_t group,
-                            std::string name,
-                            at::Tensor parameter,
-                            at::ScalarType communication_dtype,
-                            int64_t offset);
+    void register_parameter(
+        int64_t group, std::string name, at::Tensor parameter, at::ScalarType communication_dtype, int64_t offset);
 
     /// Called by the optimizer when a backward starts. `synchronize`: whether gradients are to be
     /// reduced now (accumulation boundary, or ZeRO-2) or to be kept on this rank. `hooked`: indices, in

@@ -212,7 +212,9 @@ def _flat_layout(optimizer, group):
 
 def registered_parameters(optimizer):
     """Lists the parameters of every group in the order in which a reducer numbers them."""
-    return [parameter for group in range(len(optimizer.bit16_groups)) for parameter, _ in _flat_layout(optimizer, group)]
+    return [
+        parameter for group in range(len(optimizer.bit16_groups)) for parameter, _ in _flat_layout(optimizer, group)
+    ]
 
 
 def has_hooks(parameter):

@@ -1,6 +1,11 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which options DeepCompile ZeRO-1/2 honours. Those it cannot are refused, each in one sentence."""
+"""Which options DeepCompile ZeRO-1/2 honours. Those it cannot are refused, each in one sentence.
+
+``docs/options.md`` lists every option with what happens to it.
+"""
+
+import inspect
 
 import torch
 from torch.torch_version import TorchVersion
@@ -8,33 +13,44 @@ from torch.torch_version import TorchVersion
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from .gradient_partition import StepLocalGradients
 from .passes import zero_1_and_2_compile
 
 OLDEST_TORCH = "2.11"
 
-# Options of the section `compile` that only ZeRO-3's passes implement: name -> the value that asks for nothing.
+# Options that only ZeRO-3 implements, by section: name -> the values that ask for nothing. Options that merely tune
+# ZeRO-3 (sizes, thresholds) are left alone: configurations keep them when they change the stage.
 _ZERO3_ONLY = {
-    "offload_activation": False,
-    "offload_opt_states": False,
-    "offload_parameters": False,
-    "symmetric_memory": False,
-    "sync_before_allgather": False,
-    "sync_after_allgather": False,
-    "free_activation": False,
-    "keep_int_input_tensors": True,
-    "keep_all_input_tensors": False,
+    "zero_optimization": {
+        "zero_quantized_weights": (False,),
+        "zero_quantized_nontrainable_weights": (False,),
+        "zero_quantized_gradients": (False,),
+        "zero_hpz_partition_size": (0, 1),
+    },
+    "compile": {
+        "offload_activation": (False,),
+        "offload_opt_states": (False,),
+        "offload_parameters": (False,),
+        "symmetric_memory": (False,),
+        "sync_before_allgather": (False,),
+        "sync_after_allgather": (False,),
+        "free_activation": (False,),
+        "keep_int_input_tensors": (True,),
+        "keep_all_input_tensors": (False,),
+    },
 }
 
 
 def overlaps_communication(engine, compile_config):
     """Whether buckets may travel while the backward goes on: unless ``overlap_comm`` or ``double_buffer`` is false."""
-    zero_config = engine._config.zero_config
-    asked_not_to = "overlap_comm" in zero_config.model_fields_set and zero_config.overlap_comm is False
+    # The parsed section cannot tell "false" from "not given": its validator sets the field in both cases.
+    section = engine._config._param_dict.get("zero_optimization")
+    asked_not_to = isinstance(section, dict) and section.get("overlap_comm") is False
     return compile_config.double_buffer and not asked_not_to
 
 
 def check_options(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
-    """Raises ValueError or RuntimeError, in one sentence, for anything that would train wrongly or be ignored."""
+    """Raises ValueError, in one sentence, for anything that would train wrongly or be ignored."""
     for problem in _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
         raise ValueError(f"DeepCompile with ZeRO stage {2 if use_z2 else 1}: {problem}")
 
@@ -42,9 +58,10 @@ def check_options(engine, backend, compile_config, compile_kwargs, schedule, use
 def _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
-    yield from _unsupported_optimizers(engine)
-    yield from _unsupported_engines(engine)
     yield from _unsupported_zero_options(engine)
+    yield from _unsupported_engines(engine)
+    yield from _unsupported_optimizers(engine)
+    yield from _unsupported_reports(engine)
     yield from _unsupported_compile_options(compile_config)
     yield from _unsupported_compile_kwargs(backend, compile_kwargs)
     stage_pass = zero_1_and_2_compile.add_z2_reduce if use_z2 else zero_1_and_2_compile.add_z1_reduce
@@ -54,6 +71,59 @@ def _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2)
             f"`schedule` may only be [(0, ['{name}'])], because gradients are handled before the graphs that "
             "scheduled passes rewrite exist; leave `schedule` out"
         )
+    yield from _unfinished_steps(engine)
+
+
+def _unsupported_zero_options(engine):
+    zero_config = engine._config.zero_config
+    # Needs offload_optimizer, so it comes before that.
+    if zero_config.zenflow is not None:
+        yield "zero_optimization.zenflow is not supported; remove it"
+    for name, deprecated in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
+        offload = getattr(zero_config, name)
+        if offload is not None and offload.device != OffloadDeviceEnum.none:
+            written = deprecated if deprecated in zero_config.model_fields_set else name
+            yield f"zero_optimization.{written} is not supported; remove it or use stage 3"
+    yield from _asked_of_zero3("zero_optimization", zero_config)
+
+
+def _asked_of_zero3(section, config):
+    for name, harmless in _ZERO3_ONLY[section].items():
+        value = getattr(config, name)
+        if value not in harmless:
+            yield f"{section}.{name}={value} is implemented for ZeRO stage 3 only; remove it"
+
+
+def _unsupported_engines(engine):
+    config = engine._config
+    if getattr(engine, "pipeline_parallelism", False):
+        yield "pipeline parallelism is not supported; set compile.deepcompile to false"
+    if engine.has_moe_layers:
+        yield (
+            "mixture-of-experts layers, whose experts have process groups of their own, are not supported; "
+            "set compile.deepcompile to false"
+        )
+    if engine.autotp_size() > 1:
+        yield (
+            f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
+            "compile.passes to ['autotp']"
+        )
+    if engine.sequence_parallel_size > 1:
+        yield (
+            f"sequence parallelism over {engine.sequence_parallel_size} ranks is only supported with the pass "
+            "'autosp'; set compile.passes to ['autosp'] and use stage 1"
+        )
+    if config.hybrid_engine.enabled:
+        yield (
+            "hybrid_engine.enabled=true is not supported, because generation swaps the modules that were compiled; "
+            "set it to false"
+        )
+    # With prescale_gradients DeepSpeed does not read the factor.
+    if config.gradient_predivide_factor != 1.0 and not config.prescale_gradients:
+        yield (
+            f"gradient_predivide_factor={config.gradient_predivide_factor} is not supported, because gradients are "
+            "divided by the number of ranks before they are summed; remove it or set prescale_gradients to true"
+        )
 
 
 def _unsupported_optimizers(engine):
@@ -61,7 +131,10 @@ def _unsupported_optimizers(engine):
     if type(optimizer) is DeepSpeedZeroOptimizer:
         inner = type(optimizer.optimizer).__name__
         if "muon" in inner.lower():
-            yield f"optimizer {inner} needs whole gradients, which no rank holds; use another optimizer or no DeepCompile"
+            yield (
+                f"optimizer {inner} needs whole gradients, which no rank holds; use another optimizer or set "
+                "compile.deepcompile to false"
+            )
         return
     name = type(optimizer).__name__
     if name == "BF16_Optimizer":
@@ -69,51 +142,44 @@ def _unsupported_optimizers(engine):
             "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which "
             "accumulates in fp32, or grad_accum_dtype='bf16'"
         )
-    elif "ZenFlow" in name:
-        yield "zero_optimization.zenflow is not supported; remove it"
+    elif isinstance(optimizer, StepLocalGradients):
+        yield "an earlier engine.compile() failed half-way; create the engine anew"
     else:
-        yield f"optimizer wrapper {name} is not supported"
+        yield f"optimizer wrapper {name} is not supported; set compile.deepcompile to false"
 
 
-def _unsupported_engines(engine):
+def _unsupported_reports(engine):
+    """What DeepSpeed does in hooks around the forward, which it removes under DeepCompile, and in its own calls."""
     config = engine._config
-    if engine.has_moe_layers:
-        yield "mixture-of-experts layers, whose experts have process groups of their own, are not supported"
-    if getattr(engine, "pipeline_parallelism", False):
-        yield "pipeline parallelism is not supported"
-    if engine.autotp_size() > 1:
-        yield "tensor_parallel.autotp_size > 1 is only supported with the 'autotp' pass (compile.passes)"
-    if engine.sequence_parallel_size > 1:
-        yield "sequence parallelism is only supported with the 'autosp' pass (compile.passes)"
-    if config.prescale_gradients:
-        yield "prescale_gradients=true is not supported; gradients are averaged inside the collective: set it to false"
-    if config.gradient_predivide_factor != 1.0:
-        yield "gradient_predivide_factor is not supported; gradients are averaged inside the collective: remove it"
-
-
-def _unsupported_zero_options(engine):
-    zero_config = engine._config.zero_config
-    for name in ("offload_optimizer", "offload_param"):
-        offload = getattr(zero_config, name)
-        if offload is not None and offload.device != OffloadDeviceEnum.none:
-            yield f"zero_optimization.{name} is not supported; remove it or use stage 3"
-    if not zero_config.reduce_scatter:
+    if engine.fp16_enabled() and engine.fp16_auto_cast():
         yield (
-            "zero_optimization.reduce_scatter=false asks for all-reduce, but each gradient is reduced to its owner "
-            "only; remove it"
+            "fp16.auto_cast=true is not supported, because DeepSpeed casts the inputs in a hook that a compiled "
+            "module does not have; cast them in the data loader and set it to false"
         )
-    if zero_config.zero_quantized_gradients:
-        yield "zero_optimization.zero_quantized_gradients is not supported; remove it"
-    if zero_config.leaf_module.model_fields_set:
-        yield "zero_optimization.leaf_module is an option of stage 3; remove it"
+    if engine.random_ltd_enabled():
+        yield (
+            "data_efficiency.data_routing.random_ltd is not supported, because DeepSpeed updates the sequence length "
+            "in a hook that a compiled module does not have; set random_ltd.enabled to false"
+        )
+    if engine.flops_profiler_enabled():
+        yield (
+            "flops_profiler.enabled=true is not supported, because compiled code does not call the functions that "
+            "it counts; set it to false or profile without engine.compile()"
+        )
+    if config.wall_clock_breakdown:
+        yield (
+            "wall_clock_breakdown=true is not supported, because DeepSpeed times the forward in hooks that a "
+            "compiled module does not have, and would report 0 ms; set it to false and use torch.profiler"
+        )
+    if config.comms_config.comms_logger_enabled and config.comms_config.comms_logger.enabled:
+        yield (
+            "comms_logger.enabled=true is not supported, because the log would leave out the reductions of "
+            "gradients; set it to false and use torch.profiler"
+        )
 
 
 def _unsupported_compile_options(compile_config):
-    for name, neutral in _ZERO3_ONLY.items():
-        if getattr(compile_config, name) != neutral:
-            yield f"compile.{name}={getattr(compile_config, name)} is implemented for ZeRO stage 3 only; remove it"
-    if "free_activation_threshold" in compile_config.model_fields_set:
-        yield "compile.free_activation_threshold is implemented for ZeRO stage 3 only; remove it"
+    yield from _asked_of_zero3("compile", compile_config)
     for name in compile_config.passes or ():
         if name != "z1":
             yield f"compile.passes holds '{name}', which does not go with this stage; use ['z1'] or leave it out"
@@ -122,13 +188,47 @@ def _unsupported_compile_options(compile_config):
 def _unsupported_compile_kwargs(backend, compile_kwargs):
     from torch._inductor import config, list_mode_options
 
-    mode, options = compile_kwargs.get("mode"), compile_kwargs.get("options") or {}
-    if backend == "eager" and (mode or options):
-        yield "`mode` and `options` of compile_kwargs go with backend 'inductor', not 'eager'; remove them"
+    # DeepSpeed warns of a `backend` in here. A `name` is for torch's own backend only.
+    known = {*inspect.signature(torch.compile).parameters} - {"model", "name"}
+    for name in compile_kwargs:
+        if name not in known:
+            yield f"compile_kwargs['{name}'] has no effect here; remove it"
+    mode, options = compile_kwargs.get("mode"), compile_kwargs.get("options")
+    if mode is not None and options is not None:
+        yield "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either"
+    mode, options = None if mode == "default" else mode, dict(options or {})
+    # This one is Dynamo's and goes with any backend.
+    options.pop("guard_filter_fn", None)
+    if backend == "eager":
+        if mode or options:
+            yield "`mode` and `options` of compile_kwargs go with backend 'inductor', not 'eager'; remove them"
         return
+    if mode is not None and mode not in list_mode_options():
+        yield f"compile_kwargs['mode']='{mode}' is not a mode of torch.compile; use one of {[*list_mode_options()]}"
+        return
+    for name in options:
+        if name not in config.get_config_copy():
+            yield f"compile_kwargs['options'] holds '{name}', which is not an option of this torch; remove it"
     patches = {**(list_mode_options(mode) if mode else {}), **options}
     if patches.get("triton.cudagraphs", config.triton.cudagraphs):
         yield (
             "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) "
             "cannot record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none"
+        )
+    if patches.get("custom_partitioner_fn", config.custom_partitioner_fn) is not None:
+        yield (
+            "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
+            "reductions; remove it"
+        )
+
+
+def _unfinished_steps(engine):
+    optimizer = engine.optimizer
+    held = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
+    for group in optimizer.bit16_groups:
+        held += [gradient for parameter in group for gradient in (parameter.grad, parameter.grad_accum)]
+    if any(gradient is not None for gradient in held):
+        yield (
+            "gradients computed before engine.compile() would be lost; call it before the first backward or after "
+            "engine.step() at the gradient accumulation boundary"
         )

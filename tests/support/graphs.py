@@ -6,6 +6,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+
 from deepspeed.compile import reduce_backend
 from deepspeed.compile.gradient_partition import gradient_counters
 
@@ -30,8 +31,16 @@ def backward_graphs(case):
         ends = [n for n in nodes if n.target == torch.ops.deepcompile.end_backward.default]
         chained = all(later.args[2] is earlier for earlier, later in zip(reductions, reductions[1:]))
         outputs = next(n for n in nodes if n.op == "output").args[0]
-        entries.append((graph_id, release, len(reductions), [(len(n.args[0]) - 1, n.args[1], n.args[2]) for n in ends],
-                        chained, not any(n in reductions for n in outputs)))
+        entries.append(
+            (
+                graph_id,
+                release,
+                len(reductions),
+                [(len(n.args[0]) - 1, n.args[1], n.args[2]) for n in ends],
+                chained,
+                not any(n in reductions for n in outputs),
+            )
+        )
 
     reduce_backend.finish_backward_graph = recording
     try:

@@ -8,12 +8,12 @@ import time
 
 import torch
 import torch.distributed as dist
+
 from deepspeed.compile.gradient_partition import StepLocalGradients, gradient_counters, reset_gradient_counters
 from deepspeed.utils import safe_get_full_grad
 
 from support.models import Model
 from support.training import (
-    Case,
     average_gradients,
     batch,
     build,
@@ -47,8 +47,9 @@ def stages_of_a_target(case):
             group = optimizer.averaged_gradients[0]
             flat = group.flat_partition
             seen["flat"] = (flat.dim(), flat.numel(), int(optimizer.partition_size[0]), flat.nbytes)
-            seen["views in flat"] = all(view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-                                        for view in group)
+            seen["views in flat"] = all(
+                view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for view in group
+            )
             seen["views cover flat"] = sum(view.numel() for view in group)
             del group, flat
         engine.step()
@@ -65,7 +66,6 @@ def binding_moments(case):
     bound = []
 
     class Watched(Model):
-
         def run_block(self, block, x):
             torch._dynamo.graph_break()
             if x.requires_grad:
@@ -137,7 +137,6 @@ def backward_that_raises(case, direct):
     """A backward raises after some gradients were reduced; returns what is held then, and the error afterwards."""
 
     class Fragile(Model):
-
         def run_block(self, block, x):
             return self.maybe_raise(block(x))
 
@@ -263,8 +262,21 @@ def full_gradients(case):
 class _MallInfo(ctypes.Structure):
     """``struct mallinfo2`` of glibc."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks",
-                                                     "fsmblks", "uordblks", "fordblks", "keepcost")]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 def allocated_bytes(on_gpu):
@@ -314,6 +326,9 @@ def train_with_a_straggler(case, delay):
             time.sleep(delay)
         begun = time.monotonic()
         engine.backward(loss)
+        if loss.is_cuda:
+            # There the device waits and not the host.
+            torch.cuda.synchronize()
         waited = max(waited, time.monotonic() - begun) if step > 0 else 0.0
         engine.step()
         plain(batch(step, 0, rank, 4)).backward()
@@ -405,5 +420,3 @@ def several_backwards(case):
     after = held(gradient_counters(engine))
     engine.destroy()
     return error, after
-
-

@@ -11,7 +11,6 @@ VOCABULARY = 24
 
 
 class Block(nn.Module):
-
     def __init__(self, width):
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -95,7 +94,6 @@ class WideRepeatedLayers(Wide):
 
 
 class SeveralGraphs(Model):
-
     def run_block(self, block, x):
         torch._dynamo.graph_break()
         return block(x)
@@ -106,28 +104,25 @@ class RepeatedLayers(Model):
 
 
 class WeightInTwoGraphs(Model):
-
     def leave(self, x, ids):
-        x = x + self.blocks[0].up(x)[..., :x.shape[-1]]
+        x = x + self.blocks[0].up(x)[..., : x.shape[-1]]
         torch._dynamo.graph_break()
         return super().leave(x, ids)
 
     def enter(self, ids):
         x = super().enter(ids)
-        x = x + self.blocks[0].up(x)[..., :x.shape[-1]]
+        x = x + self.blocks[0].up(x)[..., : x.shape[-1]]
         torch._dynamo.graph_break()
         return x
 
 
 class TiedEmbedding(SeveralGraphs):
-
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.head.weight = self.embedding.weight
 
 
 class TiedInOneGraph(Model):
-
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.head.weight = self.embedding.weight
@@ -141,7 +136,7 @@ class CompiledAndEager(Model):
 
     @torch.compiler.disable
     def outside(self, x):
-        return x + F.linear(x, self.blocks[0].down.weight[:, :x.shape[-1]])
+        return x + F.linear(x, self.blocks[0].down.weight[:, : x.shape[-1]])
 
 
 class NoParametersFirst(Model):
@@ -197,7 +192,6 @@ class NotCompilable(Model):
 
 
 class FrozenAndUnused(Model):
-
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
         self.blocks[1].up.weight.requires_grad_(False)
@@ -244,6 +238,7 @@ class Hooked(Model):
         memo[id(self)] = copied
         nn.Module.__init__(copied)
         import copy
+
         for name, module in self._modules.items():
             copied._modules[name] = copy.deepcopy(module, memo)
         copied.add_hook()
@@ -255,7 +250,6 @@ def double(gradient):
 
 
 class Checkpointed(Model):
-
     def run_block(self, block, x):
         return checkpoint(block, x, use_reentrant=False)
 
@@ -269,7 +263,6 @@ class CheckpointedEagerly(Model):
 
 
 class CheckpointedReentrant(Model):
-
     def run_block(self, block, x):
         return checkpoint(block, x, use_reentrant=True)
 
@@ -299,10 +292,30 @@ class FewParameters(nn.Module):
 
 CASES = {
     cls.__name__: cls
-    for cls in (OneGraph, SeveralGraphs, RepeatedLayers, WeightInTwoGraphs, TiedEmbedding, TiedInOneGraph,
-                CompiledAndEager, NoParametersFirst, NoParametersFirstButGrad, NoParametersLast, SkippedFrame,
-                EagerBlocks, NotCompilable, FrozenAndUnused, OddSizes, SharedGradient, Hooked, Checkpointed,
-                CheckpointedEagerly, CheckpointedReentrant, FillsPartition, FewParameters)
+    for cls in (
+        OneGraph,
+        SeveralGraphs,
+        RepeatedLayers,
+        WeightInTwoGraphs,
+        TiedEmbedding,
+        TiedInOneGraph,
+        CompiledAndEager,
+        NoParametersFirst,
+        NoParametersFirstButGrad,
+        NoParametersLast,
+        SkippedFrame,
+        EagerBlocks,
+        NotCompilable,
+        FrozenAndUnused,
+        OddSizes,
+        SharedGradient,
+        Hooked,
+        Checkpointed,
+        CheckpointedEagerly,
+        CheckpointedReentrant,
+        FillsPartition,
+        FewParameters,
+    )
 }
 # Too slow for every combination.
 LARGE_CASES = {cls.__name__: cls for cls in (Wide, WideRepeatedLayers)}

@@ -43,10 +43,15 @@ class Ranks:
     def start(self):
         listener = Listener(("127.0.0.1", 0), authkey=b"ranks")
         base = {
-            **os.environ, "WORLD_SIZE": str(self.world), "LOCAL_WORLD_SIZE": str(self.world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1",
+            **os.environ,
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_WORLD_SIZE": str(self.world),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-            "RANKS_ADDRESS": f"{listener.address[0]}:{listener.address[1]}", **self._environment
+            "RANKS_ADDRESS": f"{listener.address[0]}:{listener.address[1]}",
+            **self._environment,
         }
         for rank in range(self.world):
             environment = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -101,6 +106,7 @@ def _serve():
     connection.send(int(os.environ["RANK"]))
 
     import torch
+
     import deepspeed
 
     torch.set_num_threads(1)

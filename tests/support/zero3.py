@@ -5,9 +5,10 @@
 import copy
 import dataclasses
 
-import deepspeed
 import torch
 import torch.distributed as dist
+
+import deepspeed
 
 from support.training import average_gradients, batch, build, make_engine, make_optimizer, relative_error
 
