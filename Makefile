@@ -28,11 +28,11 @@ NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.c
 .PHONY: demo test lint format clean toolchain
 .NOTPARALLEL:
 
-test: toolchain lint $(FORK)
+test: toolchain lint $(FORK) $(DEMO)
 	$(RUN) pytest -q tests
 
 demo: toolchain $(FORK) $(DEMO)
-	$(RUN) deepspeed $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
+	$(RUN) deepspeed --log_level warning $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
 		tests/demo/train_qwen3.py $(DEMO_ARGS)
 
 lint: $(TOOLS)

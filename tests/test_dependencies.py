@@ -39,9 +39,17 @@ torch:_guards.CompileContext.current_compile_id
 torch._dynamo.backends.common:aot_autograd
 torch._functorch._aot_autograd.descriptors:GradAOTOutput
 torch._functorch._aot_autograd.fx_utils:get_all_input_and_grad_nodes
+torch._functorch.partitioners:_has_tag_must_be_in_backward
 torch._functorch.partitioners:min_cut_rematerialization_partition
 torch._inductor:config.custom_partitioner_fn torch._inductor:config.triton.cudagraphs torch._inductor:list_mode_options
+torch._inductor:config.memory_planning
+torch._inductor.codegen.wrapper:PythonWrapperCodegen.writeline
 torch._inductor.compile_fx:compile_fx
+torch._inductor.ir:FallbackKernel.codegen torch._inductor.ir:FallbackKernel.create
+torch._inductor.ir:ReinterpretView torch._inductor.ir:TensorBox.create
+torch._inductor.lowering:add_needs_realized_inputs torch._inductor.lowering:register_lowering
+torch._inductor.scheduler:SchedulerBuffer.get_aliases torch._inductor.scheduler:SchedulerBuffer.get_mutations
+torch._inductor.virtualized:V
 torch._inductor.custom_graph_pass:CustomPartitionerFn
 torch.fx.node:has_side_effect
 torch.nn:Parameter._backward_hooks torch.nn:Parameter._post_accumulate_grad_hooks
@@ -58,8 +66,17 @@ INSTANCE_ATTRIBUTES = {
     "round_robin_bit16_groups round_robin_bit16_offsets optimizer",
 }
 
-# What a function of the base does that ours rely on: "module:dotted.name", then a pattern in its source.
+# What the source of a function or class must show: "module:dotted.name", then a pattern.
 BEHAVIOUR = [
+    ("torch._functorch._aot_autograd.fx_utils:get_all_input_and_grad_nodes", r'meta\["desc"\]'),
+    ("torch._inductor.codegen.wrapper:PythonWrapperCodegen", r"self\.freed\b[\s\S]*name in self\.freed"),
+    ("torch._inductor.codegen.wrapper:PythonWrapperCodegen.generate_fallback_kernel", r"codegen_args|ExternKernel"),
+    ("torch._inductor.compile_fx:partition_fn", r'compiler="inductor"'),
+    ("torch._inductor.graph:GraphLowering", r"self\.cpp_wrapper\b[\s\S]*self\.mutated_buffers\b"),
+    ("torch._inductor.ir:ExternKernel", r"self\.constant_args\b"),
+    ("torch._inductor.scheduler:NodeUser", r"is_weak: bool"),
+    ("torch._inductor.scheduler:Scheduler", r"self\.name_to_buf\b[\s\S]*wrapper_code\.freed"),
+    ("torch._inductor.scheduler:SchedulerBuffer", r"users: list\[NodeUser\]"),
     ("deepspeed.compile.util:deepcompile_backward_prologue", r"start_backward\("),
     ("deepspeed.compile.util:get_deepcompile_handle", r"DeepCompileBuilder\(\)\.load\(\)"),
     ("deepspeed.runtime.engine:DeepSpeedEngine._backward_prologue", r"optimizer\.backward_prologue\(\)"),

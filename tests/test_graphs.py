@@ -49,6 +49,26 @@ def test_end_backward_stands_behind_every_reduction(fx):
     assert str(fx.get_output_node(graph).args[0]) == "(None, None, activation_gradient)"
 
 
+def test_the_base_ends_its_zero3_backward_with_its_own_operator(fx):
+    # The operators of the base's native module need CUDA; their schemas suffice here.
+    library = None
+    if not hasattr(torch.ops.dc, "reduce_grad"):
+        library = torch.library.Library("dc", "DEF")
+        library.define("reduce_grad(Tensor a, int graph_id, int id) -> Tensor")
+        library.define("end_backward(Any deps, int graph_id, bool release_reduce_buckets) -> ()")
+    graph = Graph()
+    gradient = graph.placeholder("gradient")
+    reduction = graph.call_function(torch.ops.dc.reduce_grad.default, (gradient, 140153513234304, 3))
+    graph.output((reduction,))
+    fx.add_end_backward(graph, 140153513234304, release_reduce_buckets=False)
+    fx.replace_reduce_outputs_with_none(graph)
+    *_, (_, target, arguments) = calls(graph)
+    assert target == "dc.end_backward.default"
+    assert arguments == ([reduction], 140153513234304, False)
+    assert fx.get_output_node(graph).args[0] == (None,)
+    del library
+
+
 def test_a_graph_that_reduces_nothing_gets_no_end(fx):
     graph = backward_graph(0)
     before = str(graph)

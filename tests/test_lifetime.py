@@ -136,3 +136,23 @@ def test_a_graph_of_a_destroyed_engine_says_so(ranks):
 
 def test_an_engine_made_again(ranks):
     assert max(ranks(2).run(lifetime.again_after_destroy, Case())) < BOUND
+
+
+def test_counters_may_be_read_from_another_thread(ranks):
+    for reads, error in ranks(2).run(lifetime.polled_counters, Case(bucket=50), timeout=120):
+        assert reads > 10
+        assert error < BOUND
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_request_for_some_gradients_reduces_no_others(ranks, backend):
+    case = Case(model="SeveralGraphs", backend=backend)
+    for error, message in ranks(2).run(lifetime.some_gradients_only, case):
+        assert error < BOUND
+        assert "use safe_get_full_grad()" in message
+
+
+def test_a_hook_on_one_rank(ranks):
+    (watched, error), (not_watched, other_error) = ranks(2).run(lifetime.hook_on_one_rank, Case(), timeout=120)
+    assert (watched, not_watched) == (2, 0)
+    assert max(error, other_error) < BOUND

@@ -64,6 +64,12 @@ def test_variations(ranks, stage, varied):
     check(ranks(2).run(train_beside_plain_loop, Case(stage=stage, **varied)))
 
 
+@pytest.mark.parametrize("model", ["TiedEmbedding", "WeightInTwoGraphs", "CompiledAndEager"])
+def test_contributions_to_one_parameter_in_one_bucket(ranks, model):
+    for stage in (1, 2):
+        check(ranks(2).run(train_beside_plain_loop, Case(model=model, stage=stage, bucket=10**6)))
+
+
 @pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("model", ["OneGraph", "OddSizes", "FillsPartition", "FewParameters"])
 def test_layouts(ranks, world, model):

@@ -14,7 +14,7 @@ namespace py = pybind11;
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {
     using deepcompile::Reducer;
-    // A call may wait for a process group, and other threads must run meanwhile.
+    // A call may wait for a process group or for another call, which may need the interpreter's lock to go on.
     using unlocked = py::call_guard<py::gil_scoped_release>;
 
     m.def("cut_at_partitions", [](int64_t offset, int64_t numel, int64_t partition_numel) {
@@ -35,27 +35,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("overlap"),
              py::arg("synchronize_before"),
              py::arg("synchronize_after"))
-        .def("add_group",
-             [](Reducer& self,
-                c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-                int64_t partition_numel,
-                at::ScalarType target_dtype,
-                at::Device device) {
-                 return self.add_group(std::move(process_group), partition_numel, target_dtype, device);
-             })
+        .def(
+            "add_group",
+            [](Reducer& self,
+               c10::intrusive_ptr<c10d::ProcessGroup> process_group,
+               int64_t partition_numel,
+               at::ScalarType target_dtype,
+               at::Device device) {
+                return self.add_group(std::move(process_group), partition_numel, target_dtype, device);
+            },
+            unlocked())
         .def("register_parameter", &Reducer::register_parameter, unlocked())
         .def("begin_backward", &Reducer::begin_backward, unlocked())
         .def("end_backward", &Reducer::end_backward, unlocked())
         .def("finish_backward", &Reducer::finish_backward, unlocked())
         .def("abandon_backward", &Reducer::abandon_backward, unlocked())
-        .def("target",
-             [](const Reducer& self, int64_t group) -> std::optional<at::Tensor> {
-                 auto target = self.target(group);
-                 return target.defined() ? std::optional<at::Tensor>(target) : std::nullopt;
-             })
+        .def(
+            "target",
+            [](const Reducer& self, int64_t group) -> std::optional<at::Tensor> {
+                auto target = self.target(group);
+                return target.defined() ? std::optional<at::Tensor>(target) : std::nullopt;
+            },
+            unlocked())
         .def("release", &Reducer::release, unlocked())
         .def("release_all", &Reducer::release_all, unlocked())
         .def("close", &Reducer::close, unlocked())
-        .def("counters", &Reducer::counters)
-        .def("reset_counters", &Reducer::reset_counters);
+        .def("counters", &Reducer::counters, unlocked())
+        .def("reset_counters", &Reducer::reset_counters, unlocked());
 }

@@ -24,11 +24,10 @@ at::Tensor reduce_grad(const at::Tensor& gradient,
 {
     if (parameter.numel() > 0) {
         const auto registration = find_registration(parameter.const_data_ptr());
-        TORCH_CHECK(registration,
-                    "DeepCompile got a gradient of shape ",
-                    gradient.sizes(),
-                    " for a parameter that no engine has registered: the engine was destroyed, or the parameter was "
-                    "moved between forward and backward (for example by saved_tensors_hooks that copy it)");
+        TORCH_CHECK(registration.has_value(),
+                    "DeepCompile got a gradient of shape " + shape_of(gradient) +
+                        " for a parameter that no engine has registered: the engine was destroyed, or the parameter " +
+                        "was moved between forward and backward (for example by saved_tensors_hooks that copy it)");
         // Unless the graph has given the memory away, the compiler may use it again as soon as this returns.
         // Even then, an operator may have produced several tensors in one piece of memory.
         const bool sole_user = may_keep && gradient.storage().use_count() == 1;

@@ -7,11 +7,13 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
-#include <sstream>
+#include <string>
+#include <unordered_set>
 
 namespace deepcompile {
 
@@ -36,6 +38,15 @@ bool fills_its_storage(const at::Tensor& tensor)
 
 }  // namespace
 
+// Messages are put together without streams: where a compiler links its own copy of the C++ library, their locales
+// are not torch's, and formatting a number crashes.
+std::string shape_of(const at::Tensor& tensor)
+{
+    std::string text = "[";
+    for (const auto size : tensor.sizes()) { text += (text.size() > 1 ? ", " : "") + std::to_string(size); }
+    return text + "]";
+}
+
 std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel)
 {
     std::vector<Piece> pieces;
@@ -59,7 +70,7 @@ Reducer::~Reducer()
     try {
         close();
     } catch (const std::exception& error) {
-        TORCH_WARN("DeepCompile could not close its gradient reducer: ", error.what());
+        TORCH_WARN(std::string("DeepCompile could not close its gradient reducer: ") + error.what());
     }
 }
 
@@ -69,12 +80,10 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                            at::Device device)
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK_VALUE(partition_numel > 0, "a gradient partition needs at least one element, not ", partition_numel);
+    TORCH_CHECK_VALUE(partition_numel > 0, "a gradient partition needs at least one element");
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().device == device,
-                      "all parameter groups of an engine must be on one device, but ",
-                      device,
-                      " follows ",
-                      groups_.empty() ? device : groups_.front().device);
+                      "all parameter groups of an engine must be on one device, but " + device.str() + " follows " +
+                          groups_.front().device.str());
     groups_.push_back({std::move(process_group), partition_numel, target_dtype, device, {}});
     return static_cast<int64_t>(groups_.size()) - 1;
 }
@@ -92,18 +101,15 @@ void Reducer::register_parameter(
     record.communication_dtype = communication_dtype;
     record.pieces = cut_at_partitions(offset, record.parameter.numel(), groups_.at(group).partition_numel);
     TORCH_CHECK_VALUE(record.pieces.empty() || record.pieces.back().owner < groups_[group].world(),
-                      describe(record),
-                      " ends behind the last partition of its group");
+                      describe(record) + " ends behind the last partition of its group");
     records_.push_back(std::move(record));
 }
 
 std::string Reducer::describe(const ParameterRecord& record) const
 {
     const auto& group = groups_[record.group];
-    std::ostringstream out;
-    out << "parameter '" << record.name << "' of shape " << record.parameter.sizes() << " (rank " << group.rank()
-        << " of " << group.world() << ")";
-    return out.str();
+    return "parameter '" + record.name + "' of shape " + shape_of(record.parameter) + " (rank " +
+           std::to_string(group.rank()) + " of " + std::to_string(group.world()) + ")";
 }
 
 void Reducer::index_parameters()
@@ -187,23 +193,34 @@ void Reducer::order_after_last_use()
     last_stream_ = stream;
 }
 
+bool Reducer::autograd_wants(const ParameterRecord& record) const
+{
+    // torch.autograd.grad() and backward(inputs=...) ask for some gradients only, and a graph computes them all.
+    const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+    if (!asked || asked->empty()) { return true; }
+    const auto found = asked->find(record.accumulation_node.get());
+    if (found == asked->end()) { return false; }
+    TORCH_CHECK(!found->second.captures_ || found->second.captures_->empty(),
+                describe(record) + " is reduced by its compiled graph, so torch.autograd.grad() cannot return its " +
+                    "gradient; use safe_get_full_grad() after engine.backward()");
+    return found->second.needed_;
+}
+
 void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool may_keep)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     at::NoGradGuard no_grad;
     auto& record = records_.at(index);
     TORCH_CHECK(gradient.layout() == at::kStrided,
-                "DeepCompile reduces dense gradients only, but ",
-                describe(record),
-                " got a gradient of layout ",
-                gradient.layout(),
-                "; build the module with sparse=False");
-    TORCH_CHECK(
-        gradient.sizes() == record.parameter.sizes(), describe(record), " got a gradient of shape ", gradient.sizes());
+                describe(record) +
+                    " got a sparse gradient, and DeepCompile reduces dense ones only; build the module " +
+                    "with sparse=False");
+    TORCH_CHECK(gradient.sizes() == record.parameter.sizes(),
+                describe(record) + " got a gradient of shape " + shape_of(gradient));
     TORCH_CHECK(route != Route::graph || !record.hooked,
-                describe(record),
-                " has a hook that its compiled graph does not call: register hooks before engine.compile(), or call "
-                "torch._dynamo.reset() after registering one");
+                describe(record) + " has a hook that its compiled graph does not call: register hooks before " +
+                    "engine.compile(), or call torch._dynamo.reset() after registering one");
+    if (route == Route::graph && !autograd_wants(record)) { return; }
     ++(route == Route::graph ? from_graphs_ : from_autograd_);
     if (gradient.numel() == 0) { return; }
     order_after_last_use();
@@ -254,6 +271,7 @@ void Reducer::enqueue(ParameterRecord& record, at::Tensor gradient, bool may_kee
     const int64_t limit = options_.bucket_numel * element_size;
     const int64_t bytes = gradient.numel() * element_size;
     if (in_flight_ && pending_bytes() + bytes > limit) { drain(); }
+    if (filling_.segments.empty()) { filling_.first_parameter = describe(record); }
     pack(group, record, gradient, may_keep);
     filling_.bytes += bytes;
     pending_.add(bytes);
@@ -280,7 +298,8 @@ void Reducer::pack(PartitionGroup& group, ParameterRecord& record, const at::Ten
             }
         }
         if (!segment) {
-            const int64_t capacity = large ? numel : std::max(numel, std::min(pack_numel, options_.bucket_numel));
+            const int64_t capacity =
+                large ? numel : std::max(numel, std::min(pack_numel, (options_.bucket_numel + 1) / 2));
             auto memory = at::empty({capacity}, gradient.options().dtype(record.communication_dtype));
             bucket_.add(bytes_of(memory));
             filling_.segments.push_back({std::move(memory), record.group, /*owned=*/true, 0, stream, {}});
@@ -367,6 +386,8 @@ void Reducer::drain()
     try {
         for (auto& work : bucket.works) { work->wait(); }
     } catch (...) {
+        TORCH_WARN("DeepCompile could not reduce the bucket that begins with " + bucket.first_parameter);
+        wait_on_device(bucket);
         recycle(bucket);
         throw;
     }
@@ -374,11 +395,19 @@ void Reducer::drain()
     for (size_t index = 0; index < groups_.size(); ++index) {
         auto& group = groups_[index];
         std::vector<at::Tensor> targets, pieces;
+        std::unordered_set<int64_t> offsets;
         for (auto& segment : bucket.segments) {
             if (segment.group != static_cast<int64_t>(index)) { continue; }
             for (const auto& entry : segment.entries) {
                 if (entry.piece.owner != group.rank()) { continue; }
                 bind(group);
+                // One call adds to all its targets at once, so contributions to the same elements take turns.
+                if (!offsets.insert(entry.piece.target_offset).second) {
+                    at::_foreach_add_(targets, pieces);
+                    targets.clear();
+                    pieces.clear();
+                    offsets = {entry.piece.target_offset};
+                }
                 targets.push_back(group.target.narrow(0, entry.piece.target_offset, entry.piece.numel));
                 pieces.push_back(segment.memory.narrow(0, entry.offset, entry.piece.numel));
             }
@@ -417,6 +446,7 @@ void Reducer::end_backward()
 void Reducer::finish_backward(bool synchronize)
 {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (groups_.empty()) { return; }
     at::NoGradGuard no_grad;
     order_after_last_use();
     if (synchronize) {
@@ -446,23 +476,29 @@ void Reducer::abandon_backward()
     at::NoGradGuard no_grad;
     synchronize_ = false;
     if (in_flight_) {
-        // On a device the stream has to wait before the memory is used again. On CPU the work itself holds
-        // its tensors, and waiting for it here could outlast a peer that is gone.
-        if (!groups_.front().device.is_cpu()) {
-            order_after_last_use();
-            for (auto& work : in_flight_->works) {
-                try {
-                    work->wait();
-                } catch (const std::exception& error) {
-                    TORCH_WARN("DeepCompile drops the gradients of a backward that raised: ", error.what());
-                }
-            }
-        }
+        wait_on_device(*in_flight_);
         recycle(*in_flight_);
         in_flight_.reset();
     }
+    // Holds works too where launching it failed half way.
+    wait_on_device(filling_);
     recycle(filling_);
     forget_gradients();
+}
+
+void Reducer::wait_on_device(Bucket& bucket)
+{
+    // The stream has to wait before the memory is used again. On CPU the works themselves hold their tensors, and
+    // waiting for them here could outlast a peer that is gone.
+    if (groups_.empty() || groups_.front().device.is_cpu()) { return; }
+    order_after_last_use();
+    for (auto& work : bucket.works) {
+        try {
+            work->wait();
+        } catch (const std::exception& error) {
+            TORCH_WARN(std::string("DeepCompile drops gradients whose reduction failed: ") + error.what());
+        }
+    }
 }
 
 // 5. Handed over.
@@ -478,8 +514,9 @@ at::Tensor Reducer::target(int64_t group) const
 void Reducer::release(int64_t group)
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto& target = groups_.at(group).target;
-    if (!target.defined()) { return; }
+    // Views of a partition may outlive the engine.
+    if (group >= static_cast<int64_t>(groups_.size()) || !groups_[group].target.defined()) { return; }
+    auto& target = groups_[group].target;
     bound_.remove(bytes_of(target));
     target = at::Tensor();
 }

@@ -64,6 +64,9 @@ struct Piece {
     int64_t numel;
 };
 
+/// "[2, 3]"
+std::string shape_of(const at::Tensor& tensor);
+
 /// Cuts the flat range [offset, offset + numel) at multiples of `partition_numel`.
 std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel);
 
@@ -136,7 +139,8 @@ struct Segment {
 struct Bucket {
     std::vector<Segment> segments;
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    int64_t bytes = 0;  ///< of gradients
+    int64_t bytes = 0;            ///< of gradients
+    std::string first_parameter;  ///< for messages
 };
 
 /// How a gradient came here: counted, because the slow way gives the same numbers.
@@ -210,6 +214,8 @@ private:
     void launch();
     void drain();
     void bind(PartitionGroup& group);
+    bool autograd_wants(const ParameterRecord& record) const;
+    void wait_on_device(Bucket& bucket);
     void recycle(Bucket& bucket);
     void forget_gradients();
     const c10::Stream current_stream(c10::Device device) const;

@@ -21,19 +21,19 @@ def get_output_node(graph: Graph) -> Node:
 # The end of a backward ------------------------------------------------------------------------------------------
 
 
-def _end_of(reduction: Node):
-    """Returns the operator that ends a backward for this reduction's native module, or None for other nodes."""
+def _namespace(node: Node) -> Optional[str]:
+    """Returns the operator namespace of a reduction, ours or that of the base's ZeRO-3, or None for other nodes."""
     for namespace in ("deepcompile", "dc"):
         ops = getattr(torch.ops, namespace)
         # An operator exists only once its native module is loaded.
-        if hasattr(ops, "reduce_grad") and reduction.target == ops.reduce_grad.default:
-            return ops.end_backward.default
+        if hasattr(ops, "reduce_grad") and node.target == ops.reduce_grad.default:
+            return namespace
     return None
 
 
 def reduce_nodes(graph: Graph) -> List[Node]:
     """Lists the reductions of a backward graph in the order in which they run."""
-    return [node for node in graph.nodes if _end_of(node) is not None]
+    return [node for node in graph.nodes if _namespace(node)]
 
 
 def _reduces(graph_id: int, needs_backward: bool) -> bool:
@@ -70,11 +70,12 @@ def add_end_backward(graph: Graph, graph_id: int, release_reduce_buckets: bool =
     if not reductions:
         return
     operands = list(reductions)
-    if reductions[-1].target != getattr(torch.ops.dc, "reduce_grad", None):
+    if _namespace(reductions[-1]) == "deepcompile":
         # Our operator learns from a parameter whose buckets are meant.
         operands.append(reductions[-1].args[1])
     with graph.inserting_before(get_output_node(graph)):
-        graph.call_function(_end_of(reductions[-1]), (operands, graph_id, release_reduce_buckets))
+        end_backward = getattr(torch.ops, _namespace(reductions[-1])).end_backward.default
+        graph.call_function(end_backward, (operands, graph_id, release_reduce_buckets))
 
 
 def replace_reduce_outputs_with_none(graph: Graph) -> None:
@@ -82,7 +83,7 @@ def replace_reduce_outputs_with_none(graph: Graph) -> None:
     output = get_output_node(graph)
 
     def unless_reduced(value):
-        return None if isinstance(value, Node) and _end_of(value) is not None else value
+        return None if isinstance(value, Node) and _namespace(value) else value
 
     output.args = (map_aggregate(output.args[0], unless_reduced),)
 

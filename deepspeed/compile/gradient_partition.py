@@ -105,7 +105,7 @@ class StepLocalGradients:
         hooked = [index for index, parameter in enumerate(self._registered) if has_hooks(parameter)]
         self._reducer.begin_backward(self._reduces_now(), hooked)
         if torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(_BackwardWatch(self._abandon_backward_if_alive()))
+            torch.autograd.Variable._execution_engine.queue_callback(_BackwardWatch(self._abandon_this_backward()))
 
     def backward_epilogue(self, *args, **kwargs):
         super().backward_epilogue(*args, **kwargs)
@@ -162,33 +162,43 @@ class StepLocalGradients:
         return self.partition_gradients or engine.is_gradient_accumulation_boundary()
 
     def _finish_backward(self, reduces):
-        self._reducer.finish_backward(reduces)
+        try:
+            self._reducer.finish_backward(reduces)
+        except BaseException:
+            self._abandon_backward()
+            raise
         if reduces and self._engine().is_gradient_accumulation_boundary():
             self.hand_over()
 
-    def _abandon_backward_if_alive(self):
-        reference = weakref.ref(self)
+    def _abandon_backward(self):
+        self._reducer.abandon_backward()
+        self.release_gradients()
+        # The epilogue that would have left the backward did not run.
+        self._backward_active_depth = 0
+
+    def _abandon_this_backward(self):
+        """Returns a function that abandons the backward now starting, unless another has started since."""
+        self._backward_serial += 1
+        reference, serial = weakref.ref(self), self._backward_serial
 
         def abandon():
             optimizer = reference()
-            if optimizer is not None and isinstance(optimizer, StepLocalGradients):
-                optimizer._reducer.abandon_backward()
-                optimizer.release_gradients()
-                # The epilogue that would have left the backward did not run.
-                optimizer._backward_active_depth = 0
+            if isinstance(optimizer, StepLocalGradients) and optimizer._backward_serial == serial:
+                optimizer._abandon_backward()
 
         return abandon
 
 
 @functools.lru_cache(maxsize=None)
 def _with_step_local_gradients(cls):
-    return type(f"StepLocal{cls.__name__}", (StepLocalGradients, cls), {})
+    return type(f"StepLocal{cls.__name__}", (StepLocalGradients, cls), {"plain_class": cls})
 
 
 def attach(optimizer, engine, reducer):
     """Lets ``optimizer`` take its gradients from ``reducer``."""
     optimizer._engine = weakref.ref(engine)
     optimizer._reducer = reducer
+    optimizer._backward_serial = 0
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
     # Their work is the reducer's now, and so is their memory.
@@ -201,8 +211,9 @@ def attach(optimizer, engine, reducer):
 
 def detach(optimizer):
     """Undoes :func:`attach` but for the hooks; for an optimizer that will not train again."""
-    optimizer.__class__ = type(optimizer).__bases__[1]
-    del optimizer._engine, optimizer._reducer, optimizer._registered, optimizer._view_specs
+    optimizer.__class__ = optimizer.plain_class
+    for name in ("_backward_serial", "_engine", "_reducer", "_registered", "_view_specs"):
+        delattr(optimizer, name)
 
 
 def _flat_layout(optimizer, group):
@@ -215,6 +226,18 @@ def registered_parameters(optimizer):
     return [
         parameter for group in range(len(optimizer.bit16_groups)) for parameter, _ in _flat_layout(optimizer, group)
     ]
+
+
+def parameters_reduced_by_graphs(optimizer):
+    """Lists the parameters whose gradients compiled graphs may reduce: those without a hook on any rank.
+
+    A hook changes which graphs reduce what, and all ranks must reduce in one order.
+    """
+    registered = registered_parameters(optimizer)
+    hooked = torch.tensor([has_hooks(parameter) for parameter in registered], dtype=torch.int32)
+    hooked = hooked.to(optimizer.bit16_groups_flat[0].device)
+    dist.all_reduce(hooked, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
+    return [parameter for parameter, flag in zip(registered, hooked.tolist(), strict=True) if not flag]
 
 
 def has_hooks(parameter):

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry of DeepCompile for ZeRO-1 and ZeRO-2, called by ``engine.compile()``."""
 
-from .gradient_partition import attach, make_reducer, registered_parameters
+from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs
 from .reduce_backend import make_backend
 from .zero_options import check_options, overlaps_communication
 
@@ -30,4 +30,4 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
         synchronize_after=compile_config.sync_after_reduce,
     )
     attach(engine.optimizer, engine, reducer)
-    return make_backend(backend, registered_parameters(engine.optimizer), debug_log=compile_config.debug_log)
+    return make_backend(backend, parameters_reduced_by_graphs(engine.optimizer), debug_log=compile_config.debug_log)

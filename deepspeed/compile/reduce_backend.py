@@ -14,7 +14,6 @@ from deepspeed.utils import logger
 
 from . import fx, native, reduce_lowering
 from .fx import should_release_reduce_buckets
-from .gradient_partition import has_hooks
 from .passes import zero_1_and_2_compile
 from .passes.zero_1_and_2_compile import finish_backward_graph, give_gradients_away, insert_reductions
 
@@ -74,17 +73,17 @@ def make_backend(backend, parameters, debug_log=False):
 
     Args:
         backend: "inductor", or "eager" to run the traced graphs without generating code.
-        parameters: the registered parameters, all of which outlive the backend's graphs.
+        parameters: registered parameters, the same on every rank; all outlive the backend's graphs.
         debug_log: whether to log each pair of graphs.
 
     The backend takes the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
     """
     reduce_lowering.register()
-    registered = {id(parameter) for parameter in parameters}
+    reducible = {id(parameter) for parameter in parameters}
     order = GraphOrder()
 
     def compile_frame(gm, example_inputs, mode=None, options=None):
-        is_parameter = [id(value) in registered and not has_hooks(value) for value in example_inputs]
+        is_parameter = [id(value) in reducible for value in example_inputs]
         # Decided by the inputs alone, so that every rank decides alike whether or not it finds the graph in a cache.
         reduces = torch.is_grad_enabled() and any(
             flag and value.requires_grad for flag, value in zip(is_parameter, example_inputs)

@@ -162,9 +162,10 @@ def _unsupported_reports(engine):
             "in a hook that a compiled module does not have; set random_ltd.enabled to false"
         )
     if engine.flops_profiler_enabled():
+        section = "autotuning" if engine.autotuning_enabled() else "flops_profiler"
         yield (
-            "flops_profiler.enabled=true is not supported, because compiled code does not call the functions that "
-            "it counts; set it to false or profile without engine.compile()"
+            f"{section}.enabled=true is not supported, because compiled code does not call the functions that the "
+            "flops profiler counts; set it to false or profile without engine.compile()"
         )
     if config.wall_clock_breakdown:
         yield (
@@ -214,6 +215,11 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
         yield (
             "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) "
             "cannot record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none"
+        )
+    if patches.get("selective_decompose", getattr(config, "selective_decompose", False)):
+        yield (
+            "the option selective_decompose of torch.compile (which compile_kwargs mode 'lite' sets) drops the notes "
+            "that say which gradient is whose; remove it or use another mode"
         )
     if patches.get("custom_partitioner_fn", config.custom_partitioner_fn) is not None:
         yield (

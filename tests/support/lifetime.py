@@ -4,6 +4,7 @@
 
 import copy
 import ctypes
+import threading
 import time
 
 import torch
@@ -420,3 +421,79 @@ def several_backwards(case):
     after = held(gradient_counters(engine))
     engine.destroy()
     return error, after
+
+
+def polled_counters(case):
+    """Trains while another thread reads the counters without pause; returns how often it read, and the error."""
+    module, engine = start(case)
+    plain = build(case)
+    optimizer = make_optimizer(plain, case)
+    reads, done = [0], threading.Event()
+
+    def poll():
+        while not done.is_set():
+            gradient_counters(engine)
+            reads[0] += 1
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    try:
+        for step in range(10):
+            backward(engine, step)
+            engine.step()
+            plain(batch(step, 0, dist.get_rank(), 4)).backward()
+            average_gradients(plain)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        done.set()
+        poller.join()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return reads[0], error
+
+
+def some_gradients_only(case):
+    """torch.autograd.grad() for an activation, then a whole backward; and asking it for a parameter's gradient."""
+    module, engine = start(case)
+    plain = build(case)
+    ids = batch(0, 0, dist.get_rank(), 4)
+    seen = []
+    hook = module.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    loss = engine(ids)
+    hook.remove()
+    torch.autograd.grad(loss, seen[0], retain_graph=True)
+    engine.backward(loss, retain_graph=True)
+    plain(ids).backward()
+    average_gradients(plain)
+    found = [safe_get_full_grad(parameter) for parameter in module.parameters()]
+    error = relative_error(found, [parameter.grad for parameter in plain.parameters()])
+    message = ""
+    try:
+        torch.autograd.grad(loss, module.head.weight)
+    except RuntimeError as raised:
+        message = str(raised)
+    engine.destroy()
+    return error, message
+
+
+def hook_on_one_rank(case):
+    """Rank 0 alone watches a gradient, as loggers do."""
+    torch._dynamo.reset()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    watched = []
+    if dist.get_rank() == 0:
+        module.blocks[1].up.weight.register_hook(lambda gradient: watched.append(gradient.norm()))
+    _, engine = start(case, module)
+    optimizer = make_optimizer(plain, case)
+    for step in range(2):
+        backward(engine, step)
+        engine.step()
+        plain(batch(step, 0, dist.get_rank(), 4)).backward()
+        average_gradients(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return len(watched), error

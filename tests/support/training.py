@@ -7,6 +7,7 @@ Runs in the processes of ``support.pool``.
 
 import copy
 import dataclasses
+import math
 from typing import Any, Dict, Optional
 
 import torch
@@ -102,16 +103,18 @@ def average_gradients(module):
 def relative_error(actual, expected):
     """Largest ||a - e|| / ||e|| over pairs of tensors; where e is zero, ||a||."""
     worst = 0.0
-    for a, e in zip(actual, expected):
+    for a, e in zip(actual, expected, strict=True):
         difference = (a.detach().double() - e.detach().double()).norm()
         norm = e.detach().double().norm()
-        worst = max(worst, float(difference / norm) if norm > 0 else float(difference))
+        error = float(difference / norm) if norm > 0 else float(difference)
+        # max() would pass over a NaN.
+        worst = max(worst, error if math.isfinite(error) else math.inf)
     return worst
 
 
 def total_error(actual, expected):
     """||a - e|| / ||e|| over all tensors together: rounding is large in a tensor that is near zero itself."""
-    pairs = [(a.detach().double(), e.detach().double()) for a, e in zip(actual, expected)]
+    pairs = [(a.detach().double(), e.detach().double()) for a, e in zip(actual, expected, strict=True)]
     return float(sum((a - e).square().sum() for a, e in pairs).sqrt() / sum(e.square().sum() for _, e in pairs).sqrt())
 
 

@@ -34,7 +34,12 @@ def insert_reductions(joint: GraphModule, is_parameter: Sequence[bool]) -> List[
     output = get_output_node(graph)
     results = list(output.args[0])
     inserted = []
-    for descriptor, (parameter, gradient) in get_all_input_and_grad_nodes(graph).items():
+    try:
+        pairs = get_all_input_and_grad_nodes(graph)
+    except RuntimeError:
+        # An input is a tensor subclass, for which torch pairs nothing: these gradients take autograd's way.
+        return inserted
+    for descriptor, (parameter, gradient) in pairs.items():
         index = getattr(descriptor, "idx", None)
         if gradient is None or index is None or not is_parameter[index]:
             continue

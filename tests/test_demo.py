@@ -1,0 +1,74 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The demo and the program of the README run under DeepSpeed's launcher, and what the demo prints is true."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.pool import free_port
+
+ROOT = Path(__file__).resolve().parent.parent
+DEMO = ROOT / "tests" / "demo" / "train_qwen3.py"
+
+
+def launch(script, *arguments):
+    """Runs a script in two CPU processes and returns the finished launcher."""
+    launcher = [sys.executable, str(Path(sys.executable).parent / "deepspeed"), "--quiet"]
+    launcher += ["--num_accelerators", "2", "--master_port", str(free_port())]
+    return subprocess.run(
+        [*launcher, str(script), *arguments],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
+    pytest.importorskip("transformers", reason="the demo needs transformers: pip install -r requirements/demo.txt")
+    file = tmp_path / "results.json"
+    shape = ["--layers", "1", "--hidden", "128", "--seq", "32"]
+    finished = launch(DEMO, "--steps", "3", "--backend", "eager", *shape, "--json", str(file))
+    assert finished.returncode == 0, finished.stdout
+    for row in ("DeepCompile off", "first step", "later steps (median)", "loss of the last step", "after the step"):
+        assert row in finished.stdout, finished.stdout
+
+    results = json.loads(file.read_text())
+    off, on = results["off"], results["on"]
+    assert len(on["losses"]) == 3
+    assert on["losses"] == pytest.approx(off["losses"], rel=1e-5)
+    assert on["losses"][-1] < on["losses"][0] - 0.1, "the model hardly learned, so agreement shows nothing"
+
+    held = on["gradient_bytes"]
+    assert held["after compile"] == 0
+    assert held["after the step"] == 0
+    # The partition of one of two ranks is at least half of the gradients.
+    whole = 4 * off["parameters"]
+    assert whole / 2 <= held["after the backward"] < whole
+    assert off["gradient_bytes"]["peak of the backward"] >= whole
+
+
+def test_refuses_in_a_sentence():
+    finished = launch(DEMO, "--steps", "2")
+    assert finished.returncode != 0
+    assert "--steps must be at least 3" in finished.stdout
+    assert "Traceback" not in finished.stdout, finished.stdout
+
+
+def test_program_of_the_readme_runs(tmp_path):
+    readme = (ROOT / "README.md").read_text()
+    for name, pattern in (
+        ("ds_config.json", r"```json\n(.*?)```"),
+        ("train.py", r"```python\n(import argparse.*?)```"),
+    ):
+        (tmp_path / name).write_text(re.search(pattern, readme, re.DOTALL).group(1))
+    finished = launch(tmp_path / "train.py", "--deepspeed_config", str(tmp_path / "ds_config.json"))
+    assert finished.returncode == 0, finished.stdout
