@@ -452,6 +452,57 @@ def test_schedule_and_compiled_autograd(ranks):
             assert any("disabling compiled autograd" in message for message in log)
 
 
+# Checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def load_with_and_without_deepcompile(folder, case):
+    """Saves with DeepCompile; returns how far master parameters are from those saved after loading into each engine.
+
+    The engine with DeepCompile goes on training, with which error is returned too.
+    """
+
+    def masters(engine):
+        return [partition.detach().clone() for partition in engine.optimizer.single_partition_of_fp32_groups]
+
+    rank = torch.distributed.get_rank()
+    torch._dynamo.reset()
+    engine = make_engine(build(case), case)
+    for step in range(2):
+        engine.backward(engine(batch(step, 0, rank, 4)))
+        engine.step()
+    # Without it, which optimizers with a fused step keep there, DeepSpeed does not load elastic states.
+    engine.optimizer.param_groups[0]["step"] = 2
+    engine.save_checkpoint(folder, tag="saved")
+    saved = masters(engine)
+    engine.destroy()
+    loaded, continued = [], []
+    for deepcompile in (True, False):
+        module = build(case, seed=1)
+        engine = make_engine(module, dataclasses.replace(case, deepcompile=deepcompile))
+        engine.load_checkpoint(folder, tag="saved")
+        loaded.append(masters(engine))
+        engine.backward(engine(batch(2, 0, rank, 4)))
+        engine.step()
+        continued.append(masters(engine))
+        engine.destroy()
+    return [total_error(masters, saved) for masters in loaded], total_error(*continued)
+
+
+@pytest.mark.parametrize(
+    "options, exact",
+    [({}, True), ({"elastic_checkpoint": True}, True), ({"load_from_fp32_weights": False}, False)],
+    ids=["default", "elastic_checkpoint", "load_from_fp32_weights"],
+)
+def test_loading(ranks, tmp_path, options, exact):
+    for stage in (1, 2):
+        case = Case(model=SMALL, stage=stage, dtype="bf16", config={"zero_optimization": options})
+        folder = str(tmp_path / str(stage))
+        for errors, continued in ranks(2).run(load_with_and_without_deepcompile, folder, case):
+            assert errors[0] == errors[1]
+            assert (errors[0] == 0) == exact
+            assert continued < ROUNDING["bf16"]
+
+
 # Refused --------------------------------------------------------------------------------------------------------
 
 
@@ -875,79 +926,6 @@ def test_refused_after_torch_failed(ranks):
             assert error < 1e-5
 
 
-def compile_engines_of_other_kinds():
-    """What engine.compile() raises on engines that shard or replicate parameters in other ways; by kind."""
-    import deepspeed
-    from deepspeed.moe.layer import MoE
-    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-    from deepspeed.pipe import LayerSpec, PipelineModule
-    from deepspeed.utils import groups
-
-    def raised(module, parameters=None, optimizer=torch.optim.SGD, mesh=None, **config):
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 1},
-            "compile": {"deepcompile": True},
-            **config,
-        }
-        optimizer = optimizer(parameters or module.parameters(), lr=0.1)
-        engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mesh_param=mesh)[0]
-        return outcome(engine.compile, backend="eager")
-
-    said = {"muon": raised(torch.nn.Linear(4, 4, bias=False), optimizer=torch.optim.Muon)}
-    # From here on, process groups stay behind; in this order they do not stand in each other's way.
-    said["sequence"] = raised(torch.nn.Linear(4, 4), mesh=(1, 2))
-    groups.mesh_device = None
-    experts = torch.nn.Sequential(torch.nn.Linear(4, 4), MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=1))
-    named = {"params": list(experts.parameters()), "name": "all"}
-    said["experts"] = raised(experts, split_params_into_different_moe_groups_for_optimizer(named))
-    sharded = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    specs = [
-        {"patterns": [r".*0\.weight$"], "partition_type": "column"},
-        {"patterns": [r".*1\.weight$"], "partition_type": "row"},
-    ]
-    partition = {"use_default_specs": False, "layer_specs": specs}
-    said["tensor"] = raised(sharded, tensor_parallel={"autotp_size": 2, "partition_config": partition})
-    layers = [LayerSpec(torch.nn.Linear, 4, 4), LayerSpec(torch.nn.Linear, 4, 4)]
-    said["pipeline"] = raised(PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss))
-    return said
-
-
-# By the name under which docs/options.md has them.
-REFUSED_ENGINES = {
-    "optimizer": (
-        "muon",
-        "optimizer Muon needs whole gradients, which no rank holds; use another optimizer or set compile.deepcompile "
-        "to false",
-    ),
-    "tensor_parallel": (
-        "tensor",
-        "tensor_parallel.autotp_size=2 is only supported with the pass 'autotp'; set compile.passes to ['autotp']",
-    ),
-    "sequence_parallel_size": (
-        "sequence",
-        "sequence parallelism over 2 ranks is only supported with the pass 'autosp'; set compile.passes to ['autosp'] "
-        "and use stage 1",
-    ),
-    "expert_parallel": (
-        "experts",
-        "mixture-of-experts layers, whose experts have process groups of their own, are not supported; set "
-        "compile.deepcompile to false",
-    ),
-    "pipeline": ("pipeline", "pipeline parallelism is not supported; set compile.deepcompile to false"),
-}
-
-
-def test_refused_engines(ranks):
-    try:
-        results = ranks(2).run(compile_engines_of_other_kinds)
-    finally:
-        ranks(2).stop()
-    expected = {kind: f"ValueError: DeepCompile with ZeRO stage 1: {says}" for kind, says in REFUSED_ENGINES.values()}
-    assert results == [expected, expected]
-
-
 # What DeepSpeed itself refuses, by the name under which docs/options.md has it: when, beginning of what it raises,
 # configuration, arguments of engine.compile().
 REFUSED_BY_DEEPSPEED = {
@@ -1036,55 +1014,77 @@ def test_refused_by_deepspeed(ranks):
         assert begun == {name: (when, says) for name, (when, says, *_) in refusals.items()}
 
 
-# Checkpoints ----------------------------------------------------------------------------------------------------
+def compile_engines_of_other_kinds():
+    """What engine.compile() raises on engines that shard or replicate parameters in other ways; by kind."""
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.utils import groups
+
+    def raised(module, parameters=None, optimizer=torch.optim.SGD, mesh=None, **config):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 1},
+            "compile": {"deepcompile": True},
+            **config,
+        }
+        optimizer = optimizer(parameters or module.parameters(), lr=0.1)
+        engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mesh_param=mesh)[0]
+        return outcome(engine.compile, backend="eager")
+
+    said = {"muon": raised(torch.nn.Linear(4, 4, bias=False), optimizer=torch.optim.Muon)}
+    # From here on, process groups stay behind; in this order they do not stand in each other's way.
+    said["sequence"] = raised(torch.nn.Linear(4, 4), mesh=(1, 2))
+    groups.mesh_device = None
+    experts = torch.nn.Sequential(torch.nn.Linear(4, 4), MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=1))
+    named = {"params": list(experts.parameters()), "name": "all"}
+    said["experts"] = raised(experts, split_params_into_different_moe_groups_for_optimizer(named))
+    sharded = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    specs = [
+        {"patterns": [r".*0\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*1\.weight$"], "partition_type": "row"},
+    ]
+    partition = {"use_default_specs": False, "layer_specs": specs}
+    said["tensor"] = raised(sharded, tensor_parallel={"autotp_size": 2, "partition_config": partition})
+    layers = [LayerSpec(torch.nn.Linear, 4, 4), LayerSpec(torch.nn.Linear, 4, 4)]
+    said["pipeline"] = raised(PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss))
+    return said
 
 
-def load_with_and_without_deepcompile(folder, case):
-    """Saves with DeepCompile; returns how far master parameters are from those saved after loading into each engine.
-
-    The engine with DeepCompile goes on training, with which error is returned too.
-    """
-
-    def masters(engine):
-        return [partition.detach().clone() for partition in engine.optimizer.single_partition_of_fp32_groups]
-
-    rank = torch.distributed.get_rank()
-    torch._dynamo.reset()
-    engine = make_engine(build(case), case)
-    for step in range(2):
-        engine.backward(engine(batch(step, 0, rank, 4)))
-        engine.step()
-    # Without it, which optimizers with a fused step keep there, DeepSpeed does not load elastic states.
-    engine.optimizer.param_groups[0]["step"] = 2
-    engine.save_checkpoint(folder, tag="saved")
-    saved = masters(engine)
-    engine.destroy()
-    loaded, continued = [], []
-    for deepcompile in (True, False):
-        module = build(case, seed=1)
-        engine = make_engine(module, dataclasses.replace(case, deepcompile=deepcompile))
-        engine.load_checkpoint(folder, tag="saved")
-        loaded.append(masters(engine))
-        engine.backward(engine(batch(2, 0, rank, 4)))
-        engine.step()
-        continued.append(masters(engine))
-        engine.destroy()
-    return [total_error(masters, saved) for masters in loaded], total_error(*continued)
+# By the name under which docs/options.md has them.
+REFUSED_ENGINES = {
+    "optimizer": (
+        "muon",
+        "optimizer Muon needs whole gradients, which no rank holds; use another optimizer or set compile.deepcompile "
+        "to false",
+    ),
+    "tensor_parallel": (
+        "tensor",
+        "tensor_parallel.autotp_size=2 is only supported with the pass 'autotp'; set compile.passes to ['autotp']",
+    ),
+    "sequence_parallel_size": (
+        "sequence",
+        "sequence parallelism over 2 ranks is only supported with the pass 'autosp'; set compile.passes to ['autosp'] "
+        "and use stage 1",
+    ),
+    "expert_parallel": (
+        "experts",
+        "mixture-of-experts layers, whose experts have process groups of their own, are not supported; set "
+        "compile.deepcompile to false",
+    ),
+    "pipeline": ("pipeline", "pipeline parallelism is not supported; set compile.deepcompile to false"),
+}
 
 
-@pytest.mark.parametrize(
-    "options, exact",
-    [({}, True), ({"elastic_checkpoint": True}, True), ({"load_from_fp32_weights": False}, False)],
-    ids=["default", "elastic_checkpoint", "load_from_fp32_weights"],
-)
-def test_loading(ranks, tmp_path, options, exact):
-    for stage in (1, 2):
-        case = Case(model=SMALL, stage=stage, dtype="bf16", config={"zero_optimization": options})
-        folder = str(tmp_path / str(stage))
-        for errors, continued in ranks(2).run(load_with_and_without_deepcompile, folder, case):
-            assert errors[0] == errors[1]
-            assert (errors[0] == 0) == exact
-            assert continued < ROUNDING["bf16"]
+def test_refused_engines(ranks):
+    try:
+        results = ranks(2).run(compile_engines_of_other_kinds)
+    finally:
+        ranks(2).stop()
+    expected = {kind: f"ValueError: DeepCompile with ZeRO stage 1: {says}" for kind, says in REFUSED_ENGINES.values()}
+    assert results == [expected, expected]
 
 
 # The documentation ----------------------------------------------------------------------------------------------
