@@ -5,6 +5,7 @@
 Importing torch and DeepSpeed takes seconds, so the processes stay: each test sends them a function to run.
 """
 
+import gc
 import importlib
 import os
 import socket
@@ -124,6 +125,9 @@ def _serve():
             answer = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
         except BaseException:  # noqa: B902 (told to the test, whatever it is)
             answer = (False, traceback.format_exc())
+        # An engine that is collected later, while another test traces a graph, is destroyed a second time there, and
+        # the base then asks real tensors whether they are pinned under the tracer's fake ones: it takes minutes.
+        gc.collect()
         connection.send(answer)
 
 
