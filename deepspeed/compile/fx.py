@@ -15,7 +15,7 @@ def get_output_node(graph: Graph) -> Node:
     for node in reversed(graph.nodes):
         if node.op == "output":
             return node
-    raise ValueError("No output node found")
+    raise ValueError("the graph has no output node")
 
 
 # The end of a backward ------------------------------------------------------------------------------------------

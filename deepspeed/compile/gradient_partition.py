@@ -66,7 +66,8 @@ class PartitionViews(list):
 
     def move_flat_partition(self, device, non_blocking=False):
         """Moves the partition to ``device``, as ``offload_states()`` asks."""
-        self.flat_partition.data = self.flat_partition.data.to(device, non_blocking=non_blocking)
+        flat = self.flat_partition
+        flat.data = flat.data.to(device, non_blocking=non_blocking)
         self._cut()
 
     def release_grad_buffers(self):
