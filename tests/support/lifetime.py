@@ -453,7 +453,6 @@ def polled_counters(case):
     return reads[0], error
 
 
-@torch._functorch.config.patch(donated_buffer=False)  # torch asks for this where a graph is retained
 def some_gradients_only(case):
     """torch.autograd.grad() for an activation, then a whole backward; and asking it for a parameter's gradient."""
     module, engine = start(case)
