@@ -423,6 +423,16 @@ def several_backwards(case):
     return error, after
 
 
+def step_beside(engine, plain, optimizer, step):
+    """Trains an engine and a plain loop on the same batch for one step."""
+    backward(engine, step)
+    engine.step()
+    plain(batch(step, 0, dist.get_rank(), 4)).backward()
+    average_gradients(plain)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def polled_counters(case):
     """Trains while another thread reads the counters without pause; returns how often it read, and the error."""
     module, engine = start(case)
@@ -439,12 +449,7 @@ def polled_counters(case):
     poller.start()
     try:
         for step in range(10):
-            backward(engine, step)
-            engine.step()
-            plain(batch(step, 0, dist.get_rank(), 4)).backward()
-            average_gradients(plain)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_beside(engine, plain, optimizer, step)
     finally:
         done.set()
         poller.join()
@@ -488,12 +493,7 @@ def hook_on_one_rank(case):
     _, engine = start(case, module)
     optimizer = make_optimizer(plain, case)
     for step in range(2):
-        backward(engine, step)
-        engine.step()
-        plain(batch(step, 0, dist.get_rank(), 4)).backward()
-        average_gradients(plain)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_beside(engine, plain, optimizer, step)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return len(watched), error
