@@ -231,7 +231,6 @@ def train_as_without_deepcompile(case, spoil):
     ``spoil``: index of the step whose loss is infinite on rank 0, or None.
     """
     from deepspeed.compile.gradient_partition import gradient_counters
-    from deepspeed.runtime import torch_autocast
     from deepspeed.utils import safe_get_full_fp32_param
 
     rank, trained, told = torch.distributed.get_rank(), [], []
@@ -253,8 +252,6 @@ def train_as_without_deepcompile(case, spoil):
                 counters = gradient_counters(engine)
         finally:
             engine.destroy()
-            # DeepSpeed keeps the section for the life of the process.
-            torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
     finite = [all(bool(p.isfinite().all()) for p in parameters) for parameters in trained]
     return {
         "difference": total_error(*trained),

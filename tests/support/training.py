@@ -16,6 +16,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.runtime import torch_autocast
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.models import CASES, LARGE_CASES, VOCABULARY
@@ -79,6 +80,8 @@ def make_engine(module, case):
         config["bf16"] = {"enabled": True}
     for section, options in (case.config or {}).items():
         config[section] = {**config.get(section, {}), **options} if isinstance(options, dict) else options
+    # DeepSpeed keeps an engine's autocast section for the life of the process, and processes serve many tests.
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
     engine = deepspeed.initialize(model=module, optimizer=make_optimizer(module, case), config=config)[0]
     if case.deepcompile:
         engine.compile(backend=case.backend, compile_kwargs=dict(case.compile_kwargs or {}))
