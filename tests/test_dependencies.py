@@ -23,6 +23,16 @@ deepspeed.runtime.base_optimizer:ZeROOptimizer.backward_prologue
 deepspeed.runtime.base_optimizer:ZeROOptimizer.backward_epilogue
 deepspeed.runtime.base_optimizer:ZeROOptimizer.get_param_comm_dtype
 deepspeed.runtime.base_optimizer:ZeROOptimizer._backward_active_depth
+deepspeed.runtime.engine:DeepSpeedEngine._forward_epilogue
+deepspeed.runtime.engine:DeepSpeedEngine._forward_prologue
+deepspeed.runtime.engine:DeepSpeedEngine.autotuning_enabled
+deepspeed.runtime.engine:DeepSpeedEngine.flops_profiler_enabled
+deepspeed.runtime.engine:DeepSpeedEngine.fp16_auto_cast
+deepspeed.runtime.engine:DeepSpeedEngine.fp16_enabled
+deepspeed.runtime.engine:DeepSpeedEngine.is_deepcompile_active
+deepspeed.runtime.engine:DeepSpeedEngine.memory_breakdown
+deepspeed.runtime.engine:DeepSpeedEngine.random_ltd_enabled
+deepspeed.runtime.engine:DeepSpeedEngine.wall_clock_breakdown
 deepspeed.runtime.engine:DeepSpeedEngine.autotp_size
 deepspeed.runtime.engine:DeepSpeedEngine.is_gradient_accumulation_boundary
 deepspeed.runtime.engine:DeepSpeedEngine.zero_reduce_bucket_size

@@ -360,6 +360,90 @@ def test_formats(ranks, name):
             assert len(scales) > 2, "the case shows nothing of the scale's ups and downs"
 
 
+# What the engine does around the forward -------------------------------------------------------------------------
+
+
+RANDOM_LTD = {
+    "enabled": True,
+    "total_layer_num": 1,
+    "random_ltd_layer_num": 1,
+    "random_ltd_layer_id": [0],
+    "model_mask_name": None,
+    "model_type": "decoder",
+    "hidden_state_order": "batch_seq_dim",
+    "random_ltd_schedule": {
+        "min_value": 2,
+        "max_value": 4,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 2, "seq_per_step": 2},
+    },
+    "layer_token_lr_schedule": {"enabled": False, "total_layer_tokens": 1, "warmup_layer_tokens": 1},
+}
+
+
+class Recorder(torch.nn.Module):
+    """Notes the format of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.formats = []
+
+    def forward(self, x, second):
+        self.note(x, second)
+        return self.linear(x).sum()
+
+    @torch.compiler.disable
+    def note(self, x, second):
+        self.formats.append((x.dtype, second.dtype))
+
+
+def train_and_measure(stage):
+    """Returns what the engine measured, and did, around the forward."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    torch._dynamo.reset()
+    get_accelerator().is_fp16_supported = lambda: True
+    module = Recorder()
+    engine = deepspeed.initialize(
+        model=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "steps_per_print": 1,
+            "wall_clock_breakdown": True,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage},
+            "fp16": {"enabled": True, "auto_cast": True, "loss_scale": 1},
+            "data_efficiency": {"data_routing": {"random_ltd": RANDOM_LTD}},
+            "compile": {"deepcompile": True},
+        },
+    )[0]
+    engine.compile(backend="eager")
+    x = torch.ones(2, 4, device=engine.device)
+    lengths, times = [], []
+    for _ in range(5):
+        engine.backward(engine(x, torch.ones((2,), device=engine.device)))
+        engine.step()
+        lengths.append(engine.random_ltd_scheduler.get_current_seq())
+        times.append(engine.get_wall_clock_timers()["fwd_microstep"])
+    told = module.formats, lengths, times, engine.tput_timer.global_step_count, engine.tput_timer.total_elapsed_time
+    # Without DeepCompile the module's own hooks do it.
+    engine.destroy()
+    return (*told, len(module._forward_pre_hooks))
+
+
+def test_around_the_forward(ranks):
+    for stage in (1, 2):
+        for formats, lengths, times, steps, seconds, hooks in ranks(2).run(train_and_measure, stage):
+            assert formats == [(torch.float16, torch.float16)] * 5
+            assert lengths[0] < lengths[-1]
+            assert all(time > 0 for time in times)
+            assert steps == 5 and seconds > 0
+            assert hooks == 1
+
+
 # Arguments of engine.compile() ----------------------------------------------------------------------------------
 
 
@@ -547,23 +631,6 @@ def zero_options(**options):
     return {"zero_optimization": options}
 
 
-RANDOM_LTD = {
-    "enabled": True,
-    "total_layer_num": 1,
-    "random_ltd_layer_num": 1,
-    "random_ltd_layer_id": [0],
-    "model_mask_name": None,
-    "model_type": "decoder",
-    "hidden_state_order": "batch_seq_dim",
-    "random_ltd_schedule": {
-        "min_value": 2,
-        "max_value": 4,
-        "schedule_type": "fixed_linear",
-        "schedule_config": {"require_steps": 2, "seq_per_step": 2},
-    },
-    "layer_token_lr_schedule": {"enabled": False, "total_layer_tokens": 1, "warmup_layer_tokens": 1},
-}
-
 # By the name under which docs/options.md has them.
 REFUSED = {
     "zero_optimization.offload_optimizer": Refusal(
@@ -642,17 +709,6 @@ REFUSED = {
         dtype="bf16",
         config={"data_types": {"grad_accum_dtype": "fp32"}},
     ),
-    "fp16.auto_cast": Refusal(
-        "fp16.auto_cast=true is not supported, because DeepSpeed casts the inputs in a hook that a compiled module "
-        "does not have; cast them in the data loader and set it to false",
-        dtype="fp16",
-        config={"fp16": {"auto_cast": True}},
-    ),
-    "data_efficiency": Refusal(
-        "data_efficiency.data_routing.random_ltd is not supported, because DeepSpeed updates the sequence length in a "
-        "hook that a compiled module does not have; set random_ltd.enabled to false",
-        config={"data_efficiency": {"data_routing": {"random_ltd": RANDOM_LTD}}},
-    ),
     **{
         name: Refusal(
             f"{name}.enabled=true is not supported, because compiled code does not call the functions that the flops "
@@ -661,11 +717,6 @@ REFUSED = {
         )
         for name, step in (("flops_profiler", "profile_step"), ("autotuning", "start_profile_step"))
     },
-    "wall_clock_breakdown": Refusal(
-        "wall_clock_breakdown=true is not supported, because DeepSpeed times the forward in hooks that a compiled "
-        "module does not have, and would report 0 ms; set it to false and use torch.profiler",
-        config={"wall_clock_breakdown": True},
-    ),
     "comms_logger": Refusal(
         "comms_logger.enabled=true is not supported, because the log would leave out the reductions of gradients; set "
         "it to false and use torch.profiler",

@@ -4,7 +4,7 @@
 
 from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs
 from .reduce_backend import make_backend
-from .zero_options import check_options, overlaps_communication
+from .zero_options import acts_around_forward, check_options, overlaps_communication
 
 
 def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None, use_z2=False):
@@ -30,4 +30,23 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
         synchronize_after=compile_config.sync_after_reduce,
     )
     attach(engine.optimizer, engine, reducer)
+    if acts_around_forward(engine):
+        _act_around_forward(engine)
     return make_backend(backend, parameters_reduced_by_graphs(engine.optimizer), debug_log=compile_config.debug_log)
+
+
+def _act_around_forward(engine):
+    """Has the engine do around its forward what it does in hooks of the module without DeepCompile.
+
+    DeepSpeed removes those hooks, because they would be compiled with the module. Hooks of the engine are not.
+    """
+
+    def before(engine, inputs, kwargs):
+        return engine._forward_prologue(inputs, kwargs) if engine.is_deepcompile_active() else None
+
+    def behind(engine, inputs, output):
+        if engine.is_deepcompile_active():
+            engine._forward_epilogue()
+
+    engine.register_forward_pre_hook(before, with_kwargs=True)
+    engine.register_forward_hook(behind)

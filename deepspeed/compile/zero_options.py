@@ -49,6 +49,19 @@ def overlaps_communication(engine, compile_config):
     return compile_config.double_buffer and not asked_not_to
 
 
+def acts_around_forward(engine):
+    """Whether an option makes the engine do something before and after each forward: take times, cast the inputs.
+
+    Reporting the throughput alone does not count, since that timer synchronizes the device in every step.
+    """
+    return (
+        engine.wall_clock_breakdown()
+        or engine.memory_breakdown()
+        or (engine.fp16_enabled() and engine.fp16_auto_cast())
+        or engine.random_ltd_enabled()
+    )
+
+
 def check_options(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
     """Raises ValueError, in one sentence, for anything that would train wrongly or be ignored."""
     for problem in _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
@@ -149,28 +162,13 @@ def _unsupported_optimizers(engine):
 
 
 def _unsupported_reports(engine):
-    """What DeepSpeed does in hooks around the forward, which it removes under DeepCompile, and in its own calls."""
+    """What would leave out the compiled code, or the reductions."""
     config = engine._config
-    if engine.fp16_enabled() and engine.fp16_auto_cast():
-        yield (
-            "fp16.auto_cast=true is not supported, because DeepSpeed casts the inputs in a hook that a compiled "
-            "module does not have; cast them in the data loader and set it to false"
-        )
-    if engine.random_ltd_enabled():
-        yield (
-            "data_efficiency.data_routing.random_ltd is not supported, because DeepSpeed updates the sequence length "
-            "in a hook that a compiled module does not have; set random_ltd.enabled to false"
-        )
     if engine.flops_profiler_enabled():
         section = "autotuning" if engine.autotuning_enabled() else "flops_profiler"
         yield (
             f"{section}.enabled=true is not supported, because compiled code does not call the functions that the "
             "flops profiler counts; set it to false or profile without engine.compile()"
-        )
-    if config.wall_clock_breakdown:
-        yield (
-            "wall_clock_breakdown=true is not supported, because DeepSpeed times the forward in hooks that a "
-            "compiled module does not have, and would report 0 ms; set it to false and use torch.profiler"
         )
     if config.comms_config.comms_logger_enabled and config.comms_config.comms_logger.enabled:
         yield (
