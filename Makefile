@@ -1,5 +1,6 @@
 # make test     lint, then all tests
 # make demo     train the small model of tests/demo on two processes (DEMO_ARGS="..." reaches the script)
+# make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks/compare.py)
 # make lint     check the formatting and the usual mistakes; make format repairs what can be repaired
 # make clean    remove everything that was made here except the base's downloaded archive
 #
@@ -10,6 +11,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv/$(shell printf '%s' '$(TORCH)' | tr -cs 'A-Za-z0-9.+' '-')
 BIN := $(CURDIR)/$(VENV)/bin
@@ -23,17 +25,23 @@ FORK_FILES := deepspeed csrc setup.py pyproject.toml requirements/base.txt NOTIC
 TOOLS := $(VENV)/.tools-$(call content,requirements/dev.txt)
 FORK := $(VENV)/.fork-$(call content,$(FORK_FILES))
 DEMO := $(VENV)/.demo-$(call content,requirements/demo.txt)
+BENCH := $(VENV)/.bench-$(call content,requirements/demo.txt requirements/benchmarks.txt)
+# The base as it is released, beside the fork: a folder for PYTHONPATH.
+BASE := $(VENV)/base-$(call content,requirements/base.txt)
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test lint format clean toolchain
+.PHONY: demo test bench lint format clean toolchain
 .NOTPARALLEL:
 
-test: toolchain lint $(FORK) $(DEMO)
+test: toolchain lint $(FORK) $(BENCH)
 	$(RUN) pytest -q tests
 
 demo: toolchain $(FORK) $(DEMO)
 	$(RUN) deepspeed --log_level warning $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
 		tests/demo/train_qwen3.py $(DEMO_ARGS)
+
+bench: toolchain $(FORK) $(BENCH) $(BASE)
+	$(RUN) python benchmarks/compare.py --base $(BASE) $(BENCH_ARGS)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .
@@ -72,3 +80,12 @@ $(FORK): $(TOOLS)
 $(DEMO): $(TOOLS)
 	$(PIP) install --quiet -r requirements/demo.txt
 	rm -f $(VENV)/.demo-* && touch $@
+
+$(BENCH): $(TOOLS)
+	$(PIP) install --quiet -r requirements/benchmarks.txt
+	rm -f $(VENV)/.bench-* && touch $@
+
+$(BASE): $(TOOLS)
+	rm -rf $(VENV)/base-*
+	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --no-deps --target $@ --no-binary :all: \
+		--require-hashes -r requirements/base.txt

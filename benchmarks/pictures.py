@@ -1,0 +1,112 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Draws what compare.py measured: memory through one step, and losses.
+
+python benchmarks/pictures.py FOLDER    reads FOLDER/results.json and writes pictures beside it
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # no display needed
+from matplotlib import pyplot  # noqa: E402
+from report import describe, unit_of  # noqa: E402
+
+GRADIENTS, REST, LINE = "#d1495b", "#c9d6df", "#30475e"
+COLOURS = ("#d1495b", "#30475e", "#edae49", "#66a182")
+
+
+def draw_memory(results, rank_of, title, file):
+    """Draws allocated memory through one step, a panel for each result, on one scale.
+
+    Args:
+        results: name -> result of a run.
+        rank_of: picks a rank from the list of those with a timeline.
+        title: above the panels.
+        file: to write.
+    """
+    unit, name = unit_of(results.values())
+    figure, panels = pyplot.subplots(
+        1, len(results), figsize=(1.5 + 4 * len(results), 4.2), sharey=True, squeeze=False, layout="constrained"
+    )
+    for panel, (system, result) in zip(panels[0], results.items()):
+        rank = rank_of(sorted(result["timelines"], key=int))
+        line = result["timelines"][rank]
+        seconds = line["seconds"]
+        gradients = [held / unit for held in line["gradients"]]
+        allocated = [held / unit for held in line["allocated"]]
+        panel.fill_between(seconds, gradients, step="post", color=GRADIENTS, linewidth=0, label="gradients")
+        panel.fill_between(seconds, gradients, allocated, step="post", color=REST, linewidth=0, label="all else")
+        panel.step(seconds, allocated, where="post", color=LINE, linewidth=0.8)
+        begins = sorted((begin, phase) for phase, ranges in line["phases"].items() for begin, _ in ranges)
+        for index, (begin, phase) in enumerate(begins):
+            panel.axvline(begin, color=LINE, linewidth=0.5, linestyle=":")
+            # One below the other, since a phase may be shorter than its name.
+            if len(begins) <= 3:
+                height = 0.995 - 0.045 * index
+                panel.text(begin, height, f" {phase}", transform=panel.get_xaxis_transform(), va="top", fontsize=8)
+        peak = max(allocated)
+        panel.set_title(
+            f"{system}, rank {rank}: at most {peak:.2f} {name},\n{max(gradients):.2f} of gradients", size=9
+        )
+        panel.set_xlabel("s, on the host, under the profiler")
+        panel.set_xlim(0, seconds[-1])
+        panel.xaxis.set_major_locator(pyplot.MaxNLocator(4))
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel(name)
+    top = max(max(line["allocated"]) for result in results.values() for line in result["timelines"].values())
+    panels[0][0].set_ylim(0, 1.2 * top / unit)
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=2, loc="outside lower center")
+    figure.suptitle(title, fontsize=8, wrap=True)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def draw_losses(results, title, file):
+    """Draws the losses of all results, and below how far each is from the first."""
+    figure, (curves, apart) = pyplot.subplots(
+        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    first = next(iter(results.values()))["losses"]
+    for colour, (system, result) in zip(COLOURS, results.items()):
+        steps = range(1, len(result["losses"]) + 1)
+        curves.plot(steps, result["losses"], color=colour, linewidth=0.9, label=system)
+        if result["losses"] is not first:
+            apart.plot(steps, [b - a for a, b in zip(first, result["losses"])], color=colour, linewidth=0.7)
+    curves.set_ylabel("loss, mean over ranks")
+    apart.set_ylabel(f"minus\n{next(iter(results))}'s")
+    apart.axhline(0, color=LINE, linewidth=0.5)
+    apart.set_xlabel("step")
+    curves.legend(frameon=False)
+    for panel in (curves, apart):
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=8, wrap=True)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
+def draw(folder):
+    """Draws everything in ``folder``/results.json; returns the files written."""
+    files = []
+    for case, of_case in json.loads((folder / "results.json").read_text()).items():
+        results = {name: of_one for name, of_one in of_case.items() if isinstance(of_one, dict)}
+        results = {name: result for name, result in results.items() if not name.endswith(" again")}
+        if not results:
+            continue
+        title = describe(next(iter(results.values())))
+        for which, rank_of in (("first", min), ("last", max)):
+            files.append(folder / f"memory-{case}-{which}-rank.png")
+            draw_memory(results, lambda ranks, pick=rank_of: pick(ranks, key=int), title, files[-1])
+        files.append(folder / f"losses-{case}.png")
+        draw_losses(results, title, files[-1])
+    return files
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "results.json").is_file():
+        raise SystemExit("usage: python benchmarks/pictures.py FOLDER, where compare.py has left results.json")
+    print("\n".join(map(str, draw(Path(sys.argv[1])))))

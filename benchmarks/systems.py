@@ -1,0 +1,130 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The systems under comparison, behind the same few calls: DeepSpeed's ZeRO and PyTorch's FSDP2.
+
+    forward(ids) -> loss      backward(loss, boundary)      step(boundary)
+
+``boundary``: whether this is the last micro-batch before an optimizer step. Each call is made for every micro-batch.
+"""
+
+import torch
+
+SYSTEMS = ("deepcompile", "zero", "fsdp2")
+CLIPPING = 1.0
+
+
+def make_system(run, model):
+    """Wraps ``model`` as ``run.system`` says; ``model`` is not to be used by itself from then on."""
+    return FSDP2(run, model) if run.system == "fsdp2" else DeepSpeed(run, model)
+
+
+def _optimizer(run, parameters):
+    return torch.optim.AdamW(parameters, lr=run.learning_rate, **{run.adam: True})
+
+
+class DeepSpeed:
+    """Whichever DeepSpeed is installed, with DeepCompile or without."""
+
+    def __init__(self, run, model):
+        import deepspeed
+
+        self._engine = deepspeed.initialize(
+            model=model,
+            optimizer=_optimizer(run, model.parameters()),
+            config={
+                "train_micro_batch_size_per_gpu": run.micro_batch,
+                "gradient_accumulation_steps": run.accumulation,
+                "gradient_clipping": CLIPPING,
+                "bf16": {"enabled": run.dtype == "bf16"},
+                "zero_optimization": {"stage": run.stage, "reduce_bucket_size": run.bucket, "overlap_comm": True},
+                "compile": {"deepcompile": run.system == "deepcompile"},
+                "zero_allow_untested_optimizer": True,
+                "log_level": "warning",
+            },
+        )[0]
+        if run.system == "deepcompile":
+            self._engine.compile(backend=run.backend)
+        try:
+            from deepspeed.compile import gradient_partition
+        except ImportError:
+            # The base keeps no count of what it holds.
+            gradient_partition = None
+        self._counts = gradient_partition if run.system == "deepcompile" else None
+
+    def forward(self, ids):
+        return self._engine(input_ids=ids, labels=ids).loss
+
+    def backward(self, loss, boundary):
+        self._engine.backward(loss)
+
+    def step(self, boundary):
+        self._engine.step()
+
+    def counters(self):
+        """What the reducer says it holds and held, in bytes, or None if it does not say."""
+        return self._counts.gradient_counters(self._engine) if self._counts else None
+
+    def reset_counters(self):
+        if self._counts:
+            self._counts.reset_gradient_counters(self._engine)
+
+
+class FSDP2:
+    """``fully_shard`` on every block, with every block compiled, as PyTorch's own training code does.
+
+    Parameters are kept from the forward to the backward (``reshard_after_forward=False``), which costs as much
+    communication and memory as ZeRO-1 and ZeRO-2 do.
+    """
+
+    def __init__(self, run, model):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        self._model, self._accumulation = model, run.accumulation
+        self._vocabulary = model.config.vocab_size
+        # Its master weights are the shards, in fp32; they begin at the same values as ZeRO's.
+        model.float()
+        device_type = next(model.parameters()).device.type
+        precision = MixedPrecisionPolicy()
+        if run.dtype == "bf16":
+            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        options = {
+            "mesh": init_device_mesh(device_type, (torch.distributed.get_world_size(),)),
+            "mp_policy": precision,
+            "reshard_after_forward": False,
+        }
+        for block in model.model.layers:
+            block.compile(backend=_torch_backend(run.backend))
+            fully_shard(block, **options)
+        if model.config.tie_word_embeddings:
+            fully_shard(model.model.norm, **options)
+        else:
+            fully_shard(model.model.embed_tokens, **options)
+            fully_shard([model.model.norm, model.lm_head], **options)
+        fully_shard(model, **options)
+        self._loss = torch.compile(model.loss_function, backend=_torch_backend(run.backend))
+        self._optimizer = _optimizer(run, model.parameters())
+
+    def forward(self, ids):
+        return self._loss(logits=self._model(input_ids=ids).logits, labels=ids, vocab_size=self._vocabulary)
+
+    def backward(self, loss, boundary):
+        self._model.set_requires_gradient_sync(boundary)
+        (loss / self._accumulation).backward()
+
+    def step(self, boundary):
+        if boundary:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIPPING)
+            self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def counters(self):
+        return None
+
+    def reset_counters(self):
+        """There are none."""
+
+
+def _torch_backend(backend):
+    """DeepCompile's "eager" runs traced graphs, for which torch's own name is "aot_eager"."""
+    return "aot_eager" if backend == "eager" else backend

@@ -1,0 +1,102 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained: a Qwen3 with random weights on text that every Python installation has."""
+
+import collections
+import dataclasses
+import re
+import sysconfig
+from pathlib import Path
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of a Qwen3. Sizes as transformers' ``Qwen3Config`` names them."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool
+
+
+SHAPES = {
+    "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936, tie_word_embeddings=False),
+    "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151936, tie_word_embeddings=True),
+    "tiny": Shape(2, 128, 384, 4, 2, 32, 1024, tie_word_embeddings=False),
+}
+
+
+def build_model(shape, dtype, device, checkpoint):
+    """Returns a causal language model whose weights are the same on every rank, for every system.
+
+    Args:
+        shape: a Shape.
+        dtype: in which the weights are drawn.
+        device: on which they lie.
+        checkpoint: whether every layer keeps only its input and computes the rest again in the backward.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(**dataclasses.asdict(shape), rope_theta=1e6, use_cache=False, attn_implementation="sdpa")
+    torch.manual_seed(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            model = Qwen3ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    if checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def text(limit):
+    """Returns about ``limit`` characters of the source of Python's standard library, always the same ones."""
+    folder, parts, length = Path(sysconfig.get_path("stdlib")), [], 0
+    for file in sorted(folder.rglob("*.py")):
+        if "site-packages" in file.parts or "dist-packages" in file.parts or length >= limit:
+            continue
+        parts.append(file.read_text(encoding="utf-8", errors="replace"))
+        length += len(parts[-1])
+    return "".join(parts)
+
+
+def tokens(vocabulary, limit=16_000_000):
+    """Returns that text as token ids, an int64 tensor [n] on the CPU.
+
+    A token is a word, a run of blanks or a sign; its id is its rank by frequency, and the last id stands for all that
+    are rarer than the vocabulary is large.
+    """
+    pieces = re.findall(r"\w+|\s+|[^\w\s]", text(limit))
+    ids = {piece: rank for rank, (piece, _) in enumerate(collections.Counter(pieces).most_common(vocabulary - 1))}
+    return torch.tensor([ids.get(piece, vocabulary - 1) for piece in pieces])
+
+
+class Batches:
+    """Draws the batches of one rank, the same in every run with as many ranks.
+
+    Args:
+        vocabulary: number of token ids.
+        micro_batch, seq: sequences in a batch, and tokens in a sequence.
+        rank: whose.
+        device: to which batches are copied.
+    """
+
+    def __init__(self, vocabulary, micro_batch, seq, rank, device):
+        # Enough to draw from, without reading megabytes for a model that sees little of it.
+        self._tokens = tokens(vocabulary, limit=16_000_000 if vocabulary > 10_000 else 500_000)
+        self._shape, self._rank, self._device = (micro_batch, seq), rank, device
+
+    def draw(self, number):
+        """Returns batch ``number``: token ids, int64 [micro_batch, seq]."""
+        micro_batch, seq = self._shape
+        generator = torch.Generator().manual_seed(1_000_000 * self._rank + number)
+        starts = torch.randint(0, len(self._tokens) - seq, (micro_batch,), generator=generator)
+        return torch.stack([self._tokens[start : start + seq] for start in starts]).to(self._device)

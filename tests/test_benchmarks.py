@@ -1,0 +1,127 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark measures what it says: gradients apart from all else, all systems on the same training."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def timeline():
+    spec = importlib.util.spec_from_file_location("timeline", BENCHMARKS / "timeline.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def compare(*arguments):
+    """Runs compare.py on the CPU and returns the finished process."""
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / "compare.py"), *arguments],
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_timeline_sets_gradients_apart(timeline):
+    layer = torch.nn.Linear(256, 1024, bias=False)
+    x = torch.randn(8, 256)
+    weight_bytes, output_bytes = layer.weight.nbytes, 8 * 1024 * 4
+
+    def step():
+        with timeline.phase("forward"):
+            y = layer(x)
+        with timeline.phase("backward"):
+            y.backward(torch.ones_like(y))
+            target = torch.empty(weight_bytes, dtype=torch.uint8)  # as for a flat partition
+        with timeline.phase("step"):
+            scratch = torch.empty(weight_bytes, dtype=torch.uint8)
+            del scratch, target
+            layer.weight.grad = None
+
+    line = timeline.record(step, "cpu")
+    # Tensors of a few elements come and go beside these.
+    slack = 4096
+    forward, backward, optimizer = (line.allocated_in(name) for name in timeline.PHASES)
+    assert 0 <= forward["after"] - output_bytes < slack
+    assert 2 * weight_bytes <= backward["after"] - forward["after"] < 2 * weight_bytes + 2 * output_bytes + slack
+    assert weight_bytes - slack <= optimizer["peak"] - backward["after"] < weight_bytes + slack
+    assert 2 * weight_bytes <= line.most_gradients() < 2 * weight_bytes + 2 * output_bytes + slack
+    in_forward = [held for held, second in zip(line.gradients, line.seconds) if second < line.phases["backward"][0][0]]
+    assert max(in_forward) == 0 and line.gradients[-1] < 2 * output_bytes + slack
+    thinned = line.thinned(4)
+    assert len(thinned.seconds) < len(line.seconds)
+    assert max(thinned.allocated) == max(line.allocated) and thinned.most_gradients() == line.most_gradients()
+
+
+def test_timeline_follows_memory_that_is_freed_unseen(timeline):
+    memory = timeline._Memory()
+    memory.change(64, 100, False)
+    memory.give_away(64)
+    memory.give_away(64)
+    memory.give_away(128)  # allocated before the recording
+    assert (memory.held, memory.of_gradients) == (100, 100)
+    memory.change(64, 30, False)
+    assert (memory.held, memory.of_gradients) == (30, 0)
+    memory.change(64, -30, False)
+    memory.change(256, -7, False)
+    assert (memory.held, memory.of_gradients) == (0, 0)
+
+
+@pytest.mark.slow
+def test_systems_train_alike(tmp_path):
+    pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
+    pytest.importorskip("matplotlib", reason="its pictures need matplotlib: requirements/benchmarks.txt")
+    options = ["--systems", "fork", "base", "FSDP2", "--cases", "accumulation", "--out", str(tmp_path)]
+    finished = compare(*options, "--", "--backend", "eager", "--layers", "1", "--steps", "3", "--warm", "1")
+    assert finished.returncode == 0, finished.stdout
+    results = json.loads((tmp_path / "results.json").read_text())["accumulation"]
+    assert results["base"] == "--base was not given"
+    fork, fsdp2 = results["fork"], results["FSDP2"]
+    assert fork["losses"] == pytest.approx(fsdp2["losses"], rel=1e-5) and len(fork["losses"]) == 3
+    bucket, whole = 4 * fork["run"]["bucket"], 4 * fork["parameters"]
+    for rank in fork["ranks"]:
+        assert rank["counters"]["step"]["bound"] == 0
+        assert rank["counters"]["backward"]["bound"] >= whole / 2
+        # Between the micro-batches of ZeRO-1 a rank keeps every gradient.
+        assert whole <= rank["most_gradients"] < 2.5 * whole + 2 * bucket
+        assert rank["phases"]["forward"]["after"] < rank["phases"]["backward"]["peak"]
+    assert set(fork["timelines"]) == {"0", "1"}
+    for rank, line in fork["timelines"].items():
+        end_of_backward = line["phases"]["backward"][-1][1]
+        held = [held for held, second in zip(line["gradients"], line["seconds"]) if second <= end_of_backward][-1]
+        # What the profiler sees is what the reducer counts, besides what gloo's threads may yet have to free.
+        assert 0 <= held - fork["ranks"][int(rank)]["counters"]["backward"]["bound"] <= bucket
+    table = (tmp_path / "results.md").read_text()
+    for row in ("step, median, s", "peak of the backward, MiB", "counted: most pending, MiB", "Not measured: base"):
+        assert row in table and row in finished.stdout
+    for picture in ("memory-accumulation-first-rank", "memory-accumulation-last-rank", "losses-accumulation"):
+        assert (tmp_path / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--base", "/nowhere"], "--base /nowhere has no deepspeed in it"),
+        (["--systems", "fork", "--", "--steps", "1"], "--warm must be at least 1 and less than --steps"),
+        (["--systems", "fork", "--", "--seq", "0"], "--seq must be at least 1"),
+    ],
+)
+def test_refuses_in_a_sentence(tmp_path, arguments, sentence):
+    finished = compare("--out", str(tmp_path), *arguments)
+    assert finished.returncode != 0
+    logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
+    assert sentence in finished.stdout + logs
+    assert "Traceback" not in finished.stdout + logs
