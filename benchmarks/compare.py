@@ -26,8 +26,15 @@ CASES = {
     "checkpoint": ["--checkpoint"],
     "accumulation": ["--accumulation", "4"],
 }
-FORK, BASE, ZERO, FSDP2 = "fork", "base", "fork without DeepCompile", "FSDP2"
-SYSTEMS = {FORK: "deepcompile", BASE: "deepcompile", ZERO: "zero", FSDP2: "fsdp2"}
+FORK, REGIONAL, BASE, ZERO, FSDP2 = "fork", "fork by regions", "base", "fork without DeepCompile", "FSDP2"
+# What each is to train.py.
+SYSTEMS = {
+    FORK: ["--system", "deepcompile"],
+    REGIONAL: ["--system", "deepcompile", "--regional"],
+    BASE: ["--system", "deepcompile"],
+    ZERO: ["--system", "zero"],
+    FSDP2: ["--system", "fsdp2"],
+}
 ON_CPU = "--shape tiny --dtype fp32 --seq 64 --bucket 200000 --steps 12 --warm 4".split()
 ON_GPUS = "--shape qwen3-8b".split()
 
@@ -90,7 +97,7 @@ def run(system, arguments, processes, gpus, caches, options, log):
         if not gpus:
             environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(processes)]
-        command += [str(HERE / "train.py"), "--system", SYSTEMS[system], "--json", str(file), *arguments]
+        command += [str(HERE / "train.py"), *SYSTEMS[system], "--json", str(file), *arguments]
         with open(log, "w") as output:
             # A session of its own, so that the end of a run that takes too long reaches all of its processes.
             process = subprocess.Popen(

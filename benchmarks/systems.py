@@ -37,7 +37,11 @@ class DeepSpeed:
                 "gradient_clipping": CLIPPING,
                 "bf16": {"enabled": run.dtype == "bf16"},
                 "zero_optimization": {"stage": run.stage, "reduce_bucket_size": run.bucket, "overlap_comm": True},
-                "compile": {"deepcompile": run.system == "deepcompile"},
+                "compile": {
+                    "deepcompile": run.system == "deepcompile",
+                    # The base does not know this one.
+                    **({"regional_compilation": True} if run.regional else {}),
+                },
                 "zero_allow_untested_optimizer": True,
                 "log_level": "warning",
             },

@@ -42,6 +42,7 @@ class Run:
     accumulation: int = 1
     stage: int = 1
     checkpoint: bool = False
+    regional: bool = False
     adam: str = "foreach"
     backend: str = "inductor"
     bucket: int = 500_000_000
@@ -62,6 +63,7 @@ def parse_arguments():
     parser.add_argument("--accumulation", type=int, help="micro-batches in a step")
     parser.add_argument("--stage", type=int, choices=(1, 2), help="of ZeRO")
     parser.add_argument("--checkpoint", action="store_true", default=None, help="activations of every layer")
+    parser.add_argument("--regional", action="store_true", default=None, help="DeepCompile's regional_compilation")
     parser.add_argument("--adam", choices=("foreach", "fused"), help="which implementation of torch's AdamW")
     parser.add_argument("--backend", choices=("inductor", "eager"), help="eager: graphs, but no generated code")
     parser.add_argument("--bucket", type=int, help="ZeRO's reduce_bucket_size, elements")
@@ -81,6 +83,8 @@ def parse_arguments():
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not 1 <= run.warm < run.steps:
         parser.error("--warm must be at least 1 and less than --steps, so that a step is left to be timed")
+    if run.regional and run.system != "deepcompile":
+        parser.error("--regional goes with --system deepcompile; fsdp2 always compiles by block, and zero not at all")
     if "RANK" not in os.environ:
         parser.error("start this with DeepSpeed's launcher: deepspeed benchmarks/train.py")
     return (run, *files)

@@ -121,6 +121,7 @@ PROVIDED = {
     "find_node_by_name "
     "find_node_by_tag get_node_shape_meta get_output_node move_primals_to_head replace_node_users "
     "replace_reduce_outputs_with_none should_release_reduce_buckets",
+    "deepspeed.compile.config": "CompileConfig",
     "deepspeed.compile.init_z1_and_2": "init_z1_and_2",
     "deepspeed.compile.passes.zero_1_and_2_compile": ""
     "CONTRACT_Z1 CONTRACT_Z2 NAME_Z1 NAME_Z2 add_z1_reduce add_z2_reduce",
@@ -161,6 +162,22 @@ def test_the_base_still_does(reference, pattern):
 )
 def test_the_base_finds_what_it_imports(module, name):
     assert hasattr(importlib.import_module(module), name)
+
+
+def test_every_compile_option_that_the_base_reads_is_there():
+    """``config.py`` is ours, so an option that a new base reads has to be added to it."""
+    from pathlib import Path
+
+    import deepspeed
+    from deepspeed.compile.config import CompileConfig
+
+    root, read = Path(deepspeed.__file__).parent, set()
+    for path in root.rglob("*.py"):
+        read |= {*re.findall(r"\bcompile_config\.(\w+)|\bcompile_config, \"(\w+)\"", path.read_text())}
+    for path in (root / "ops" / "csrc" / "compile_zero3").iterdir():
+        read |= {*re.findall(r'get_config<\w+>\(config, "(\w+)"()\)', path.read_text())}
+    names = {name for pair in read for name in pair if name}
+    assert len(names) > 15 and names - set(CompileConfig.model_fields) == set()
 
 
 def test_nothing_else_is_imported_from_the_replaced_files():

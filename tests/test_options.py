@@ -727,6 +727,12 @@ REFUSED = {
         "to false",
         config={"hybrid_engine": {"enabled": True}},
     ),
+    "compile.regional_compilation": Refusal(
+        "compile.regional_compilation=true found no blocks that repeat in FillsPartition; name their classes in a "
+        "list, or set it to false",
+        config={"compile": {"regional_compilation": True}},
+        amends={"regional_compilation": ["Linear"]},
+    ),
     "compile_kwargs.mode": Refusal(
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
@@ -755,6 +761,19 @@ REFUSED = {
 
 # The same options in other words.
 ALSO_REFUSED = {
+    "regional_compilation-unknown-class": Refusal(
+        "compile.regional_compilation names ['Layer'], but FillsPartition has no such module outside of another "
+        "block; use the names of its blocks' classes",
+        config={"compile": {"regional_compilation": ["Linear", "Layer"]}},
+        amends={"regional_compilation": ["Linear"]},
+    ),
+    "regional_compilation-fullgraph": Refusal(
+        "compile_kwargs['fullgraph'] contradicts compile.regional_compilation, which makes a graph of every block; "
+        "leave one of them out",
+        config={"compile": {"regional_compilation": ["Linear"]}},
+        arguments={"backend": "eager", "compile_kwargs": {"fullgraph": True}},
+        amends={"regional_compilation": False},
+    ),
     "mode-max-autotune": Refusal(
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",

@@ -166,6 +166,10 @@ void Reducer::begin_backward(bool synchronize, const std::vector<size_t>& hooked
     for (auto& record : records_) { record.hooked = false; }
     for (const auto index : hooked) { records_.at(index).hooked = true; }
     synchronize_ = synchronize;
+    if (synchronize) {
+        expected_ends_ = ends_;
+        ends_ = 0;
+    }
 }
 
 const c10::Stream Reducer::current_stream(c10::Device device) const
@@ -361,6 +365,7 @@ void Reducer::launch()
         }
         if (coalesce) { filling_.works.push_back(group.process_group->endCoalescing(device.type())); }
     }
+    ++buckets_sent_;
     in_flight_ = std::move(filling_);
     filling_ = Bucket();
     if (!options_.overlap || options_.synchronize_after) { drain(); }
@@ -437,7 +442,11 @@ void Reducer::end_backward()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     at::NoGradGuard no_grad;
-    if (empty()) { return; }
+    // Nothing is pending between the micro-batches of ZeRO-1, and what ranks run there need not agree.
+    if (!synchronize_) { return; }
+    // A graph that serves several layers ends once for each. Before the last of them buckets can still fill and
+    // travel under the rest of the backward. All ranks count alike, so all send the same buckets.
+    if (++ends_ < expected_ends_ || empty()) { return; }
     order_after_last_use();
     launch();
     drain();
@@ -475,6 +484,8 @@ void Reducer::abandon_backward()
     std::lock_guard<std::mutex> lock(mutex_);
     at::NoGradGuard no_grad;
     synchronize_ = false;
+    // Ranks may have raised at different places, and must expect the same of the next backward.
+    ends_ = 0;
     if (in_flight_) {
         wait_on_device(*in_flight_);
         recycle(*in_flight_);
@@ -553,7 +564,8 @@ std::map<std::string, int64_t> Reducer::counters() const
     std::lock_guard<std::mutex> lock(mutex_);
     std::map<std::string, int64_t> values{{"registered", static_cast<int64_t>(records_.size())},
                                           {"from_graphs", from_graphs_},
-                                          {"from_autograd", from_autograd_}};
+                                          {"from_autograd", from_autograd_},
+                                          {"buckets_sent", buckets_sent_}};
     const std::pair<const char*, const ByteCount*> counts[] = {
         {"bound", &bound_}, {"pending", &pending_}, {"bucket", &bucket_}, {"unreduced", &unreduced_}};
     for (const auto& [name, count] : counts) {
@@ -567,7 +579,7 @@ void Reducer::reset_counters()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto* count : {&bound_, &pending_, &bucket_, &unreduced_}) { count->reset_peak(); }
-    from_graphs_ = from_autograd_ = 0;
+    from_graphs_ = from_autograd_ = buckets_sent_ = 0;
 }
 
 }  // namespace deepcompile

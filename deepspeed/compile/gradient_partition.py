@@ -134,9 +134,15 @@ class StepLocalGradients:
         finally:
             self.release_gradients()
 
+    def when_destroyed(self, undo):
+        """Has ``undo()`` called by :meth:`destroy`."""
+        self._undo.append(undo)
+
     def destroy(self):
         self.release_gradients()
         self._reducer.close()
+        for undo in self._undo:
+            undo()
         detach(self)
         self.destroy()
 
@@ -199,6 +205,7 @@ def attach(optimizer, engine, reducer):
     """Lets ``optimizer`` take its gradients from ``reducer``."""
     optimizer._engine = weakref.ref(engine)
     optimizer._reducer = reducer
+    optimizer._undo = []
     optimizer._backward_serial = 0
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
@@ -213,7 +220,7 @@ def attach(optimizer, engine, reducer):
 def detach(optimizer):
     """Undoes :func:`attach` but for the hooks; for an optimizer that will not train again."""
     optimizer.__class__ = optimizer.plain_class
-    for name in ("_backward_serial", "_engine", "_reducer", "_registered", "_view_specs"):
+    for name in ("_backward_serial", "_engine", "_reducer", "_registered", "_undo", "_view_specs"):
         delattr(optimizer, name)
 
 
@@ -301,7 +308,8 @@ def gradient_counters(engine):
     Bytes: ``bound`` of gradient targets, ``pending`` of gradients on their way to their owners, ``bucket`` of memory
     allocated for those, ``unreduced`` of gradients kept between the micro-batches of ZeRO-1, and ``peak_...`` for the
     highest of each. Counts: ``registered`` parameters; gradients received ``from_graphs`` that reduce and
-    ``from_autograd``, for code that was not compiled. Peaks and gradients count since ``reset_gradient_counters()``.
+    ``from_autograd``, for code that was not compiled; ``buckets_sent``. Peaks, gradients and buckets sent count since
+    ``reset_gradient_counters()``.
 
     Raises:
         ValueError: if the engine has not been compiled with DeepCompile ZeRO-1/2.
@@ -310,7 +318,7 @@ def gradient_counters(engine):
 
 
 def reset_gradient_counters(engine):
-    """Makes the peaks of :func:`gradient_counters` start from what is held now, and its gradients from zero."""
+    """Makes the peaks of :func:`gradient_counters` start from what is held now, and its other counts from zero."""
     _reducer_of(engine).reset_counters()
 
 

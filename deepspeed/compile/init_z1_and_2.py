@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry of DeepCompile for ZeRO-1 and ZeRO-2, called by ``engine.compile()``."""
 
+import functools
+
+from . import regions
 from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs
 from .reduce_backend import make_backend
 from .zero_options import acts_around_forward, check_options, overlaps_communication
@@ -32,7 +35,12 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
     attach(engine.optimizer, engine, reducer)
     if acts_around_forward(engine):
         _act_around_forward(engine)
-    return make_backend(backend, parameters_reduced_by_graphs(engine.optimizer), debug_log=compile_config.debug_log)
+    graphs = make_backend(backend, parameters_reduced_by_graphs(engine.optimizer), debug_log=compile_config.debug_log)
+    if compile_config.regional_compilation:
+        blocks = regions.find_blocks(engine.module, compile_config.regional_compilation)
+        changed = regions.compile_regions(engine.module, blocks, graphs, compile_kwargs)
+        engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
+    return graphs
 
 
 def _act_around_forward(engine):

@@ -40,6 +40,15 @@ class DeepCompileHandle:
     def __init__(self):
         self._zero3 = None
 
+    def init(self, process_group, compile_config, reduce_bucket_size):
+        """Called by the engine when ZeRO-3 is compiled."""
+        if compile_config.regional_compilation:
+            raise ValueError(
+                "compile.regional_compilation goes with ZeRO-1 and ZeRO-2 only; leave it out or choose one of these"
+            )
+        # Not found here, so that this asks for the native module of ZeRO-3.
+        self.__getattr__("init")(process_group, compile_config, reduce_bucket_size)
+
     def start_backward(self, is_gradient_accumulation_boundary):
         if self._zero3 is not None:
             self._zero3.start_backward(is_gradient_accumulation_boundary)

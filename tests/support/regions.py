@@ -1,0 +1,159 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks do in ``test_regions.py``."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile import reduce_backend
+from deepspeed.compile.fx import reduce_nodes
+from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
+
+from support.lifetime import Raises
+from support.models import Model
+from support.training import (
+    Case,
+    average_gradients,
+    batch,
+    build,
+    device,
+    make_engine,
+    make_optimizer,
+    relative_error,
+)
+
+
+def train_beside(engine, plain, optimizer, steps):
+    """Trains both; returns the counters of each step's backward."""
+    seen, rank = [], dist.get_rank()
+    for step in steps:
+        reset_gradient_counters(engine)
+        engine.backward(engine(batch(step, 0, rank, 4)))
+        seen.append(gradient_counters(engine))
+        engine.step()
+        plain(batch(step, 0, rank, 4)).backward()
+        average_gradients(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def graphs_and_buckets(case):
+    """(reductions of each backward graph, counters of a backward, buckets sent by each, error of the parameters)."""
+    torch._dynamo.reset()
+    graphs, finish = [], reduce_backend.finish_backward_graph
+
+    def recording(backward, *args):
+        graphs.append(len(reduce_nodes(backward.graph)))
+        finish(backward, *args)
+
+    module = build(case)
+    plain = copy.deepcopy(module)
+    reduce_backend.finish_backward_graph = recording
+    try:
+        engine = make_engine(module, case)
+        seen = train_beside(engine, plain, make_optimizer(plain, case), range(4))
+    finally:
+        reduce_backend.finish_backward_graph = finish
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return graphs, seen[-1], [counters["buckets_sent"] for counters in seen], error
+
+
+class RaisesOutside(Model):
+    """Raises in the backward behind its first block on one rank and behind its second on the other."""
+
+    def run_block(self, block, x):
+        raises_here = block is self.blocks[dist.get_rank() % 2]
+        x = block(x)
+        return Raises.apply(x) if raises_here else x
+
+
+def raising_at_different_layers(case):
+    """(whether a backward raised, error of the parameters after steps behind it)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = RaisesOutside().to(device())
+    plain = copy.deepcopy(module)
+    engine = make_engine(module, case)
+    optimizer = make_optimizer(plain, case)
+    Raises.armed = False
+    train_beside(engine, plain, optimizer, range(2))
+    Raises.armed, raised = True, False
+    try:
+        engine.backward(engine(batch(9, 0, dist.get_rank(), 4)))
+    except ArithmeticError:
+        raised = True
+    Raises.armed = False
+    engine.micro_steps += 1  # the user gives this step up
+    train_beside(engine, plain, optimizer, range(2, 5))
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return raised, error
+
+
+def classes(case):
+    """Names of the modules' classes before, in and after an engine's life; errors of a copy's gradients and of all."""
+
+    def names(of):
+        return [f"{type(part).__module__}.{type(part).__name__}" for part in of.modules()]
+
+    torch._dynamo.reset()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    before = names(module)
+    engine = make_engine(module, case)
+    during = names(module)
+    assert type(module.blocks[0]) is not type(plain.blocks[0])
+    train_beside(engine, plain, make_optimizer(plain, case), range(2))
+    ids = batch(7, 0, dist.get_rank(), 4)
+    # No engine knows its parameters.
+    duplicate = copy.deepcopy(module)
+    duplicate(ids).backward()
+    plain(ids).backward()
+    copied = relative_error(*([parameter.grad for parameter in each.parameters()] for each in (duplicate, plain)))
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    assert type(module.blocks[0]) is type(plain.blocks[0]) and type(module) is type(plain)
+    return before, during, copied, names(module), error
+
+
+def attention_of_qwen3(checkpoint):
+    """(layers, the masks of the attentions that were traced, error of the gradients beside the plain model's)."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    config = Qwen3Config(num_hidden_layers=3, vocab_size=64, use_cache=False, attn_implementation="sdpa", **sizes)
+    module = Qwen3ForCausalLM(config).to(device()).train()
+    if checkpoint:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    plain = copy.deepcopy(module)
+    case = Case(config={"compile": {"regional_compilation": True}})
+    masks, run = [], reduce_backend._run_as_traced
+
+    def recording(gm, *args):
+        attention = torch.nn.functional.scaled_dot_product_attention
+        masks.extend(str(node.kwargs["attn_mask"]) for node in gm.graph.nodes if node.target is attention)
+        return run(gm, *args)
+
+    reduce_backend._run_as_traced = recording
+    try:
+        engine = make_engine(module, case)
+        optimizer = make_optimizer(plain, case)
+        for step in range(2):
+            ids = batch(step, 0, dist.get_rank(), 8)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            plain(input_ids=ids, labels=ids).loss.backward()
+            average_gradients(plain)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        reduce_backend._run_as_traced = run
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return config.num_hidden_layers, masks, error
