@@ -13,14 +13,14 @@ drawn by pictures.py.
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+import launch
+from report import is_measured, markdown
+
 CASES = {
     "plain": [],
     "checkpoint": ["--checkpoint"],
@@ -57,16 +57,13 @@ def parse_arguments():
     parser.add_argument("--out", metavar="DIR", default="benchmark-results")
     options = parser.parse_args(arguments)
     if options.base and not (Path(options.base) / "deepspeed").is_dir():
-        parser.error(
-            f"--base {options.base} has no deepspeed in it: pip install --no-deps --target {options.base} ..."
-        )
+        parser.error(f"--base {options.base} has no deepspeed in it; pip install --no-deps --target puts one there")
+    chosen = {argument.partition("=")[0] for argument in rest} & {"--system", "--regional", "--json", "--trace"}
+    if chosen:
+        parser.error(f"{sorted(chosen)[0]} is chosen for each system here; use --systems, or train.py alone")
+    if options.processes is not None and options.processes < 1:
+        parser.error("--processes must be at least 1")
     return options, rest
-
-
-def gpu_count():
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def reason_against(system, case, gpus, options):
@@ -80,101 +77,74 @@ def reason_against(system, case, gpus, options):
     return None
 
 
-def run(system, arguments, processes, gpus, caches, options, log):
-    """Measures one system in processes of its own; returns its result, or a sentence that says what went wrong."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "result.json"
-        environment = {
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": str(caches),
-            "TRITON_CACHE_DIR": str(caches / "triton"),
-        }
-        if system == BASE:
-            paths = [str(Path(options.base).resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-            environment["PYTHONPATH"] = os.pathsep.join(paths)
-            # Native code of one DeepSpeed must not be taken for another's.
-            environment["TORCH_EXTENSIONS_DIR"] = str(Path(tempfile.gettempdir()) / "benchmark-base-extensions")
-        if not gpus:
-            environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(processes)]
-        command += [str(HERE / "train.py"), *SYSTEMS[system], "--json", str(file), *arguments]
-        with open(log, "w") as output:
-            # A session of its own, so that the end of a run that takes too long reaches all of its processes.
-            process = subprocess.Popen(
-                command,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                status = process.wait(options.limit)
-            except BaseException as error:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                if not isinstance(error, subprocess.TimeoutExpired):
-                    raise
-                return f"not done after {options.limit:.0f} s, see {log}"
-        if status or not file.exists():
-            return f"ended with exit status {status}, see {log}"
-        return json.loads(file.read_text())
+def checked(system, result):
+    """Returns a result, or none if it is not of the DeepSpeed that its name says."""
+    if not is_measured(result) or system == FSDP2 or result["environment"]["fork"] == (system != BASE):
+        return result
+    version = result["environment"]["deepspeed"]
+    if system == BASE:
+        return launch.none(f"--base holds this fork ({version}); give a folder with an unchanged DeepSpeed", True)
+    why = f"deepspeed {version} of this environment is not this fork; pip install it, and mind PYTHONPATH"
+    return launch.none(why, failed=True)
 
 
-def measure(options, rest):
-    """Returns case -> system -> result or reason, after telling of each run."""
-    gpus = gpu_count()
-    processes = options.processes or gpus or 2
-    out = Path(options.out)
-    out.mkdir(parents=True, exist_ok=True)
+def measure(options, rest, out):
+    """Returns case -> system -> result, or what stands for it, after telling of each run."""
+    gpus = launch.devices()
+    processes = options.processes or len(gpus) or 2
     systems = options.systems or [name for name in SYSTEMS if name != ZERO or not gpus]
-    results = {}
+    results = {case: {} for case in options.cases}
     with tempfile.TemporaryDirectory(prefix="benchmark-caches-") as caches:
         for case in options.cases:
-            results[case] = {}
             for system in systems:
                 reason = reason_against(system, case, gpus, options)
                 if reason:
-                    results[case][system] = reason
+                    results[case][system] = launch.none(reason)
                     continue
-                arguments = [*(ON_GPUS if gpus else ON_CPU), *CASES[case], *rest]
+                arguments = [*SYSTEMS[system], *(ON_GPUS if gpus else ON_CPU), *CASES[case], *rest]
+                site = options.base if system == BASE else None
+                compiled = Path(caches) / f"{case}-{system.replace(' ', '-')}"
+                # Native code of one DeepSpeed must not be taken for another's.
+                extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path(caches) / "extensions"))
+                extensions = extensions / "of-base" if site else extensions
                 for name in (system, f"{system} again")[: 1 + options.again]:
                     print(f"{case}: {name} ...", flush=True)
                     began = time.perf_counter()
                     log = out / f"{case}-{name.replace(' ', '-')}.log"
-                    store = Path(caches) / f"{case}-{system.replace(' ', '-')}"
-                    result = run(system, arguments, processes, gpus, store, options, log)
-                    results[case][name] = result
-                    told = result if isinstance(result, str) else f"{result['step_s']:.4f} s/step"
+                    result = launch.run(arguments, gpus, processes, site, compiled, extensions, options.limit, log)
+                    result = results[case][name] = checked(system, result)
+                    told = f"{result['step_s']:.4f} s/step" if is_measured(result) else result["why"]
                     print(f"  {told} ({time.perf_counter() - began:.0f} s in all)", flush=True)
                     (out / "results.json").write_text(json.dumps(results) + "\n")
+    (out / "results.json").write_text(json.dumps(results) + "\n")
     return results
 
 
 def main():
     options, rest = parse_arguments()
-    from report import markdown
-
-    results = measure(options, rest)
+    launch.end_on_signals()
+    out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
+    results = measure(options, rest, out)
     tables = []
     for case, of_case in results.items():
-        if any(isinstance(result, dict) for result in of_case.values()):
+        if any(map(is_measured, of_case.values())):
             tables.append(f"## {case}\n\n{markdown(of_case, beside=(BASE, ZERO, FSDP2))}")
         else:
-            tables.append(f"## {case}\n\n" + "\n".join(f"{name}: {why}" for name, why in of_case.items()) + "\n")
+            tables.append(f"## {case}\n\n" + "\n".join(f"{name}: {of['why']}" for name, of in of_case.items()) + "\n")
     table = "\n".join(tables)
-    (Path(options.out) / "results.md").write_text(table)
+    (out / "results.md").write_text(table)
     print("\n" + table)
     try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        print(f"No pictures without matplotlib; later: python {HERE / 'pictures.py'} {options.out}")
-    else:
         from pictures import draw
-
-        print("Pictures: " + ", ".join(str(file) for file in draw(Path(options.out))))
-    measured = [result for of_case in results.values() for result in of_case.values() if isinstance(result, dict)]
-    return 0 if measured else 1
+    except ImportError:
+        print(f"No pictures without matplotlib; later: python {launch.TRAIN.with_name('pictures.py')} {out}")
+    else:
+        files = draw(out)
+        print("Pictures: " + (", ".join(map(str, files)) or "none"))
+    everything = [result for of_case in results.values() for result in of_case.values()]
+    # What cannot be measured here is no failure of what was.
+    return 1 if any(result.get("failed") for result in everything) or not any(map(is_measured, everything)) else 0
 
 
 if __name__ == "__main__":

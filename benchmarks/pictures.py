@@ -13,7 +13,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # no display needed
 from matplotlib import pyplot  # noqa: E402
-from report import describe, unit_of  # noqa: E402
+from report import describe, is_measured, unit_of  # noqa: E402
 
 GRADIENTS, REST, LINE = "#d1495b", "#c9d6df", "#30475e"
 COLOURS = ("#d1495b", "#30475e", "#edae49", "#66a182")
@@ -93,7 +93,7 @@ def draw(folder):
     """Draws everything in ``folder``/results.json; returns the files written."""
     files = []
     for case, of_case in json.loads((folder / "results.json").read_text()).items():
-        results = {name: of_one for name, of_one in of_case.items() if isinstance(of_one, dict)}
+        results = {name: result for name, result in of_case.items() if is_measured(result)}
         results = {name: result for name, result in results.items() if not name.endswith(" again")}
         if not results:
             continue

@@ -15,12 +15,16 @@ def _highest(result, *path):
     return None if any(figure is None for figure in figures) else max(figures)
 
 
+def _timed(result):
+    return result["steps_s"][result["run"]["warm"] :]
+
+
 def _counted(moment, *names):
-    """Reads the sum of counters at a moment."""
+    """Reads the highest of any rank's sum of counters at a moment."""
 
     def read(result):
-        figures = [_highest(result, "counters", moment, name) for name in names]
-        return None if None in figures else sum(figures)
+        counters = [rank["counters"].get(moment) for rank in result["ranks"]]
+        return max(sum(of_rank[name] for name in names) for of_rank in counters) if all(counters) else None
 
     return read
 
@@ -29,6 +33,8 @@ SECONDS, BYTES, LOSS = "s", "bytes", "loss"
 # Name, what to read from a result, and what that is. Memory is the highest of any rank.
 ROWS = [
     ("step, median", lambda r: r["step_s"], SECONDS),
+    ("step, fastest", lambda r: min(_timed(r)), SECONDS),
+    ("step, slowest", lambda r: max(_timed(r)), SECONDS),
     ("first step", lambda r: r["first_step_s"], SECONDS),
     ("after the forward", lambda r: _highest(r, "phases", "forward", "after"), BYTES),
     ("peak of the forward", lambda r: _highest(r, "phases", "forward", "peak"), BYTES),
@@ -45,6 +51,11 @@ ROWS = [
     ("loss of the first step", lambda r: r["losses"][0], LOSS),
     ("loss of the last step", lambda r: r["losses"][-1], LOSS),
 ]
+
+
+def is_measured(result):
+    """Whether it is a run's result, rather than what says why there is none."""
+    return "why" not in result
 
 
 def unit_of(results):
@@ -72,11 +83,14 @@ def describe(result):
     """One line: what was trained, on what."""
     run, where = result["run"], result["environment"]
     layers = f", {run['layers']} layers" if run["layers"] else ""
+    nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""
     return (
         f"{run['shape']}{layers}, {result['parameters'] / 1e6:,.1f} million parameters in {run['dtype']}; "
         f"{where['world']} x {where['device']}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
         f"{run['accumulation']}, {'every layer checkpointed' if run['checkpoint'] else 'no checkpointing'}, "
-        f"AdamW {run['adam']}; torch {where['torch']}, transformers {where['transformers']}, {where['date']}"
+        f"ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {run['adam']}; steps {run['warm']} to "
+        f"{run['steps'] - 1} timed; torch {where['torch']}{nccl}, transformers {where['transformers']}; "
+        f"{where['host']}, {where['date']}"
     )
 
 
@@ -86,18 +100,24 @@ def _meaning_of_memory(result):
         what = "allocated since the step began and not seen to be freed (what a thread of gloo frees is not seen)"
     return (
         f"Memory: {what}, the highest of any rank. Gradients: from when they are handed over until they are freed, "
-        "with the buckets and partitions made for them."
+        "with the buckets, partitions and fp32 copies made for them."
     )
 
 
 def print_run(result):
-    """Prints one run's figures."""
+    """Prints one run's figures, the highest of any rank and each rank's."""
     unit = unit_of([result])
     print(f"\n{describe(result)}\n{result['run']['system']}, deepspeed {result['environment']['deepspeed']}")
+    ranks = [f"rank {index}" for index in range(len(result["ranks"]))]
+    print(f"  {'':38}{'highest':>11}" + "".join(f"{rank:>11}" for rank in ranks))
     for row in ROWS:
         figure = row[1](result)
-        if figure is not None:
-            print(f"  {_name(row, unit):40}{_write(figure, row[2], unit):>12}")
+        if figure is None:
+            continue
+        # A step's fastest and slowest are those of all ranks together, and so are the losses.
+        alone = [] if row[2] == LOSS or row[0] in ("step, fastest", "step, slowest") else result["ranks"]
+        figures = [figure, *(row[1]({**result, **rank, "ranks": [rank]}) for rank in alone)]
+        print(f"  {_name(row, unit):38}" + "".join(f"{_write(figure, row[2], unit):>11}" for figure in figures))
     print(_meaning_of_memory(result), flush=True)
 
 
@@ -105,10 +125,10 @@ def markdown(results, beside):
     """Returns a table of results side by side, as Markdown.
 
     Args:
-        results: name -> result of a run, or a sentence that says why there is none; at least one is a result.
+        results: name -> result of a run, or what says why there is none; at least one is a result.
         beside: names with which the first is to be compared by a ratio.
     """
-    measured = {name: result for name, result in results.items() if isinstance(result, dict)}
+    measured = {name: result for name, result in results.items() if is_measured(result)}
     unit = unit_of(measured.values())
     first, *_ = results
     ratios = [name for name in beside if name in measured and name != first and first in measured]
@@ -117,6 +137,12 @@ def markdown(results, beside):
         "",
         "| | " + " | ".join([*measured, *(f"{first} / {name}" for name in ratios)]) + " |",
         "| --- |" + " --- |" * (len(measured) + len(ratios)),
+        "| deepspeed | "
+        + " | ".join(
+            "" if result["run"]["system"] == "fsdp2" else result["environment"]["deepspeed"]
+            for result in measured.values()
+        )
+        + " |" * (1 + len(ratios)),
     ]
     for row in ROWS:
         _, read, kind = row
@@ -129,5 +155,5 @@ def markdown(results, beside):
             cells.append(f"{figures[first] / figures[other]:.3f}" if known else "")
         lines.append(f"| {_name(row, unit)} | " + " | ".join(cells) + " |")
     lines += ["", _meaning_of_memory(next(iter(measured.values())))]
-    lines += [f"\nNot measured: {name}, {why}" for name, why in results.items() if isinstance(why, str)]
+    lines += [f"\nNot measured: {name}, {of['why']}" for name, of in results.items() if not is_measured(of)]
     return "\n".join(lines) + "\n"

@@ -64,6 +64,11 @@ class DeepSpeed:
     def step(self, boundary):
         self._engine.step()
 
+    def standing_gradients(self):
+        """Lists tensors that hold gradients between steps."""
+        groups = self._engine.optimizer.averaged_gradients.values()
+        return [gradient for group in groups for gradient in group or () if torch.is_tensor(gradient)]
+
     def counters(self):
         """What the reducer says it holds and held, in bytes, or None if it does not say."""
         return self._counts.gradient_counters(self._engine) if self._counts else None
@@ -76,8 +81,8 @@ class DeepSpeed:
 class FSDP2:
     """``fully_shard`` on every block, with every block compiled, as PyTorch's own training code does.
 
-    Parameters are kept from the forward to the backward (``reshard_after_forward=False``), which costs as much
-    communication and memory as ZeRO-1 and ZeRO-2 do.
+    Parameters are kept from the first forward of a step to its last backward, so that each is gathered once a step, as
+    ZeRO-1 and ZeRO-2 do. Gradients are reduced in bf16, and once a step too, unless ``run.stage`` is 2.
     """
 
     def __init__(self, run, model):
@@ -85,35 +90,38 @@ class FSDP2:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self._model, self._accumulation = model, run.accumulation
+        self._reduces_always = run.stage == 2
         self._vocabulary = model.config.vocab_size
-        # Its master weights are the shards, in fp32; they begin at the same values as ZeRO's.
-        model.float()
-        device_type = next(model.parameters()).device.type
         precision = MixedPrecisionPolicy()
         if run.dtype == "bf16":
             precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        options = {
-            "mesh": init_device_mesh(device_type, (torch.distributed.get_world_size(),)),
-            "mp_policy": precision,
-            "reshard_after_forward": False,
-        }
+        device_type = next(model.parameters()).device.type
+        mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
+
+        def shard(*modules):
+            # The shards are the master weights, in fp32; they begin at the same values as ZeRO's.
+            for module in modules:
+                module.float()
+            fully_shard(list(modules), mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+
+        backend = _torch_backend(run.backend)
         for block in model.model.layers:
-            block.compile(backend=_torch_backend(run.backend))
-            fully_shard(block, **options)
-        if model.config.tie_word_embeddings:
-            fully_shard(model.model.norm, **options)
-        else:
-            fully_shard(model.model.embed_tokens, **options)
-            fully_shard([model.model.norm, model.lm_head], **options)
-        fully_shard(model, **options)
-        self._loss = torch.compile(model.loss_function, backend=_torch_backend(run.backend))
+            block.compile(backend=backend)
+            shard(block)
+        if not model.config.tie_word_embeddings:
+            shard(model.model.embed_tokens)
+            shard(model.model.norm, model.lm_head)
+        # Tied, these belong to the root, with the norm.
+        shard(model)
+        self._loss = torch.compile(model.loss_function, backend=backend)
         self._optimizer = _optimizer(run, model.parameters())
 
     def forward(self, ids):
         return self._loss(logits=self._model(input_ids=ids).logits, labels=ids, vocab_size=self._vocabulary)
 
     def backward(self, loss, boundary):
-        self._model.set_requires_gradient_sync(boundary)
+        self._model.set_requires_gradient_sync(boundary or self._reduces_always)
+        self._model.set_reshard_after_backward(boundary)
         (loss / self._accumulation).backward()
 
     def step(self, boundary):
@@ -121,6 +129,9 @@ class FSDP2:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIPPING)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
+
+    def standing_gradients(self):
+        return []
 
     def counters(self):
         return None

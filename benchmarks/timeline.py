@@ -4,7 +4,7 @@
 
 Every allocation counts, on CPU and GPU alike. A gradient counts from the moment at which it is handed to whatever
 reduces or accumulates it until its memory is freed; what is allocated there for it (buckets, flat partitions, shards)
-counts too. The fp32 copy that an optimizer makes of its gradients does not.
+counts too, and so does a copy of it in another format, such as an optimizer's in fp32.
 """
 
 import dataclasses
@@ -27,6 +27,7 @@ HOLDS_GRADIENT = {
     "dc::end_backward",
     AUTOGRAD + ACCUMULATE,
 }
+COPIES_GRADIENT = {"aten::_to_copy", "aten::clone"}
 FSDP_BACKWARD = ("FSDP::post_backward", "FSDP::root_post_backward")
 
 
@@ -82,14 +83,20 @@ def phase(name):
     return record_function(RANGE + name)
 
 
-def record(step, device):
+def record(step, device, standing=()):
     """Runs ``step()``, whose phases are marked with :func:`phase`, and returns its Timeline.
 
-    Host and device are to meet at the end of each phase. ``device``: "cpu" or "cuda", whose memory is meant.
+    Host and device are to meet at the end of each phase.
+
+    Args:
+        step: to run.
+        device: "cpu" or "cuda", whose memory is meant.
+        standing: tensors that hold gradients already.
     """
+    blocks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in standing}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
         step()
-    return read(profiler.profiler.kineto_results.experimental_event_tree(), device)
+    return read(profiler.profiler.kineto_results.experimental_event_tree(), device, blocks)
 
 
 @dataclasses.dataclass
@@ -109,13 +116,15 @@ class _Memory:
         of_gradients: bytes among these.
     """
 
-    def __init__(self):
-        self.held = self.of_gradients = 0
+    def __init__(self, standing):
+        self.held, self.of_gradients = 0, sum(standing.values())
         self._blocks = {}  # address -> (bytes, whether of a gradient)
+        self._standing = dict(standing)  # the same of gradients from before: address -> bytes
 
     def change(self, address, size, of_gradient):
         """Counts an allocation, or a release (``size`` below 0) of something allocated here."""
         # What a thread without a profiler frees, such as gloo's, shows only when its address is used again.
+        self.of_gradients -= self._standing.pop(address, 0)
         freed, was_gradient = self._blocks.pop(address, (0, False))
         self.held -= freed
         self.of_gradients -= freed * was_gradient
@@ -131,6 +140,9 @@ class _Memory:
             self._blocks[address] = (size, True)
             self.of_gradients += size
 
+    def is_gradient(self, address):
+        return address in self._standing or self._blocks.get(address, (0, False))[1]
+
 
 def _flatten(roots):
     """Yields every event of the tree, parents before children."""
@@ -144,8 +156,11 @@ def _flatten(roots):
         stack.extend(_Event(child, holds, in_autograd) for child in reversed(entry.event.children))
 
 
-def read(roots, device):
-    """Returns the Timeline of a profiler's event tree, in which phases are ranges."""
+def read(roots, device, standing):
+    """Returns the Timeline of a profiler's event tree, in which phases are ranges.
+
+    ``standing``: address -> bytes of the gradients that were there before.
+    """
     entries = sorted(_flatten(roots), key=lambda entry: entry.event.start_time_ns)
     ranges = [entry.event for entry in entries if entry.event.name.startswith(RANGE)]
     origin = ranges[0].start_time_ns
@@ -154,8 +169,9 @@ def read(roots, device):
         begin, end = ((moment - origin) / 1e9 for moment in (event.start_time_ns, event.end_time_ns))
         phases[event.name.removeprefix(RANGE)].append((begin, end))
 
-    memory = _Memory()
-    seconds, allocated, gradients = [0.0], [0], [0]
+    memory = _Memory(standing)
+    seconds, allocated, gradients = [0.0], [0], [memory.of_gradients]
+    copying_until = {}  # thread -> when it will have copied a gradient
 
     def note(moment, bytes):
         seconds.append(moment)
@@ -168,7 +184,8 @@ def read(roots, device):
         if event.tag == torch._C._profiler._EventType.Allocation and fields.device.type == device:
             # What engine.backward() allocates around autograd's work is the reducer's too.
             around = not entry.in_autograd and any(begin <= moment <= end for begin, end in phases["backward"])
-            memory.change(fields.ptr, fields.alloc_size, entry.holds_gradient or around)
+            copied = event.start_time_ns <= copying_until.get(event.start_tid, 0)
+            memory.change(fields.ptr, fields.alloc_size, entry.holds_gradient or around or copied)
             # A GPU's allocator knows of what was allocated before, and of what was freed unseen.
             total = memory.held if device == "cpu" else fields.total_allocated
             if len(seconds) == 1 and device != "cpu":
@@ -179,4 +196,7 @@ def read(roots, device):
             for tensor in taken if isinstance(taken, (list, tuple)) else [taken]:
                 memory.give_away(getattr(tensor, "storage_data_ptr", None))
             note(moment, allocated[-1])
+        elif event.name in COPIES_GRADIENT and fields.inputs:
+            if memory.is_gradient(getattr(fields.inputs[0], "storage_data_ptr", None)):
+                copying_until[event.start_tid] = event.end_time_ns
     return Timeline(seconds, allocated, gradients, phases)

@@ -99,4 +99,6 @@ class Batches:
         micro_batch, seq = self._shape
         generator = torch.Generator().manual_seed(1_000_000 * self._rank + number)
         starts = torch.randint(0, len(self._tokens) - seq, (micro_batch,), generator=generator)
-        return torch.stack([self._tokens[start : start + seq] for start in starts]).to(self._device)
+        ids = torch.stack([self._tokens[start : start + seq] for start in starts])
+        # From pinned memory, so that the host need not wait for the copy.
+        return ids.pin_memory().to(self._device, non_blocking=True) if self._device != "cpu" else ids

@@ -48,7 +48,8 @@ def test_timeline_sets_gradients_apart(timeline):
             target = torch.empty(weight_bytes, dtype=torch.uint8)  # as for a flat partition
         with timeline.phase("step"):
             scratch = torch.empty(weight_bytes, dtype=torch.uint8)
-            del scratch, target
+            copy = layer.weight.grad.to(torch.float64)  # as an optimizer's
+            del scratch, target, copy
             layer.weight.grad = None
 
     line = timeline.record(step, "cpu")
@@ -57,8 +58,8 @@ def test_timeline_sets_gradients_apart(timeline):
     forward, backward, optimizer = (line.allocated_in(name) for name in timeline.PHASES)
     assert 0 <= forward["after"] - output_bytes < slack
     assert 2 * weight_bytes <= backward["after"] - forward["after"] < 2 * weight_bytes + 2 * output_bytes + slack
-    assert weight_bytes - slack <= optimizer["peak"] - backward["after"] < weight_bytes + slack
-    assert 2 * weight_bytes <= line.most_gradients() < 2 * weight_bytes + 2 * output_bytes + slack
+    assert 3 * weight_bytes - slack <= optimizer["peak"] - backward["after"] < 3 * weight_bytes + slack
+    assert 4 * weight_bytes <= line.most_gradients() < 4 * weight_bytes + 2 * output_bytes + slack
     in_forward = [held for held, second in zip(line.gradients, line.seconds) if second < line.phases["backward"][0][0]]
     assert max(in_forward) == 0 and line.gradients[-1] < 2 * output_bytes + slack
     thinned = line.thinned(4)
@@ -67,16 +68,18 @@ def test_timeline_sets_gradients_apart(timeline):
 
 
 def test_timeline_follows_memory_that_is_freed_unseen(timeline):
-    memory = timeline._Memory()
+    memory = timeline._Memory({512: 40})
     memory.change(64, 100, False)
     memory.give_away(64)
     memory.give_away(64)
     memory.give_away(128)  # allocated before the recording
-    assert (memory.held, memory.of_gradients) == (100, 100)
+    assert (memory.held, memory.of_gradients) == (100, 140)
     memory.change(64, 30, False)
-    assert (memory.held, memory.of_gradients) == (30, 0)
+    assert (memory.held, memory.of_gradients) == (30, 40)
     memory.change(64, -30, False)
     memory.change(256, -7, False)
+    assert (memory.held, memory.of_gradients) == (0, 40)
+    memory.change(512, -40, False)
     assert (memory.held, memory.of_gradients) == (0, 0)
 
 
@@ -85,11 +88,11 @@ def test_systems_train_alike(tmp_path):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
     pytest.importorskip("matplotlib", reason="its pictures need matplotlib: requirements/benchmarks.txt")
     systems = ["fork", "fork by regions", "base", "FSDP2"]
-    options = ["--systems", *systems, "--cases", "accumulation", "--out", str(tmp_path)]
+    options = ["--systems", *systems, "--cases", "accumulation", "--limit", "200", "--out", str(tmp_path)]
     finished = compare(*options, "--", "--backend", "eager", "--layers", "2", "--steps", "3", "--warm", "1")
     assert finished.returncode == 0, finished.stdout
     results = json.loads((tmp_path / "results.json").read_text())["accumulation"]
-    assert results["base"] == "--base was not given"
+    assert results["base"] == {"why": "--base was not given", "failed": False}
     fork = results["fork"]
     assert len(fork["losses"]) == 3
     for other in ("fork by regions", "FSDP2"):
@@ -108,6 +111,8 @@ def test_systems_train_alike(tmp_path):
         # What the profiler sees is what the reducer counts. It does not see what gloo's threads free of what was sent.
         assert 0 <= held - fork["ranks"][int(rank)]["counters"]["backward"]["bound"] <= whole
     table = (tmp_path / "results.md").read_text()
+    for rank in fork["ranks"]:
+        assert 0 < rank["step_s"] and 0 < rank["first_step_s"]
     for row in ("step, median, s", "peak of the backward, MiB", "counted: most pending, MiB", "Not measured: base"):
         assert row in table and row in finished.stdout
     for picture in ("memory-accumulation-first-rank", "memory-accumulation-last-rank", "losses-accumulation"):
@@ -120,6 +125,8 @@ def test_systems_train_alike(tmp_path):
         (["--base", "/nowhere"], "--base /nowhere has no deepspeed in it"),
         (["--systems", "fork", "--", "--steps", "1"], "--warm must be at least 1 and less than --steps"),
         (["--systems", "fork", "--", "--seq", "0"], "--seq must be at least 1"),
+        (["--", "--system", "fsdp2"], "--system is chosen for each system here"),
+        (["--systems", "base"], "base: --base was not given"),
     ],
 )
 def test_refuses_in_a_sentence(tmp_path, arguments, sentence):

@@ -59,7 +59,6 @@ def acts_around_forward(engine):
         engine.wall_clock_breakdown()
         or engine.memory_breakdown()
         or (engine.fp16_enabled() and engine.fp16_auto_cast())
-        or engine.random_ltd_enabled()
     )
 
 
@@ -164,8 +163,13 @@ def _unsupported_optimizers(engine):
 
 
 def _unsupported_reports(engine):
-    """What would leave out the compiled code, or the reductions."""
+    """What would leave out the compiled code, or the reductions, and layers that change their shapes as they run."""
     config = engine._config
+    if engine.random_ltd_enabled():
+        yield (
+            "data_efficiency.data_routing.random_ltd is not supported, because its layers load native code and change "
+            "their shapes inside of what is compiled; set random_ltd.enabled to false"
+        )
     if engine.flops_profiler_enabled():
         section = "autotuning" if engine.autotuning_enabled() else "flops_profiler"
         yield (
