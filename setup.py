@@ -36,6 +36,7 @@ SETUPTOOLS_MINIMUM = "70.1"
 # Files of ours that take the place of a base file. Every other file of ours must be new to the base.
 REPLACED = {
     "csrc/includes/deepcompile.h",
+    "deepspeed/compile/config.py",
     "deepspeed/compile/fx.py",
     "deepspeed/compile/init_z1_and_2.py",
     "deepspeed/compile/passes/zero_1_and_2_compile.py",
