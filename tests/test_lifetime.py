@@ -138,6 +138,12 @@ def test_an_engine_made_again(ranks):
     assert max(ranks(2).run(lifetime.again_after_destroy, Case())) < BOUND
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("model", ["OneGraph", "EagerBlocks"])
+def test_a_second_engine_takes_a_module_over(ranks, model, stage):
+    assert max(ranks(2).run(lifetime.taken_over, Case(stage=stage, model=model))) < BOUND
+
+
 def test_counters_may_be_read_from_another_thread(ranks):
     for reads, error in ranks(2).run(lifetime.polled_counters, Case(bucket=50), timeout=120):
         assert reads > 10

@@ -2,20 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regional compilation: one graph for every layer of a kind, and the same gradients."""
 
+import copy
+import pickle
+
 import pytest
-from torch.nn import Embedding, Linear, Module, ModuleList, Sequential
+import torch
+from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Sequential
 
 from support import regions
-from support.models import CASES, Block, Model
+from support.models import CASES, Block, BreakingBlock, EagerBlock, Model
 from support.training import Case, train_beside_plain_loop
 
 REGIONAL = {"compile": {"regional_compilation": True}}
 NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
-WITH_BLOCKS = [name for name, model in CASES.items() if issubclass(model, Model)]
+# Blocks that their author keeps from the compiler are no regions.
+WITH_BLOCKS = [name for name, model in CASES.items() if issubclass(model, Model) and name != "EagerBlocks"]
 
 
 def check(results):
     for result in results:
+        # Autograd's way gives the same numbers.
+        assert result["counters"]["from_graphs"] > 0
         assert result["error"] < 1e-5
         assert result["moved"] > 1e-3
         assert all(after == NOTHING for after in result["held"]), result["held"]
@@ -38,6 +45,8 @@ def test_trains_as_a_plain_loop(ranks, model, stage, accumulation, backend):
         {"evaluate_between": True},
         {"bucket": 1},
         {"bucket": 10**6},
+        {"bucket": 10**6, "skip_on_odd_steps": True, "steps": 5},
+        {"bucket": 10**6, "vary_length": True, "steps": 6},
     ],
     ids=lambda varied: "-".join(varied),
 )
@@ -52,9 +61,8 @@ def test_one_graph_serves_all_layers(ranks):
         # Six parameters of each block; embedding and head stay with the forward that calls the blocks, uncompiled.
         assert graphs == [6]
         assert (counters["from_graphs"], counters["from_autograd"]) == (18, 2)
-        # The first backward cannot know that its graph will run again, and sends a bucket a layer. Later ones send all
-        # layers together. The embedding's gradient comes behind the last graph.
-        assert sent == [4, 2, 2, 2]
+        # No layer's graph flushes what others could fill.
+        assert sent == [1, 1, 1, 1]
 
 
 def test_without_regions_one_graph_has_all(ranks):
@@ -62,11 +70,25 @@ def test_without_regions_one_graph_has_all(ranks):
         assert graphs == [20] and sent == [1, 1, 1, 1]
 
 
-def test_ranks_agree_on_buckets_after_a_backward_that_raised(ranks):
+def test_ranks_agree_after_a_backward_that_raised(ranks):
     case = Case(config=REGIONAL, bucket=10**6)
     for raised, error in ranks(2).run(regions.raising_at_different_layers, case, timeout=120):
         assert raised
         assert error < 1e-5
+
+
+def test_a_hook_on_one_layer(ranks):
+    for hooked, counters, error in ranks(2).run(regions.hook_on_second_layer, Case(config=REGIONAL)):
+        assert hooked == 2
+        # That parameter of all three blocks, embedding and head.
+        assert counters["from_autograd"] == 5
+        assert error < 1e-5
+
+
+def test_layers_that_are_too_different(ranks):
+    for messages in ranks(2).run(regions.layers_that_differ):
+        assert messages[0] == ""
+        assert "compiled one frame 8 times" in messages[1] and "use_cache=True" in messages[1]
 
 
 def test_destroy_and_copies(ranks):
@@ -94,12 +116,18 @@ class Lonely(Module):
         super().__init__()
         self.layers = ModuleList([Block(4), Linear(4, 4)])
 
+    def forward(self, x):
+        return self.layers[0](x)
+
 
 class Nested(Module):
     def __init__(self):
         super().__init__()
         self.stages = Sequential(Sequential(Block(4), Block(4)), Sequential(Block(4), Block(4)))
         self.tail = ModuleList([Linear(4, 4), Linear(4, 4), Embedding(3, 4)])
+
+    def forward(self, x):
+        return self.stages(x)
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +140,99 @@ def find_blocks():
 def test_blocks_that_repeat(find_blocks):
     model = Model(width=4, depth=2)
     assert find_blocks(model, True) == list(model.blocks)
-    # The outermost that repeat, and no lone layers.
+    # No containers and no lone layers.
     nested = Nested()
-    assert find_blocks(nested, True) == list(nested.stages)
+    assert find_blocks(nested, True) == [block for stage in nested.stages for block in stage]
+
+
+def test_containers_are_no_blocks(find_blocks):
+    model = Module()
+    model.layers = ModuleList(ModuleList([Block(4), Linear(4, 4)]) for _ in range(2))
+    with pytest.raises(ValueError, match="found no blocks that repeat"):
+        find_blocks(model, True)
+    model.groups = ModuleList(Sequential(Block(4), Block(4)) for _ in range(2))
+    assert find_blocks(model, True) == [block for group in model.groups for block in group]
+
+
+def test_each_block_once(find_blocks):
+    model = Model(width=4, depth=3)
+    model.alias = ModuleList(model.blocks)
+    assert find_blocks(model, True) == list(model.blocks)
+
+
+def jit(block):
+    return torch.jit.script(Linear(4, 4))
+
+
+def replaced(block):
+    block.forward = len
+    return block
+
+
+def compiled(block):
+    block.compile()
+    return block
+
+
+def kept(block):
+    return EagerBlock(4)
+
+
+class Final(Block):
+    @classmethod
+    def __init_subclass__(cls):
+        raise TypeError("this one is final")
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (jit, "it is a ScriptModule"),
+        (replaced, "its forward was replaced on the instance"),
+        (compiled, r"its compile\(\) was called already"),
+        (kept, "its forward is kept from the compiler"),
+        (lambda block: ModuleDict({"block": block}), "it has no forward"),
+        (lambda block: Final(4), r"its class cannot be subclassed \(this one is final\)"),
+    ],
+)
+def test_blocks_that_cannot_be_compiled(find_blocks, change, why):
+    model = Lonely()
+    model.layers[0] = change(model.layers[0])
+    name = type(model.layers[0]).__name__
+    with pytest.raises(ValueError, match=f"cannot compile {name} by itself, because {why}; name other classes"):
+        find_blocks(model, [name])
+
+
+def test_pickled_and_copied():
+    from deepspeed.compile.regions import compile_regions, find_blocks, restore
+
+    model, x = Model(width=4, depth=2), torch.tensor([[1, 2, 3]])
+    expected = model(x)
+    blocks = find_blocks(model, True)
+    changed = compile_regions(model, blocks, "eager", {})
+    assert type(blocks[0]) is type(blocks[1]) is not Block
+    with pytest.raises(ValueError, match="another engine has compiled it"):
+        find_blocks(model, True)
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(duplicate) is Model and type(duplicate.blocks[0]) is Block
+        assert torch.equal(duplicate(x), expected)
+    restore(changed)
+    assert type(model) is Model and type(model.blocks[1]) is Block
+
+
+def test_options_are_not_used_up():
+    from deepspeed.compile.regions import compile_regions, find_blocks, restore
+
+    seen, options = [], {"guard_filter_fn": lambda guards: seen.append(1) or [True] * len(guards)}
+    nested = Nested()
+    nested.layers = ModuleList([BreakingBlock(4), BreakingBlock(4)])
+    blocks = find_blocks(nested, ["Block", "BreakingBlock"])
+    changed = compile_regions(nested, blocks, "eager", {"options": options})
+    nested.stages(torch.ones(1, 4))
+    once = len(seen)
+    nested.layers[0](torch.ones(1, 4))
+    assert 0 < once < len(seen) and list(options) == ["guard_filter_fn"]
+    restore(changed)
 
 
 def test_blocks_that_are_named(find_blocks):
@@ -141,10 +259,11 @@ def test_belongs_to_zero_1_and_2():
 
     for options, sentence in (
         ({}, "belongs to DeepCompile; set compile.deepcompile to true"),
+        ({"deepcompile": True, "regional_compilation": []}, "names no classes"),
         ({"deepcompile": True, "passes": ["autosp"]}, "not with compile.passes="),
     ):
         with pytest.raises(ValueError, match=sentence):
-            CompileConfig(regional_compilation=True, **options)
+            CompileConfig(**{"regional_compilation": True, **options})
     config = CompileConfig(deepcompile=True, regional_compilation=["Block"])
     # What the engine calls for ZeRO-3.
     with pytest.raises(ValueError, match="goes with ZeRO-1 and ZeRO-2 only"):

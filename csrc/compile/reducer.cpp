@@ -150,6 +150,11 @@ void Reducer::on_accumulated(size_t index)
     // Also called for a parameter whose gradient a compiled graph has reduced already: then it is undefined.
     auto& slot = records_[index].parameter.mutable_grad();
     if (!slot.defined()) { return; }
+    if (slot.numel() > 0) {
+        // Another engine may have taken the parameters over while this one was not destroyed.
+        const auto registration = find_registration(records_[index].parameter.const_data_ptr());
+        if (!registration || registration->reducer.get() != this) { return; }
+    }
     at::Tensor gradient = std::move(slot);
     slot = at::Tensor();
     // Autograd may have taken over a view of memory that another gradient still uses.
@@ -166,10 +171,6 @@ void Reducer::begin_backward(bool synchronize, const std::vector<size_t>& hooked
     for (auto& record : records_) { record.hooked = false; }
     for (const auto index : hooked) { records_.at(index).hooked = true; }
     synchronize_ = synchronize;
-    if (synchronize) {
-        expected_ends_ = ends_;
-        ends_ = 0;
-    }
 }
 
 const c10::Stream Reducer::current_stream(c10::Device device) const
@@ -442,11 +443,7 @@ void Reducer::end_backward()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     at::NoGradGuard no_grad;
-    // Nothing is pending between the micro-batches of ZeRO-1, and what ranks run there need not agree.
-    if (!synchronize_) { return; }
-    // A graph that serves several layers ends once for each. Before the last of them buckets can still fill and
-    // travel under the rest of the backward. All ranks count alike, so all send the same buckets.
-    if (++ends_ < expected_ends_ || empty()) { return; }
+    if (empty()) { return; }
     order_after_last_use();
     launch();
     drain();
@@ -484,8 +481,6 @@ void Reducer::abandon_backward()
     std::lock_guard<std::mutex> lock(mutex_);
     at::NoGradGuard no_grad;
     synchronize_ = false;
-    // Ranks may have raised at different places, and must expect the same of the next backward.
-    ends_ = 0;
     if (in_flight_) {
         wait_on_device(*in_flight_);
         recycle(*in_flight_);

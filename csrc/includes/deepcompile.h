@@ -176,8 +176,7 @@ public:
     /// `may_keep`: nothing else reads or reuses the gradient's memory, so it need not be copied.
     void reduce(size_t index, const at::Tensor& gradient, Route route, bool may_keep);
 
-    /// 4. Called by the backward graph that reduces last (op `end_backward`), which may serve several layers:
-    /// the call counts that is as late as the last one in the backward before.
+    /// 4. Called by the backward graph that reduces last (op `end_backward`).
     void end_backward();
 
     /// 4. Called by the optimizer after every backward, whichever graphs ran in it. With `synchronize`,
@@ -231,8 +230,6 @@ private:
     Bucket filling_;
     std::optional<Bucket> in_flight_;
     bool synchronize_ = false;
-    int64_t ends_ = 0;           // calls of end_backward() in the reducing backward that runs or ran last
-    int64_t expected_ends_ = 0;  // the same of the one before it; 0: not known
     std::optional<c10::Stream> last_stream_;
 
     ByteCount bound_, pending_, bucket_, unreduced_;

@@ -61,14 +61,15 @@ class CompileConfig(DeepSpeedConfigModel):
     """Bytes from which on an activation is freed so."""
 
     offload_activation: bool = False
-    """Whether activations wait for the backward in host memory, as many as the memory budget demands. Excludes
-    ``offload_parameters`` and ``offload_opt_states``."""
+    """Whether activations wait for the backward in host memory: those of fixed shape from 5 MB on, as many as the
+    memory budget demands. Excludes ``offload_parameters`` and ``offload_opt_states``."""
 
     offload_activation_pin_memory: bool = True
     """Whether that memory is pinned, which transfers at full speed need and small limits of locked memory forbid."""
 
     offload_opt_states: bool = False
-    """Whether the optimizer's states wait for the step in host memory. Excludes ``offload_parameters``."""
+    """Whether the optimizer's states wait for the step in host memory, as far as the memory budget demands. They make
+    the way there and back in every micro-batch, so it is meant for accumulation 1. Excludes ``offload_parameters``."""
 
     offload_parameters: bool = False
     """Whether parameters wait for their use in host memory."""
@@ -81,6 +82,8 @@ class CompileConfig(DeepSpeedConfigModel):
 
     @model_validator(mode="after")
     def _regions_belong_to_zero_1_and_2(self):
+        if self.regional_compilation == []:
+            raise ValueError("compile.regional_compilation names no classes; name some, or set it to true or false")
         if self.regional_compilation and not self.deepcompile:
             raise ValueError(
                 "compile.regional_compilation belongs to DeepCompile; set compile.deepcompile to true or leave it out"

@@ -35,11 +35,14 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
     attach(engine.optimizer, engine, reducer)
     if acts_around_forward(engine):
         _act_around_forward(engine)
-    graphs = make_backend(backend, parameters_reduced_by_graphs(engine.optimizer), debug_log=compile_config.debug_log)
-    if compile_config.regional_compilation:
-        blocks = regions.find_blocks(engine.module, compile_config.regional_compilation)
-        changed = regions.compile_regions(engine.module, blocks, graphs, compile_kwargs)
-        engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
+    reducible = parameters_reduced_by_graphs(engine.optimizer)
+    if not compile_config.regional_compilation:
+        return make_backend(backend, reducible, debug_log=compile_config.debug_log)
+    blocks = regions.find_blocks(engine.module, compile_config.regional_compilation)
+    reducible = regions.reducible_in_all(blocks, reducible)
+    graphs = make_backend(backend, reducible, debug_log=compile_config.debug_log, by_regions=True)
+    changed = regions.compile_regions(engine.module, blocks, graphs, compile_kwargs)
+    engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
     return graphs
 
 

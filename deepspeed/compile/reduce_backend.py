@@ -40,6 +40,28 @@ class GraphOrder:
         return list(self._entries.values())
 
 
+class CompilationLimit:
+    """Raises before Dynamo reaches its limit of compilations of one frame.
+
+    Beyond the limit Dynamo leaves a frame uncompiled, whichever layer it is then called for. On another rank that may
+    be another layer, and ranks would no longer reduce in one order.
+    """
+
+    def __init__(self):
+        self._counts: Dict[int, int] = {}
+
+    def __call__(self, graph_id: int) -> None:
+        """Counts a compilation of a frame."""
+        limit = torch._dynamo.config.recompile_limit
+        self._counts[graph_id] = self._counts.get(graph_id, 0) + 1
+        if self._counts[graph_id] >= limit:
+            raise RuntimeError(
+                f"compile.regional_compilation compiled one frame {limit} times, which is torch._dynamo.config."
+                "recompile_limit: its layers, or its inputs, differ each time, for example because the model keeps a "
+                "cache of keys and values (use_cache=True); make them alike, raise the limit, or set it to false"
+            )
+
+
 class ReduceGradPartitioner(CustomPartitionerFn):
     """Inserts the reductions, then splits the joint graph as torch would."""
 
@@ -68,19 +90,21 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         return forward, backward
 
 
-def make_backend(backend, parameters, debug_log=False):
+def make_backend(backend, parameters, debug_log=False, by_regions=False):
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
 
     Args:
         backend: "inductor", or "eager" to run the traced graphs without generating code.
         parameters: registered parameters, the same on every rank; all outlive the backend's graphs.
         debug_log: whether to log each pair of graphs.
+        by_regions: whether graphs serve several layers. Then none of them ends with a flush.
 
     The backend takes the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
     """
     reduce_lowering.register()
     reducible = {id(parameter) for parameter in parameters}
     order = GraphOrder()
+    count_compilations = CompilationLimit() if by_regions else None
 
     def compile_frame(gm, example_inputs, mode=None, options=None):
         is_parameter = [id(value) in reducible for value in example_inputs]
@@ -89,7 +113,9 @@ def make_backend(backend, parameters, debug_log=False):
             flag and value.requires_grad for flag, value in zip(is_parameter, example_inputs)
         )
         graph_id = order.add(torch._guards.CompileContext.current_compile_id().frame_id, reduces)
-        release = should_release_reduce_buckets(order.as_list(), graph_id)
+        release = not by_regions and should_release_reduce_buckets(order.as_list(), graph_id)
+        if count_compilations and reduces:
+            count_compilations(graph_id)
         partitioner = ReduceGradPartitioner(is_parameter, graph_id, release, debug_log)
         if backend == "eager":
             return _run_as_traced(gm, example_inputs, partitioner)

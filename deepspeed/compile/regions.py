@@ -2,19 +2,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regional compilation: each repeated block of a model is a graph of its own, compiled once for all of its layers.
 
-A reduction learns at run time which parameter it is for, so one graph reduces every layer's gradients. What lies
-outside of the blocks is compiled as ever, in graphs that end where a block begins.
+A reduction learns at run time which parameter it is for, so one graph reduces every layer's gradients. What calls the
+blocks runs uncompiled, and what lies further out is compiled as ever.
 """
 
+import copyreg
 import inspect
-from typing import List
+from collections import defaultdict
+from typing import Iterable, List
 
 import torch
-from torch.nn import Module, ModuleList, Sequential
+from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
+
+# They hold modules and are no part of a model's depth themselves.
+CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
 
 def find_blocks(module: Module, wanted) -> List[Module]:
-    """Lists the blocks of a model, outermost only, in the model's order.
+    """Lists the blocks of a model, outermost only, each once, in the model's order.
 
     Args:
         module: the model.
@@ -22,9 +27,10 @@ def find_blocks(module: Module, wanted) -> List[Module]:
             ``ModuleList`` or a ``Sequential`` holds several. Or the names of their classes.
 
     Raises:
-        ValueError: in a sentence, if there is none, or none of a class that is named.
+        ValueError: in a sentence, if there is none, none of a class that is named, or one that cannot be compiled.
     """
-    found = list(_repeated(module) if wanted is True else _of_classes(module, set(wanted)))
+    candidates = _repeated(module) if wanted is True else _of_classes(module, set(wanted))
+    found = list({id(block): block for block in candidates}.values())
     if wanted is True and not found:
         raise ValueError(
             f"compile.regional_compilation=true found no blocks that repeat in {type(module).__name__}; name their "
@@ -36,6 +42,15 @@ def find_blocks(module: Module, wanted) -> List[Module]:
             f"compile.regional_compilation names {sorted(missing)}, but {type(module).__name__} has no such module "
             "outside of another block; use the names of its blocks' classes"
         )
+    for changed in (*_owners(module, found), *found):
+        why = _reason_against(changed)
+        if why is None and changed in found and _kept_from_compiler(changed):
+            why = "its forward is kept from the compiler"
+        if why:
+            raise ValueError(
+                f"compile.regional_compilation cannot compile {type(changed).__name__} by itself, because {why}; name "
+                "other classes, or set it to false"
+            )
     return found
 
 
@@ -44,7 +59,8 @@ def _repeated(module):
     alike = [type(child) for child in children] if isinstance(module, (ModuleList, Sequential)) else []
     for child in children:
         # A lone layer such as a Linear is too little for a graph.
-        if alike.count(type(child)) > 1 and any(child.children()) and any(True for _ in child.parameters()):
+        whole = any(child.children()) and any(True for _ in child.parameters()) and not isinstance(child, CONTAINERS)
+        if whole and alike.count(type(child)) > 1 and not _kept_from_compiler(child):
             yield child
         else:
             yield from _repeated(child)
@@ -58,19 +74,62 @@ def _of_classes(module, names):
             yield from _of_classes(child, names)
 
 
+def _kept_from_compiler(module):
+    # Looked up without asking the class, whose forward may be something else, as a ScriptModule's is.
+    return getattr(inspect.getattr_static(type(module), "forward"), "_torchdynamo_disable", False)
+
+
+def _reason_against(module):
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is a ScriptModule"
+    if hasattr(type(module), "class_before_regions"):
+        return "another engine has compiled it, which must be destroyed first"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if module._compiled_call_impl is not None:
+        return "its compile() was called already"
+    if type(module).forward is Module.forward:
+        return "it has no forward"
+    try:
+        _subclass(type(module))
+    except Exception as error:
+        return f"its class cannot be subclassed ({error})"
+    return None
+
+
 def _owners(module, blocks):
-    """Yields the modules whose forward calls blocks: the nearest around each that has a forward of its own."""
+    """Lists the modules whose forward calls blocks: the nearest around each that has a forward of its own."""
     ids = {id(block) for block in blocks}
 
     def walk(parent, owner):
-        owner = owner if isinstance(parent, ModuleList) else parent
+        owner = owner if isinstance(parent, (ModuleList, ModuleDict)) else parent
         for child in parent.children():
             if id(child) in ids:
                 yield owner
             else:
                 yield from walk(child, owner)
 
-    return {id(owner): owner for owner in walk(module, module)}.values()
+    return list({id(owner): owner for owner in walk(module, module)}.values())
+
+
+def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> List[Parameter]:
+    """Leaves out of ``parameters`` those whose like in another block of the class is not among them.
+
+    The graph that serves all blocks of a class reduces what it reduced in the block for which it was compiled.
+    """
+    parameters = list(parameters)
+    reducible = {id(parameter) for parameter in parameters}
+    alike = defaultdict(list)
+    for block in blocks:
+        for name, parameter in block.named_parameters(remove_duplicate=False):
+            alike[type(block), name].append(parameter)
+    left_out = set()
+    for group in alike.values():
+        # One that is frozen has another graph compiled for its block.
+        trained = [id(parameter) for parameter in group if parameter.requires_grad]
+        if not reducible.issuperset(trained):
+            left_out.update(trained)
+    return [parameter for parameter in parameters if id(parameter) not in left_out]
 
 
 def compile_regions(module: Module, blocks: List[Module], backend, compile_kwargs) -> List[Module]:
@@ -88,41 +147,52 @@ def compile_regions(module: Module, blocks: List[Module], backend, compile_kwarg
     Returns:
         The modules that were changed, for :func:`restore`.
     """
-    owners = list(_owners(module, blocks))
+    owners, classes = _owners(module, blocks), {}
     for owner in owners:
         # A compiler that followed it to the blocks would look into each of them, again and again, and some models
         # ask whether they are traced: attention then gets a mask in memory instead of the word "causal".
-        owner.__class__ = _subclass(type(owner), forward=torch.compiler.disable(type(owner).forward))
-    classes = {}
-    for block in blocks:
-        plain = type(block)
-        if plain not in classes:
-            classes[plain] = _subclass(
-                plain,
-                forward=_compiled(plain.forward, {**compile_kwargs, "backend": backend}),
-                # For code other than the owner's.
-                __call__=torch.compiler.disable(plain.__call__),
-            )
-        block.__class__ = classes[plain]
-    return [*owners, *blocks]
+        plain = type(owner)
+        classes[plain] = _subclass(plain, forward=torch.compiler.disable(plain.forward))
+    for plain in {type(block): None for block in blocks}:
+        classes[plain] = _subclass(
+            plain,
+            forward=_compiled(plain.forward, backend, compile_kwargs),
+            # For code other than the owner's.
+            __call__=torch.compiler.disable(plain.__call__),
+        )
+    # Only when there is a class for each: a model is changed as a whole or not at all.
+    changed = [*owners, *blocks]
+    for each in changed:
+        each.__class__ = classes[type(each)]
+    return changed
 
 
-def _compiled(forward, compile_kwargs):
-    compiled = torch.compile(forward, **compile_kwargs)
+def _compiled(forward, backend, compile_kwargs):
+    # torch.compile takes entries out of the options that it is given.
+    options = compile_kwargs.get("options")
+    own = {**compile_kwargs, "options": dict(options)} if options is not None else compile_kwargs
+    compiled = torch.compile(forward, **{**own, "backend": backend})
 
     # Without the marks of torch.compile, by which the compiler would take this method for the one that it compiles:
     # layers of transformers compare the two to see which of them is to checkpoint.
     def method(self, *args, **kwargs):
-        return compiled(self, *args, **kwargs)
+        # All layers share torch's limit of compilations, which evaluation and generation would use up for training.
+        return (compiled if torch.is_grad_enabled() else forward)(self, *args, **kwargs)
 
     method.__signature__ = inspect.signature(forward)
     return method
 
 
+def _new(cls, *arguments):
+    return cls.__new__(cls, *arguments)
+
+
 def _subclass(plain, **members):
     def as_plain(self, protocol):
-        # A copy belongs to no engine, whose graphs would reduce its gradients.
+        # A copy belongs to no engine, whose graphs would reduce its gradients, and this class cannot be pickled.
         function, arguments, *rest = plain.__reduce_ex__(self, protocol)
+        # Which insists on an object's own class.
+        function = _new if function is copyreg.__newobj__ else function
         return function, tuple(plain if argument is type(self) else argument for argument in arguments), *rest
 
     kept = {"class_before_regions": plain, "__module__": plain.__module__, "__reduce_ex__": as_plain}

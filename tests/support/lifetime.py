@@ -402,6 +402,22 @@ def again_after_destroy(case):
     return relative_error(module.parameters(), plain.parameters())
 
 
+def taken_over(case):
+    """Error of a module's parameters after a second engine was made for it while the first was not destroyed."""
+    module, first = start(case)
+    plain = build(case)
+    optimizer = make_optimizer(plain, case)
+    step_beside(first, plain, optimizer, 0)
+    optimizer = make_optimizer(plain, case)
+    second = make_engine(module, case)
+    for step in range(1, 4):
+        step_beside(second, plain, optimizer, step)
+    error = relative_error(module.parameters(), plain.parameters())
+    second.destroy()
+    first.destroy()
+    return error
+
+
 def several_backwards(case):
     """Two losses with a backward each, then two forwards before one backward, before one step."""
     module, engine = start(case)

@@ -12,7 +12,7 @@ from deepspeed.compile.fx import reduce_nodes
 from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
 
 from support.lifetime import Raises
-from support.models import Model
+from support.models import Block, Model
 from support.training import (
     Case,
     average_gradients,
@@ -92,6 +92,53 @@ def raising_at_different_layers(case):
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return raised, error
+
+
+def hook_on_second_layer(case):
+    """(calls of a hook on a parameter of the second block, counters of a backward, error of the parameters)."""
+    torch._dynamo.reset()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    calls = []
+    module.blocks[1].up.weight.register_hook(lambda gradient: calls.append(gradient.shape))
+    engine = make_engine(module, case)
+    seen = train_beside(engine, plain, make_optimizer(plain, case), range(2))
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return len(calls), seen[-1], error
+
+
+class NamedBlock(Block):
+    """Its forward reads what differs in every layer."""
+
+    def forward(self, x):
+        return super().forward(x) if self.name else x
+
+
+class NamedBlocks(Model):
+    block = NamedBlock
+
+    def __init__(self, depth):
+        super().__init__(depth=depth)
+        for index, block in enumerate(self.blocks):
+            block.name = f"layer {index}"
+
+
+def layers_that_differ():
+    """What the first backward of models of 3 and of 12 layers raises."""
+    messages = []
+    for depth in (3, 12):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        engine = make_engine(NamedBlocks(depth).to(device()), Case(config={"compile": {"regional_compilation": True}}))
+        try:
+            engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+            engine.step()
+            messages.append("")
+        except Exception as error:
+            messages.append(str(error))
+        engine.destroy()
+    return messages
 
 
 def classes(case):
