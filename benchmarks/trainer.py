@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains one system and measures it: the steps' times first, then one step for memory, and one for its course."""
 
+import contextlib
 import dataclasses
 import datetime
+import functools
 import gc
 import importlib.util
 import os
@@ -62,10 +64,6 @@ class Phase:
         self._end(self._name)
 
 
-def nothing(_name):
-    """Begins or ends a phase of which nobody takes note."""
-
-
 class Trainer:
     """Trains a system on this rank."""
 
@@ -87,28 +85,24 @@ class Trainer:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
-    def train_step(self, begin=None, end=nothing):
+    def train_step(self, begin=None, end=None):
         """One optimizer step; returns the loss as a tensor.
 
         Args:
             begin, end: called with the name of each phase; the device then waits at its end. None: it never waits.
         """
+        phase = functools.partial(Phase, begin=begin, end=end) if begin else contextlib.nullcontext
         total = 0.0
         for micro_step in range(self.run.accumulation):
             boundary = micro_step == self.run.accumulation - 1
             ids = self.batches.draw(self._drawn)
             self._drawn += 1
-            if begin is None:
+            with phase("forward"):
                 loss = self.system.forward(ids)
+            with phase("backward"):
                 self.system.backward(loss, boundary)
+            with phase("step"):
                 self.system.step(boundary)
-            else:
-                with Phase("forward", begin, end):
-                    loss = self.system.forward(ids)
-                with Phase("backward", begin, end):
-                    self.system.backward(loss, boundary)
-                with Phase("step", begin, end):
-                    self.system.step(boundary)
             total = total + loss.detach() / self.run.accumulation
         return total
 
@@ -167,7 +161,9 @@ class Trainer:
         if on_gpus():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=activities) as profiler:
-            self.train_step(nothing)
+            self.train_step()
+            if on_gpus():
+                torch.cuda.synchronize()
         if dist.get_rank() == 0:
             profiler.export_chrome_trace(str(file))
 

@@ -610,6 +610,11 @@ def zero_options(**options):
     return {"zero_optimization": options}
 
 
+def of_compile_kwargs(says, compile_kwargs, backend="inductor"):
+    """Without these arguments engine.compile() works."""
+    return Refusal(says, arguments={"backend": backend, "compile_kwargs": compile_kwargs}, amends={})
+
+
 RANDOM_LTD = {
     "enabled": True,
     "total_layer_num": 1,
@@ -734,22 +739,20 @@ REFUSED = {
         config={"compile": {"regional_compilation": True}},
         amends={"regional_compilation": ["Linear"]},
     ),
-    "compile_kwargs.mode": Refusal(
+    "compile_kwargs.mode": of_compile_kwargs(
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
-        arguments={"backend": "inductor", "compile_kwargs": {"mode": "reduce-overhead"}},
-        amends={},
+        {"mode": "reduce-overhead"},
     ),
-    "compile_kwargs.options": Refusal(
+    "compile_kwargs.options": of_compile_kwargs(
         "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
         "reductions; remove it",
-        arguments={"backend": "inductor", "compile_kwargs": {"options": {"custom_partitioner_fn": len}}},
-        amends={},
+        {"options": {"custom_partitioner_fn": len}},
     ),
-    "compile_kwargs.name": Refusal(
+    "compile_kwargs.name": of_compile_kwargs(
         "compile_kwargs['name'] has no effect here; remove it",
-        arguments={"backend": "eager", "compile_kwargs": {"name": "region"}},
-        amends={},
+        {"name": "region"},
+        backend="eager",
     ),
     "schedule": Refusal(
         "`schedule` may only be [(0, ['zero2_compile'])], because gradients are handled before the graphs that "
@@ -775,51 +778,42 @@ ALSO_REFUSED = {
         arguments={"backend": "eager", "compile_kwargs": {"fullgraph": True}},
         amends={"regional_compilation": False},
     ),
-    "mode-max-autotune": Refusal(
+    "mode-max-autotune": of_compile_kwargs(
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
-        arguments={"backend": "inductor", "compile_kwargs": {"mode": "max-autotune"}},
-        amends={},
+        {"mode": "max-autotune"},
     ),
-    "option-cudagraphs": Refusal(
+    "option-cudagraphs": of_compile_kwargs(
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
-        arguments={"backend": "inductor", "compile_kwargs": {"options": {"triton.cudagraphs": True}}},
-        amends={},
+        {"options": {"triton.cudagraphs": True}},
     ),
-    "mode-lite": Refusal(
+    "mode-lite": of_compile_kwargs(
         "the option selective_decompose of torch.compile (which compile_kwargs mode 'lite' sets) drops the notes that "
         "say which gradient is whose; remove it or use another mode",
-        arguments={"backend": "inductor", "compile_kwargs": {"mode": "lite"}},
-        amends={},
+        {"mode": "lite"},
     ),
-    "unknown-mode": Refusal(
+    "unknown-mode": of_compile_kwargs(
         "compile_kwargs['mode']='fastest' is not a mode of torch.compile; use one of ",
-        arguments={"backend": "inductor", "compile_kwargs": {"mode": "fastest"}},
-        amends={},
+        {"mode": "fastest"},
     ),
-    "mode-and-options": Refusal(
+    "mode-and-options": of_compile_kwargs(
         "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either",
-        arguments={
-            "backend": "inductor",
-            "compile_kwargs": {"mode": "default", "options": {}},
-        },
-        amends={},
+        {"mode": "default", "options": {}},
     ),
-    "options-for-eager": Refusal(
+    "options-for-eager": of_compile_kwargs(
         "`mode` and `options` of compile_kwargs go with backend 'inductor', not 'eager'; remove them",
-        arguments={"backend": "eager", "compile_kwargs": {"options": {"epilogue_fusion": False}}},
-        amends={},
+        {"options": {"epilogue_fusion": False}},
+        backend="eager",
     ),
-    "unknown-option": Refusal(
+    "unknown-option": of_compile_kwargs(
         "compile_kwargs['options'] holds 'epilog_fusion', which is not an option of this torch; remove it",
-        arguments={"backend": "inductor", "compile_kwargs": {"options": {"epilog_fusion": False}}},
-        amends={},
+        {"options": {"epilog_fusion": False}},
     ),
-    "unknown-compile-kwarg": Refusal(
+    "unknown-compile-kwarg": of_compile_kwargs(
         "compile_kwargs['full_graph'] has no effect here; remove it",
-        arguments={"backend": "eager", "compile_kwargs": {"full_graph": True}},
-        amends={},
+        {"full_graph": True},
+        backend="eager",
     ),
     "offload-of-both": Refusal(
         "zero_optimization.offload_optimizer is not supported; remove it or use stage 3",

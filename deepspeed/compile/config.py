@@ -8,8 +8,6 @@ from pydantic import model_validator
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
-PassName = Literal["z1", "z3", "autosp", "autotp"]
-
 
 class CompileConfig(DeepSpeedConfigModel):
     """Settings of ``engine.compile()``. What only one ZeRO stage or pass reads is under its name."""
@@ -17,7 +15,7 @@ class CompileConfig(DeepSpeedConfigModel):
     deepcompile: bool = False
     """Whether DeepSpeed's passes rewrite the graphs; without them, ``engine.compile()`` is ``torch.compile``."""
 
-    passes: Optional[List[PassName]] = None
+    passes: Optional[List[Literal["z1", "z3", "autosp", "autotp"]]] = None
     """Which passes; by default the one of the ZeRO stage."""
 
     debug_log: bool = False

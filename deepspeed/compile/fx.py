@@ -12,10 +12,10 @@ from torch.fx.node import map_aggregate
 
 def get_output_node(graph: Graph) -> Node:
     """Returns the graph's output node, or raises ValueError for a graph without one."""
-    for node in reversed(graph.nodes):
-        if node.op == "output":
-            return node
-    raise ValueError("the graph has no output node")
+    found = graph.find_nodes(op="output")
+    if not found:
+        raise ValueError("the graph has no output node")
+    return found[0]
 
 
 # The end of a backward ------------------------------------------------------------------------------------------
