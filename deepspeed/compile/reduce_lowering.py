@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How Inductor calls ``reduce_grad``: without a copy, where the gradient's memory is nobody else's.
+"""How Inductor calls the reducer's operators: without a copy, where a gradient's memory is nobody else's.
 
 Inductor uses a buffer's memory again once the buffer's last user has been called. A reduction reads its gradient
 later than that, so it copies, unless it takes the memory over: then the generated code forgets the buffer right
@@ -9,7 +9,7 @@ behind the call, and no other buffer is given its memory.
 
 import torch
 from torch._inductor import config, ir
-from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
+from torch._inductor.lowering import add_needs_realized_inputs, make_fallback, register_lowering
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
@@ -48,7 +48,10 @@ def lower_reduce_grad(gradient, parameter, after=None, may_keep=False):
 
 
 def register():
-    """Makes Inductor use this lowering. The operator must have been loaded."""
+    """Makes Inductor use these lowerings. The operators must have been loaded."""
     operator = torch.ops.deepcompile.reduce_grad.default
     add_needs_realized_inputs(operator)
     register_lowering(operator, type_promotion_kind=None)(lower_reduce_grad)
+    # Inductor would call it as it stands, but torch 2.11 first writes a message with all of its operands, each with
+    # what it was made of. Reductions follow each other, so that takes minutes for a model of many layers.
+    make_fallback(torch.ops.deepcompile.end_backward.default)
