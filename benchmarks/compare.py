@@ -27,10 +27,12 @@ CASES = {
     "accumulation": ["--accumulation", "4"],
 }
 FORK, REGIONAL, BASE, ZERO, FSDP2 = "fork", "fork by regions", "base", "fork without DeepCompile", "FSDP2"
+OVERLAPPED = "fork by regions, gather overlapped"
 # What each is to train.py.
 SYSTEMS = {
     FORK: ["--system", "deepcompile"],
     REGIONAL: ["--system", "deepcompile", "--regional"],
+    OVERLAPPED: ["--system", "deepcompile", "--regional", "--overlap-gather"],
     BASE: ["--system", "deepcompile"],
     ZERO: ["--system", "zero"],
     FSDP2: ["--system", "fsdp2"],
@@ -58,7 +60,7 @@ def parse_arguments():
     options = parser.parse_args(arguments)
     if options.base and not (Path(options.base) / "deepspeed").is_dir():
         parser.error(f"--base {options.base} has no deepspeed in it; pip install --no-deps --target puts one there")
-    chosen = {argument.partition("=")[0] for argument in rest} & {"--system", "--regional", "--json", "--trace"}
+    chosen = {argument.partition("=")[0] for argument in rest} & {"--system", "--regional", "--overlap-gather", "--json", "--trace"}
     if chosen:
         parser.error(f"{sorted(chosen)[0]} is chosen for each system here; use --systems, or train.py alone")
     if options.processes is not None and options.processes < 1:
@@ -88,6 +90,10 @@ def checked(system, result):
     return launch.none(why, failed=True)
 
 
+def _slug(name):
+    return name.replace(",", "").replace(" ", "-")
+
+
 def measure(options, rest, out):
     """Returns case -> system -> result, or what stands for it, after telling of each run."""
     gpus = launch.devices()
@@ -103,14 +109,14 @@ def measure(options, rest, out):
                     continue
                 arguments = [*SYSTEMS[system], *(ON_GPUS if gpus else ON_CPU), *CASES[case], *rest]
                 site = options.base if system == BASE else None
-                compiled = Path(caches) / f"{case}-{system.replace(' ', '-')}"
+                compiled = Path(caches) / f"{case}-{_slug(system)}"
                 # Native code of one DeepSpeed must not be taken for another's.
                 extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path(caches) / "extensions"))
                 extensions = extensions / "of-base" if site else extensions
                 for name in (system, f"{system} again")[: 1 + options.again]:
                     print(f"{case}: {name} ...", flush=True)
                     began = time.perf_counter()
-                    log = out / f"{case}-{name.replace(' ', '-')}.log"
+                    log = out / f"{case}-{_slug(name)}.log"
                     result = launch.run(arguments, gpus, processes, site, compiled, extensions, options.limit, log)
                     result = results[case][name] = checked(system, result)
                     told = f"{result['step_s']:.4f} s/step" if is_measured(result) else result["why"]

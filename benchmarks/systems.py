@@ -39,8 +39,9 @@ class DeepSpeed:
                 "zero_optimization": {"stage": run.stage, "reduce_bucket_size": run.bucket, "overlap_comm": True},
                 "compile": {
                     "deepcompile": run.system == "deepcompile",
-                    # The base does not know this one.
+                    # The base does not know these.
                     **({"regional_compilation": True} if run.regional else {}),
+                    **({"overlap_param_gather": True} if run.overlap_gather else {}),
                 },
                 "zero_allow_untested_optimizer": True,
                 "log_level": "warning",

@@ -11,20 +11,27 @@ NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
 BOUND = 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
-def test_stages_of_a_target(ranks, stage, accumulation):
-    for seen in ranks(2).run(lifetime.stages_of_a_target, Case(stage=stage, accumulation=accumulation)):
+def test_stages_of_a_target(ranks, stage, accumulation, dtype):
+    case = Case(stage=stage, accumulation=accumulation, dtype=dtype)
+    for seen in ranks(2).run(lifetime.stages_of_a_target, case):
         assert seen["registered"] == 20
         assert seen["compile"] == NOTHING
-        dimensions, numel, partition_numel, partition_bytes = seen["flat"]
-        assert (dimensions, numel) == (1, partition_numel)
+        partition_bytes = seen["bytes"]
+        if dtype == "fp32":
+            # The optimizer takes the flat partition as it is.
+            assert seen["flat"] == (1, seen["partition"]) and partition_bytes == 4 * seen["partition"]
+        else:
+            # It makes an fp32 copy, so gradients stay where they are. No byte of anything else stays with them.
+            assert seen["flat"] is None and partition_bytes == 2 * seen["numel"]
         for micro_step in range(accumulation):
             at_boundary = micro_step == accumulation - 1
             after = seen[f"backward {micro_step}"]
             assert after["pending"] == after["bucket"] == 0
             assert after["bound"] == (partition_bytes if stage == 2 or at_boundary else 0)
             assert (after["unreduced"] > 0) == (stage == 1 and not at_boundary)
-        assert seen["views in flat"] and seen["views cover flat"] == numel
+        assert seen["numel"] <= seen["partition"]
         assert seen["step"] == NOTHING
         assert seen["handed over after step"] == []
         assert seen["optimizer attributes"] == [] and seen["optimizer is itself again"]

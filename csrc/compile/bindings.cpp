@@ -41,8 +41,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
                c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                int64_t partition_numel,
                at::ScalarType target_dtype,
-               at::Device device) {
-                return self.add_group(std::move(process_group), partition_numel, target_dtype, device);
+               at::Device device,
+               bool flat) {
+                return self.add_group(std::move(process_group), partition_numel, target_dtype, device, flat);
             },
             unlocked())
         .def("register_parameter", &Reducer::register_parameter, unlocked())
@@ -50,13 +51,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("end_backward", &Reducer::end_backward, unlocked())
         .def("finish_backward", &Reducer::finish_backward, unlocked())
         .def("abandon_backward", &Reducer::abandon_backward, unlocked())
-        .def(
-            "target",
-            [](const Reducer& self, int64_t group) -> std::optional<at::Tensor> {
-                auto target = self.target(group);
-                return target.defined() ? std::optional<at::Tensor>(target) : std::nullopt;
-            },
-            unlocked())
+        .def("targets", &Reducer::targets, unlocked())
+        .def("flat_partition", &Reducer::flat_partition, unlocked())
         .def("release", &Reducer::release, unlocked())
         .def("release_all", &Reducer::release_all, unlocked())
         .def("close", &Reducer::close, unlocked())

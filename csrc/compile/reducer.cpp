@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <string>
-#include <unordered_set>
 
 namespace deepcompile {
 
@@ -77,14 +76,15 @@ Reducer::~Reducer()
 int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                            int64_t partition_numel,
                            at::ScalarType target_dtype,
-                           at::Device device)
+                           at::Device device,
+                           bool flat)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK_VALUE(partition_numel > 0, "a gradient partition needs at least one element");
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().device == device,
                       "all parameter groups of an engine must be on one device, but " + device.str() + " follows " +
                           groups_.front().device.str());
-    groups_.push_back({std::move(process_group), partition_numel, target_dtype, device, {}});
+    groups_.push_back({std::move(process_group), partition_numel, target_dtype, device, flat, {}, {}});
     return static_cast<int64_t>(groups_.size()) - 1;
 }
 
@@ -266,8 +266,10 @@ void Reducer::enqueue(ParameterRecord& record, at::Tensor gradient, bool may_kee
 {
     auto& group = groups_[record.group];
     if (group.world() == 1) {
-        bind(group);
-        group.target.narrow(0, record.pieces.front().target_offset, gradient.numel()).add_(gradient.reshape({-1}));
+        bind(group,
+             record.pieces.front().target_offset,
+             gradient.detach().reshape({-1}),
+             may_keep && fills_its_storage(gradient));
         return;
     }
     // Pending bytes stay within one bucket and one gradient: while half a bucket fills, at most the other
@@ -373,16 +375,6 @@ void Reducer::launch()
     if (options_.synchronize_after) { synchronize_device(device); }
 }
 
-// 3. Bound.
-
-void Reducer::bind(PartitionGroup& group)
-{
-    if (group.target.defined()) { return; }
-    group.target =
-        at::zeros({group.partition_numel}, at::TensorOptions().dtype(group.target_dtype).device(group.device));
-    bound_.add(bytes_of(group.target));
-}
-
 void Reducer::drain()
 {
     if (!in_flight_) { return; }
@@ -397,30 +389,76 @@ void Reducer::drain()
         recycle(bucket);
         throw;
     }
-
-    for (size_t index = 0; index < groups_.size(); ++index) {
-        auto& group = groups_[index];
-        std::vector<at::Tensor> targets, pieces;
-        std::unordered_set<int64_t> offsets;
-        for (auto& segment : bucket.segments) {
-            if (segment.group != static_cast<int64_t>(index)) { continue; }
-            for (const auto& entry : segment.entries) {
-                if (entry.piece.owner != group.rank()) { continue; }
-                bind(group);
-                // One call adds to all its targets at once, so contributions to the same elements take turns.
-                if (!offsets.insert(entry.piece.target_offset).second) {
-                    at::_foreach_add_(targets, pieces);
-                    targets.clear();
-                    pieces.clear();
-                    offsets = {entry.piece.target_offset};
-                }
-                targets.push_back(group.target.narrow(0, entry.piece.target_offset, entry.piece.numel));
-                pieces.push_back(segment.memory.narrow(0, entry.offset, entry.piece.numel));
-            }
+    for (auto& segment : bucket.segments) {
+        auto& group = groups_[segment.group];
+        for (const auto& entry : segment.entries) {
+            if (entry.piece.owner != group.rank()) { continue; }
+            // A packed segment holds other gradients too, and one that straddles partitions other ranks' elements.
+            const bool alone = !segment.owned && entry.piece.numel == segment.memory.numel();
+            bind(group, entry.piece.target_offset, segment.memory.narrow(0, entry.offset, entry.piece.numel), alone);
         }
-        if (!targets.empty()) { at::_foreach_add_(targets, pieces); }
     }
     recycle(bucket);
+}
+
+// 3. Bound.
+
+void Reducer::bind(PartitionGroup& group, int64_t offset, const at::Tensor& arrived, bool may_keep)
+{
+    const auto bound = group.targets.find(offset);
+    if (bound != group.targets.end()) {
+        bound->second.add_(arrived);
+        return;
+    }
+    at::Tensor target;
+    if (group.flat) {
+        bind_flat(group);
+        target = group.flat_partition.narrow(0, offset, arrived.numel());
+        target.copy_(arrived);
+    } else {
+        const bool as_it_is = may_keep && arrived.scalar_type() == group.target_dtype;
+        target = as_it_is ? arrived
+                          : arrived.to(arrived.options().dtype(group.target_dtype),
+                                       /*non_blocking=*/false,
+                                       /*copy=*/true,
+                                       at::MemoryFormat::Contiguous);
+        bound_.add(bytes_of(target));
+    }
+    group.targets.emplace(offset, std::move(target));
+}
+
+void Reducer::bind_flat(PartitionGroup& group)
+{
+    if (group.flat_partition.defined()) { return; }
+    group.flat_partition =
+        at::zeros({group.partition_numel}, at::TensorOptions().dtype(group.target_dtype).device(group.device));
+    bound_.add(bytes_of(group.flat_partition));
+}
+
+void Reducer::bind_rest()
+{
+    for (auto& group : groups_) {
+        if (group.flat) { bind_flat(group); }
+    }
+    for (const auto& record : records_) {
+        auto& group = groups_[record.group];
+        for (const auto& piece : record.pieces) {
+            if (piece.owner != group.rank() || group.targets.count(piece.target_offset)) { continue; }
+            const auto options = at::TensorOptions().dtype(group.target_dtype).device(group.device);
+            // One zero for all where it only has to be copied.
+            const auto zeros =
+                group.flat ? at::zeros({1}, options).expand({piece.numel}) : at::zeros({piece.numel}, options);
+            bind(group, piece.target_offset, zeros, /*may_keep=*/true);
+        }
+    }
+}
+
+int64_t PartitionGroup::bound_bytes() const
+{
+    if (flat) { return flat_partition.defined() ? bytes_of(flat_partition) : 0; }
+    int64_t bytes = 0;
+    for (const auto& [offset, target] : targets) { bytes += bytes_of(target); }
+    return bytes;
 }
 
 void Reducer::recycle(Bucket& bucket)
@@ -469,8 +507,8 @@ void Reducer::finish_backward(bool synchronize)
     launch();
     drain();
     if (synchronize) {
-        // A rank whose parameters got no gradient still steps, on zeros.
-        for (auto& group : groups_) { bind(group); }
+        // A parameter that got no gradient is still stepped, on zeros.
+        bind_rest();
     }
     // A gradient that arrives between two backwards stays here until the next one.
     synchronize_ = false;
@@ -509,10 +547,17 @@ void Reducer::wait_on_device(Bucket& bucket)
 
 // 5. Handed over.
 
-at::Tensor Reducer::target(int64_t group) const
+Targets Reducer::targets(int64_t group) const
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    return groups_.at(group).target;
+    return groups_.at(group).targets;
+}
+
+std::optional<at::Tensor> Reducer::flat_partition(int64_t group) const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto& flat = groups_.at(group).flat_partition;
+    return flat.defined() ? std::optional<at::Tensor>(flat) : std::nullopt;
 }
 
 // 6. Released.
@@ -521,10 +566,10 @@ void Reducer::release(int64_t group)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     // Views of a partition may outlive the engine.
-    if (group >= static_cast<int64_t>(groups_.size()) || !groups_[group].target.defined()) { return; }
-    auto& target = groups_[group].target;
-    bound_.remove(bytes_of(target));
-    target = at::Tensor();
+    if (group >= static_cast<int64_t>(groups_.size())) { return; }
+    bound_.remove(groups_[group].bound_bytes());
+    groups_[group].flat_partition = at::Tensor();
+    groups_[group].targets.clear();
 }
 
 void Reducer::release_all()
@@ -535,7 +580,10 @@ void Reducer::release_all()
 
 void Reducer::forget_gradients()
 {
-    for (auto& group : groups_) { group.target = at::Tensor(); }
+    for (auto& group : groups_) {
+        group.flat_partition = at::Tensor();
+        group.targets.clear();
+    }
     for (auto& record : records_) { record.unreduced = at::Tensor(); }
     bound_.remove(bound_.now());
     unreduced_.remove(unreduced_.now());

@@ -12,16 +12,20 @@ a range of that run and may straddle several partitions.
   2. Reduced.           Reducer::reduce() takes a gradient the moment the backward has produced it. It is
                         cut into pieces at partition boundaries and waits in a bucket; full buckets are
                         sent, each piece to the rank that owns it and to no other.
-  3. Bound.             The first piece that arrives at its owner makes it allocate its flat partition,
-                        zeroed: the gradient target. Pieces are added into it.
+  3. Bound.             A piece that has arrived at its owner becomes a target: a view of the owner's
+                        partition. It lies where the gradient was reduced, if that memory holds nothing else,
+                        or in memory of its own, so that a rank holds what has arrived and no more. Where the
+                        optimizer can use the flat partition as it is, the first piece has it allocated,
+                        zeroed, and targets lie in it. What arrives later for the same elements is added.
   4. End of backward.   Reducer::end_backward() sends and waits for what is pending and gives the buckets
                         back; called by the graph that reduces last. Reducer::finish_backward() guarantees
-                        the same whatever ran, and is called after every backward.
-  5. Handed over.       Reducer::target() gives the flat partition to the optimizer.
-  6. Released.          Reducer::release() forgets it, after which nothing here holds gradient storage.
+                        the same whatever ran, and is called after every backward. Elements that got no
+                        gradient are bound to zeros.
+  5. Handed over.       Reducer::targets() gives the views of the partition to the optimizer.
+  6. Released.          Reducer::release() forgets them, after which nothing here holds gradient storage.
 
 ZeRO-1 reduces in the backward at the accumulation boundary only. Until then a gradient stays on its
-rank, one unreduced tensor a parameter. ZeRO-2 reduces in every backward, into a target that lives
+rank, one unreduced tensor a parameter. ZeRO-2 reduces in every backward, into targets that live
 until the step.
 
 Everything here is ATen and c10d, so that one source serves gloo on CPU and NCCL on CUDA. All device
@@ -70,13 +74,20 @@ std::string shape_of(const at::Tensor& tensor);
 /// Cuts the flat range [offset, offset + numel) at multiples of `partition_numel`.
 std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel);
 
-/// The ranks that share a parameter group, and this rank's gradient target in it.
+/// Views of a partition by their offset in it, in elements; each flat, contiguous and of the target dtype.
+using Targets = std::map<int64_t, at::Tensor>;
+
+/// The ranks that share a parameter group, and this rank's gradient targets in it.
 struct PartitionGroup {
     c10::intrusive_ptr<c10d::ProcessGroup> process_group;
     int64_t partition_numel;
-    at::ScalarType target_dtype;  ///< of the target and of unreduced gradients
+    at::ScalarType target_dtype;  ///< of targets and of unreduced gradients
     at::Device device;
-    at::Tensor target;  ///< flat, [partition_numel]; undefined while not bound
+    bool flat;                  ///< whether targets lie in one flat tensor
+    at::Tensor flat_partition;  ///< that tensor, [partition_numel]; undefined while nothing is bound
+    Targets targets;            ///< those that are bound
+
+    int64_t bound_bytes() const;
 
     int64_t rank() const { return process_group->getRank(); }
     int64_t world() const { return process_group->getSize(); }
@@ -155,11 +166,12 @@ public:
     Reducer& operator=(const Reducer&) = delete;
 
     /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a
-    /// Reducer are on one device.
+    /// Reducer are on one device. `flat`: whether targets shall lie in one flat tensor.
     int64_t add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                       int64_t partition_numel,
                       at::ScalarType target_dtype,
-                      at::Device device);
+                      at::Device device,
+                      bool flat);
 
     /// 1. Called once a parameter by the engine when it compiles. `offset`: elements from the start of
     /// the group's flat run to the parameter.
@@ -180,16 +192,18 @@ public:
     void end_backward();
 
     /// 4. Called by the optimizer after every backward, whichever graphs ran in it. With `synchronize`,
-    /// gradients still kept on this rank are reduced too, and every target is bound on return.
+    /// gradients still kept on this rank are reduced too, and every piece of this rank's is bound on return.
     void finish_backward(bool synchronize);
 
     /// 4. Called when a backward raised: drops what it left.
     void abandon_backward();
 
-    /// 5. The flat partition of a group, undefined if it is not bound.
-    at::Tensor target(int64_t group) const;
+    /// 5. What is bound of this rank's partition of a group.
+    Targets targets(int64_t group) const;
+    /// 5. The flat tensor in which they lie, or nothing if they do not.
+    std::optional<at::Tensor> flat_partition(int64_t group) const;
 
-    /// 6. Forgets the target of a group.
+    /// 6. Forgets the targets of a group.
     void release(int64_t group);
     /// 6. Forgets every target and every unreduced gradient.
     void release_all();
@@ -213,7 +227,9 @@ private:
     void pack(PartitionGroup& group, ParameterRecord& record, const at::Tensor& gradient, bool may_keep);
     void launch();
     void drain();
-    void bind(PartitionGroup& group);
+    void bind(PartitionGroup& group, int64_t offset, const at::Tensor& arrived, bool may_keep);
+    void bind_flat(PartitionGroup& group);
+    void bind_rest();
     bool autograd_wants(const ParameterRecord& record) const;
     void wait_on_device(Bucket& bucket);
     void recycle(Bucket& bucket);

@@ -30,6 +30,11 @@ class CompileConfig(DeepSpeedConfigModel):
     """Whether each repeated block of the model becomes a graph of its own, compiled once for all its layers. A list
     names the blocks by their classes instead of finding them."""
 
+    overlap_param_gather: bool = False
+    """Off by default, because code that reads a parameter between a step and the next forward must first call
+    ``deepspeed.compile.parameter_gather.wait_for_parameters(engine)``. Whether the next forward begins while updated
+    parameters are still being gathered, each block waiting for its own. Needs ``regional_compilation``."""
+
     # ZeRO-1, ZeRO-2 and ZeRO-3
 
     double_buffer: bool = True
@@ -77,6 +82,15 @@ class CompileConfig(DeepSpeedConfigModel):
 
     keep_all_input_tensors: bool = False
     """The same for all inputs."""
+
+    @model_validator(mode="after")
+    def _overlapped_gather_needs_regions(self):
+        if self.overlap_param_gather and not self.regional_compilation:
+            raise ValueError(
+                "compile.overlap_param_gather needs blocks that wait for their parameters; set "
+                "compile.regional_compilation too, or leave it out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _regions_belong_to_zero_1_and_2(self):

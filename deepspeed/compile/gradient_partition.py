@@ -4,10 +4,10 @@
 
     1. Registered empty   make_reducer()
     2. Reduced            StepLocalGradients.backward_prologue() tells the reducer that a backward starts
-    3. Bound              in the reducer, by the first reduced piece that arrives at its owner
+    3. Bound              in the reducer, as reduced pieces arrive at their owner
     4. End of backward    StepLocalGradients.backward_epilogue(), or abandon_backward() when it raised
     5. Handed over        StepLocalGradients.hand_over() puts a PartitionViews into averaged_gradients
-    6. Released           PartitionViews.release_grad_buffers(), zero_grad(), step(), destroy()
+    6. Released           partition_step.run() as it makes fp32 copies, zero_grad(), destroy()
 
 The native half of the story is told in ``csrc/includes/deepcompile.h``.
 """
@@ -20,11 +20,13 @@ import torch
 
 import deepspeed.comm as dist
 
+from . import partition_step
 from .native import reducer_module
+from .parameter_gather import AllGather
 
 
 class ViewSpec(NamedTuple):
-    """One entry of ``averaged_gradients[group]``: a run of this rank's flat partition.
+    """One entry of ``averaged_gradients[group]``: a run of this rank's partition.
 
     Offset and numel are in elements. ``shape`` is None for part of a parameter and for padding.
     """
@@ -36,44 +38,66 @@ class ViewSpec(NamedTuple):
 
 
 class PartitionViews(list):
-    """``averaged_gradients[group]``: a view for each parameter in the partition, in partition order.
+    """``averaged_gradients[group]``: a gradient for each parameter in the partition, in partition order.
 
-    Follows the protocol by which the ZeRO optimizer's ``step()`` takes gradients that lie in one flat tensor.
-
-    Attributes:
-        flat_partition: 1-D tensor of ``partition_size`` elements in the gradient accumulation dtype; None once
-            released.
+    Args:
+        targets: offset -> 1-D tensor in the gradient accumulation dtype, for each parameter in the partition.
+        flat_partition: the 1-D tensor of ``partition_size`` elements in which they all lie, or None if each lies
+            where it was reduced.
+        specs: a ViewSpec for each parameter and each run of padding.
+        release: forgets the targets in the reducer.
     """
 
-    def __init__(self, flat_partition, specs, release):
+    def __init__(self, targets, flat_partition, specs, release):
         super().__init__()
         self.flat_partition = flat_partition
+        self._targets = targets
         self._specs = specs
         self._release = release
         self._cut()
 
     def _cut(self):
         views = []
+        like = next(iter(self._targets.values()), torch.empty(0))
         for spec in self._specs:
-            view = self.flat_partition.narrow(0, spec.offset, spec.numel)
-            if spec.shape is not None:
-                view = view.view(spec.shape)
             if spec.is_padding:
-                # The norm skips padding so that views and parameters pair up.
+                # Nothing was reduced for it, but parameters are found by their place in this list.
+                view = like.new_empty(0)
+                # The norm skips it so that views and parameters pair up.
                 view._zero_padding = True
+            else:
+                view = self._targets[spec.offset]
+                view = view if spec.shape is None else view.view(spec.shape)
             views.append(view)
         self[:] = views
 
     def move_flat_partition(self, device, non_blocking=False):
-        """Moves the partition to ``device``, as ``offload_states()`` asks."""
-        flat = self.flat_partition
-        flat.data = flat.data.to(device, non_blocking=non_blocking)
+        """Moves the gradients to ``device``, as ``offload_states()`` asks."""
+        if self.flat_partition is None:
+            for target in self._targets.values():
+                target.data = target.data.to(device, non_blocking=non_blocking)
+        else:
+            flat = self.flat_partition
+            flat.data = flat.data.to(device, non_blocking=non_blocking)
+            for offset, target in self._targets.items():
+                target.data = flat.data.narrow(0, offset, target.numel())
         self._cut()
 
+    def take(self):
+        """Yields (offset in elements, 1-D gradient) of each, which nothing here holds any longer.
+
+        So memory is free again as soon as the caller drops one.
+        """
+        targets = self._targets
+        self.release_grad_buffers()
+        while targets:
+            yield targets.popitem()
+
     def release_grad_buffers(self):
-        """Drops the partition here and in the reducer. May be called more than once."""
+        """Drops the gradients here and in the reducer. May be called more than once."""
         self.clear()
         self.flat_partition = None
+        self._targets = {}
         self._release()
 
 
@@ -93,6 +117,17 @@ class _BackwardWatch:
     def __del__(self):
         if self._on_abandon is not None:
             self._on_abandon()
+
+
+def _with_current_parameters(name):
+    """Returns the base class's method ``name``, preceded by waiting for parameters that are on their way."""
+
+    def method(self, *args, **kwargs):
+        self._gather.wait_all()
+        return getattr(super(StepLocalGradients, self), name)(*args, **kwargs)
+
+    method.__name__ = name
+    return method
 
 
 class StepLocalGradients:
@@ -123,16 +158,29 @@ class StepLocalGradients:
         super().zero_grad(set_to_none)
         self.release_gradients()
 
-    def step(self, *args, **kwargs):
+    def step(self, closure=None):
         if any(self.averaged_gradients.get(group) is None for group in range(len(self.bit16_groups))):
             raise RuntimeError(
                 "optimizer.step() found no gradients: run a backward at the gradient accumulation "
                 "boundary first (they are dropped by step(), zero_grad() and a backward that raised)"
             )
         try:
-            return super().step(*args, **kwargs)
+            partition_step.run(self)
         finally:
             self.release_gradients()
+
+    def get_grad_norm_direct(self, gradients, params, norm_type=2):
+        if self._norms_exactly or norm_type != 2:
+            return super().get_grad_norm_direct(gradients, params, norm_type)
+        return partition_step.norm(self, gradients, params)
+
+    # These read parameters or write them.
+    state_dict = _with_current_parameters("state_dict")
+    load_state_dict = _with_current_parameters("load_state_dict")
+    update_lp_params = _with_current_parameters("update_lp_params")
+    refresh_fp32_params = _with_current_parameters("refresh_fp32_params")
+    offload_states = _with_current_parameters("offload_states")
+    reload_states = _with_current_parameters("reload_states")
 
     def when_destroyed(self, undo):
         """Has ``undo()`` called by :meth:`destroy`."""
@@ -147,11 +195,14 @@ class StepLocalGradients:
         self.destroy()
 
     def hand_over(self):
-        """Makes the bound partitions this step's ``averaged_gradients``."""
+        """Makes what is bound this step's ``averaged_gradients``."""
         for group, specs in enumerate(self._view_specs):
             # The dict is never replaced: parameters hold a reference to it for safe_get_full_grad().
             self.averaged_gradients[group] = PartitionViews(
-                self._reducer.target(group), specs, functools.partial(self._reducer.release, group)
+                self._reducer.targets(group),
+                self._reducer.flat_partition(group),
+                specs,
+                functools.partial(self._reducer.release, group),
             )
 
     def release_gradients(self):
@@ -205,8 +256,10 @@ def attach(optimizer, engine, reducer):
     """Lets ``optimizer`` take its gradients from ``reducer``."""
     optimizer._engine = weakref.ref(engine)
     optimizer._reducer = reducer
+    optimizer._gather = AllGather(optimizer)
     optimizer._undo = []
     optimizer._backward_serial = 0
+    optimizer._norms_exactly = False
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
     # Their work is the reducer's now, and so is their memory.
@@ -220,7 +273,8 @@ def attach(optimizer, engine, reducer):
 def detach(optimizer):
     """Undoes :func:`attach` but for the hooks; for an optimizer that will not train again."""
     optimizer.__class__ = optimizer.plain_class
-    for name in ("_backward_serial", "_engine", "_reducer", "_registered", "_undo", "_view_specs"):
+    own = "_backward_serial _engine _gather _norms_exactly _reducer _registered _undo _view_specs"
+    for name in own.split():
         delattr(optimizer, name)
 
 
@@ -294,6 +348,8 @@ def make_reducer(engine, *, overlap, synchronize_before, synchronize_after):
             int(optimizer.partition_size[group]),
             optimizer.gradient_accumulation_dtype,
             optimizer.bit16_groups_flat[group].device,
+            # The step needs a copy in the dtype of the master weights. Where that is the targets' own, they are it.
+            optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
         )
         for parameter, offset in _flat_layout(optimizer, group):
             reducer.register_parameter(

@@ -90,7 +90,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         return forward, backward
 
 
-def make_backend(backend, parameters, debug_log=False, by_regions=False):
+def make_backend(backend, parameters, debug_log=False, by_regions=False, waiting=None):
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
 
     Args:
@@ -98,6 +98,7 @@ def make_backend(backend, parameters, debug_log=False, by_regions=False):
         parameters: registered parameters, the same on every rank; all outlive the backend's graphs.
         debug_log: whether to log each pair of graphs.
         by_regions: whether graphs serve several layers. Then none of them ends with a flush.
+        waiting: None, or a ``Waiting`` for parameters that may be on their way.
 
     The backend takes the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
     """
@@ -118,10 +119,21 @@ def make_backend(backend, parameters, debug_log=False, by_regions=False):
             count_compilations(graph_id)
         partitioner = ReduceGradPartitioner(is_parameter, graph_id, release, debug_log)
         if backend == "eager":
-            return _run_as_traced(gm, example_inputs, partitioner)
-        return _generate_code(gm, example_inputs, partitioner, mode, options)
+            compiled = _run_as_traced(gm, example_inputs, partitioner)
+        else:
+            compiled = _generate_code(gm, example_inputs, partitioner, mode, options)
+        before = waiting and waiting.before_graph(example_inputs)
+        return _preceded(compiled, before) if before else compiled
 
     return compile_frame
+
+
+def _preceded(compiled, before):
+    def run(*args):
+        before()
+        return compiled(*args)
+
+    return run
 
 
 def _run_as_traced(gm, example_inputs, partitioner):

@@ -42,7 +42,7 @@ def find_blocks(module: Module, wanted) -> List[Module]:
             f"compile.regional_compilation names {sorted(missing)}, but {type(module).__name__} has no such module "
             "outside of another block; use the names of its blocks' classes"
         )
-    for changed in (*_owners(module, found), *found):
+    for changed in (*owners_of(module, found), *found):
         why = _reason_against(changed)
         if why is None and changed in found and _kept_from_compiler(changed):
             why = "its forward is kept from the compiler"
@@ -97,7 +97,7 @@ def _reason_against(module):
     return None
 
 
-def _owners(module, blocks):
+def owners_of(module: Module, blocks: List[Module]) -> List[Module]:
     """Lists the modules whose forward calls blocks: the nearest around each that has a forward of its own."""
     ids = {id(block) for block in blocks}
 
@@ -132,7 +132,7 @@ def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> L
     return [parameter for parameter in parameters if id(parameter) not in left_out]
 
 
-def compile_regions(module: Module, blocks: List[Module], backend, compile_kwargs) -> List[Module]:
+def compile_regions(module: Module, blocks: List[Module], backend, compile_kwargs, waiting=None) -> List[Module]:
     """Has each block's forward compiled, one graph for all blocks of a class; what calls the blocks stays eager.
 
     Modules get a class of their own, as FSDP2 does with those that it shards; copies of them have the class they had
@@ -143,20 +143,21 @@ def compile_regions(module: Module, blocks: List[Module], backend, compile_kwarg
         blocks: what :func:`find_blocks` returned.
         backend: of ``torch.compile``.
         compile_kwargs: further arguments of ``torch.compile``.
+        waiting: None, or a ``Waiting`` that is told before and behind these forwards.
 
     Returns:
         The modules that were changed, for :func:`restore`.
     """
-    owners, classes = _owners(module, blocks), {}
+    owners, classes = owners_of(module, blocks), {}
     for owner in owners:
         # A compiler that followed it to the blocks would look into each of them, again and again, and some models
         # ask whether they are traced: attention then gets a mask in memory instead of the word "causal".
         plain = type(owner)
-        classes[plain] = _subclass(plain, forward=torch.compiler.disable(plain.forward))
+        classes[plain] = _subclass(plain, forward=_uncompiled(plain.forward, waiting))
     for plain in {type(block): None for block in blocks}:
         classes[plain] = _subclass(
             plain,
-            forward=_compiled(plain.forward, backend, compile_kwargs),
+            forward=_compiled(plain.forward, backend, compile_kwargs, waiting),
             # For code other than the owner's.
             __call__=torch.compiler.disable(plain.__call__),
         )
@@ -167,7 +168,21 @@ def compile_regions(module: Module, blocks: List[Module], backend, compile_kwarg
     return changed
 
 
-def _compiled(forward, backend, compile_kwargs):
+def _uncompiled(forward, waiting):
+    if waiting is None:
+        return torch.compiler.disable(forward)
+
+    def method(self, *args, **kwargs):
+        waiting.enter(self)
+        output = forward(self, *args, **kwargs)
+        waiting.leave()
+        return output
+
+    method.__signature__ = inspect.signature(forward)
+    return torch.compiler.disable(method)
+
+
+def _compiled(forward, backend, compile_kwargs, waiting):
     # torch.compile takes entries out of the options that it is given.
     options = compile_kwargs.get("options")
     own = {**compile_kwargs, "options": dict(options)} if options is not None else compile_kwargs
@@ -176,6 +191,8 @@ def _compiled(forward, backend, compile_kwargs):
     # Without the marks of torch.compile, by which the compiler would take this method for the one that it compiles:
     # layers of transformers compare the two to see which of them is to checkpoint.
     def method(self, *args, **kwargs):
+        if waiting is not None:
+            waiting.enter(self)
         # All layers share torch's limit of compilations, which evaluation and generation would use up for training.
         return (compiled if torch.is_grad_enabled() else forward)(self, *args, **kwargs)
 

@@ -47,11 +47,11 @@ def stages_of_a_target(case):
         if micro_step == case.accumulation - 1:
             group = optimizer.averaged_gradients[0]
             flat = group.flat_partition
-            seen["flat"] = (flat.dim(), flat.numel(), int(optimizer.partition_size[0]), flat.nbytes)
-            seen["views in flat"] = all(
-                view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for view in group
-            )
-            seen["views cover flat"] = sum(view.numel() for view in group)
+            seen["partition"] = int(optimizer.partition_size[0])
+            seen["flat"] = None if flat is None else (flat.dim(), flat.numel())
+            storages = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in group}
+            seen["bytes"] = sum(storages.values())
+            seen["numel"] = sum(view.numel() for view in group)
             del group, flat
         engine.step()
     seen["step"] = held(gradient_counters(engine))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.compile.parameter_gather import wait_for_parameters
 from deepspeed.runtime import torch_autocast
 from deepspeed.utils import safe_get_full_fp32_param
 
@@ -158,6 +159,8 @@ def train_beside_plain_loop(case):
         plain_optimizer.zero_grad()
         if case.deepcompile:
             held_after_steps.append(held(gradient_counters(engine)))
+    if case.deepcompile:
+        wait_for_parameters(engine)
     trained = [p.detach().clone() for p in module.parameters()]
     result = {
         "error": relative_error(trained, plain.parameters()),

@@ -1,0 +1,231 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""How parameters get their new values after a ZeRO-1/2 step, of which each rank has computed a partition.
+
+:class:`AllGather` is done when the step is. :class:`OverlappedGather` (``compile.overlap_param_gather``) sends
+parameters in the order in which the next forward uses them, and that waits for each block's only when it comes to it.
+Reads that it does not see, such as ``parameter.clone()`` between a step and the next forward, must be preceded by
+:func:`wait_for_parameters`.
+"""
+
+import weakref
+from collections import defaultdict
+from typing import Dict, Iterable, List, Set
+
+import torch
+from torch.nn import Module, Parameter
+
+import deepspeed.comm as dist
+from deepspeed.runtime.utils import all_gather_dp_groups
+
+from . import regions
+
+
+def wait_for_parameters(engine) -> None:
+    """Makes every parameter of an engine current: whatever the current stream reads from now on has its new value.
+
+    Needed before parameters are read or written directly between ``engine.step()`` and the next forward, and only
+    with ``compile.overlap_param_gather``; without it this does nothing. Does not wait for the device.
+    """
+    gather = getattr(engine.optimizer, "_gather", None)
+    if gather is not None:
+        gather.wait_all()
+
+
+class AllGather:
+    """Gathers all parameters at once, before the step returns."""
+
+    def __init__(self, optimizer):
+        self._optimizer = weakref.ref(optimizer)
+
+    def start(self) -> None:
+        """Called on every rank when the partitions hold their new values."""
+        optimizer = self._optimizer()
+        all_gather_dp_groups(
+            groups_flat=optimizer.bit16_groups_flat,
+            partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+            dp_process_group=optimizer.real_dp_process_group,
+            start_alignment_factor=optimizer.nccl_start_alignment_factor,
+            allgather_bucket_size=optimizer.allgather_bucket_size,
+        )
+
+    def wait_all(self) -> None:
+        """There is nothing to wait for."""
+
+
+class OverlappedGather:
+    """Sends each partition's parameters to the other ranks while the next forward runs.
+
+    Args:
+        optimizer: a ZeRO-1/2 optimizer.
+        units: parameters that are waited for together, in the order in which the forward uses them. A unit is sent as
+            few contiguous runs, each by the rank that owns it. Of a parameter in no unit nothing is sent.
+    """
+
+    def __init__(self, optimizer, units: List[List[Parameter]]):
+        self._optimizer = weakref.ref(optimizer)
+        self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
+        self._runs = [_runs(optimizer, unit) for unit in units]
+        # Of each unit that is on its way.
+        self._works: Dict[int, list] = {}
+
+    def start(self) -> None:
+        """Called on every rank when the partitions hold their new values. Returns while they are being sent."""
+        self.wait_all()
+        optimizer = self._optimizer()
+        for index, runs in enumerate(self._runs):
+            self._works[index] = [
+                dist.broadcast(
+                    optimizer.bit16_groups_flat[group].narrow(0, first, last - first),
+                    src=dist.get_global_rank(optimizer.real_dp_process_group[group], owner),
+                    group=optimizer.real_dp_process_group[group],
+                    async_op=True,
+                )
+                for group, first, last, owner in runs
+            ]
+
+    def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:
+        """Returns the numbers of the units in which these are; parameters that are not sent are in none."""
+        return {self._unit_of[id(parameter)] for parameter in parameters if id(parameter) in self._unit_of}
+
+    def wait(self, units: Iterable[int]) -> None:
+        """Has the current stream, and on a CPU the caller, wait for these units."""
+        if self._works:
+            for index in units:
+                for work in self._works.pop(index, ()):
+                    work.wait()
+
+    def wait_all(self) -> None:
+        """Waits for all that is on its way."""
+        self.wait(sorted(self._works))
+
+
+def _runs(optimizer, parameters):
+    """Lists (group, first element, element behind the last, owner's rank) of what these cover of the flat tensors."""
+    wanted = {id(parameter) for parameter in parameters}
+    runs = []
+    for group, layout in enumerate(optimizer.round_robin_bit16_groups):
+        numel = int(optimizer.partition_size[group])
+        adjacent = False
+        for parameter, offset in zip(layout, optimizer.round_robin_bit16_offsets[group]):
+            if id(parameter) not in wanted or parameter.numel() == 0:
+                adjacent = adjacent and parameter.numel() == 0
+                continue
+            first = offset
+            while first < offset + parameter.numel():
+                owner = first // numel
+                last = min(offset + parameter.numel(), (owner + 1) * numel)
+                if adjacent and runs[-1][3] == owner:
+                    # What lies between the two is padding.
+                    runs[-1] = (group, runs[-1][1], last, owner)
+                else:
+                    runs.append((group, first, last, owner))
+                adjacent, first = True, last
+    return runs
+
+
+def _flat_parameters(optimizer):
+    return [parameter for layout in optimizer.round_robin_bit16_groups for parameter in layout]
+
+
+# Where the forward waits ----------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """Has a model wait for parameters that are on their way wherever it uses them.
+
+    A block waits for its own parameters, and what calls the blocks for its other ones. Modules around these wait when
+    they are called, or in compiled code the graphs that use them; all is there when the blocks are through. Reading
+    and loading state dicts waits for everything.
+
+    Args:
+        optimizer: a ZeRO-1/2 optimizer.
+        module: the model.
+        blocks: its blocks.
+    """
+
+    def __init__(self, optimizer, module: Module, blocks: List[Module]):
+        owners = regions.owners_of(module, blocks)
+        units = _units(module, blocks, owners)
+        of_units = {id(parameter) for unit in units for parameter in unit}
+        # An optimizer may have parameters that no module holds.
+        units[0] += [parameter for parameter in _flat_parameters(optimizer) if id(parameter) not in of_units]
+        self._gather = OverlappedGather(optimizer, units)
+        self._units_of_module = {id(block): sorted(self._gather.units_of(block.parameters())) for block in blocks}
+        self._units_of_module.update((id(owner), [0]) for owner in owners)
+        self._hooks = []
+        for each in module.modules():
+            self._hooks.append(each.register_state_dict_pre_hook(_Hook(self.leave)))
+            self._hooks.append(each.register_load_state_dict_pre_hook(_Hook(self.leave)))
+        for each in _modules_outside(module, blocks):
+            units = sorted(self._gather.units_of(each.parameters(recurse=False)))
+            if units:
+                self._hooks.append(each.register_forward_pre_hook(_Hook(lambda units=units: self._gather.wait(units))))
+        optimizer._gather = self._gather
+        optimizer.when_destroyed(self._remove_hooks)
+
+    def enter(self, module: Module) -> None:
+        """Called before the forward of a block, or of what calls the blocks."""
+        self._gather.wait(self._units_of_module[id(module)])
+
+    def leave(self) -> None:
+        """Called behind the forward of what calls the blocks."""
+        self._gather.wait_all()
+
+    def before_graph(self, inputs):
+        """Returns a function to call before each run of a graph with these inputs, or None if it needs none."""
+        units = sorted(self._gather.units_of(value for value in inputs if isinstance(value, Parameter)))
+        return (lambda: self._gather.wait(units)) if units else None
+
+    def _remove_hooks(self):
+        self._gather.wait_all()
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Hook:
+    """A hook of a module that calls ``wait()``. Copies of the module get one that does nothing, as do its pickles."""
+
+    def __init__(self, wait=None):
+        self._wait = wait
+
+    def __call__(self, *_args):
+        # A compiler leaves this out: its graphs are waited for as a whole.
+        if not torch.compiler.is_compiling() and self._wait is not None:
+            self._wait()
+
+    def __reduce__(self):
+        return _Hook, ()
+
+
+def _modules_outside(module, blocks):
+    inside = {id(each) for block in blocks for each in block.modules()}
+    return [each for each in module.modules() if id(each) not in inside]
+
+
+def _outside(module, blocks):
+    """Lists the parameters of ``module`` that are held by a module outside of the blocks."""
+    return [parameter for each in _modules_outside(module, blocks) for parameter in each.parameters(recurse=False)]
+
+
+def _units(module, blocks, owners):
+    """Lists the units in forward order: what may be needed before the blocks or between them, each block, the rest."""
+    outside = {id(parameter): parameter for parameter in _outside(module, blocks)}
+    holders = defaultdict(set)
+    for index, block in enumerate(blocks):
+        for parameter in block.parameters():
+            holders[id(parameter)].add(index)
+    in_blocks = [[] for _ in blocks]
+    early, late = [], []
+    needed_between = {id(parameter) for owner in owners for parameter in _outside(owner, blocks)}
+    block_seen = False
+    for parameter in module.parameters():
+        held_by = holders[id(parameter)]
+        if id(parameter) not in outside and len(held_by) == 1:
+            in_blocks[next(iter(held_by))].append(parameter)
+            block_seen = True
+        elif block_seen and id(parameter) not in needed_between and not held_by:
+            late.append(parameter)
+        else:
+            early.append(parameter)
+    return [early, *in_blocks, late]

@@ -1,0 +1,150 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer step of ZeRO-1/2 on gradients that a reducer has bound.
+
+It does what the ZeRO optimizer's own step does, in as few passes over memory as it takes: one that reads gradients for
+their norm, from which overflow is told too, and one that makes the scaled fp32 gradient, releasing what it has read.
+Then come the optimizer and the write-back into this rank's partition of the parameters.
+"""
+
+import contextlib
+
+import torch
+
+import deepspeed.comm as dist
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.utils import (
+    is_invalid_grad_norm,
+    is_model_parallel_parameter,
+    mask_nan_or_inf_with_val_inplace,
+)
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    INITIAL_MICRO_STEP_ID,
+    OPTIMIZER_ALLGATHER_TIMER,
+    OPTIMIZER_GRADIENTS_TIMER,
+    OPTIMIZER_STEP_TIMER,
+    OPTIMIZER_TIMERS,
+)
+
+
+def run(optimizer):
+    """Steps a ZeRO-1/2 optimizer whose ``averaged_gradients`` are PartitionViews, and releases these.
+
+    On overflow nothing is stepped: ``optimizer.overflow`` says so, and the loss scale has been updated.
+    """
+    optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    norm = optimizer.scaled_global_norm() if optimizer.compute_grad_norm else None
+    norm = _check_overflow(optimizer, norm)
+    # Gradients carry the scale of their backward, which may change now.
+    scale = optimizer.loss_scale
+    optimizer._update_scale(optimizer.overflow)
+    if optimizer.overflow:
+        optimizer._global_grad_norm = None if norm is None else float("inf")
+        optimizer.zero_grad(set_to_none=True)
+        for name in OPTIMIZER_TIMERS:
+            with _timed(optimizer, name):
+                pass
+        return
+    optimizer._global_grad_norm = None if norm is None else norm / scale
+    factor = _factor(norm, scale, optimizer.clip_grad, optimizer.bit16_groups_flat[0].device)
+    for group in range(len(optimizer.bit16_groups)):
+        master = optimizer.single_partition_of_fp32_groups[group]
+        with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
+            master.grad = _master_gradient(optimizer.averaged_gradients[group], master, factor)
+            optimizer.averaged_gradients[group] = None
+        with _timed(optimizer, OPTIMIZER_STEP_TIMER):
+            optimizer._optimizer_step(group)
+            master.grad = None
+            rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+            optimizer.parallel_partitioned_bit16_groups[group][rank].data.copy_(master.data)
+    with _timed(optimizer, OPTIMIZER_ALLGATHER_TIMER):
+        optimizer._gather.start()
+    optimizer.timers.log(OPTIMIZER_TIMERS)
+
+
+@contextlib.contextmanager
+def _timed(optimizer, name):
+    optimizer.timers(name).start()
+    yield
+    optimizer.timers(name).stop()
+
+
+def norm(optimizer, gradients, parameters):
+    """Returns the 2-norm of a parameter group's gradients over all ranks, fp32 and 0-dimensional, -1 if not finite.
+
+    Args:
+        optimizer: a ZeRO-1/2 optimizer.
+        gradients: this rank's PartitionViews of the group.
+        parameters: those in its partition, in the same order.
+    """
+    whole = (gradient for gradient in gradients if not getattr(gradient, "_zero_padding", False))
+    counted = [
+        gradient
+        for gradient, parameter in zip(whole, parameters, strict=True)
+        # With model parallelism some parameters lie on several ranks, of which one counts.
+        if not getattr(parameter, PIPE_REPLICATED, False)
+        and (optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(parameter))
+    ]
+    total = torch.zeros((), device=optimizer.bit16_groups_flat[0].device)
+    if counted:
+        # Accumulated per tensor in fp32 while it is read, without a copy in another dtype.
+        norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32))
+        total = norms.double().square().sum().float()
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
+    optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+    total = total.sqrt()
+    mask_nan_or_inf_with_val_inplace(total, device=total.device)
+    return total
+
+
+def _check_overflow(optimizer, norm):
+    """Sets ``optimizer.overflow``; returns the norm, computed anew if it was not finite but the gradients are."""
+    optimizer.overflow = False
+    if norm is None:
+        if optimizer.check_grad_overflow:
+            optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
+        return None
+    # The host waits for the device here, and only where it has been asked to look.
+    asked = optimizer.check_grad_overflow or optimizer.dtype != torch.bfloat16
+    if not asked or not is_invalid_grad_norm(norm):
+        return norm
+    # The square of a norm may leave fp32's range where the gradients do not.
+    optimizer._norms_exactly = True
+    try:
+        norm = optimizer.scaled_global_norm()
+    finally:
+        optimizer._norms_exactly = False
+    optimizer.overflow = is_invalid_grad_norm(norm)
+    return norm
+
+
+def _factor(norm, scale, clip, device):
+    """What gradients are to be multiplied with, fp32 [1] on ``device``, or None for 1."""
+    if clip == 0.0:
+        return None if scale == 1.0 else torch.full((1,), 1.0 / scale, device=device)
+    # An infinite norm makes this zero. The small number is part of what torch's clip_grad_norm_() computes too.
+    excess = ((norm / scale + 1e-6) / clip).clamp(min=1.0)
+    return (1.0 / (excess * scale)).reshape(1)
+
+
+def _master_gradient(views, master, factor):
+    """Returns the scaled gradient of a partition in the dtype of its master weights; the views are empty then."""
+    flat = views.flat_partition
+    if flat is not None:
+        views.release_grad_buffers()
+        return flat if factor is None else flat.mul_(factor)
+    gradient, filled, offsets = torch.empty_like(master, requires_grad=False), 0, []
+    for offset, view in views.take():
+        target = gradient.narrow(0, offset, view.numel())
+        if factor is None:
+            target.copy_(view)
+        else:
+            # A factor of one dimension, not of none, has the product computed in fp32.
+            torch.mul(view, factor, out=target)
+        offsets.append((offset, view.numel()))
+    # Padding is stepped too.
+    for offset, numel in sorted(offsets):
+        gradient.narrow(0, filled, offset - filled).zero_()
+        filled = offset + numel
+    gradient.narrow(0, filled, gradient.numel() - filled).zero_()
+    return gradient
