@@ -60,7 +60,8 @@ def parse_arguments():
     options = parser.parse_args(arguments)
     if options.base and not (Path(options.base) / "deepspeed").is_dir():
         parser.error(f"--base {options.base} has no deepspeed in it; pip install --no-deps --target puts one there")
-    chosen = {argument.partition("=")[0] for argument in rest} & {"--system", "--regional", "--overlap-gather", "--json", "--trace"}
+    ours = {"--system", "--regional", "--overlap-gather", "--json", "--trace"}
+    chosen = {argument.partition("=")[0] for argument in rest} & ours
     if chosen:
         parser.error(f"{sorted(chosen)[0]} is chosen for each system here; use --systems, or train.py alone")
     if options.processes is not None and options.processes < 1:
