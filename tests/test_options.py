@@ -462,6 +462,9 @@ ISOLATED = {name: True for name in inspect.signature(torch.compile).parameters i
     ids=["dynamic", "static", "fullgraph", "disable", "recompile_limit"],
 )
 def test_compile_kwargs(ranks, kwargs, varied, from_graphs):
+    unknown = set(kwargs) - {*inspect.signature(torch.compile).parameters}
+    if unknown:
+        pytest.skip(f"torch.compile of torch {torch.__version__} has no {', '.join(unknown)}")
     for result in train_both_stages(ranks, compile_kwargs=kwargs, steps=3, **varied):
         counters = result["counters"]
         assert counters["from_graphs"] + counters["from_autograd"] == 2 * 3 * 2

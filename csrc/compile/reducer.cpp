@@ -138,14 +138,14 @@ void Reducer::watch_accumulation(size_t index)
     if (record.accumulation_node) { record.accumulation_node->del_post_hook(record.accumulation_hook); }
     using torch::autograd::variable_list;
     record.accumulation_hook = node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [this, index](const variable_list& outputs, const variable_list&) {
-            on_accumulated(index);
+        [this, index](const variable_list& outputs, const variable_list& inputs) {
+            on_accumulated(index, inputs);
             return outputs;
         }));
     record.accumulation_node = std::move(node);
 }
 
-void Reducer::on_accumulated(size_t index)
+void Reducer::on_accumulated(size_t index, const torch::autograd::variable_list& inputs)
 {
     // Also called for a parameter whose gradient a compiled graph has reduced already: then it is undefined.
     auto& slot = records_[index].parameter.mutable_grad();
@@ -157,8 +157,12 @@ void Reducer::on_accumulated(size_t index)
     }
     at::Tensor gradient = std::move(slot);
     slot = at::Tensor();
-    // Autograd may have taken over a view of memory that another gradient still uses.
-    const bool sole_user = gradient.layout() == at::kStrided && gradient.storage().use_count() == 1;
+    // Autograd may have taken over a view of memory that another gradient still uses. It has kept what came in for
+    // this hook, which is then a second name of the same memory, and nobody else's.
+    const bool kept_for_hook = inputs.size() == 1 && inputs[0].defined() && inputs[0].use_count() == 1 &&
+                               inputs[0].layout() == at::kStrided && gradient.is_alias_of(inputs[0]);
+    const bool sole_user =
+        gradient.layout() == at::kStrided && gradient.storage().use_count() == (kept_for_hook ? 2 : 1);
     reduce(index, gradient, Route::autograd, sole_user);
 }
 

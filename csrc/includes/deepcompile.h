@@ -219,7 +219,7 @@ private:
     std::string describe(const ParameterRecord& record) const;
     void index_parameters();
     void watch_accumulation(size_t index);
-    void on_accumulated(size_t index);
+    void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
     void order_after_last_use();
 
     void keep_unreduced(ParameterRecord& record, const at::Tensor& gradient, bool may_keep);

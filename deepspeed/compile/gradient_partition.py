@@ -108,15 +108,19 @@ class _BackwardWatch:
     drops it, uncalled, when the backward raised; no other extension point of autograd tells of that.
     """
 
-    def __init__(self, on_abandon):
+    def __init__(self, graph_task, on_abandon):
+        self.graph_task = graph_task
         self._on_abandon = on_abandon
 
     def __call__(self):
         self._on_abandon = None
 
-    def __del__(self):
-        if self._on_abandon is not None:
-            self._on_abandon()
+    def abandon(self):
+        on_abandon, self._on_abandon = self._on_abandon, None
+        if on_abandon is not None:
+            on_abandon()
+
+    __del__ = abandon
 
 
 def _with_current_parameters(name):
@@ -137,11 +141,18 @@ class StepLocalGradients:
     """
 
     def backward_prologue(self):
+        # A thread of the device may still hold the graph task of a backward that raised. The backward of several
+        # losses at once comes here for each of them.
+        graph_task, watch = torch._C._current_graph_task_id(), self._watch and self._watch()
+        if watch is not None and watch.graph_task != graph_task:
+            watch.abandon()
         super().backward_prologue()
         hooked = [index for index, parameter in enumerate(self._registered) if has_hooks(parameter)]
         self._reducer.begin_backward(self._reduces_now(), hooked)
-        if torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(_BackwardWatch(self._abandon_this_backward()))
+        if graph_task != -1:
+            watch = _BackwardWatch(graph_task, self._abandon_this_backward())
+            self._watch = weakref.ref(watch)
+            torch.autograd.Variable._execution_engine.queue_callback(watch)
 
     def backward_epilogue(self, *args, **kwargs):
         super().backward_epilogue(*args, **kwargs)
@@ -260,6 +271,7 @@ def attach(optimizer, engine, reducer):
     optimizer._undo = []
     optimizer._backward_serial = 0
     optimizer._norms_exactly = False
+    optimizer._watch = None
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
     # Their work is the reducer's now, and so is their memory.
@@ -273,7 +285,7 @@ def attach(optimizer, engine, reducer):
 def detach(optimizer):
     """Undoes :func:`attach` but for the hooks; for an optimizer that will not train again."""
     optimizer.__class__ = optimizer.plain_class
-    own = "_backward_serial _engine _gather _norms_exactly _reducer _registered _undo _view_specs"
+    own = "_backward_serial _engine _gather _norms_exactly _reducer _registered _undo _view_specs _watch"
     for name in own.split():
         delattr(optimizer, name)
 

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer step of ZeRO-1/2 on gradients that a reducer has bound.
 
-It does what the ZeRO optimizer's own step does, in as few passes over memory as it takes: one that reads gradients for
-their norm, from which overflow is told too, and one that makes the scaled fp32 gradient, releasing what it has read.
-Then come the optimizer and the write-back into this rank's partition of the parameters.
+It does what the ZeRO optimizer's own step does, in as few passes over memory as it takes. One reads gradients for
+their norm, from which overflow is told too; one makes the scaled fp32 gradient and releases what it has read. The
+optimizer follows, chunk by chunk where it can, and the write-back into this rank's partition of the parameters.
 """
 
 import contextlib
@@ -25,6 +25,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_STEP_TIMER,
     OPTIMIZER_TIMERS,
 )
+
+from .chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
 
 
 def run(optimizer):
@@ -48,18 +50,36 @@ def run(optimizer):
     optimizer._global_grad_norm = None if norm is None else norm / scale
     factor = _factor(norm, scale, optimizer.clip_grad, optimizer.bit16_groups_flat[0].device)
     for group in range(len(optimizer.bit16_groups)):
-        master = optimizer.single_partition_of_fp32_groups[group]
-        with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
-            master.grad = _master_gradient(optimizer.averaged_gradients[group], master, factor)
-            optimizer.averaged_gradients[group] = None
-        with _timed(optimizer, OPTIMIZER_STEP_TIMER):
-            optimizer._optimizer_step(group)
-            master.grad = None
-            rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
-            optimizer.parallel_partitioned_bit16_groups[group][rank].data.copy_(master.data)
+        _step_group(optimizer, group, factor)
     with _timed(optimizer, OPTIMIZER_ALLGATHER_TIMER):
         optimizer._gather.start()
     optimizer.timers.log(OPTIMIZER_TIMERS)
+
+
+def _step_group(optimizer, group, factor):
+    master, views = optimizer.single_partition_of_fp32_groups[group], optimizer.averaged_gradients[group]
+    optimizer.averaged_gradients[group] = None
+    scaler = optimizer.torch_autocast_gradscaler
+    if views.flat_partition is None and not scaler and may_step_in_chunks(optimizer.optimizer, master):
+        with _timed(optimizer, OPTIMIZER_STEP_TIMER):
+            step_in_chunks(optimizer.optimizer, group, MasterGradient(views, factor, master.data))
+    else:
+        with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
+            master.grad = _whole_gradient(views, factor, master)
+        with _timed(optimizer, OPTIMIZER_STEP_TIMER):
+            optimizer._optimizer_step(group)
+            master.grad = None
+    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+    optimizer.parallel_partitioned_bit16_groups[group][rank].data.copy_(master.data)
+
+
+def _whole_gradient(views, factor, master):
+    """Returns the scaled gradient of a partition; the views are empty then."""
+    flat = views.flat_partition
+    if flat is None:
+        return MasterGradient(views, factor, master.data).take(0, master.numel())
+    views.release_grad_buffers()
+    return flat if factor is None else flat.mul_(factor)
 
 
 @contextlib.contextmanager
@@ -125,26 +145,3 @@ def _factor(norm, scale, clip, device):
     # An infinite norm makes this zero. The small number is part of what torch's clip_grad_norm_() computes too.
     excess = ((norm / scale + 1e-6) / clip).clamp(min=1.0)
     return (1.0 / (excess * scale)).reshape(1)
-
-
-def _master_gradient(views, master, factor):
-    """Returns the scaled gradient of a partition in the dtype of its master weights; the views are empty then."""
-    flat = views.flat_partition
-    if flat is not None:
-        views.release_grad_buffers()
-        return flat if factor is None else flat.mul_(factor)
-    gradient, filled, offsets = torch.empty_like(master, requires_grad=False), 0, []
-    for offset, view in views.take():
-        target = gradient.narrow(0, offset, view.numel())
-        if factor is None:
-            target.copy_(view)
-        else:
-            # A factor of one dimension, not of none, has the product computed in fp32.
-            torch.mul(view, factor, out=target)
-        offsets.append((offset, view.numel()))
-    # Padding is stepped too.
-    for offset, numel in sorted(offsets):
-        gradient.narrow(0, filled, offset - filled).zero_()
-        filled = offset + numel
-    gradient.narrow(0, filled, gradient.numel() - filled).zero_()
-    return gradient

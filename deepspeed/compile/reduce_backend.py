@@ -2,13 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``torch.compile`` backend of ZeRO-1/2: the usual compiler with reductions in the backward."""
 
+import functools
 import hashlib
 import inspect
+import sys
 from typing import Dict, List, Tuple
 
 import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.utils import GPU_ALIGN_BYTES
 
 from deepspeed.utils import logger
 
@@ -65,21 +68,25 @@ class CompilationLimit:
 class ReduceGradPartitioner(CustomPartitionerFn):
     """Inserts the reductions, then splits the joint graph as torch would."""
 
-    def __init__(self, is_parameter, graph_id, release_reduce_buckets, debug_log):
+    def __init__(self, is_parameter, graph_id, release_reduce_buckets, debug_log, aligned):
         self.is_parameter = tuple(is_parameter)
         self.graph_id = graph_id
         self.release_reduce_buckets = release_reduce_buckets
         self.debug_log = debug_log
+        self.aligned = aligned
+        self.parameter_names = frozenset()
 
     def uuid(self):
         # Everything that shapes the generated code: torch's caches must not give us what another version wrote.
-        sources = [inspect.getsource(module) for module in (fx, native, reduce_lowering, zero_1_and_2_compile)]
-        sources.append(inspect.getsource(type(self)))
+        modules = (fx, native, reduce_lowering, zero_1_and_2_compile, sys.modules[__name__])
+        sources = [inspect.getsource(module) for module in modules]
         schema = torch.ops.deepcompile.reduce_grad.default._schema
-        key = (sources, str(schema), self.is_parameter, self.graph_id, self.release_reduce_buckets)
+        key = (sources, str(schema), self.is_parameter, self.graph_id, self.release_reduce_buckets, self.aligned)
         return hashlib.sha256(repr(key).encode()).digest()
 
     def __call__(self, gm, joint_inputs, **kwargs):
+        primals = gm.graph.find_nodes(op="placeholder")[: len(self.is_parameter)]
+        self.parameter_names = {node.name for node, flag in zip(primals, self.is_parameter) if flag}
         insert_reductions(gm, self.is_parameter)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
@@ -103,7 +110,9 @@ def make_backend(backend, parameters, debug_log=False, by_regions=False, waiting
     The backend takes the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
     """
     reduce_lowering.register()
+    parameters = list(parameters)
     reducible = {id(parameter) for parameter in parameters}
+    aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in parameters)
     order = GraphOrder()
     count_compilations = CompilationLimit() if by_regions else None
 
@@ -117,7 +126,7 @@ def make_backend(backend, parameters, debug_log=False, by_regions=False, waiting
         release = not by_regions and should_release_reduce_buckets(order.as_list(), graph_id)
         if count_compilations and reduces:
             count_compilations(graph_id)
-        partitioner = ReduceGradPartitioner(is_parameter, graph_id, release, debug_log)
+        partitioner = ReduceGradPartitioner(is_parameter, graph_id, release, debug_log, aligned)
         if backend == "eager":
             compiled = _run_as_traced(gm, example_inputs, partitioner)
         else:
@@ -150,5 +159,30 @@ def _generate_code(gm, example_inputs, partitioner, mode, options):
     from torch._inductor import list_mode_options
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {**(list_mode_options(mode) if mode else {}), **(options or {})}
-    return compile_fx(gm, example_inputs, config_patches={**patches, "custom_partitioner_fn": partitioner})
+    patches = {**(list_mode_options(mode) if mode else {}), **(options or {}), "custom_partitioner_fn": partitioner}
+    inner = {} if partitioner.aligned else {"inner_compile": functools.partial(_compile_for_any_address, partitioner)}
+    return compile_fx(gm, example_inputs, config_patches=patches, **inner)
+
+
+def _compile_for_any_address(partitioner, gm, example_inputs, **kwargs):
+    """Compiles a forward or backward graph that may be given a parameter at an address of any alignment.
+
+    A graph that serves several layers is compiled for one of them, and Inductor takes it that parameters of the others
+    lie as well aligned. In a flat tensor they lie behind each other, whatever their sizes.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    inputs = [
+        _at_any_address(value) if node.name in partitioner.parameter_names else value
+        for node, value in zip(placeholders, example_inputs, strict=True)
+    ]
+    return compile_fx_inner(gm, inputs, **kwargs)
+
+
+def _at_any_address(example):
+    """Returns a fake tensor like ``example`` that begins one element behind the beginning of its memory."""
+    numel = 1 + sum((size - 1) * stride for size, stride in zip(example.size(), example.stride()))
+    with example.fake_mode:
+        memory = torch.empty(numel + 1, dtype=example.dtype, device=example.device)
+        return memory.as_strided(example.size(), example.stride(), 1)

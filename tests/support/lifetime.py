@@ -10,8 +10,9 @@ import time
 import torch
 import torch.distributed as dist
 
+from deepspeed.compile import chunked_step
 from deepspeed.compile.gradient_partition import StepLocalGradients, gradient_counters, reset_gradient_counters
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
 
 from support.models import Model
 from support.training import (
@@ -170,6 +171,10 @@ def backward_that_raises(case, direct):
     except ArithmeticError:
         raised = True
     received = gradient_counters(engine)["from_graphs"]
+    # A device's thread drops the graph task, and with it what the backward left, a moment after the exception.
+    deadline = time.monotonic() + 5
+    while torch.cuda.is_available() and any(held(gradient_counters(engine)).values()) and time.monotonic() < deadline:
+        time.sleep(0.01)
     after = held(gradient_counters(engine))
     Raises.armed = False
     engine.micro_steps += 1  # the user gives this window up
@@ -513,3 +518,22 @@ def hook_on_one_rank(case):
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return len(watched), error
+
+
+def chunks_of_a_step(case):
+    """(calls of the optimizer's step in steps 1 and 2, in step 0, error beside an engine that steps whole)."""
+    trained, calls, default = [], [], chunked_step.CHUNK_NUMEL
+    for numel in (50, default):
+        chunked_step.CHUNK_NUMEL = numel
+        try:
+            module, engine = start(case)
+            inner, inner_step = engine.optimizer.optimizer, engine.optimizer.optimizer.step
+            inner.step = lambda: (calls.append((numel, step)), inner_step())[1]  # noqa: B023
+            for step in range(3):
+                backward(engine, step)
+                engine.step()
+            trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
+            engine.destroy()
+        finally:
+            chunked_step.CHUNK_NUMEL = default
+    return sum(call[0] == 50 and call[1] > 0 for call in calls), calls.count((50, 0)), relative_error(*trained)

@@ -1,0 +1,115 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A flat partition stepped in chunks is what it is stepped whole."""
+
+import copy
+
+import pytest
+import torch
+
+from deepspeed.compile import chunked_step
+from deepspeed.compile.chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
+
+from support.lifetime import chunks_of_a_step
+from support.training import Case
+
+NUMEL = 50
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+}
+
+
+class Views(dict):
+    """Offset -> gradient, given away as PartitionViews are."""
+
+    def take(self):
+        while self:
+            yield self.popitem()
+
+
+def views(seed):
+    """Gradients with padding in front of them, between them and behind them; and all of it flat."""
+    torch.manual_seed(seed)
+    flat, runs = torch.zeros(NUMEL), [(2, 5), (7, 20), (30, 1), (33, 14)]
+    for offset, numel in runs:
+        flat[offset : offset + numel] = torch.randn(numel).bfloat16().float()
+    return Views({offset: flat[offset : offset + numel].bfloat16() for offset, numel in runs}), flat
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 32, 50, 100])
+@pytest.mark.parametrize("factor", [None, 1 / 3])
+def test_gradient(chunk, factor):
+    given, flat = views(0)
+    gradient = MasterGradient(given, factor and torch.tensor([factor]), torch.empty(0))
+    assert not given
+    taken = [gradient.take(first, min(first + chunk, NUMEL)) for first in range(0, NUMEL, chunk)]
+    assert torch.equal(torch.cat(taken), flat if factor is None else flat * torch.tensor([factor]))
+    assert not gradient._rest, "gradients are held longer than they are needed"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_chunks_step_as_the_whole(monkeypatch, name):
+    monkeypatch.setattr(chunked_step, "CHUNK_NUMEL", 7)
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(NUMEL))
+    chunked = copy.deepcopy(whole)
+    expected, optimizer = OPTIMIZERS[name]([whole]), OPTIMIZERS[name]([chunked])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    expected_scheduler = torch.optim.lr_scheduler.StepLR(expected, 2, 0.5)
+    for step in range(6):
+        given, flat = views(step)
+        whole.grad = flat
+        expected.step()
+        if may_step_in_chunks(optimizer, chunked):
+            step_in_chunks(optimizer, 0, MasterGradient(given, None, chunked.data))
+        else:
+            assert step == 0 and not optimizer.state[chunked], "only the first step makes state"
+            chunked.grad = flat.clone()
+            optimizer.step()
+            chunked.grad = None
+        scheduler.step()
+        expected_scheduler.step()
+    # A fused kernel rounds otherwise where a vector of elements is cut short.
+    closeness = {"rtol": 1e-6 if name == "AdamW fused" else 0, "atol": 0}
+    torch.testing.assert_close(chunked, whole, **closeness)
+    assert list(optimizer.state) == [chunked] and len(optimizer.param_groups) == 1
+    ours, theirs = optimizer.state_dict(), expected.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    torch.testing.assert_close(ours["state"], theirs["state"], **closeness)
+
+
+def test_what_must_be_stepped_whole():
+    parameter = torch.nn.Parameter(torch.ones(4))
+
+    class Own(torch.optim.AdamW):
+        pass
+
+    def stepped(cls):
+        optimizer = cls([parameter], lr=0.1)
+        parameter.grad = torch.ones(4)
+        optimizer.step()
+        return optimizer
+
+    assert may_step_in_chunks(stepped(torch.optim.AdamW), parameter)
+    # A class that nobody has looked at may use the whole parameter, for example its norm.
+    assert not may_step_in_chunks(stepped(Own), parameter)
+    assert not may_step_in_chunks(stepped(torch.optim.Adafactor), parameter)
+    hooked = stepped(torch.optim.AdamW)
+    hooked.register_step_post_hook(lambda *_: None)
+    assert not may_step_in_chunks(hooked, parameter)
+
+
+def test_an_engine_steps_in_chunks(ranks):
+    """bf16 gradients are scaled into one chunk of fp32 after the other, and a parameter may lie in several."""
+    for chunks, whole, error in ranks(2).run(chunks_of_a_step, Case(dtype="bf16", clipping=0.1)):
+        assert whole == 1, "the first step makes the optimizer's state"
+        assert chunks > 10
+        assert error == 0
