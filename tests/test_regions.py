@@ -65,6 +65,26 @@ def test_one_graph_serves_all_layers(ranks):
         assert sent == [1, 1, 1, 1]
 
 
+def test_gradients_of_uncompiled_code_are_not_copied(ranks):
+    # With a bucket of one element, none is packed with others.
+    case = Case(config=REGIONAL, bucket=1, backend="inductor")
+    for counters, error in ranks(2).run(regions.train_what_is_partly_uncompiled, case):
+        # Embedding, norm and scale are used between the blocks. The embedding's gradient would take 768 bytes.
+        assert counters["from_autograd"] == 4 and counters["peak_bucket"] < 768
+        assert error < 1e-5
+
+
+@pytest.mark.parametrize("model, aligned", [("OneGraph", True), ("OddSizes", False)])
+def test_parameters_at_any_address(ranks, model, aligned):
+    """Layers of odd sizes lie at odd addresses, and one graph serves them all."""
+    case = Case(model=model, config=REGIONAL, backend="inductor", compile_kwargs={"options": {"max_fusion_size": 63}})
+    for addresses, told in ranks(2).run(regions.alignment_told_to_inductor, case):
+        assert (len(addresses) == 1) == aligned, "the model does not show what it should"
+        assert told == ({"forward": 0, "backward": 0} if aligned else told)
+        # Norm's two, and two of each Linear, of which the backward needs fewer.
+        assert aligned or (told["forward"] == 6 and told["backward"] > 0)
+
+
 def test_without_regions_one_graph_has_all(ranks):
     for graphs, _, sent, _ in ranks(2).run(regions.graphs_and_buckets, Case(bucket=10**6)):
         assert graphs == [20] and sent == [1, 1, 1, 1]

@@ -6,6 +6,7 @@ import copy
 
 import torch
 import torch.distributed as dist
+from torch._inductor import compile_fx
 
 from deepspeed.compile import reduce_backend
 from deepspeed.compile.fx import reduce_nodes
@@ -13,6 +14,7 @@ from deepspeed.compile.gradient_partition import gradient_counters, reset_gradie
 
 from support.lifetime import Raises
 from support.models import Block, Model
+from support.parameter_gather import Around
 from support.training import (
     Case,
     average_gradients,
@@ -204,3 +206,39 @@ def attention_of_qwen3(checkpoint):
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return config.num_hidden_layers, masks, error
+
+
+def alignment_told_to_inductor(case):
+    """(16 - address % 16 of parameters, parameters of which forward and backward were told to assume nothing)."""
+    torch._dynamo.reset()
+    told, compile_inner = {"forward": 0, "backward": 0}, compile_fx.compile_fx_inner
+
+    def recording(gm, example_inputs, **kwargs):
+        offsets = [value.storage_offset() for value in example_inputs if isinstance(value, torch.Tensor)]
+        told["backward" if kwargs.get("is_backward") else "forward"] += offsets.count(1)
+        return compile_inner(gm, example_inputs, **kwargs)
+
+    compile_fx.compile_fx_inner = recording
+    try:
+        module = build(case)
+        engine = make_engine(module, case)
+        engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+        engine.step()
+        addresses = {parameter.data_ptr() % 16 for parameter in module.parameters()}
+        engine.destroy()
+    finally:
+        compile_fx.compile_fx_inner = compile_inner
+    return addresses, told
+
+
+def train_what_is_partly_uncompiled(case):
+    """(counters of the last backward, error of the parameters)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Around().to(device())
+    plain = copy.deepcopy(module)
+    engine = make_engine(module, case)
+    seen = train_beside(engine, plain, make_optimizer(plain, case), range(3))
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return seen[-1], error
