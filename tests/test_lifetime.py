@@ -3,6 +3,7 @@
 """When gradient memory exists, and that nothing keeps it longer."""
 
 import pytest
+import torch
 
 from support import lifetime
 from support.training import Case
@@ -121,6 +122,20 @@ def test_gradients_reduced_where_they_lie_are_not_overwritten(ranks, bucket, mod
     results = ranks(2).run(lifetime.train_with_a_straggler, case, 0.3)
     assert max(waited for _, waited in results) > 0.25, "no rank waited, so nothing was delayed"
     assert max(error for error, _ in results) < BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: only there the host can run ahead")
+@pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("regional", [False, True])
+@pytest.mark.parametrize("asked", [False, True], ids=["unasked", "check_grad_overflow"])
+def test_the_host_does_not_wait_before_the_optimizer(ranks, asked, regional, stage, accumulation):
+    config = {"bf16": {"check_grad_overflow": asked}, "compile": {"regional_compilation": regional}}
+    case = Case(
+        stage=stage, accumulation=accumulation, backend="inductor", dtype="bf16", clipping=0.1, config=config, steps=4
+    )
+    for waited in ranks(2).run(lifetime.synchronizations, case):
+        assert bool(waited) == asked, waited
 
 
 @pytest.mark.parametrize("stage", [1, 2])

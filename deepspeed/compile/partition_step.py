@@ -16,7 +16,6 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.utils import (
     is_invalid_grad_norm,
     is_model_parallel_parameter,
-    mask_nan_or_inf_with_val_inplace,
 )
 from deepspeed.runtime.zero.stage_1_and_2 import (
     INITIAL_MICRO_STEP_ID,
@@ -113,8 +112,7 @@ def norm(optimizer, gradients, parameters):
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
     optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
     total = total.sqrt()
-    mask_nan_or_inf_with_val_inplace(total, device=total.device)
-    return total
+    return total.masked_fill_(~total.isfinite(), -1.0)
 
 
 def _check_overflow(optimizer, norm):

@@ -6,6 +6,7 @@ import copy
 import ctypes
 import threading
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -537,3 +538,31 @@ def chunks_of_a_step(case):
         finally:
             chunked_step.CHUNK_NUMEL = default
     return sum(call[0] == 50 and call[1] > 0 for call in calls), calls.count((50, 0)), relative_error(*trained)
+
+
+def synchronizations(case):
+    """What torch says where the host waits for the device from a backward's beginning to the optimizer's step."""
+    _, engine = start(case)
+    inner, inner_step = engine.optimizer.optimizer, engine.optimizer.optimizer.step
+
+    def stepped():
+        torch.cuda.set_sync_debug_mode("default")
+        return inner_step()
+
+    inner.step = stepped
+    waited = []
+    for step in range(case.steps):
+        for micro_step in range(case.accumulation):
+            loss = engine(batch(step, micro_step, dist.get_rank(), 4))
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                # Compiling, in the first steps, waits.
+                torch.cuda.set_sync_debug_mode("warn" if step > 1 else "default")
+                engine.backward(loss)
+                engine.step()
+                torch.cuda.set_sync_debug_mode("default")
+            waited += [
+                f"{warning.filename}:{warning.lineno}" for warning in caught if "synchron" in str(warning.message)
+            ]
+    engine.destroy()
+    return waited
