@@ -562,7 +562,9 @@ def synchronizations(case):
                 engine.step()
                 torch.cuda.set_sync_debug_mode("default")
             waited += [
-                f"{warning.filename}:{warning.lineno}" for warning in caught if "synchron" in str(warning.message)
+                f"{warning.filename}:{warning.lineno}"
+                for warning in caught
+                if "called a synchronizing" in str(warning.message)
             ]
     engine.destroy()
     return waited
