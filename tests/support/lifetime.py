@@ -561,10 +561,7 @@ def synchronizations(case):
                 engine.backward(loss)
                 engine.step()
                 torch.cuda.set_sync_debug_mode("default")
-            waited += [
-                f"{warning.filename}:{warning.lineno}"
-                for warning in caught
-                if "called a synchronizing" in str(warning.message)
-            ]
+            told = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
+            waited += [f"{warning.filename}:{warning.lineno}" for warning in told]
     engine.destroy()
     return waited
