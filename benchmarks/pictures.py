@@ -16,7 +16,7 @@ from matplotlib import pyplot  # noqa: E402
 from report import describe, is_measured, unit_of  # noqa: E402
 
 GRADIENTS, REST, LINE = "#d1495b", "#c9d6df", "#30475e"
-COLOURS = ("#d1495b", "#30475e", "#edae49", "#66a182")
+COLOURS = ("#d1495b", "#30475e", "#edae49", "#66a182", "#8d6a9f", "#2e86ab")
 
 
 def draw_memory(results, rank_of, title, file):
@@ -72,13 +72,15 @@ def draw_losses(results, title, file):
         2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
     first = next(iter(results.values()))["losses"]
-    for colour, (system, result) in zip(COLOURS, results.items()):
+    for colour, (system, result) in zip(COLOURS, results.items(), strict=False):
         steps = range(1, len(result["losses"]) + 1)
-        curves.plot(steps, result["losses"], color=colour, linewidth=0.9, label=system)
+        # Curves that lie on each other are to be seen all the same: each is thinner than the one below it.
+        width = 3.0 if result["losses"] is first else 0.8
+        curves.plot(steps, result["losses"], color=colour, linewidth=width, label=system)
         if result["losses"] is not first:
             apart.plot(steps, [b - a for a, b in zip(first, result["losses"])], color=colour, linewidth=0.7)
     curves.set_ylabel("loss, mean over ranks")
-    apart.set_ylabel(f"minus\n{next(iter(results))}'s")
+    apart.set_ylabel("less the first")
     apart.axhline(0, color=LINE, linewidth=0.5)
     apart.set_xlabel("step")
     curves.legend(frameon=False)

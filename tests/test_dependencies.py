@@ -13,11 +13,13 @@ import pytest
 
 # Found by importing: "module:dotted.name".
 IMPORTABLE = """
+deepspeed.comm:broadcast deepspeed.comm:get_global_rank
 deepspeed.comm:get_rank deepspeed.comm:get_world_group
 deepspeed.compile.backend:param_manager
 deepspeed.compile.graph_param:DSGraphParamManager.params
 deepspeed.compile.passes.contract:PassContract
 deepspeed.compile.util:get_deepcompile_handle deepspeed.compile.util:get_last_uses
+deepspeed.ops.adam:FusedAdam
 deepspeed.ops.op_builder.builder:CUDAOpBuilder deepspeed.ops.op_builder.builder:OpBuilder.load
 deepspeed.runtime.base_optimizer:ZeROOptimizer.backward_prologue
 deepspeed.runtime.base_optimizer:ZeROOptimizer.backward_epilogue
@@ -36,7 +38,26 @@ deepspeed.runtime.engine:DeepSpeedEngine.wall_clock_breakdown
 deepspeed.runtime.engine:DeepSpeedEngine.autotp_size
 deepspeed.runtime.engine:DeepSpeedEngine.is_gradient_accumulation_boundary
 deepspeed.runtime.engine:DeepSpeedEngine.zero_reduce_bucket_size
+deepspeed.runtime.constants:PIPE_REPLICATED
+deepspeed.runtime.utils:all_gather_dp_groups deepspeed.runtime.utils:is_invalid_grad_norm
+deepspeed.runtime.utils:is_model_parallel_parameter
 deepspeed.runtime.zero.offload_config:OffloadDeviceEnum.none
+deepspeed.runtime.zero.stage_1_and_2:INITIAL_MICRO_STEP_ID
+deepspeed.runtime.zero.stage_1_and_2:OPTIMIZER_ALLGATHER_TIMER
+deepspeed.runtime.zero.stage_1_and_2:OPTIMIZER_GRADIENTS_TIMER
+deepspeed.runtime.zero.stage_1_and_2:OPTIMIZER_STEP_TIMER deepspeed.runtime.zero.stage_1_and_2:OPTIMIZER_TIMERS
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.check_overflow
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_grad_norm_direct
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.load_state_dict
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.offload_states
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.refresh_fp32_params
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.reload_states
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.scaled_global_norm
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.state_dict
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.update_lp_params
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._model_parallel_all_reduce
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._optimizer_step
+deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._update_scale
 deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.destroy
 deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.overlapping_partition_gradients_reduce_epilogue
 deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.setup_buckets
@@ -54,16 +75,21 @@ torch._functorch.partitioners:min_cut_rematerialization_partition
 torch._inductor:config.custom_partitioner_fn torch._inductor:config.triton.cudagraphs torch._inductor:list_mode_options
 torch._inductor:config.memory_planning
 torch._inductor.codegen.wrapper:PythonWrapperCodegen.writeline
-torch._inductor.compile_fx:compile_fx
+torch._inductor.compile_fx:compile_fx torch._inductor.compile_fx:compile_fx_inner
 torch._inductor.ir:FallbackKernel.codegen torch._inductor.ir:FallbackKernel.create
 torch._inductor.ir:ReinterpretView torch._inductor.ir:TensorBox.create
-torch._inductor.lowering:add_needs_realized_inputs torch._inductor.lowering:register_lowering
+torch._inductor.lowering:add_needs_realized_inputs torch._inductor.lowering:make_fallback
+torch._inductor.lowering:register_lowering
 torch._inductor.scheduler:SchedulerBuffer.get_aliases torch._inductor.scheduler:SchedulerBuffer.get_mutations
+torch._inductor.utils:GPU_ALIGN_BYTES
 torch._inductor.virtualized:V
 torch._inductor.custom_graph_pass:CustomPartitionerFn
 torch.fx.node:has_side_effect
+torch.nn:Module.register_load_state_dict_pre_hook torch.nn:Module.register_state_dict_pre_hook
 torch.nn:Parameter._backward_hooks torch.nn:Parameter._post_accumulate_grad_hooks
+torch.optim.optimizer:_global_optimizer_post_hooks torch.optim.optimizer:_global_optimizer_pre_hooks
 torch.torch_version:TorchVersion
+torch:_foreach_norm
 """.split()
 
 # Attributes that instances of a class set or read: "module:class", then the names.
@@ -73,7 +99,11 @@ INSTANCE_ATTRIBUTES = {
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ""
     "averaged_gradients bit16_groups bit16_groups_flat contiguous_gradients gradient_accumulation_dtype "
     "_grad_acc_hooks params_in_partition partition_gradients partition_size real_dp_process_group "
-    "round_robin_bit16_groups round_robin_bit16_offsets optimizer",
+    "round_robin_bit16_groups round_robin_bit16_offsets optimizer "
+    # Of its step, which ours takes the place of.
+    "allgather_bucket_size check_grad_overflow clip_grad compute_grad_norm dp_process_group dtype _global_grad_norm "
+    "loss_scale micro_step_id model_parallel_rank nccl_start_alignment_factor overflow parallel_partitioned_bit16_groups "
+    "single_partition_of_fp32_groups timers torch_autocast_gradscaler",
 }
 
 # What the source of a function or class must show: "module:dotted.name", then a pattern.
@@ -102,16 +132,15 @@ BEHAVIOUR = [
         "deepspeed.runtime.engine:DeepSpeedEngine._flush_coalesced_reduction_zero12",
         r"overlapping_partition_gradients_reduce_epilogue\(\)",
     ),
-    (
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._get_preflattened_grad_partition",
-        r'"flat_partition"',
-    ),
-    (
-        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._release_preflattened_grad_buffers",
-        r'"release_grad_buffers"',
-    ),
+    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.offload_states", r'"move_flat_partition"'),
+    ("torch._inductor.compile_fx:get_input_idxs_to_check", r"should_assume_input_aligned"),
     ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_grad_norm_direct", r'"_zero_padding"'),
-    ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step", r"_get_preflattened_grad_partition\("),
+    # What our step does too, in this order. Anything new in between has to be looked at.
+    (
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step",
+        r"check_overflow\([\s\S]*scaled_global_norm\([\s\S]*_update_scale\([\s\S]*zero_grad\([\s\S]*"
+        r"unscale_and_clip_grads\([\s\S]*_optimizer_step\([\s\S]*all_gather_dp_groups\(",
+    ),
 ]
 
 # What the base imports from the files that this fork replaces: module, then the names it must find there.
