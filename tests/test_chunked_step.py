@@ -10,7 +10,7 @@ import torch
 from deepspeed.compile import chunked_step
 from deepspeed.compile.chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
 
-from support.lifetime import chunks_of_a_step
+from support.lifetime import chunks_of_a_loaded_state, chunks_of_a_step
 from support.training import Case
 
 NUMEL = 50
@@ -113,3 +113,7 @@ def test_an_engine_steps_in_chunks(ranks):
         assert whole == 1, "the first step makes the optimizer's state"
         assert chunks > 10
         assert error == 0
+
+
+def test_a_loaded_state_is_stepped_in_chunks(ranks):
+    assert ranks(2).run(chunks_of_a_loaded_state, Case(dtype="bf16")) == [0, 0]

@@ -102,8 +102,8 @@ INSTANCE_ATTRIBUTES = {
     "round_robin_bit16_groups round_robin_bit16_offsets optimizer "
     # Of its step, which ours takes the place of.
     "allgather_bucket_size check_grad_overflow clip_grad compute_grad_norm dp_process_group dtype _global_grad_norm "
-    "loss_scale micro_step_id model_parallel_rank nccl_start_alignment_factor overflow parallel_partitioned_bit16_groups "
-    "single_partition_of_fp32_groups timers torch_autocast_gradscaler",
+    "loss_scale micro_step_id model_parallel_rank nccl_start_alignment_factor overflow "
+    "parallel_partitioned_bit16_groups single_partition_of_fp32_groups timers torch_autocast_gradscaler",
 }
 
 # What the source of a function or class must show: "module:dotted.name", then a pattern.

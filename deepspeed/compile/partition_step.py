@@ -62,6 +62,8 @@ def _step_group(optimizer, group, factor):
     if views.flat_partition is None and not scaler and may_step_in_chunks(optimizer.optimizer, master):
         with _timed(optimizer, OPTIMIZER_STEP_TIMER):
             step_in_chunks(optimizer.optimizer, group, MasterGradient(views, factor, master.data))
+            # As _optimizer_step() does: a state that was loaded is first stepped here.
+            optimizer._lazy_init_hp_params_optimizer_state()
     else:
         with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
             master.grad = _whole_gradient(views, factor, master)

@@ -4,6 +4,7 @@
 
 import copy
 import ctypes
+import tempfile
 import threading
 import time
 import warnings
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from deepspeed.compile import chunked_step
 from deepspeed.compile.gradient_partition import StepLocalGradients, gradient_counters, reset_gradient_counters
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
 from support.models import Model
 from support.training import (
@@ -565,3 +566,35 @@ def synchronizations(case):
             waited += [f"{warning.filename}:{warning.lineno}" for warning in told]
     engine.destroy()
     return waited
+
+
+def chunks_of_a_loaded_state(case):
+    """Trains 2 steps, saves, and trains 2 more, there and in a new engine that loads; the largest difference."""
+    default, chunked_step.CHUNK_NUMEL = chunked_step.CHUNK_NUMEL, 50
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    seen = []
+    try:
+        for loads in (False, True):
+            module, engine = start(case)
+            if loads:
+                engine.load_checkpoint(folder[0], tag="two")
+            for step in range(2 if loads else 0, 4):
+                if step == 2 and not loads:
+                    engine.save_checkpoint(folder[0], tag="two")
+                backward(engine, step)
+                engine.step()
+            seen.append(
+                [
+                    read(parameter).clone()
+                    for parameter in module.parameters()
+                    for read in (
+                        safe_get_full_fp32_param,
+                        lambda parameter: safe_get_full_optimizer_state(parameter, "momentum_buffer"),
+                    )
+                ]
+            )
+            engine.destroy()
+    finally:
+        chunked_step.CHUNK_NUMEL = default
+    return relative_error(*seen)
