@@ -102,6 +102,13 @@ def test_what_must_be_stepped_whole():
     # A class that nobody has looked at may use the whole parameter, for example its norm.
     assert not may_step_in_chunks(stepped(Own), parameter)
     assert not may_step_in_chunks(stepped(torch.optim.Adafactor), parameter)
+    counted = stepped(torch.optim.AdamW)
+    counted.step = lambda step=counted.step: step()
+    assert not may_step_in_chunks(counted, parameter)
+    # As a checkpoint from before there was momentum has it.
+    without = stepped(torch.optim.SGD)
+    without.state[parameter]["momentum_buffer"] = None
+    assert not may_step_in_chunks(without, parameter)
     hooked = stepped(torch.optim.AdamW)
     hooked.register_step_post_hook(lambda *_: None)
     assert not may_step_in_chunks(hooked, parameter)

@@ -124,6 +124,12 @@ def test_gradients_reduced_where_they_lie_are_not_overwritten(ranks, bucket, mod
     assert max(error for error, _ in results) < BOUND
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_parameters_that_were_given_other_memory(ranks, stage):
+    for error in ranks(2).run(lifetime.swap_parameters, Case(stage=stage)):
+        assert error < BOUND
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: only there the host can run ahead")
 @pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 2), (2, 2)])

@@ -67,9 +67,9 @@ def test_each_block_waits_for_its_own(ranks):
     for pending, after_step, copied_in_peace, hooks in ranks(2).run(
         parameter_gather.order_of_waits, Case(config=OVERLAPPED)
     ):
-        # 0: what the body itself uses; 1 to 3: its blocks; 4: what comes behind.
-        assert after_step == [0, 1, 2, 3, 4]
-        assert pending == [[2, 3, 4], [3, 4], [4], []]
+        # 0: what no block holds; 1 to 3: the blocks.
+        assert after_step == [0, 1, 2, 3]
+        assert pending == [[2, 3], [3], [], []]
         assert copied_in_peace, "copying a module waited for its parameters"
         assert hooks == 0, "an engine that was destroyed left hooks"
 
@@ -80,6 +80,11 @@ def test_hooks_can_be_pickled():
     pickle.loads(pickle.dumps(module)).state_dict()
     with pytest.raises(ZeroDivisionError):
         module.state_dict()
+
+
+def test_a_script_module_among_the_others(ranks):
+    for error in ranks(2).run(parameter_gather.train_with_a_script_module, Case(config=OVERLAPPED)):
+        assert error < BOUND
 
 
 def test_needs_regions():

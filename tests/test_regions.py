@@ -74,11 +74,19 @@ def test_gradients_of_uncompiled_code_are_not_copied(ranks):
         assert error < 1e-5
 
 
+def test_a_hook_keeps_its_gradient(ranks):
+    # With a bucket of one element, none is copied into a bucket with others.
+    case = Case(config=REGIONAL, bucket=1)
+    for of_hook, error in ranks(2).run(regions.hook_that_keeps_its_gradient, case):
+        assert of_hook < 1e-5 and error < 1e-5
+
+
+@pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("model, aligned", [("OneGraph", True), ("OddSizes", False)])
-def test_parameters_at_any_address(ranks, model, aligned):
+def test_parameters_at_any_address(ranks, model, aligned, hooked):
     """Layers of odd sizes lie at odd addresses, and one graph serves them all."""
     case = Case(model=model, config=REGIONAL, backend="inductor")
-    for addresses, told in ranks(2).run(regions.alignment_told_to_inductor, case):
+    for addresses, told in ranks(2).run(regions.alignment_told_to_inductor, case, hooked):
         assert (len(addresses) == 1) == aligned, "the model does not show what it should"
         if aligned:
             assert told == {"forward": 0, "backward": 0}

@@ -116,14 +116,21 @@ void Reducer::index_parameters()
 {
     // The optimizer gives parameters new memory when states are offloaded and reloaded, and autograd a
     // new accumulation node when that changed the device. Both are pointer comparisons when nothing did.
+    const auto has_moved = [](const ParameterRecord& record) {
+        return record.parameter.numel() > 0 && record.parameter.const_data_ptr() != record.storage_key;
+    };
+    // All that moved are forgotten first: one may lie now where another has lain.
+    for (auto& record : records_) {
+        if (!has_moved(record) || !record.storage_key) { continue; }
+        remove_registration(record.storage_key, this);
+        record.storage_key = nullptr;
+    }
     for (size_t index = 0; index < records_.size(); ++index) {
         auto& record = records_[index];
         if (record.parameter.numel() == 0) { continue; }
-        const void* data = record.parameter.const_data_ptr();
-        if (data != record.storage_key) {
-            if (record.storage_key) { remove_registration(record.storage_key, this); }
-            add_registration(data, shared_from_this(), index);
-            record.storage_key = data;
+        if (has_moved(record)) {
+            record.storage_key = record.parameter.const_data_ptr();
+            add_registration(record.storage_key, shared_from_this(), index);
         }
         watch_accumulation(index);
     }
@@ -161,8 +168,9 @@ void Reducer::on_accumulated(size_t index, const torch::autograd::variable_list&
     // this hook, which is then a second name of the same memory, and nobody else's.
     const bool kept_for_hook = inputs.size() == 1 && inputs[0].defined() && inputs[0].use_count() == 1 &&
                                inputs[0].layout() == at::kStrided && gradient.is_alias_of(inputs[0]);
-    const bool sole_user =
-        gradient.layout() == at::kStrided && gradient.storage().use_count() == (kept_for_hook ? 2 : 1);
+    // A hook of the user's may hold the gradient that it has seen.
+    const bool sole_user = gradient.layout() == at::kStrided && gradient.use_count() == 1 &&
+                           gradient.storage().use_count() == (kept_for_hook ? 2 : 1);
     reduce(index, gradient, Route::autograd, sole_user);
 }
 
@@ -198,6 +206,7 @@ void Reducer::order_after_last_use()
         c10::Event used(device.type());
         used.record(*last_stream_);
         used.block(stream);
+        several_streams_ = true;
     }
     last_stream_ = stream;
 }
@@ -513,6 +522,13 @@ void Reducer::finish_backward(bool synchronize)
     if (synchronize) {
         // A parameter that got no gradient is still stepped, on zeros.
         bind_rest();
+    }
+    if (several_streams_) {
+        // The optimizer reads targets on this stream, and may drop them before it is done.
+        for (const auto& group : groups_) {
+            for (const auto& [offset, target] : group.targets) { target.record_stream(*last_stream_); }
+        }
+        several_streams_ = false;
     }
     // A gradient that arrives between two backwards stays here until the next one.
     synchronize_ = false;

@@ -247,6 +247,7 @@ private:
     std::optional<Bucket> in_flight_;
     bool synchronize_ = false;
     std::optional<c10::Stream> last_stream_;
+    bool several_streams_ = false;
 
     ByteCount bound_, pending_, bucket_, unreduced_;
     int64_t from_graphs_ = 0;

@@ -64,10 +64,19 @@ def may_step_in_chunks(optimizer, parameter):
     """Whether stepping ``parameter`` in chunks is the same as stepping it whole, and nobody would see it."""
     return (
         type(optimizer) in _ELEMENTWISE
-        # The first step makes the state.
-        and bool(optimizer.state.get(parameter))
+        and _is_complete(optimizer.state.get(parameter), parameter)
+        # Replaced, it may count its calls. A learning rate's schedule replaces it to see whether there was one.
+        and ("step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched"))
         and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+    )
+
+
+def _is_complete(state, parameter):
+    # The first step makes the state, and a later one what has been asked for since.
+    return bool(state) and all(
+        value is not None and (not torch.is_tensor(value) or value.numel() == 1 or value.shape == parameter.shape)
+        for value in state.values()
     )
 
 
@@ -96,7 +105,11 @@ def step_in_chunks(optimizer, index, gradient):
             optimizer.param_groups = groups
             of_chunk = optimizer.state.pop(chunk)
     # Counts of steps: every chunk has counted this one.
-    state.update((name, value) for name, value in of_chunk.items() if not _is_per_element(state.get(name), whole))
+    for name, value in state.items():
+        if torch.is_tensor(value) and not _is_per_element(value, whole):
+            value.copy_(of_chunk[name])
+        elif not torch.is_tensor(value):
+            state[name] = of_chunk[name]
     groups[index].update((name, value) for name, value in group.items() if name != "params")
 
 

@@ -5,7 +5,7 @@
 import functools
 
 from . import regions
-from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs
+from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs, registered_parameters
 from .parameter_gather import Waiting
 from .reduce_backend import make_backend
 from .zero_options import acts_around_forward, check_options, overlaps_communication
@@ -36,13 +36,14 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
     attach(engine.optimizer, engine, reducer)
     if acts_around_forward(engine):
         _act_around_forward(engine)
+    registered = registered_parameters(engine.optimizer)
     reducible = parameters_reduced_by_graphs(engine.optimizer)
     if not compile_config.regional_compilation:
-        return make_backend(backend, reducible, debug_log=compile_config.debug_log)
+        return make_backend(backend, reducible, registered, compile_config.debug_log)
     blocks = regions.find_blocks(engine.module, compile_config.regional_compilation)
     reducible = regions.reducible_in_all(blocks, reducible)
     waiting = _overlap_gather(engine, blocks) if compile_config.overlap_param_gather else None
-    graphs = make_backend(backend, reducible, compile_config.debug_log, by_regions=True, waiting=waiting)
+    graphs = make_backend(backend, reducible, registered, compile_config.debug_log, by_regions=True, waiting=waiting)
     changed = regions.compile_regions(engine.module, blocks, graphs, compile_kwargs, waiting)
     engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
     return graphs
@@ -50,9 +51,12 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
 
 def _overlap_gather(engine, blocks):
     waiting = Waiting(engine.optimizer, engine.module, blocks)
-    # Whatever the forward was, parameters can be read behind it.
-    hook = engine.register_forward_hook(lambda *_: waiting.leave())
-    engine.optimizer.when_destroyed(hook.remove)
+    # Whatever the forward does: what it may read by itself is there before it, and all is behind it.
+    for hook in (
+        engine.register_forward_pre_hook(lambda *_: waiting.begin(), prepend=True),
+        engine.register_forward_hook(lambda *_: waiting.leave()),
+    ):
+        engine.optimizer.when_destroyed(hook.remove)
     return waiting
 
 

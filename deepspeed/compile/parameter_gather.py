@@ -18,8 +18,6 @@ from torch.nn import Module, Parameter
 import deepspeed.comm as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 
-from . import regions
-
 
 def wait_for_parameters(engine) -> None:
     """Makes every parameter of an engine current: whatever the current stream reads from now on has its new value.
@@ -124,9 +122,8 @@ def _runs(optimizer, parameters):
     return runs
 
 
-def _flat_parameters(optimizer):
-    return [parameter for layout in optimizer.round_robin_bit16_groups for parameter in layout]
-
+# The unit of what no block holds, or more than one does.
+OUTSIDE = 0
 
 # Where the forward waits ----------------------------------------------------------------------------------------
 
@@ -134,9 +131,9 @@ def _flat_parameters(optimizer):
 class Waiting:
     """Has a model wait for parameters that are on their way wherever it uses them.
 
-    A block waits for its own parameters, and what calls the blocks for its other ones. Modules around these wait when
-    they are called, or in compiled code the graphs that use them; all is there when the blocks are through. Reading
-    and loading state dicts waits for everything.
+    What no block holds is sent first, and the engine's forward waits for it before it begins; a block waits for its
+    own parameters. All is there when the blocks are through, and when a state dict is read or loaded. Where the module
+    is called without its engine, other modules wait when they are called and graphs when they are run.
 
     Args:
         optimizer: a ZeRO-1/2 optimizer.
@@ -145,28 +142,29 @@ class Waiting:
     """
 
     def __init__(self, optimizer, module: Module, blocks: List[Module]):
-        owners = regions.owners_of(module, blocks)
-        units = _units(module, blocks, owners)
-        of_units = {id(parameter) for unit in units for parameter in unit}
-        # An optimizer may have parameters that no module holds.
-        units[0] += [parameter for parameter in _flat_parameters(optimizer) if id(parameter) not in of_units]
-        self._gather = OverlappedGather(optimizer, units)
-        self._units_of_module = {id(block): sorted(self._gather.units_of(block.parameters())) for block in blocks}
-        self._units_of_module.update((id(owner), [0]) for owner in owners)
+        self._gather = OverlappedGather(optimizer, _units(optimizer, module, blocks))
+        self._units_of_block = {id(block): sorted(self._gather.units_of(block.parameters())) for block in blocks}
         self._hooks = []
+        optimizer.when_destroyed(self._remove_hooks)
+        outside = {id(each) for each in _modules_outside(module, blocks)}
         for each in module.modules():
+            if isinstance(each, torch.jit.ScriptModule):
+                # It takes no hooks; those of the modules and of the engine around it are called too.
+                continue
             self._hooks.append(each.register_state_dict_pre_hook(_Hook(self.leave)))
             self._hooks.append(each.register_load_state_dict_pre_hook(_Hook(self.leave)))
-        for each in _modules_outside(module, blocks):
-            units = sorted(self._gather.units_of(each.parameters(recurse=False)))
-            if units:
-                self._hooks.append(each.register_forward_pre_hook(_Hook(lambda units=units: self._gather.wait(units))))
+            if id(each) in outside and self._gather.units_of(each.parameters(recurse=False)):
+                # Before other hooks, which may compute with parameters, as that of weight_norm() does.
+                self._hooks.append(each.register_forward_pre_hook(_Hook(self.begin), prepend=True))
         optimizer._gather = self._gather
-        optimizer.when_destroyed(self._remove_hooks)
+
+    def begin(self) -> None:
+        """Called before a forward: waits for what no block holds."""
+        self._gather.wait([OUTSIDE])
 
     def enter(self, module: Module) -> None:
         """Called before the forward of a block, or of what calls the blocks."""
-        self._gather.wait(self._units_of_module[id(module)])
+        self._gather.wait(self._units_of_block.get(id(module), [OUTSIDE]))
 
     def leave(self) -> None:
         """Called behind the forward of what calls the blocks."""
@@ -203,29 +201,20 @@ def _modules_outside(module, blocks):
     return [each for each in module.modules() if id(each) not in inside]
 
 
-def _outside(module, blocks):
-    """Lists the parameters of ``module`` that are held by a module outside of the blocks."""
-    return [parameter for each in _modules_outside(module, blocks) for parameter in each.parameters(recurse=False)]
-
-
-def _units(module, blocks, owners):
-    """Lists the units in forward order: what may be needed before the blocks or between them, each block, the rest."""
-    outside = {id(parameter): parameter for parameter in _outside(module, blocks)}
+def _units(optimizer, module, blocks):
+    """Lists the units in the order in which they are sent: what no block has for itself, then each block's own."""
+    outside = {
+        id(parameter) for each in _modules_outside(module, blocks) for parameter in each.parameters(recurse=False)
+    }
     holders = defaultdict(set)
     for index, block in enumerate(blocks):
         for parameter in block.parameters():
             holders[id(parameter)].add(index)
-    in_blocks = [[] for _ in blocks]
-    early, late = [], []
-    needed_between = {id(parameter) for owner in owners for parameter in _outside(owner, blocks)}
-    block_seen = False
-    for parameter in module.parameters():
-        held_by = holders[id(parameter)]
-        if id(parameter) not in outside and len(held_by) == 1:
-            in_blocks[next(iter(held_by))].append(parameter)
-            block_seen = True
-        elif block_seen and id(parameter) not in needed_between and not held_by:
-            late.append(parameter)
-        else:
-            early.append(parameter)
-    return [early, *in_blocks, late]
+    units = [[] for _ in range(1 + len(blocks))]
+    # Also those that only the optimizer knows.
+    for layout in optimizer.round_robin_bit16_groups:
+        for parameter in layout:
+            held_by = holders[id(parameter)]
+            alone = len(held_by) == 1 and id(parameter) not in outside
+            units[1 + next(iter(held_by)) if alone else OUTSIDE].append(parameter)
+    return units

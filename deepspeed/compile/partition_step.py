@@ -52,7 +52,18 @@ def run(optimizer):
         _step_group(optimizer, group, factor)
     with _timed(optimizer, OPTIMIZER_ALLGATHER_TIMER):
         optimizer._gather.start()
+    for group in range(len(optimizer.bit16_groups)):
+        if not _lies_in_flat(optimizer, group):
+            # Somebody has given a parameter other memory, for example to swap averaged weights in and out.
+            optimizer._update_model_bit16_weights(group)
     optimizer.timers.log(OPTIMIZER_TIMERS)
+
+
+def _lies_in_flat(optimizer, group):
+    flat = optimizer.bit16_groups_flat[group]
+    first, size = flat.data_ptr(), flat.element_size()
+    layout = zip(optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group])
+    return all(parameter.data_ptr() == first + size * offset for parameter, offset in layout if parameter.numel())
 
 
 def _step_group(optimizer, group, factor):

@@ -68,25 +68,25 @@ class CompilationLimit:
 class ReduceGradPartitioner(CustomPartitionerFn):
     """Inserts the reductions, then splits the joint graph as torch would."""
 
-    def __init__(self, is_parameter, graph_id, release_reduce_buckets, debug_log, aligned):
+    def __init__(self, is_parameter, graph_id, release_reduce_buckets, debug_log, lies_anywhere):
         self.is_parameter = tuple(is_parameter)
         self.graph_id = graph_id
         self.release_reduce_buckets = release_reduce_buckets
         self.debug_log = debug_log
-        self.aligned = aligned
-        self.parameter_names = frozenset()
+        self.lies_anywhere = tuple(lies_anywhere)
+        self.names_lying_anywhere = frozenset()
 
     def uuid(self):
         # Everything that shapes the generated code: torch's caches must not give us what another version wrote.
         modules = (fx, native, reduce_lowering, zero_1_and_2_compile, sys.modules[__name__])
         sources = [inspect.getsource(module) for module in modules]
         schema = torch.ops.deepcompile.reduce_grad.default._schema
-        key = (sources, str(schema), self.is_parameter, self.graph_id, self.release_reduce_buckets, self.aligned)
+        key = (sources, str(schema), self.is_parameter, self.graph_id, self.release_reduce_buckets, self.lies_anywhere)
         return hashlib.sha256(repr(key).encode()).digest()
 
     def __call__(self, gm, joint_inputs, **kwargs):
-        primals = gm.graph.find_nodes(op="placeholder")[: len(self.is_parameter)]
-        self.parameter_names = {node.name for node, flag in zip(primals, self.is_parameter) if flag}
+        primals = gm.graph.find_nodes(op="placeholder")
+        self.names_lying_anywhere = {node.name for node, flag in zip(primals, self.lies_anywhere) if flag}
         insert_reductions(gm, self.is_parameter)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
@@ -97,12 +97,13 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         return forward, backward
 
 
-def make_backend(backend, parameters, debug_log=False, by_regions=False, waiting=None):
+def make_backend(backend, parameters, registered, debug_log=False, by_regions=False, waiting=None):
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
 
     Args:
         backend: "inductor", or "eager" to run the traced graphs without generating code.
-        parameters: registered parameters, the same on every rank; all outlive the backend's graphs.
+        parameters: those of ``registered`` that graphs may reduce, the same on every rank.
+        registered: all that lie in the optimizer's flat tensors. They outlive the backend's graphs.
         debug_log: whether to log each pair of graphs.
         by_regions: whether graphs serve several layers. Then none of them ends with a flush.
         waiting: None, or a ``Waiting`` for parameters that may be on their way.
@@ -110,9 +111,9 @@ def make_backend(backend, parameters, debug_log=False, by_regions=False, waiting
     The backend takes the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
     """
     reduce_lowering.register()
-    parameters = list(parameters)
     reducible = {id(parameter) for parameter in parameters}
-    aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in parameters)
+    aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
+    anywhere = frozenset() if aligned else {id(parameter) for parameter in registered}
     order = GraphOrder()
     count_compilations = CompilationLimit() if by_regions else None
 
@@ -122,11 +123,12 @@ def make_backend(backend, parameters, debug_log=False, by_regions=False, waiting
         reduces = torch.is_grad_enabled() and any(
             flag and value.requires_grad for flag, value in zip(is_parameter, example_inputs)
         )
+        lies_anywhere = [id(value) in anywhere for value in example_inputs]
         graph_id = order.add(torch._guards.CompileContext.current_compile_id().frame_id, reduces)
         release = not by_regions and should_release_reduce_buckets(order.as_list(), graph_id)
         if count_compilations and reduces:
             count_compilations(graph_id)
-        partitioner = ReduceGradPartitioner(is_parameter, graph_id, release, debug_log, aligned)
+        partitioner = ReduceGradPartitioner(is_parameter, graph_id, release, debug_log, lies_anywhere)
         if backend == "eager":
             compiled = _run_as_traced(gm, example_inputs, partitioner)
         else:
@@ -160,8 +162,10 @@ def _generate_code(gm, example_inputs, partitioner, mode, options):
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(list_mode_options(mode) if mode else {}), **(options or {}), "custom_partitioner_fn": partitioner}
-    inner = {} if partitioner.aligned else {"inner_compile": functools.partial(_compile_for_any_address, partitioner)}
-    return compile_fx(gm, example_inputs, config_patches=patches, **inner)
+    if not any(partitioner.lies_anywhere):
+        return compile_fx(gm, example_inputs, config_patches=patches)
+    inner_compile = functools.partial(_compile_for_any_address, partitioner)
+    return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
 
 
 def _compile_for_any_address(partitioner, gm, example_inputs, **kwargs):
@@ -174,7 +178,7 @@ def _compile_for_any_address(partitioner, gm, example_inputs, **kwargs):
 
     placeholders = gm.graph.find_nodes(op="placeholder")
     inputs = [
-        _at_any_address(value) if node.name in partitioner.parameter_names else value
+        _at_any_address(value) if node.name in partitioner.names_lying_anywhere else value
         for node, value in zip(placeholders, example_inputs, strict=True)
     ]
     return compile_fx_inner(gm, inputs, **kwargs)

@@ -523,14 +523,19 @@ def hook_on_one_rank(case):
 
 
 def chunks_of_a_step(case):
-    """(calls of the optimizer's step in steps 1 and 2, in step 0, error beside an engine that steps whole)."""
+    """(pieces of the fp32 gradient in steps 1 and 2, in step 0, error beside an engine that steps whole)."""
     trained, calls, default = [], [], chunked_step.CHUNK_NUMEL
+    take = chunked_step.MasterGradient.take
+
+    def taken(self, first, last):
+        calls.append((numel, step))
+        return take(self, first, last)
+
+    chunked_step.MasterGradient.take = taken
     for numel in (50, default):
         chunked_step.CHUNK_NUMEL = numel
         try:
             module, engine = start(case)
-            inner, inner_step = engine.optimizer.optimizer, engine.optimizer.optimizer.step
-            inner.step = lambda: (calls.append((numel, step)), inner_step())[1]  # noqa: B023
             for step in range(3):
                 backward(engine, step)
                 engine.step()
@@ -538,7 +543,23 @@ def chunks_of_a_step(case):
             engine.destroy()
         finally:
             chunked_step.CHUNK_NUMEL = default
+    chunked_step.MasterGradient.take = take
     return sum(call[0] == 50 and call[1] > 0 for call in calls), calls.count((50, 0)), relative_error(*trained)
+
+
+def swap_parameters(case):
+    """Gives parameters other memory between steps, as code that averages weights does; the error of the training."""
+    module, engine = start(case)
+    plain = build(case)
+    optimizer = make_optimizer(plain, case)
+    for step in range(3):
+        step_beside(engine, plain, optimizer, step)
+        for parameter in module.parameters():
+            parameter.data = parameter.data.clone()
+    step_beside(engine, plain, optimizer, 3)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error
 
 
 def synchronizations(case):

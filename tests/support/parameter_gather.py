@@ -71,7 +71,28 @@ class TiedAround(Around):
         self.body.blocks[1].norm.weight = self.body.norm.weight
 
 
-MODELS = {"Around": Around, "EagerAround": EagerAround, "TiedAround": TiedAround, "Owner": Model}
+class ReadsBefore(Around):
+    """Uncompiled code reads a parameter in front of the body, without calling its module."""
+
+    @torch.compiler.disable
+    def forward(self, ids):
+        return super().forward(ids) + self.head.weight.square().mean()
+
+
+class Hooked(Around):
+    """A hook of a module computes with parameters before the module is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.before = nn.utils.weight_norm(nn.Linear(VOCABULARY, 4))
+
+    @torch.compiler.disable
+    def forward(self, ids):
+        return super().forward(ids) + self.before(F.one_hot(ids, VOCABULARY).float()).square().mean()
+
+
+CASES = (Around, EagerAround, TiedAround, ReadsBefore, Hooked)
+MODELS = {**{model.__name__: model for model in CASES}, "Owner": Model}
 DELAY = 0.25
 
 
@@ -104,9 +125,11 @@ def one_rank_late(delay):
 
 def _make(case, model):
     torch._dynamo.reset()
-    torch.manual_seed(0)
-    module = MODELS[model]().to(device())
-    plain = copy.deepcopy(module)
+    built = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        built.append(MODELS[model]().to(device()))
+    module, plain = built
     return module, plain, make_engine(module, case), make_optimizer(plain, case)
 
 
@@ -266,3 +289,24 @@ def order_of_waits(case):
     ]
     hooks = sum(isinstance(hook, parameter_gather._Hook) for hook in hooks)
     return pending, after_step, left == after_step, hooks
+
+
+def train_with_a_script_module(case):
+    """Error of the parameters of a model that has a module which takes no hooks."""
+    torch._dynamo.reset()
+    built = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        module = EagerAround()
+        module.head = torch.jit.script(module.head)
+        built.append(module.to(device()))
+    module, plain = built
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    for step in range(2):
+        engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
+        engine.step()
+        _step_plain(plain, optimizer, step)
+    module.state_dict()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error

@@ -208,7 +208,28 @@ def attention_of_qwen3(checkpoint):
     return config.num_hidden_layers, masks, error
 
 
-def alignment_told_to_inductor(case):
+def hook_that_keeps_its_gradient(case):
+    """Error of what a hook on the embedding's gradient keeps, and of the parameters."""
+    torch._dynamo.reset()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    kept = []
+    module.embedding.weight.register_post_accumulate_grad_hook(lambda parameter: kept.append(parameter.grad))
+    engine = make_engine(module, case)
+    ids = batch(0, 0, dist.get_rank(), 4)
+    engine.backward(engine(ids))
+    plain(ids).backward()
+    of_hook = relative_error(kept, [plain.embedding.weight.grad])
+    engine.step()
+    optimizer = make_optimizer(plain, case)
+    average_gradients(plain)
+    optimizer.step()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return of_hook, error
+
+
+def alignment_told_to_inductor(case, hooked=False):
     """(16 - address % 16 of parameters, parameters of which forward and backward were told to assume nothing)."""
     torch._dynamo.reset()
     told, compile_inner = {"forward": 0, "backward": 0}, compile_fx.compile_fx_inner
@@ -221,6 +242,9 @@ def alignment_told_to_inductor(case):
     compile_fx.compile_fx_inner = recording
     try:
         module = build(case)
+        if hooked:
+            # In no block can a graph reduce it then, but it lies where it lay.
+            module.blocks[1].up.weight.register_hook(lambda gradient: None)
         engine = make_engine(module, case)
         # What comes from a cache is not compiled.
         with config.patch(force_disable_caches=True):
