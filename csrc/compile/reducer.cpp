@@ -407,7 +407,7 @@ void Reducer::drain()
         for (const auto& entry : segment.entries) {
             if (entry.piece.owner != group.rank()) { continue; }
             // A packed segment holds other gradients too, and one that straddles partitions other ranks' elements.
-            const bool alone = !segment.owned && entry.piece.numel == segment.memory.numel();
+            const bool alone = entry.piece.numel == segment.memory.numel();
             bind(group, entry.piece.target_offset, segment.memory.narrow(0, entry.offset, entry.piece.numel), alone);
         }
     }

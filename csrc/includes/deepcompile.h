@@ -12,8 +12,8 @@ a range of that run and may straddle several partitions.
   2. Reduced.           Reducer::reduce() takes a gradient the moment the backward has produced it. It is
                         cut into pieces at partition boundaries and waits in a bucket; full buckets are
                         sent, each piece to the rank that owns it and to no other.
-  3. Bound.             A piece that has arrived at its owner becomes a target: a view of the owner's
-                        partition. It lies where the gradient was reduced, if that memory holds nothing else,
+  3. Bound.             A piece that has arrived at its owner becomes a target: the averaged gradient of a
+                        range of the owner's partition. It lies where the gradient was reduced, if that memory holds nothing else,
                         or in memory of its own, so that a rank holds what has arrived and no more. Where the
                         optimizer can use the flat partition as it is, the first piece has it allocated,
                         zeroed, and targets lie in it. What arrives later for the same elements is added.
@@ -21,7 +21,7 @@ a range of that run and may straddle several partitions.
                         back; called by the graph that reduces last. Reducer::finish_backward() guarantees
                         the same whatever ran, and is called after every backward. Elements that got no
                         gradient are bound to zeros.
-  5. Handed over.       Reducer::targets() gives the views of the partition to the optimizer.
+  5. Handed over.       Reducer::targets() gives the targets to the optimizer.
   6. Released.          Reducer::release() forgets them, after which nothing here holds gradient storage.
 
 ZeRO-1 reduces in the backward at the accumulation boundary only. Until then a gradient stays on its
@@ -74,7 +74,7 @@ std::string shape_of(const at::Tensor& tensor);
 /// Cuts the flat range [offset, offset + numel) at multiples of `partition_numel`.
 std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel);
 
-/// Views of a partition by their offset in it, in elements; each flat, contiguous and of the target dtype.
+/// Averaged gradients by their offset in a partition, in elements; each flat, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;
 
 /// The ranks that share a parameter group, and this rank's gradient targets in it.
@@ -133,7 +133,7 @@ private:
 
 /// Contiguous memory holding gradients, or parts of them, that are on their way to their owners.
 struct Segment {
-    at::Tensor memory;  ///< flat; a packed run of small gradients, or one large gradient itself
+    at::Tensor memory;  ///< flat; a packed run of small gradients, a copy of a large one, or that itself
     int64_t group;
     bool owned;  ///< allocated here (counts as bucket) rather than a gradient's own memory
     int64_t used = 0;

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How parameters get their new values after a ZeRO-1/2 step, of which each rank has computed a partition.
 
-:class:`AllGather` is done when the step is. :class:`OverlappedGather` (``compile.overlap_param_gather``) sends
-parameters in the order in which the next forward uses them, and that waits for each block's only when it comes to it.
+:class:`AllGather` is done when the step is. :class:`OverlappedGather` (``compile.overlap_param_gather``) sends what no
+block has for itself first, then block after block, and the next forward waits for a block's when it comes to it.
 Reads that it does not see, such as ``parameter.clone()`` between a step and the next forward, must be preceded by
 :func:`wait_for_parameters`.
 """
@@ -56,8 +56,8 @@ class OverlappedGather:
 
     Args:
         optimizer: a ZeRO-1/2 optimizer.
-        units: parameters that are waited for together, in the order in which the forward uses them. A unit is sent as
-            few contiguous runs, each by the rank that owns it. Of a parameter in no unit nothing is sent.
+        units: parameters that are waited for together, in the order in which they are sent; each of the optimizer's is
+            in one. A unit is sent as few contiguous runs, each by the rank that owns it.
     """
 
     def __init__(self, optimizer, units: List[List[Parameter]]):
@@ -83,7 +83,7 @@ class OverlappedGather:
             ]
 
     def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:
-        """Returns the numbers of the units in which these are; parameters that are not sent are in none."""
+        """Returns the numbers of the units in which these are; frozen parameters are in none."""
         return {self._unit_of[id(parameter)] for parameter in parameters if id(parameter) in self._unit_of}
 
     def wait(self, units: Iterable[int]) -> None:
@@ -153,7 +153,8 @@ class Waiting:
                 continue
             self._hooks.append(each.register_state_dict_pre_hook(_Hook(self.leave)))
             self._hooks.append(each.register_load_state_dict_pre_hook(_Hook(self.leave)))
-            if id(each) in outside and self._gather.units_of(each.parameters(recurse=False)):
+            own = self._gather.units_of(each.parameters(recurse=False))
+            if id(each) in outside and (own or each is module):
                 # Before other hooks, which may compute with parameters, as that of weight_norm() does.
                 self._hooks.append(each.register_forward_pre_hook(_Hook(self.begin), prepend=True))
         optimizer._gather = self._gather

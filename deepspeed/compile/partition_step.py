@@ -135,7 +135,7 @@ def _check_overflow(optimizer, norm):
         if optimizer.check_grad_overflow:
             optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
         return None
-    # The host waits for the device here, and only where it has been asked to look.
+    # The host waits for the device here: where it has been asked to look and, as in DeepSpeed's step, except in bf16.
     asked = optimizer.check_grad_overflow or optimizer.dtype != torch.bfloat16
     if not asked or not is_invalid_grad_norm(norm):
         return norm

@@ -143,7 +143,7 @@ def compile_regions(module: Module, blocks: List[Module], backend, compile_kwarg
         blocks: what :func:`find_blocks` returned.
         backend: of ``torch.compile``.
         compile_kwargs: further arguments of ``torch.compile``.
-        waiting: None, or a ``Waiting`` that is told before and behind these forwards.
+        waiting: None, or a ``Waiting`` that is told before all these forwards, and behind those of what calls blocks.
 
     Returns:
         The modules that were changed, for :func:`restore`.

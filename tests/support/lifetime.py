@@ -571,6 +571,8 @@ def synchronizations(case):
         torch.cuda.set_sync_debug_mode("default")
         return inner_step()
 
+    # As a learning rate's schedule marks what it puts there: the partition is stepped in chunks all the same.
+    stepped._wrapped_by_lr_sched = True
     inner.step = stepped
     waited = []
     for step in range(case.steps):

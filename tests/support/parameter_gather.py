@@ -259,7 +259,7 @@ def read_after_a_step(case, how):
 
 
 def order_of_waits(case):
-    """Names of what is still on its way when each block begins, for blocks in order, and when the forward is done."""
+    """Numbers of the units on their way when each block begins and when the forward is done; what becomes of hooks."""
     module, _, engine, _ = _make(case, "Around")
     gather, pending = engine.optimizer._gather, []
     enter = parameter_gather.Waiting.enter
