@@ -75,7 +75,7 @@ def may_step_in_chunks(optimizer, parameter):
 def _is_complete(state, parameter):
     # The first step makes the state, and a later one what has been asked for since.
     return bool(state) and all(
-        value is not None and (not torch.is_tensor(value) or value.numel() == 1 or value.shape == parameter.shape)
+        _is_per_element(value, parameter) or (value.numel() == 1 if torch.is_tensor(value) else value is not None)
         for value in state.values()
     )
 

@@ -21,6 +21,7 @@ import torch
 import deepspeed.comm as dist
 
 from . import partition_step
+from .flat_layout import flat_layout, registered_parameters
 from .native import reducer_module
 from .parameter_gather import AllGather
 
@@ -89,11 +90,11 @@ class PartitionViews(list):
         So memory is free again as soon as the caller drops one.
         """
         targets = self._targets
-        self.release_grad_buffers()
+        self.release()
         while targets:
             yield targets.popitem()
 
-    def release_grad_buffers(self):
+    def release(self):
         """Drops the gradients here and in the reducer. May be called more than once."""
         self.clear()
         self.flat_partition = None
@@ -220,7 +221,7 @@ class StepLocalGradients:
         """Drops every gradient that this rank holds, reduced or not."""
         for group, views in list(self.averaged_gradients.items()):
             if isinstance(views, PartitionViews):
-                views.release_grad_buffers()
+                views.release()
             self.averaged_gradients[group] = None
         self._reducer.release_all()
 
@@ -290,18 +291,6 @@ def detach(optimizer):
         delattr(optimizer, name)
 
 
-def _flat_layout(optimizer, group):
-    """Yields (parameter, offset in elements) of a parameter group's flat tensor, in its order."""
-    return zip(optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group])
-
-
-def registered_parameters(optimizer):
-    """Lists the parameters of every group in the order in which a reducer numbers them."""
-    return [
-        parameter for group in range(len(optimizer.bit16_groups)) for parameter, _ in _flat_layout(optimizer, group)
-    ]
-
-
 def parameters_reduced_by_graphs(optimizer):
     """Lists the parameters whose gradients compiled graphs may reduce: those without a hook on any rank.
 
@@ -325,7 +314,7 @@ def partition_view_specs(optimizer, group):
     start = dist.get_rank(group=optimizer.real_dp_process_group[group]) * partition_numel
     in_partition = {id(parameter) for parameter in optimizer.params_in_partition[group]}
     specs, filled = [], 0
-    for parameter, offset in _flat_layout(optimizer, group):
+    for parameter, offset in flat_layout(optimizer, group):
         if id(parameter) not in in_partition:
             continue
         first = max(offset - start, 0)
@@ -363,7 +352,7 @@ def make_reducer(engine, *, overlap, synchronize_before, synchronize_after):
             # The step needs a copy in the dtype of the master weights. Where that is the targets' own, they are it.
             optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
         )
-        for parameter, offset in _flat_layout(optimizer, group):
+        for parameter, offset in flat_layout(optimizer, group):
             reducer.register_parameter(
                 group, engine.param_names[parameter], parameter, optimizer.get_param_comm_dtype(parameter), offset
             )

@@ -5,7 +5,8 @@
 import functools
 
 from . import regions
-from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs, registered_parameters
+from .flat_layout import registered_parameters
+from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs
 from .parameter_gather import Waiting
 from .reduce_backend import make_backend
 from .zero_options import acts_around_forward, check_options, overlaps_communication

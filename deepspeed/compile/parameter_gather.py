@@ -18,6 +18,8 @@ from torch.nn import Module, Parameter
 import deepspeed.comm as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 
+from .flat_layout import flat_layout, registered_parameters
+
 
 def wait_for_parameters(engine) -> None:
     """Makes every parameter of an engine current: whatever the current stream reads from now on has its new value.
@@ -102,10 +104,9 @@ def _runs(optimizer, parameters):
     """Lists (group, first element, element behind the last, owner's rank) of what these cover of the flat tensors."""
     wanted = {id(parameter) for parameter in parameters}
     runs = []
-    for group, layout in enumerate(optimizer.round_robin_bit16_groups):
-        numel = int(optimizer.partition_size[group])
-        adjacent = False
-        for parameter, offset in zip(layout, optimizer.round_robin_bit16_offsets[group]):
+    for group, size in enumerate(optimizer.partition_size):
+        numel, adjacent = int(size), False
+        for parameter, offset in flat_layout(optimizer, group):
             if id(parameter) not in wanted or parameter.numel() == 0:
                 adjacent = adjacent and parameter.numel() == 0
                 continue
@@ -213,9 +214,8 @@ def _units(optimizer, module, blocks):
             holders[id(parameter)].add(index)
     units = [[] for _ in range(1 + len(blocks))]
     # Also those that only the optimizer knows.
-    for layout in optimizer.round_robin_bit16_groups:
-        for parameter in layout:
-            held_by = holders[id(parameter)]
-            alone = len(held_by) == 1 and id(parameter) not in outside
-            units[1 + next(iter(held_by)) if alone else OUTSIDE].append(parameter)
+    for parameter in registered_parameters(optimizer):
+        held_by = holders[id(parameter)]
+        alone = len(held_by) == 1 and id(parameter) not in outside
+        units[1 + next(iter(held_by)) if alone else OUTSIDE].append(parameter)
     return units

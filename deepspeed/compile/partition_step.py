@@ -13,10 +13,7 @@ import torch
 
 import deepspeed.comm as dist
 from deepspeed.runtime.constants import PIPE_REPLICATED
-from deepspeed.runtime.utils import (
-    is_invalid_grad_norm,
-    is_model_parallel_parameter,
-)
+from deepspeed.runtime.utils import is_invalid_grad_norm, is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import (
     INITIAL_MICRO_STEP_ID,
     OPTIMIZER_ALLGATHER_TIMER,
@@ -26,6 +23,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 
 from .chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
+from .flat_layout import flat_layout
 
 
 def run(optimizer):
@@ -62,8 +60,8 @@ def run(optimizer):
 def _lies_in_flat(optimizer, group):
     flat = optimizer.bit16_groups_flat[group]
     first, size = flat.data_ptr(), flat.element_size()
-    layout = zip(optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group])
-    return all(parameter.data_ptr() == first + size * offset for parameter, offset in layout if parameter.numel())
+    layout = ((parameter, offset) for parameter, offset in flat_layout(optimizer, group) if parameter.numel())
+    return all(parameter.data_ptr() == first + size * offset for parameter, offset in layout)
 
 
 def _step_group(optimizer, group, factor):
@@ -90,7 +88,7 @@ def _whole_gradient(views, factor, master):
     flat = views.flat_partition
     if flat is None:
         return MasterGradient(views, factor, master.data).take(0, master.numel())
-    views.release_grad_buffers()
+    views.release()
     return flat if factor is None else flat.mul_(factor)
 
 

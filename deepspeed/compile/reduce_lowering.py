@@ -53,5 +53,5 @@ def register():
     add_needs_realized_inputs(operator)
     register_lowering(operator, type_promotion_kind=None)(lower_reduce_grad)
     # Inductor would call it as it stands, but torch 2.11 first writes a message with all of its operands, each with
-    # what it was made of. Reductions follow each other, so that takes minutes for a model of many layers.
+    # what it was made of. Reductions follow each other, so with many layers that takes longer than all the rest.
     make_fallback(torch.ops.deepcompile.end_backward.default)

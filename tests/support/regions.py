@@ -42,6 +42,15 @@ def train_beside(engine, plain, optimizer, steps):
     return seen
 
 
+def train_and_destroy(module, plain, case, steps):
+    """Makes an engine of ``module`` and trains both; returns what the backwards counted and the parameters' error."""
+    engine = make_engine(module, case)
+    seen = train_beside(engine, plain, make_optimizer(plain, case), range(steps))
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return seen, error
+
+
 def graphs_and_buckets(case):
     """(reductions of each backward graph, counters of a backward, buckets sent by each, error of the parameters)."""
     torch._dynamo.reset()
@@ -55,12 +64,9 @@ def graphs_and_buckets(case):
     plain = copy.deepcopy(module)
     reduce_backend.finish_backward_graph = recording
     try:
-        engine = make_engine(module, case)
-        seen = train_beside(engine, plain, make_optimizer(plain, case), range(4))
+        seen, error = train_and_destroy(module, plain, case, 4)
     finally:
         reduce_backend.finish_backward_graph = finish
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
     return graphs, seen[-1], [counters["buckets_sent"] for counters in seen], error
 
 
@@ -103,10 +109,7 @@ def hook_on_second_layer(case):
     plain = copy.deepcopy(module)
     calls = []
     module.blocks[1].up.weight.register_hook(lambda gradient: calls.append(gradient.shape))
-    engine = make_engine(module, case)
-    seen = train_beside(engine, plain, make_optimizer(plain, case), range(2))
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
+    seen, error = train_and_destroy(module, plain, case, 2)
     return len(calls), seen[-1], error
 
 
@@ -262,9 +265,5 @@ def train_what_is_partly_uncompiled(case):
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = Around().to(device())
-    plain = copy.deepcopy(module)
-    engine = make_engine(module, case)
-    seen = train_beside(engine, plain, make_optimizer(plain, case), range(3))
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
+    seen, error = train_and_destroy(module, copy.deepcopy(module), case, 3)
     return seen[-1], error
