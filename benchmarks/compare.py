@@ -26,13 +26,13 @@ CASES = {
     "checkpoint": ["--checkpoint"],
     "accumulation": ["--accumulation", "4"],
 }
-FORK, REGIONAL, BASE, ZERO, FSDP2 = "fork", "fork by regions", "base", "fork without DeepCompile", "FSDP2"
-OVERLAPPED = "fork by regions, gather overlapped"
+FORK, OVERLAPPED, ONE_GRAPH = "fork", "fork, gather overlapped", "fork as one graph"
+BASE, ZERO, FSDP2 = "base", "fork without DeepCompile", "FSDP2"
 # What each is to train.py.
 SYSTEMS = {
     FORK: ["--system", "deepcompile"],
-    REGIONAL: ["--system", "deepcompile", "--regional"],
-    OVERLAPPED: ["--system", "deepcompile", "--regional", "--overlap-gather"],
+    OVERLAPPED: ["--system", "deepcompile", "--overlap-gather"],
+    ONE_GRAPH: ["--system", "deepcompile", "--one-graph"],
     BASE: ["--system", "deepcompile"],
     ZERO: ["--system", "zero"],
     FSDP2: ["--system", "fsdp2"],
@@ -60,7 +60,7 @@ def parse_arguments():
     options = parser.parse_args(arguments)
     if options.base and not (Path(options.base) / "deepspeed").is_dir():
         parser.error(f"--base {options.base} has no deepspeed in it; pip install --no-deps --target puts one there")
-    ours = {"--system", "--regional", "--overlap-gather", "--json", "--trace"}
+    ours = {"--system", "--one-graph", "--overlap-gather", "--json", "--trace"}
     chosen = {argument.partition("=")[0] for argument in rest} & ours
     if chosen:
         parser.error(f"{sorted(chosen)[0]} is chosen for each system here; use --systems, or train.py alone")

@@ -40,7 +40,7 @@ class DeepSpeed:
                 "compile": {
                     "deepcompile": run.system == "deepcompile",
                     # The base does not know these.
-                    **({"regional_compilation": True} if run.regional else {}),
+                    **({"regional_compilation": False} if run.one_graph else {}),
                     **({"overlap_param_gather": True} if run.overlap_gather else {}),
                 },
                 "zero_allow_untested_optimizer": True,

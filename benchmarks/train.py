@@ -39,7 +39,7 @@ class Run:
     accumulation: int = 1
     stage: int = 1
     checkpoint: bool = False
-    regional: bool = False
+    one_graph: bool = False
     overlap_gather: bool = False
     adam: str = "foreach"
     backend: str = "inductor"
@@ -61,8 +61,10 @@ def parse_arguments():
     parser.add_argument("--accumulation", type=int, help="micro-batches in a step")
     parser.add_argument("--stage", type=int, choices=(1, 2), help="of ZeRO; 2: FSDP2 too reduces always")
     parser.add_argument("--checkpoint", action="store_true", default=None, help="activations of every layer")
-    parser.add_argument("--regional", action="store_true", default=None, help="DeepCompile's regional_compilation")
-    parser.add_argument("--overlap-gather", action="store_true", default=None, help="its overlap_param_gather too")
+    parser.add_argument("--one-graph", action="store_true", default=None, help="DeepCompile without regions")
+    parser.add_argument(
+        "--overlap-gather", action="store_true", default=None, help="DeepCompile's overlap_param_gather"
+    )
     parser.add_argument("--adam", choices=("foreach", "fused"), help="which implementation of torch's AdamW")
     parser.add_argument("--backend", choices=("inductor", "eager"), help="eager: graphs, but no generated code")
     parser.add_argument("--bucket", type=int, help="ZeRO's reduce_bucket_size, elements; FSDP2 sends blocks")
@@ -82,10 +84,10 @@ def parse_arguments():
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not 1 <= run.warm < run.steps:
         parser.error("--warm must be at least 1 and less than --steps, so that a step is left to be timed")
-    if run.regional and run.system != "deepcompile":
-        parser.error("--regional goes with --system deepcompile; fsdp2 always compiles by block, and zero not at all")
-    if run.overlap_gather and not run.regional:
-        parser.error("--overlap-gather goes with --regional")
+    if (run.one_graph or run.overlap_gather) and run.system != "deepcompile":
+        parser.error("--one-graph and --overlap-gather go with --system deepcompile")
+    if run.one_graph and run.overlap_gather:
+        parser.error("--overlap-gather needs the graphs of blocks; leave --one-graph out")
     if "RANK" not in os.environ:
         parser.error("start this with DeepSpeed's launcher: deepspeed benchmarks/train.py")
     return (run, *files)

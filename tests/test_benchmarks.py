@@ -87,7 +87,7 @@ def test_timeline_follows_memory_that_is_freed_unseen(timeline):
 def test_systems_train_alike(tmp_path):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
     pytest.importorskip("matplotlib", reason="its pictures need matplotlib: requirements/benchmarks.txt")
-    systems = ["fork", "fork by regions", "base", "FSDP2"]
+    systems = ["fork", "fork as one graph", "base", "FSDP2"]
     options = ["--systems", *systems, "--cases", "accumulation", "--limit", "200", "--out", str(tmp_path)]
     finished = compare(*options, "--", "--backend", "eager", "--layers", "2", "--steps", "3", "--warm", "1")
     assert finished.returncode == 0, finished.stdout
@@ -95,7 +95,7 @@ def test_systems_train_alike(tmp_path):
     assert results["base"] == {"why": "--base was not given", "failed": False}
     fork = results["fork"]
     assert len(fork["losses"]) == 3
-    for other in ("fork by regions", "FSDP2"):
+    for other in ("fork as one graph", "FSDP2"):
         assert fork["losses"] == pytest.approx(results[other]["losses"], rel=1e-5)
     bucket, whole = 4 * fork["run"]["bucket"], 4 * fork["parameters"]
     for rank in fork["ranks"]:

@@ -88,5 +88,5 @@ def test_a_script_module_among_the_others(ranks):
 
 
 def test_needs_regions():
-    with pytest.raises(ValueError, match="overlap_param_gather needs blocks .* compile.regional_compilation too"):
-        CompileConfig(deepcompile=True, overlap_param_gather=True)
+    with pytest.raises(ValueError, match="overlap_param_gather needs blocks .* compile.regional_compilation to true"):
+        CompileConfig(deepcompile=True, overlap_param_gather=True, regional_compilation=False)

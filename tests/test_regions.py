@@ -10,7 +10,7 @@ import torch
 from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Sequential
 
 from support import regions
-from support.models import CASES, Block, BreakingBlock, EagerBlock, Model
+from support.models import CASES, Block, BlocksWithin, BreakingBlock, EagerBlock, Model
 from support.training import Case, train_beside_plain_loop
 
 REGIONAL = {"compile": {"regional_compilation": True}}
@@ -95,6 +95,14 @@ def test_parameters_at_any_address(ranks, model, aligned, hooked):
             assert told["forward"] == 6 and told["backward"] > 0
 
 
+def test_blocks_within_the_model_are_regions_by_default(ranks):
+    for graphs, counters, _, error in ranks(2).run(regions.graphs_and_buckets, Case(model="BlocksWithin")):
+        # All blocks' graph, and that of the head and the loss, around the uncompiled body.
+        assert graphs == [6, 1]
+        assert (counters["from_graphs"], counters["from_autograd"]) == (19, 1)
+        assert error < 1e-5
+
+
 def test_without_regions_one_graph_has_all(ranks):
     for graphs, _, sent, _ in ranks(2).run(regions.graphs_and_buckets, Case(bucket=10**6)):
         assert graphs == [20] and sent == [1, 1, 1, 1]
@@ -115,10 +123,15 @@ def test_a_hook_on_one_layer(ranks):
         assert error < 1e-5
 
 
+def test_layers_that_differ_are_compiled_each(ranks):
+    # More of them than torch compiles of one frame.
+    assert max(ranks(2).run(regions.layers_that_differ, 8)) < 1e-5
+
+
 def test_layers_that_are_too_different(ranks):
-    for messages in ranks(2).run(regions.layers_that_differ):
-        assert messages[0] == ""
-        assert "compiled one frame 8 times" in messages[1] and "use_cache=True" in messages[1]
+    for message in ranks(2).run(regions.layers_that_differ, 1):
+        assert "compiled one frame of the model's blocks 1 times" in message
+        assert "raise torch._dynamo.config.recompile_limit" in message
 
 
 def test_destroy_and_copies(ranks):
@@ -283,18 +296,85 @@ def test_no_blocks(find_blocks, wanted, sentence):
         find_blocks(Lonely(), wanted)
 
 
+def chosen(module, wanted=None, **compile_kwargs):
+    from deepspeed.compile.regions import choose_blocks
+
+    return choose_blocks(module, wanted, compile_kwargs)
+
+
+def test_blocks_that_are_chosen_by_default():
+    model = BlocksWithin()
+    assert chosen(model) == (list(model.body.blocks), "")
+    # An embedding is no reason against.
+    model.body.embedding = Embedding(10**5, 8)
+    assert chosen(model) == (list(model.body.blocks), "")
+    assert chosen(model, True) == (list(model.body.blocks), "")
+    assert chosen(model, ["Body"]) == ([model.body], "")
+
+
+def around_is_larger(model):
+    model.body.side = Linear(100, 100)
+
+
+def unlike(model):
+    model.body.blocks[1] = Block(16)
+
+
+def no_blocks(model):
+    model.body.blocks = ModuleList([Block(8)])
+
+
+def compiled_already(model):
+    model.body.blocks[0].compile()
+
+
+@pytest.mark.parametrize(
+    "change, why",
+    [
+        (around_is_larger, "blocks are the smaller part of ['Body']"),
+        (unlike, "parameters of ['Block'] are not alike"),
+        (no_blocks, "found no blocks that repeat in BlocksWithin"),
+        (compiled_already, "its compile() was called already"),
+    ],
+)
+def test_what_is_compiled_as_a_whole_by_default(change, why):
+    model = BlocksWithin()
+    change(model)
+    blocks, reason = chosen(model)
+    assert blocks == [] and why in reason
+
+
+def test_more_that_is_compiled_as_a_whole():
+    assert chosen(Model()) == ([], "Model calls its blocks itself, so all around them would run uncompiled")
+    assert chosen(BlocksWithin(), fullgraph=True) == ([], "compile_kwargs['fullgraph'] asks for one graph")
+    assert chosen(BlocksWithin(), False) == ([], "compile.regional_compilation is false")
+
+
+@pytest.mark.parametrize("wanted", [None, False, True])
+def test_blocks_of_another_engine(wanted):
+    from deepspeed.compile.regions import compile_regions, restore
+
+    model = BlocksWithin()
+    changed = compile_regions(model, chosen(model)[0], "eager", {})
+    with pytest.raises(ValueError, match="is compiled for another engine already; destroy that one first"):
+        chosen(model, wanted)
+    restore(changed)
+    assert chosen(model, True)[0]
+
+
 def test_belongs_to_zero_1_and_2():
     from deepspeed.compile.config import CompileConfig
     from deepspeed.compile.native import DeepCompileHandle
 
-    for options, sentence in (
-        ({}, "belongs to DeepCompile; set compile.deepcompile to true"),
-        ({"deepcompile": True, "regional_compilation": []}, "names no classes"),
-        ({"deepcompile": True, "passes": ["autosp"]}, "not with compile.passes="),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            CompileConfig(**{"regional_compilation": True, **options})
-    config = CompileConfig(deepcompile=True, regional_compilation=["Block"])
-    # What the engine calls for ZeRO-3.
-    with pytest.raises(ValueError, match="goes with ZeRO-1 and ZeRO-2 only"):
-        DeepCompileHandle().init(None, config, 10)
+    for option, value in (("regional_compilation", True), ("overlap_param_gather", True)):
+        for others, sentence in (
+            ({}, f"compile.{option} belongs to DeepCompile; set compile.deepcompile to true"),
+            ({"deepcompile": True, "passes": ["autosp"]}, f"compile.{option} goes with ZeRO-1 and ZeRO-2 only"),
+        ):
+            with pytest.raises(ValueError, match=sentence):
+                CompileConfig(**{option: value, **others})
+        # What the engine calls for ZeRO-3.
+        with pytest.raises(ValueError, match=f"compile.{option} goes with ZeRO-1 and ZeRO-2 only"):
+            DeepCompileHandle().init(None, CompileConfig(deepcompile=True, **{option: value}), 10)
+    with pytest.raises(ValueError, match="names no classes"):
+        CompileConfig(deepcompile=True, regional_compilation=[])

@@ -26,14 +26,15 @@ class CompileConfig(DeepSpeedConfigModel):
 
     # ZeRO-1 and ZeRO-2
 
-    regional_compilation: Union[bool, List[str]] = False
+    regional_compilation: Union[bool, List[str], None] = None
     """Whether each repeated block of the model becomes a graph of its own, compiled once for all its layers. A list
-    names the blocks by their classes instead of finding them."""
+    names the blocks by their classes instead of finding them. By default so where blocks are found that are alike and
+    most of the model, and where a module inside of the model calls them, as in those of transformers."""
 
     overlap_param_gather: bool = False
     """Off by default, because code that reads a parameter between a step and the next forward must first call
     ``deepspeed.compile.parameter_gather.wait_for_parameters(engine)``. Whether the next forward begins while updated
-    parameters are still being gathered, each block waiting for its own. Needs ``regional_compilation``."""
+    parameters are still being gathered, each block waiting for its own. Needs regional compilation."""
 
     # ZeRO-1, ZeRO-2 and ZeRO-3
 
@@ -84,25 +85,22 @@ class CompileConfig(DeepSpeedConfigModel):
     """The same for all inputs."""
 
     @model_validator(mode="after")
-    def _overlapped_gather_needs_regions(self):
-        if self.overlap_param_gather and not self.regional_compilation:
-            raise ValueError(
-                "compile.overlap_param_gather needs blocks that wait for their parameters; set "
-                "compile.regional_compilation too, or leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _regions_belong_to_zero_1_and_2(self):
         if self.regional_compilation == []:
             raise ValueError("compile.regional_compilation names no classes; name some, or set it to true or false")
-        if self.regional_compilation and not self.deepcompile:
+        for name in ("regional_compilation", "overlap_param_gather"):
+            if getattr(self, name) and not self.deepcompile:
+                raise ValueError(
+                    f"compile.{name} belongs to DeepCompile; set compile.deepcompile to true or leave it out"
+                )
+            if getattr(self, name) and set(self.passes or ()) - {"z1"}:
+                raise ValueError(
+                    f"compile.{name} goes with ZeRO-1 and ZeRO-2 only, not with compile.passes={self.passes}; leave "
+                    "one of them out"
+                )
+        if self.overlap_param_gather and self.regional_compilation is False:
             raise ValueError(
-                "compile.regional_compilation belongs to DeepCompile; set compile.deepcompile to true or leave it out"
-            )
-        if self.regional_compilation and set(self.passes or ()) - {"z1"}:
-            raise ValueError(
-                "compile.regional_compilation goes with ZeRO-1 and ZeRO-2 only, not with "
-                f"compile.passes={self.passes}; leave one of them out"
+                "compile.overlap_param_gather needs blocks that wait for their parameters; set "
+                "compile.regional_compilation to true, or leave one of them out"
             )
         return self

@@ -4,11 +4,13 @@
 
 import functools
 
+from deepspeed.utils import logger
+
 from . import regions
 from .flat_layout import registered_parameters
 from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs
 from .parameter_gather import Waiting
-from .reduce_backend import make_backend
+from .reduce_backend import CompilationLimit, make_backend
 from .zero_options import acts_around_forward, check_options, overlaps_communication
 
 
@@ -39,13 +41,17 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
         _act_around_forward(engine)
     registered = registered_parameters(engine.optimizer)
     reducible = parameters_reduced_by_graphs(engine.optimizer)
-    if not compile_config.regional_compilation:
+    blocks, why = regions.choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs)
+    if not blocks:
+        logger.info(f"DeepCompile compiles the model as a whole, because {why}")
         return make_backend(backend, reducible, registered, compile_config.debug_log)
-    blocks = regions.find_blocks(engine.module, compile_config.regional_compilation)
+    names = sorted({type(block).__name__ for block in blocks})
+    logger.info(f"DeepCompile makes one graph for all {len(blocks)} blocks of each class of {names}")
     reducible = regions.reducible_in_all(blocks, reducible)
     waiting = _overlap_gather(engine, blocks) if compile_config.overlap_param_gather else None
-    graphs = make_backend(backend, reducible, registered, compile_config.debug_log, by_regions=True, waiting=waiting)
-    changed = regions.compile_regions(engine.module, blocks, graphs, compile_kwargs, waiting)
+    limit = CompilationLimit(len(blocks))
+    graphs = make_backend(backend, reducible, registered, compile_config.debug_log, limit, waiting)
+    changed = regions.compile_regions(engine.module, blocks, graphs, compile_kwargs, waiting, limit)
     engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
     return graphs
 

@@ -42,10 +42,9 @@ class DeepCompileHandle:
 
     def init(self, process_group, compile_config, reduce_bucket_size):
         """Called by the engine when ZeRO-3 is compiled."""
-        if compile_config.regional_compilation:
-            raise ValueError(
-                "compile.regional_compilation goes with ZeRO-1 and ZeRO-2 only; leave it out or choose one of these"
-            )
+        for name in ("regional_compilation", "overlap_param_gather"):
+            if getattr(compile_config, name):
+                raise ValueError(f"compile.{name} goes with ZeRO-1 and ZeRO-2 only; leave it out or use one of these")
         # Not found here, so that this asks for the native module of ZeRO-3.
         self.__getattr__("init")(process_group, compile_config, reduce_bucket_size)
 

@@ -15,7 +15,7 @@ from torch._inductor.utils import GPU_ALIGN_BYTES
 
 from deepspeed.utils import logger
 
-from . import fx, native, reduce_lowering
+from . import fx, loss_graph, native, reduce_lowering
 from .fx import should_release_reduce_buckets
 from .passes import zero_1_and_2_compile
 from .passes.zero_1_and_2_compile import finish_backward_graph, give_gradients_away, insert_reductions
@@ -44,24 +44,42 @@ class GraphOrder:
 
 
 class CompilationLimit:
-    """Raises before Dynamo reaches its limit of compilations of one frame.
+    """Gives layers that differ from one another room to be compiled each, and raises where that is not enough.
 
-    Beyond the limit Dynamo leaves a frame uncompiled, whichever layer it is then called for. On another rank that may
-    be another layer, and ranks would no longer reduce in one order.
+    All layers of a class share torch's limit of compilations of one frame. Beyond it Dynamo leaves the frame
+    uncompiled, whichever layer it is then called for. On another rank that may be another layer, and ranks would no
+    longer reduce in one order.
+
+    Args:
+        blocks: how many share a frame at most.
+
+    Attributes:
+        is_near: whether a frame was compiled so often that blocks should run under :meth:`raised_for_blocks`.
     """
 
-    def __init__(self):
+    def __init__(self, blocks: int):
+        self._blocks = blocks
         self._counts: Dict[int, int] = {}
+        self.is_near = False
 
-    def __call__(self, graph_id: int) -> None:
-        """Counts a compilation of a frame."""
+    def raised_for_blocks(self):
+        """A context with torch's limit for each block. It takes microseconds, so not every model gets it."""
+        config = torch._dynamo.config
+        limit = config.recompile_limit * self._blocks
+        return config.patch(
+            recompile_limit=limit, accumulated_recompile_limit=max(limit, config.accumulated_recompile_limit)
+        )
+
+    def __call__(self, frame: int) -> None:
+        """Counts a compilation of a frame for training."""
         limit = torch._dynamo.config.recompile_limit
-        self._counts[graph_id] = self._counts.get(graph_id, 0) + 1
-        if self._counts[graph_id] >= limit:
+        self._counts[frame] = self._counts.get(frame, 0) + 1
+        self.is_near = self.is_near or 2 * self._counts[frame] >= limit
+        if self._counts[frame] >= limit:
             raise RuntimeError(
-                f"compile.regional_compilation compiled one frame {limit} times, which is torch._dynamo.config."
-                "recompile_limit: its layers, or its inputs, differ each time, for example because the model keeps a "
-                "cache of keys and values (use_cache=True); make them alike, raise the limit, or set it to false"
+                f"DeepCompile compiled one frame of the model's blocks {limit} times, because the blocks or their "
+                "inputs differ each time; make them alike, raise torch._dynamo.config.recompile_limit, or set "
+                "compile.regional_compilation to false"
             )
 
 
@@ -97,7 +115,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         return forward, backward
 
 
-def make_backend(backend, parameters, registered, debug_log=False, by_regions=False, waiting=None):
+def make_backend(backend, parameters, registered, debug_log=False, limit=None, waiting=None):
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
 
     Args:
@@ -105,7 +123,7 @@ def make_backend(backend, parameters, registered, debug_log=False, by_regions=Fa
         parameters: those of ``registered`` that graphs may reduce, the same on every rank.
         registered: all that lie in the optimizer's flat tensors. They outlive the backend's graphs.
         debug_log: whether to log each pair of graphs.
-        by_regions: whether graphs serve several layers. Then none of them ends with a flush.
+        limit: the CompilationLimit of graphs that serve several layers, of which none ends with a flush; or None.
         waiting: None, or a ``Waiting`` for parameters that may be on their way.
 
     The backend takes the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
@@ -115,24 +133,36 @@ def make_backend(backend, parameters, registered, debug_log=False, by_regions=Fa
     aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
     anywhere = frozenset() if aligned else {id(parameter) for parameter in registered}
     order = GraphOrder()
-    count_compilations = CompilationLimit() if by_regions else None
 
     def compile_frame(gm, example_inputs, mode=None, options=None):
-        is_parameter = [id(value) in reducible for value in example_inputs]
         # Decided by the inputs alone, so that every rank decides alike whether or not it finds the graph in a cache.
+        is_parameter = [id(value) in reducible for value in example_inputs]
         reduces = torch.is_grad_enabled() and any(
             flag and value.requires_grad for flag, value in zip(is_parameter, example_inputs)
         )
-        lies_anywhere = [id(value) in anywhere for value in example_inputs]
         graph_id = order.add(torch._guards.CompileContext.current_compile_id().frame_id, reduces)
-        release = not by_regions and should_release_reduce_buckets(order.as_list(), graph_id)
-        if count_compilations and reduces:
-            count_compilations(graph_id)
-        partitioner = ReduceGradPartitioner(is_parameter, graph_id, release, debug_log, lies_anywhere)
-        if backend == "eager":
-            compiled = _run_as_traced(gm, example_inputs, partitioner)
+        release = limit is None and should_release_reduce_buckets(order.as_list(), graph_id)
+        if limit is not None and torch.is_grad_enabled():
+            limit(graph_id)
+
+        def compile_graph(graph_module, inputs):
+            is_parameter = [id(value) in reducible for value in inputs]
+            lies_anywhere = [id(value) in anywhere for value in inputs]
+            partitioner = ReduceGradPartitioner(is_parameter, graph_id, release, debug_log, lies_anywhere)
+            if backend == "eager":
+                return _run_as_traced(graph_module, inputs, partitioner)
+            return _generate_code(graph_module, inputs, partitioner, mode, options)
+
+        split = loss_graph.split_loss(gm, is_parameter) if reduces else None
+        if split is None:
+            compiled = compile_graph(gm, example_inputs)
         else:
-            compiled = _generate_code(gm, example_inputs, partitioner, mode, options)
+            inputs = loss_graph.inputs_of_head(split, example_inputs)
+            loss_graph.replace(split, loss_graph.HEAD, lambda head: compile_graph(head, inputs))
+            if backend != "eager":
+                compile_loss = functools.partial(loss_graph.compile_loss, backend=backend, mode=mode, options=options)
+                loss_graph.replace(split, loss_graph.LOSS, compile_loss)
+            compiled = split.forward
         before = waiting and waiting.before_graph(example_inputs)
         return _preceded(compiled, before) if before else compiled
 

@@ -9,13 +9,73 @@ blocks runs uncompiled, and what lies further out is compiled as ever.
 import copyreg
 import inspect
 from collections import defaultdict
-from typing import Iterable, List
+from typing import Iterable, List, Tuple
 
 import torch
-from torch.nn import Module, ModuleDict, ModuleList, Parameter, Sequential
+from torch.nn import Embedding, Module, ModuleDict, ModuleList, Parameter, Sequential
 
 # They hold modules and are no part of a model's depth themselves.
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
+
+
+def choose_blocks(module: Module, wanted, compile_kwargs) -> Tuple[List[Module], str]:
+    """Decides which blocks become graphs of their own.
+
+    Args:
+        module: the model.
+        wanted: the option ``compile.regional_compilation``. None for the blocks that :func:`find_blocks` finds, if
+            they are alike, and are called by a module inside of the model of which they are most. What is around that
+            one, usually head and loss, is still compiled.
+        compile_kwargs: further arguments of ``torch.compile``.
+
+    Returns:
+        The blocks, and if there are none the reason why the model is compiled as a whole.
+
+    Raises:
+        ValueError: as :func:`find_blocks`, if they were asked for; and if another engine has compiled the model's.
+    """
+    for each in module.modules():
+        if hasattr(type(each), "class_before_regions"):
+            raise ValueError(
+                f"{type(each).__name__} is compiled for another engine already; destroy that one first, or give this "
+                "one a model of its own"
+            )
+    if wanted is False:
+        return [], "compile.regional_compilation is false"
+    if wanted is not None:
+        return find_blocks(module, wanted), ""
+    if compile_kwargs.get("fullgraph"):
+        return [], "compile_kwargs['fullgraph'] asks for one graph"
+    try:
+        blocks = find_blocks(module, True)
+    except ValueError as error:
+        return [], str(error)
+    why = _reason_for_whole(module, blocks)
+    return ([], why) if why else (blocks, "")
+
+
+def _reason_for_whole(module, blocks):
+    owners = owners_of(module, blocks)
+    if module in owners:
+        return f"{type(module).__name__} calls its blocks itself, so all around them would run uncompiled"
+    kinds = defaultdict(set)
+    for block in blocks:
+        kinds[type(block)].add(tuple((name, each.shape, each.dtype) for name, each in block.named_parameters()))
+    differing = sorted(kind.__name__ for kind, alike in kinds.items() if len(alike) > 1)
+    if differing:
+        return f"parameters of {differing} are not alike"
+    inside = {parameter: parameter.numel() for block in blocks for parameter in block.parameters()}
+    around = {
+        parameter: parameter.numel()
+        for each in {part for owner in owners for part in owner.modules()}
+        # The rows of an embedding are looked up, so there is nothing to gain from compiling that.
+        if not isinstance(each, Embedding)
+        for parameter in each.parameters(recurse=False)
+        if parameter not in inside
+    }
+    if sum(around.values()) > sum(inside.values()):
+        return f"blocks are the smaller part of {sorted({type(owner).__name__ for owner in owners})}"
+    return None
 
 
 def find_blocks(module: Module, wanted) -> List[Module]:
@@ -132,7 +192,9 @@ def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> L
     return [parameter for parameter in parameters if id(parameter) not in left_out]
 
 
-def compile_regions(module: Module, blocks: List[Module], backend, compile_kwargs, waiting=None) -> List[Module]:
+def compile_regions(
+    module: Module, blocks: List[Module], backend, compile_kwargs, waiting=None, limit=None
+) -> List[Module]:
     """Has each block's forward compiled, one graph for all blocks of a class; what calls the blocks stays eager.
 
     Modules get a class of their own, as FSDP2 does with those that it shards; copies of them have the class they had
@@ -144,6 +206,7 @@ def compile_regions(module: Module, blocks: List[Module], backend, compile_kwarg
         backend: of ``torch.compile``.
         compile_kwargs: further arguments of ``torch.compile``.
         waiting: None, or a ``Waiting`` that is told before all these forwards, and behind those of what calls blocks.
+        limit: None, or the ``CompilationLimit`` of ``backend``.
 
     Returns:
         The modules that were changed, for :func:`restore`.
@@ -157,7 +220,7 @@ def compile_regions(module: Module, blocks: List[Module], backend, compile_kwarg
     for plain in {type(block): None for block in blocks}:
         classes[plain] = _subclass(
             plain,
-            forward=_compiled(plain.forward, backend, compile_kwargs, waiting),
+            forward=_compiled(plain.forward, backend, compile_kwargs, waiting, limit),
             # For code other than the owner's.
             __call__=torch.compiler.disable(plain.__call__),
         )
@@ -182,7 +245,7 @@ def _uncompiled(forward, waiting):
     return torch.compiler.disable(method)
 
 
-def _compiled(forward, backend, compile_kwargs, waiting):
+def _compiled(forward, backend, compile_kwargs, waiting, limit):
     # torch.compile takes entries out of the options that it is given.
     options = compile_kwargs.get("options")
     own = {**compile_kwargs, "options": dict(options)} if options is not None else compile_kwargs
@@ -193,8 +256,13 @@ def _compiled(forward, backend, compile_kwargs, waiting):
     def method(self, *args, **kwargs):
         if waiting is not None:
             waiting.enter(self)
-        # All layers share torch's limit of compilations, which evaluation and generation would use up for training.
-        return (compiled if torch.is_grad_enabled() else forward)(self, *args, **kwargs)
+        # All layers share the limit of compilations, which evaluation and generation would use up for training.
+        if not torch.is_grad_enabled():
+            return forward(self, *args, **kwargs)
+        if limit is not None and limit.is_near:
+            with limit.raised_for_blocks():
+                return compiled(self, *args, **kwargs)
+        return compiled(self, *args, **kwargs)
 
     method.__signature__ = inspect.signature(forward)
     return method

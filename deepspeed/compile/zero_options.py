@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .gradient_partition import StepLocalGradients
 from .passes import zero_1_and_2_compile
-from .regions import find_blocks
+from .regions import choose_blocks
 
 OLDEST_TORCH = "2.11"
 
@@ -76,7 +76,7 @@ def _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2)
     yield from _unsupported_optimizers(engine)
     yield from _unsupported_reports(engine)
     yield from _unsupported_compile_options(compile_config)
-    yield from _unsupported_regions(engine.module, compile_config.regional_compilation, compile_kwargs)
+    yield from _unsupported_regions(engine.module, compile_config, compile_kwargs)
     yield from _unsupported_compile_kwargs(backend, compile_kwargs)
     stage_pass = zero_1_and_2_compile.add_z2_reduce if use_z2 else zero_1_and_2_compile.add_z1_reduce
     if schedule is not None and schedule != [(0, [stage_pass])]:
@@ -190,18 +190,22 @@ def _unsupported_compile_options(compile_config):
             yield f"compile.passes holds '{name}', which does not go with this stage; use ['z1'] or leave it out"
 
 
-def _unsupported_regions(module, wanted, compile_kwargs):
-    if not wanted:
-        return
-    if compile_kwargs.get("fullgraph"):
+def _unsupported_regions(module, compile_config, compile_kwargs):
+    if compile_config.regional_compilation and compile_kwargs.get("fullgraph"):
         yield (
             "compile_kwargs['fullgraph'] contradicts compile.regional_compilation, which makes a graph of every "
             "block; leave one of them out"
         )
     try:
-        find_blocks(module, wanted)
+        blocks, why = choose_blocks(module, compile_config.regional_compilation, compile_kwargs)
     except ValueError as error:
         yield str(error)
+        return
+    if compile_config.overlap_param_gather and not blocks:
+        yield (
+            f"compile.overlap_param_gather needs blocks that wait for their parameters, and there are none: {why}; "
+            "set compile.regional_compilation to true or leave this out"
+        )
 
 
 def _unsupported_compile_kwargs(backend, compile_kwargs):

@@ -82,6 +82,38 @@ class OneGraph(Model):
     pass
 
 
+class Body(Model):
+    """The embedding and the blocks; returns what they make of the ids."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        del self.head
+
+    def leave(self, x, ids):
+        return x
+
+
+class BlocksWithin(nn.Module):
+    """As models of transformers are built: a module inside of the model calls the blocks."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.body = Body(width=width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids, skip=False):
+        return F.cross_entropy(self.head(self.body(ids, skip)).flatten(0, 1), ids.flatten())
+
+
+class ReturnsLogits(BlocksWithin):
+    """Returns (loss, logits)."""
+
+    def forward(self, ids, skip=False):
+        logits = self.head(self.body(ids, skip))
+        # In fp32, as in those of transformers.
+        return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()), logits
+
+
 class Wide(Model):
     """Gradients large enough to be reduced where they lie, and alike, so that a compiler would reuse their memory."""
 
@@ -315,7 +347,8 @@ CASES = {
         CheckpointedReentrant,
         FillsPartition,
         FewParameters,
+        BlocksWithin,
     )
 }
-# Too slow for every combination.
-LARGE_CASES = {cls.__name__: cls for cls in (Wide, WideRepeatedLayers)}
+# Too slow for every combination, or not returning a loss alone.
+OTHER_CASES = {cls.__name__: cls for cls in (Wide, WideRepeatedLayers, ReturnsLogits)}

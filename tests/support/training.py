@@ -20,7 +20,7 @@ from deepspeed.compile.parameter_gather import wait_for_parameters
 from deepspeed.runtime import torch_autocast
 from deepspeed.utils import safe_get_full_fp32_param
 
-from support.models import CASES, LARGE_CASES, VOCABULARY
+from support.models import CASES, OTHER_CASES, VOCABULARY
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def device():
 
 def build(case, seed=0):
     torch.manual_seed(seed)
-    return {**CASES, **LARGE_CASES}[case.model]().to(device())
+    return {**CASES, **OTHER_CASES}[case.model]().to(device())
 
 
 def parameter_groups(module, count):

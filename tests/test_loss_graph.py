@@ -1,0 +1,141 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A loss computed from large tensors that the model returns is a graph of its own, with the same gradients."""
+
+import operator
+
+import pytest
+import torch
+from torch.fx import Graph, GraphModule
+
+from support import loss_graph
+from support.training import Case
+
+SMALL = 1
+WHOLE = {"compile": {"regional_compilation": False}}
+
+
+@pytest.mark.parametrize("uses_logits", [False, True])
+@pytest.mark.parametrize("config", [None, WHOLE], ids=["blocks", "whole"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_trains_as_a_plain_loop(ranks, stage, backend, config, uses_logits):
+    case = Case(model="ReturnsLogits", stage=stage, backend=backend, config=config)
+    for cuts, from_graphs, error in ranks(2).run(loss_graph.train, case, uses_logits, SMALL):
+        # Once for each length.
+        assert cuts == 2
+        # In each of four steps all that is compiled: without the embedding, unless the whole model is.
+        assert from_graphs == 4 * (20 if config else 19)
+        assert error < 1e-5
+
+
+def test_small_tensors_stay(ranks):
+    case = Case(model="ReturnsLogits")
+    for cuts, _, error in ranks(2).run(loss_graph.train, case, True, 10**6):
+        assert cuts == 0
+        assert error < 1e-5
+
+
+@pytest.mark.parametrize("config", [None, WHOLE], ids=["blocks", "whole"])
+def test_no_zeros_for_what_is_only_returned(ranks, config):
+    case = Case(model="ReturnsLogits", backend="inductor", config=config)
+    # The gradient of the logits; and zeros, which the caller might have put something into.
+    assert ranks(2).run(loss_graph.large_allocations, case, SMALL) == [1, 1]
+    assert ranks(2).run(loss_graph.large_allocations, case, 10**9) == [2, 2]
+
+
+# What is cut --------------------------------------------------------------------------------------------------------
+
+
+class Traced:
+    """A graph as Dynamo makes it: x @ weight, which is returned, and its sum."""
+
+    def __init__(self):
+        self.graph = Graph()
+        self.weight = torch.nn.Parameter(torch.ones(3, 4))
+        self.inputs = [torch.ones(2, 3), self.weight]
+        x, weight = self.graph.placeholder("L_x_"), self.graph.placeholder("L_weight_")
+        self.weight_node = weight
+        self.logits = self.graph.call_function(operator.matmul, (x, weight))
+        self.logits.meta["example_value"] = self.inputs[0] @ self.weight
+
+    def cut(self, *outputs, is_parameter=(False, True)):
+        from deepspeed.compile.loss_graph import split_loss
+
+        self.graph.output(outputs)
+        self.graph_module = GraphModule(torch.nn.Module(), self.graph)
+        with loss_graph.large_from(8):
+            return split_loss(self.graph_module, is_parameter)
+
+
+def test_cut_behind_what_is_returned():
+    from deepspeed.compile.loss_graph import HEAD, inputs_of_head, replace
+
+    traced = Traced()
+    loss = traced.graph.call_method("sum", (traced.logits,))
+    split = traced.cut(loss, traced.logits)
+    assert [node.target for node in split.submod_0.graph.nodes if node.op.startswith("call")] == [operator.matmul]
+    assert [node.target for node in split.submod_1.graph.nodes if node.op.startswith("call")] == ["sum"]
+    head_inputs = inputs_of_head(split, traced.inputs)
+    assert len(head_inputs) == 2 and head_inputs[1] is traced.weight
+    seen = []
+
+    def compile_graph(head):
+        seen.append(head.graph.find_nodes(op="output")[0].args[0])
+        return head
+
+    replace(split, HEAD, compile_graph)
+    assert isinstance(seen[0], tuple), "compilers want a tuple"
+    for actual, expected in zip(split(*traced.inputs), traced.graph_module(*traced.inputs), strict=True):
+        assert torch.equal(actual, expected)
+
+
+def returned_alone(traced):
+    return (traced.logits,)
+
+
+def not_returned(traced):
+    return (traced.graph.call_method("sum", (traced.logits,)),)
+
+
+def parameter_behind(traced):
+    loss = traced.graph.call_function(operator.add, (traced.logits, traced.weight_node))
+    return traced.graph.call_method("sum", (loss,)), traced.logits
+
+
+def autocast_ends_behind(traced):
+    loss = traced.graph.call_method("sum", (traced.logits,))
+    traced.graph.call_function(torch.amp.autocast_mode._exit_autocast, (None,))
+    return loss, traced.logits
+
+
+def without_gradient(traced):
+    traced.logits.meta["example_value"] = traced.logits.meta["example_value"].detach()
+    return traced.graph.call_method("sum", (traced.logits,)), traced.logits
+
+
+def changed_in_place(traced):
+    traced.logits.meta["example_value"].mul_(2)
+    return traced.graph.call_method("sum", (traced.logits,)), traced.logits
+
+
+def too_small(traced):
+    traced.logits.meta["example_value"] = traced.logits.meta["example_value"][:1]
+    return traced.graph.call_method("sum", (traced.logits,)), traced.logits
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        returned_alone,
+        not_returned,
+        parameter_behind,
+        autocast_ends_behind,
+        without_gradient,
+        changed_in_place,
+        too_small,
+    ],
+)
+def test_not_cut(outputs):
+    traced = Traced()
+    assert traced.cut(*outputs(traced)) is None
