@@ -89,6 +89,12 @@ def test_pending_bytes_stay_within_bucket_and_largest_gradient(ranks, bucket):
         assert bucket_after == 0
 
 
+def test_pending_bytes_of_equal_gradients(ranks):
+    # Two are sent together; beside them a third fits into the bucket and a fourth does not.
+    for peak, _, largest, _ in ranks(2).run(lifetime.pending_bytes, Case(bucket=160), equal=True):
+        assert peak == 3 * largest
+
+
 @pytest.mark.parametrize("model", ["OneGraph", "OddSizes", "TiedEmbedding"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_full_gradients_between_backward_and_step(ranks, stage, model):
@@ -122,6 +128,12 @@ def test_gradients_reduced_where_they_lie_are_not_overwritten(ranks, bucket, mod
     results = ranks(2).run(lifetime.train_with_a_straggler, case, 0.3)
     assert max(waited for _, waited in results) > 0.25, "no rank waited, so nothing was delayed"
     assert max(error for error, _ in results) < BOUND
+
+
+def test_buckets_are_sent_before_they_are_full(ranks):
+    for sent, pending in ranks(2).run(lifetime.large_gradients, Case(dtype="bf16", bucket=10**9)):
+        # The large one at once; while it is on its way, two others; the last.
+        assert (sent, pending) == (3, 4 + 2)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

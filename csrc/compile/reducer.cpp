@@ -23,6 +23,9 @@ namespace {
 constexpr int64_t pack_limit = int64_t(1) << 19;
 // Elements of one packed segment.
 constexpr int64_t pack_numel = int64_t(1) << 20;
+// A bucket of so many elements is sent even if more may be pending: collectives of tens of megabytes keep
+// links as busy as larger ones, and their memory is free earlier.
+constexpr int64_t send_numel = int64_t(1) << 25;
 
 int64_t bytes_of(const at::Tensor& tensor)
 {
@@ -285,17 +288,21 @@ void Reducer::enqueue(ParameterRecord& record, at::Tensor gradient, bool may_kee
              may_keep && fills_its_storage(gradient));
         return;
     }
-    // Pending bytes stay within one bucket and one gradient: while half a bucket fills, at most the other
-    // half is being sent. Every rank sees the same sizes in the same order and so sends the same buckets.
+    // Pending bytes stay within `reduce_bucket_size` and one gradient, the largest of those being sent. Every
+    // rank sees the same sizes in the same order and so sends the same buckets.
     const int64_t element_size = static_cast<int64_t>(c10::elementSize(record.communication_dtype));
     const int64_t limit = options_.bucket_numel * element_size;
     const int64_t bytes = gradient.numel() * element_size;
-    if (in_flight_ && pending_bytes() + bytes > limit) { drain(); }
+    if (in_flight_ && in_flight_->bytes - in_flight_->largest + filling_.bytes + bytes > limit) { drain(); }
     if (filling_.segments.empty()) { filling_.first_parameter = describe(record); }
     pack(group, record, gradient, may_keep);
     filling_.bytes += bytes;
+    filling_.largest = std::max(filling_.largest, bytes);
     pending_.add(bytes);
-    if (2 * filling_.bytes >= limit) { launch(); }
+    // To send it the stream waits for the one before, so behind a long one, such as an embedding's, more is
+    // gathered first. Half as much takes longer to compute than the other to send, unless links are slow.
+    const int64_t ahead = in_flight_ ? in_flight_->bytes / 2 : 0;
+    if (filling_.bytes >= std::min((limit + 1) / 2, std::max(send_numel * element_size, ahead))) { launch(); }
 }
 
 void Reducer::pack(PartitionGroup& group, ParameterRecord& record, const at::Tensor& gradient, bool may_keep)

@@ -151,6 +151,7 @@ struct Bucket {
     std::vector<Segment> segments;
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     int64_t bytes = 0;            ///< of gradients
+    int64_t largest = 0;          ///< bytes of the largest of them
     std::string first_parameter;  ///< for messages
 };
 
@@ -237,7 +238,6 @@ private:
     const c10::Stream current_stream(c10::Device device) const;
     void synchronize_device(c10::Device device) const;
     bool empty() const { return filling_.segments.empty() && !in_flight_; }
-    int64_t pending_bytes() const { return filling_.bytes + (in_flight_ ? in_flight_->bytes : 0); }
 
     const Options options_;
     std::vector<PartitionGroup> groups_;

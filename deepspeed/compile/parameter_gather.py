@@ -82,6 +82,8 @@ class OverlappedGather:
                     async_op=True,
                 )
                 for group, first, last, owner in runs
+                # A rank that is alone has nobody to send to.
+                if dist.get_world_size(optimizer.real_dp_process_group[group]) > 1
             ]
 
     def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:

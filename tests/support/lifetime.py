@@ -242,15 +242,53 @@ def overlapping_windows(first, second):
     return errors
 
 
-def pending_bytes(case):
+class EqualMatrices(torch.nn.Module):
+    """Eight matrices of 64 elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = torch.nn.ParameterList(torch.eye(8) for _ in range(8))
+
+    def forward(self, ids):
+        x = ids[:, :1] + torch.ones(1, 8, device=ids.device)
+        for matrix in self.matrices:
+            x = x @ matrix
+        return x.square().mean()
+
+
+def pending_bytes(case, equal=False):
     """(peak pending, bucket in bytes, largest gradient in bytes, bucket bytes after the backward)."""
-    module, engine = start(case)
+    module, engine = start(case, EqualMatrices().to(device()) if equal else None)
     backward(engine)
     counters = gradient_counters(engine)
     engine.step()
     largest = max(parameter.nbytes for parameter in module.parameters())
     engine.destroy()
     return counters["peak_pending"], case.bucket * 4, largest, counters["bucket"]
+
+
+class LargeMatrices(torch.nn.Module):
+    """Three with as many elements as a bucket is sent with, and one four times as large, whose gradient is first."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = [(2**12, 2**13)] * 3 + [(2**13, 2**14)]
+        with torch.device(device()):
+            self.matrices = torch.nn.ParameterList(torch.full(shape, 2.0**-12) for shape in shapes)
+
+    def forward(self, ids):
+        x = ids[0, :1].to(self.matrices[0].dtype) + torch.ones(1, 2**12, device=ids.device, dtype=torch.bfloat16)
+        there, back, again, last = self.matrices
+        return (x @ there @ back.t() @ again @ last).square().mean()
+
+
+def large_gradients(case):
+    """(buckets sent, gradients of the smaller size pending at most)."""
+    module, engine = start(case, LargeMatrices())
+    backward(engine)
+    counters = gradient_counters(engine)
+    engine.destroy()
+    return counters["buckets_sent"], counters["peak_pending"] / module.matrices[0].nbytes
 
 
 def full_gradients(case):
