@@ -761,6 +761,13 @@ REFUSED = {
         config={"compile": {"regional_compilation": True}},
         amends={"regional_compilation": ["Linear"]},
     ),
+    "compile.overlap_param_gather": Refusal(
+        "compile.overlap_param_gather needs blocks that wait for their parameters, and the model is compiled as a "
+        "whole, because no blocks repeat in FillsPartition; name its blocks' classes in compile.regional_compilation, "
+        "or leave this out",
+        config={"compile": {"overlap_param_gather": True}},
+        amends={"regional_compilation": ["Linear"]},
+    ),
     "compile_kwargs.mode": of_compile_kwargs(
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",

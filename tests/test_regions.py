@@ -10,13 +10,11 @@ import torch
 from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Sequential
 
 from support import regions
-from support.models import CASES, Block, BlocksWithin, BreakingBlock, EagerBlock, Model
+from support.models import WITH_BLOCKS, Block, BlocksWithin, BreakingBlock, EagerBlock, Model
 from support.training import Case, train_beside_plain_loop
 
 REGIONAL = {"compile": {"regional_compilation": True}}
 NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
-# Blocks that their author keeps from the compiler are no regions.
-WITH_BLOCKS = [name for name, model in CASES.items() if issubclass(model, Model) and name != "EagerBlocks"]
 
 
 def check(results):
@@ -333,8 +331,8 @@ def compiled_already(model):
     [
         (around_is_larger, "blocks are the smaller part of ['Body']"),
         (unlike, "parameters of ['Block'] are not alike"),
-        (no_blocks, "found no blocks that repeat in BlocksWithin"),
-        (compiled_already, "its compile() was called already"),
+        (no_blocks, "no blocks repeat in BlocksWithin"),
+        (compiled_already, "torch cannot compile Block by itself, because its compile() was called already"),
     ],
 )
 def test_what_is_compiled_as_a_whole_by_default(change, why):

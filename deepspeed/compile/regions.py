@@ -23,8 +23,8 @@ def choose_blocks(module: Module, wanted, compile_kwargs) -> Tuple[List[Module],
 
     Args:
         module: the model.
-        wanted: the option ``compile.regional_compilation``. None for the blocks that :func:`find_blocks` finds, if
-            they are alike, and are called by a module inside of the model of which they are most. What is around that
+        wanted: the option ``compile.regional_compilation``. None for the blocks that repeat, if they are alike, can be
+            compiled, and are called by a module inside of the model of which they are most. What is around that
             one, usually head and loss, is still compiled.
         compile_kwargs: further arguments of ``torch.compile``.
 
@@ -46,15 +46,17 @@ def choose_blocks(module: Module, wanted, compile_kwargs) -> Tuple[List[Module],
         return find_blocks(module, wanted), ""
     if compile_kwargs.get("fullgraph"):
         return [], "compile_kwargs['fullgraph'] asks for one graph"
-    try:
-        blocks = find_blocks(module, True)
-    except ValueError as error:
-        return [], str(error)
+    blocks = _each_once(_repeated(module))
     why = _reason_for_whole(module, blocks)
     return ([], why) if why else (blocks, "")
 
 
 def _reason_for_whole(module, blocks):
+    if not blocks:
+        return f"no blocks repeat in {type(module).__name__}"
+    obstacle = _obstacle(module, blocks)
+    if obstacle:
+        return f"torch cannot compile {obstacle}"
     owners = owners_of(module, blocks)
     if module in owners:
         return f"{type(module).__name__} calls its blocks itself, so all around them would run uncompiled"
@@ -90,7 +92,7 @@ def find_blocks(module: Module, wanted) -> List[Module]:
         ValueError: in a sentence, if there is none, none of a class that is named, or one that cannot be compiled.
     """
     candidates = _repeated(module) if wanted is True else _of_classes(module, set(wanted))
-    found = list({id(block): block for block in candidates}.values())
+    found = _each_once(candidates)
     if wanted is True and not found:
         raise ValueError(
             f"compile.regional_compilation=true found no blocks that repeat in {type(module).__name__}; name their "
@@ -102,16 +104,27 @@ def find_blocks(module: Module, wanted) -> List[Module]:
             f"compile.regional_compilation names {sorted(missing)}, but {type(module).__name__} has no such module "
             "outside of another block; use the names of its blocks' classes"
         )
-    for changed in (*owners_of(module, found), *found):
+    obstacle = _obstacle(module, found)
+    if obstacle:
+        raise ValueError(
+            f"compile.regional_compilation cannot compile {obstacle}; name other classes, or set it to false"
+        )
+    return found
+
+
+def _obstacle(module, blocks):
+    """Says which block, or module that calls blocks, cannot be changed, and why; or returns None."""
+    for changed in (*owners_of(module, blocks), *blocks):
         why = _reason_against(changed)
-        if why is None and changed in found and _kept_from_compiler(changed):
+        if why is None and changed in blocks and _kept_from_compiler(changed):
             why = "its forward is kept from the compiler"
         if why:
-            raise ValueError(
-                f"compile.regional_compilation cannot compile {type(changed).__name__} by itself, because {why}; name "
-                "other classes, or set it to false"
-            )
-    return found
+            return f"{type(changed).__name__} by itself, because {why}"
+    return None
+
+
+def _each_once(modules):
+    return list({id(module): module for module in modules}.values())
 
 
 def _repeated(module):
@@ -169,7 +182,7 @@ def owners_of(module: Module, blocks: List[Module]) -> List[Module]:
             else:
                 yield from walk(child, owner)
 
-    return list({id(owner): owner for owner in walk(module, module)}.values())
+    return _each_once(walk(module, module))
 
 
 def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> List[Parameter]:

@@ -203,8 +203,8 @@ def _unsupported_regions(module, compile_config, compile_kwargs):
         return
     if compile_config.overlap_param_gather and not blocks:
         yield (
-            f"compile.overlap_param_gather needs blocks that wait for their parameters, and there are none: {why}; "
-            "set compile.regional_compilation to true or leave this out"
+            "compile.overlap_param_gather needs blocks that wait for their parameters, and the model is compiled as a "
+            f"whole, because {why}; name its blocks' classes in compile.regional_compilation, or leave this out"
         )
 
 

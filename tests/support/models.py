@@ -352,3 +352,5 @@ CASES = {
 }
 # Too slow for every combination, or not returning a loss alone.
 OTHER_CASES = {cls.__name__: cls for cls in (Wide, WideRepeatedLayers, ReturnsLogits)}
+# Blocks that their author keeps from the compiler are no regions.
+WITH_BLOCKS = [name for name, model in CASES.items() if issubclass(model, Model) and name != "EagerBlocks"]
