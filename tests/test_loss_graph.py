@@ -29,6 +29,19 @@ def test_trains_as_a_plain_loop(ranks, stage, backend, config, uses_logits):
         assert error < 1e-5
 
 
+def test_ranks_of_different_lengths(ranks):
+    """One cuts its graph and the other does not; a hooked parameter behind the logits is reduced in the same place."""
+    case = Case(model="HookedBehindLogits", bucket=40)
+    for cuts, error in ranks(2).run(loss_graph.train_with_other_lengths, case):
+        assert cuts == 0
+        assert error < 1e-5
+    (cuts, error), (other_cuts, other_error) = ranks(2).run(
+        loss_graph.train_with_other_lengths, Case(model="ReturnsLogits", bucket=40)
+    )
+    assert (cuts, other_cuts) == (0, 2), "both did the same"
+    assert max(error, other_error) < 1e-5
+
+
 def test_small_tensors_stay(ranks):
     case = Case(model="ReturnsLogits")
     for cuts, _, error in ranks(2).run(loss_graph.train, case, True, 10**6):
@@ -47,37 +60,47 @@ def test_no_zeros_for_what_is_only_returned(ranks, config):
 # What is cut --------------------------------------------------------------------------------------------------------
 
 
+ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+
+
 class Traced:
-    """A graph as Dynamo makes it: x @ weight, which is returned, and its sum."""
+    """A graph as Dynamo makes it: x @ weight, which is returned, and a loss."""
 
     def __init__(self):
         self.graph = Graph()
-        self.weight = torch.nn.Parameter(torch.ones(3, 4))
-        self.inputs = [torch.ones(2, 3), self.weight]
-        x, weight = self.graph.placeholder("L_x_"), self.graph.placeholder("L_weight_")
-        self.weight_node = weight
-        self.logits = self.graph.call_function(operator.matmul, (x, weight))
-        self.logits.meta["example_value"] = self.inputs[0] @ self.weight
+        self.inputs = [torch.ones(2, 3), torch.nn.Parameter(torch.ones(3, 4))]
+        self.x, self.weight = self.graph.placeholder("L_x_"), self.graph.placeholder("L_weight_")
+        for node, value in zip((self.x, self.weight), self.inputs):
+            node.meta["example_value"] = value
+        self.logits = self.graph.call_function(operator.matmul, (self.x, self.weight))
+        self.logits.meta["example_value"] = self.inputs[0] @ self.inputs[1]
 
-    def cut(self, *outputs, is_parameter=(False, True)):
+    def loss_of(self, node):
+        loss = self.graph.call_method("sum", (node,))
+        loss.meta["example_value"] = torch.ones((), requires_grad=True)
+        return loss
+
+    def cut(self, *outputs):
         from deepspeed.compile.loss_graph import split_loss
 
         self.graph.output(outputs)
         self.graph_module = GraphModule(torch.nn.Module(), self.graph)
         with loss_graph.large_from(8):
-            return split_loss(self.graph_module, is_parameter)
+            return split_loss(self.graph_module, (False, True))
+
+
+def targets(graph_module):
+    return [node.target for node in graph_module.graph.nodes if node.op.startswith("call")]
 
 
 def test_cut_behind_what_is_returned():
     from deepspeed.compile.loss_graph import HEAD, inputs_of_head, replace
 
     traced = Traced()
-    loss = traced.graph.call_method("sum", (traced.logits,))
-    split = traced.cut(loss, traced.logits)
-    assert [node.target for node in split.submod_0.graph.nodes if node.op.startswith("call")] == [operator.matmul]
-    assert [node.target for node in split.submod_1.graph.nodes if node.op.startswith("call")] == ["sum"]
+    split = traced.cut(traced.loss_of(traced.logits), traced.logits)
+    assert (targets(split.submod_0), targets(split.submod_1)) == ([operator.matmul], ["sum"])
     head_inputs = inputs_of_head(split, traced.inputs)
-    assert len(head_inputs) == 2 and head_inputs[1] is traced.weight
+    assert len(head_inputs) == 2 and head_inputs[1] is traced.inputs[1]
     seen = []
 
     def compile_graph(head):
@@ -90,38 +113,69 @@ def test_cut_behind_what_is_returned():
         assert torch.equal(actual, expected)
 
 
+def test_cut_before_an_autocast_region():
+    traced = Traced()
+    begin = traced.graph.call_function(ENTER, ("cpu", torch.bfloat16, True, None))
+    loss = traced.loss_of(traced.logits)
+    traced.graph.call_function(EXIT, (begin,))
+    split = traced.cut(loss, traced.logits)
+    assert targets(split.submod_0) == [operator.matmul]
+
+
 def returned_alone(traced):
     return (traced.logits,)
 
 
 def not_returned(traced):
-    return (traced.graph.call_method("sum", (traced.logits,)),)
+    return (traced.loss_of(traced.logits),)
+
+
+def no_loss(traced):
+    return traced.graph.call_method("tanh", (traced.logits,)), traced.logits
 
 
 def parameter_behind(traced):
-    loss = traced.graph.call_function(operator.add, (traced.logits, traced.weight_node))
-    return traced.graph.call_method("sum", (loss,)), traced.logits
+    return traced.loss_of(traced.graph.call_function(operator.add, (traced.logits, traced.weight))), traced.logits
 
 
-def autocast_ends_behind(traced):
-    loss = traced.graph.call_method("sum", (traced.logits,))
-    traced.graph.call_function(torch.amp.autocast_mode._exit_autocast, (None,))
+def within_autocast(traced):
+    loss = traced.loss_of(traced.logits)
+    with traced.graph.inserting_before(traced.logits):
+        begin = traced.graph.call_function(
+            torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True, None)
+        )
+    traced.graph.call_function(EXIT, (begin,))
     return loss, traced.logits
 
 
 def without_gradient(traced):
     traced.logits.meta["example_value"] = traced.logits.meta["example_value"].detach()
-    return traced.graph.call_method("sum", (traced.logits,)), traced.logits
+    return traced.loss_of(traced.logits), traced.logits
 
 
 def changed_in_place(traced):
     traced.logits.meta["example_value"].mul_(2)
-    return traced.graph.call_method("sum", (traced.logits,)), traced.logits
+    return traced.loss_of(traced.logits), traced.logits
+
+
+def method_in_place(traced):
+    traced.graph.call_method("add_", (traced.x, 1))
+    return traced.loss_of(traced.logits), traced.logits
+
+
+def operator_in_place(traced):
+    traced.graph.call_function(operator.iadd, (traced.x, 1))
+    return traced.loss_of(traced.logits), traced.logits
+
+
+def function_in_place(traced):
+    traced.graph.call_function(torch.nn.functional.relu, (traced.x,), {"inplace": True})
+    return traced.loss_of(traced.logits), traced.logits
 
 
 def too_small(traced):
     traced.logits.meta["example_value"] = traced.logits.meta["example_value"][:1]
-    return traced.graph.call_method("sum", (traced.logits,)), traced.logits
+    return traced.loss_of(traced.logits), traced.logits
 
 
 @pytest.mark.parametrize(
@@ -129,10 +183,14 @@ def too_small(traced):
     [
         returned_alone,
         not_returned,
+        no_loss,
         parameter_behind,
-        autocast_ends_behind,
+        within_autocast,
         without_gradient,
         changed_in_place,
+        method_in_place,
+        operator_in_place,
+        function_in_place,
         too_small,
     ],
 )

@@ -122,14 +122,20 @@ def test_a_hook_on_one_layer(ranks):
 
 
 def test_layers_that_differ_are_compiled_each(ranks):
-    # More of them than torch compiles of one frame.
+    # 36 graphs of 12 layers, where torch would stop at 8.
     assert max(ranks(2).run(regions.layers_that_differ, 8)) < 1e-5
 
 
 def test_layers_that_are_too_different(ranks):
-    for message in ranks(2).run(regions.layers_that_differ, 1):
-        assert "compiled one frame of the model's blocks 1 times" in message
-        assert "raise torch._dynamo.config.recompile_limit" in message
+    for message in ranks(2).run(regions.layers_that_differ, 2):
+        assert "compiled one frame of the model's blocks 24 times" in message
+        assert "raise torch._dynamo.config.recompile_limit before engine.compile()" in message
+    # Layers that are alike need one compilation.
+    assert max(ranks(2).run(regions.layers_that_differ, 1, alike=True)) < 1e-5
+
+
+def test_compilations_before_a_reset_do_not_count(ranks):
+    assert max(ranks(2).run(regions.resets, Case(config=REGIONAL))) < 1e-5
 
 
 def test_destroy_and_copies(ranks):

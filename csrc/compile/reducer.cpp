@@ -23,8 +23,8 @@ namespace {
 constexpr int64_t pack_limit = int64_t(1) << 19;
 // Elements of one packed segment.
 constexpr int64_t pack_numel = int64_t(1) << 20;
-// A bucket of so many elements is sent even if more may be pending: collectives of tens of megabytes keep
-// links as busy as larger ones, and their memory is free earlier.
+// A bucket of so many elements is sent even if more may be pending: tens of megabytes keep NVLink busy long
+// enough, and their memory is free earlier.
 constexpr int64_t send_numel = int64_t(1) << 25;
 
 int64_t bytes_of(const at::Tensor& tensor)
@@ -240,7 +240,8 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
                 describe(record) + " got a gradient of shape " + shape_of(gradient));
     TORCH_CHECK(route != Route::graph || !record.hooked,
                 describe(record) + " has a hook that its compiled graph does not call: register hooks before " +
-                    "engine.compile(), or call torch._dynamo.reset() after registering one");
+                    "engine.compile(), in every layer that shares the graph, or call torch._dynamo.reset() " +
+                    "after registering one");
     if (route == Route::graph && !autograd_wants(record)) { return; }
     ++(route == Route::graph ? from_graphs_ : from_autograd_);
     if (gradient.numel() == 0) { return; }
@@ -299,8 +300,8 @@ void Reducer::enqueue(ParameterRecord& record, at::Tensor gradient, bool may_kee
     filling_.bytes += bytes;
     filling_.largest = std::max(filling_.largest, bytes);
     pending_.add(bytes);
-    // To send it the stream waits for the one before, so behind a long one, such as an embedding's, more is
-    // gathered first. Half as much takes longer to compute than the other to send, unless links are slow.
+    // Before a bucket is sent, the stream waits for the one before. Behind a long one, such as an embedding's,
+    // more is gathered first: computing half as many bytes of gradients takes longer than sending those.
     const int64_t ahead = in_flight_ ? in_flight_->bytes / 2 : 0;
     if (filling_.bytes >= std::min((limit + 1) / 2, std::max(send_numel * element_size, ahead))) { launch(); }
 }

@@ -29,7 +29,8 @@ class CompileConfig(DeepSpeedConfigModel):
     regional_compilation: Union[bool, List[str], None] = None
     """Whether each repeated block of the model becomes a graph of its own, compiled once for all its layers. A list
     names the blocks by their classes instead of finding them. By default so where blocks are found that are alike and
-    most of the model, and where a module inside of the model calls them, as in those of transformers."""
+    that a module inside of the model calls, of whose parameters they have most, as in language models of
+    transformers."""
 
     overlap_param_gather: bool = False
     """Off by default, because code that reads a parameter between a step and the next forward must first call

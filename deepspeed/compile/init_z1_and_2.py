@@ -4,6 +4,8 @@
 
 import functools
 
+import torch
+
 from deepspeed.utils import logger
 
 from . import regions
@@ -42,16 +44,21 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
     registered = registered_parameters(engine.optimizer)
     reducible = parameters_reduced_by_graphs(engine.optimizer)
     blocks, why = regions.choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs)
+    dynamic = compile_kwargs.get("dynamic")
     if not blocks:
         logger.info(f"DeepCompile compiles the model as a whole, because {why}")
-        return make_backend(backend, reducible, registered, compile_config.debug_log)
+        return make_backend(backend, reducible, registered, compile_config.debug_log, dynamic=dynamic)
     names = sorted({type(block).__name__ for block in blocks})
     logger.info(f"DeepCompile makes one graph for all {len(blocks)} blocks of each class of {names}")
     reducible = regions.reducible_in_all(blocks, reducible)
     waiting = _overlap_gather(engine, blocks) if compile_config.overlap_param_gather else None
-    limit = CompilationLimit(len(blocks))
-    graphs = make_backend(backend, reducible, registered, compile_config.debug_log, limit, waiting)
-    changed = regions.compile_regions(engine.module, blocks, graphs, compile_kwargs, waiting, limit)
+    asked = compile_kwargs.get("recompile_limit")
+    limit = CompilationLimit(asked or torch._dynamo.config.recompile_limit * len(blocks))
+    graphs = make_backend(backend, reducible, registered, compile_config.debug_log, limit, waiting, dynamic)
+    of_blocks = functools.partial(graphs, in_block=True)
+    # One more than the limit, so that it is noticed.
+    own_kwargs = {**compile_kwargs, "recompile_limit": asked + 1} if asked else compile_kwargs
+    changed = regions.compile_regions(engine.module, blocks, of_blocks, own_kwargs, waiting, limit)
     engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
     return graphs
 

@@ -5,6 +5,7 @@
 import functools
 import hashlib
 import inspect
+import logging
 import sys
 from typing import Dict, List, Tuple
 
@@ -13,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.utils import GPU_ALIGN_BYTES
 
-from deepspeed.utils import logger
+from deepspeed.utils import log_dist, logger
 
 from . import fx, loss_graph, native, reduce_lowering
 from .fx import should_release_reduce_buckets
@@ -44,42 +45,48 @@ class GraphOrder:
 
 
 class CompilationLimit:
-    """Gives layers that differ from one another room to be compiled each, and raises where that is not enough.
+    """Gives blocks that differ from one another room to be compiled each, and raises where that is not enough.
 
-    All layers of a class share torch's limit of compilations of one frame. Beyond it Dynamo leaves the frame
-    uncompiled, whichever layer it is then called for. On another rank that may be another layer, and ranks would no
+    All blocks of a class share torch's limit of compilations of one frame. Beyond it Dynamo leaves the frame
+    uncompiled, whichever block it is then called for. On another rank that may be another block, and ranks would no
     longer reduce in one order.
 
     Args:
-        blocks: how many share a frame at most.
+        limit: compilations of one frame.
 
     Attributes:
-        is_near: whether a frame was compiled so often that blocks should run under :meth:`raised_for_blocks`.
+        is_near: whether blocks should be called under :meth:`raised`. That takes microseconds, and most need it never.
     """
 
-    def __init__(self, blocks: int):
-        self._blocks = blocks
-        self._counts: Dict[int, int] = {}
+    def __init__(self, limit: int):
+        self._limit = limit
         self.is_near = False
+        self._has_warned = False
 
-    def raised_for_blocks(self):
-        """A context with torch's limit for each block. It takes microseconds, so not every model gets it."""
+    def raised(self):
+        """Returns a context in which Dynamo compiles a frame once more than the limit, so that it is noticed."""
         config = torch._dynamo.config
-        limit = config.recompile_limit * self._blocks
         return config.patch(
-            recompile_limit=limit, accumulated_recompile_limit=max(limit, config.accumulated_recompile_limit)
+            recompile_limit=self._limit + 1,
+            accumulated_recompile_limit=max(self._limit + 1, config.accumulated_recompile_limit),
         )
 
-    def __call__(self, frame: int) -> None:
-        """Counts a compilation of a frame for training."""
-        limit = torch._dynamo.config.recompile_limit
-        self._counts[frame] = self._counts.get(frame, 0) + 1
-        self.is_near = self.is_near or 2 * self._counts[frame] >= limit
-        if self._counts[frame] >= limit:
+    def check(self, compilations: int) -> None:
+        """Called with how often a frame of a block was compiled, this time included."""
+        self.is_near = self.is_near or 2 * compilations >= torch._dynamo.config.recompile_limit
+        if compilations > self._limit:
             raise RuntimeError(
-                f"DeepCompile compiled one frame of the model's blocks {limit} times, because the blocks or their "
-                "inputs differ each time; make them alike, raise torch._dynamo.config.recompile_limit, or set "
-                "compile.regional_compilation to false"
+                f"DeepCompile compiled one frame of the model's blocks {self._limit} times, because the blocks or "
+                "their inputs differ each time; make them alike, raise torch._dynamo.config.recompile_limit before "
+                "engine.compile(), or set compile.regional_compilation to false"
+            )
+        if compilations > 4 and not self._has_warned:
+            self._has_warned = True
+            log_dist(
+                "DeepCompile compiles the model's blocks again and again, because they or their inputs differ. Those "
+                "of transformers do so with a cache of keys and values: load the model with use_cache=False",
+                ranks=[0],
+                level=logging.WARNING,
             )
 
 
@@ -115,7 +122,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         return forward, backward
 
 
-def make_backend(backend, parameters, registered, debug_log=False, limit=None, waiting=None):
+def make_backend(backend, parameters, registered, debug_log=False, limit=None, waiting=None, dynamic=None):
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
 
     Args:
@@ -123,27 +130,31 @@ def make_backend(backend, parameters, registered, debug_log=False, limit=None, w
         parameters: those of ``registered`` that graphs may reduce, the same on every rank.
         registered: all that lie in the optimizer's flat tensors. They outlive the backend's graphs.
         debug_log: whether to log each pair of graphs.
-        limit: the CompilationLimit of graphs that serve several layers, of which none ends with a flush; or None.
+        limit: the CompilationLimit of blocks, or None. Where there are blocks, no graph ends with a flush.
         waiting: None, or a ``Waiting`` for parameters that may be on their way.
+        dynamic: as of ``torch.compile``, for a loss that is compiled by itself.
 
-    The backend takes the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
+    The backend takes ``in_block``, whether a graph belongs to a block that may be called for several layers, and
+    the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
     """
     reduce_lowering.register()
     reducible = {id(parameter) for parameter in parameters}
     aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
-    anywhere = frozenset() if aligned else {id(parameter) for parameter in registered}
+    registered = {id(parameter) for parameter in registered}
+    anywhere = frozenset() if aligned else registered
     order = GraphOrder()
 
-    def compile_frame(gm, example_inputs, mode=None, options=None):
+    def compile_frame(gm, example_inputs, in_block=False, mode=None, options=None):
         # Decided by the inputs alone, so that every rank decides alike whether or not it finds the graph in a cache.
         is_parameter = [id(value) in reducible for value in example_inputs]
         reduces = torch.is_grad_enabled() and any(
             flag and value.requires_grad for flag, value in zip(is_parameter, example_inputs)
         )
-        graph_id = order.add(torch._guards.CompileContext.current_compile_id().frame_id, reduces)
+        compile_id = torch._guards.CompileContext.current_compile_id()
+        graph_id = order.add(compile_id.frame_id, reduces)
         release = limit is None and should_release_reduce_buckets(order.as_list(), graph_id)
-        if limit is not None and torch.is_grad_enabled():
-            limit(graph_id)
+        if in_block:
+            limit.check(compile_id.frame_compile_id + 1)
 
         def compile_graph(graph_module, inputs):
             is_parameter = [id(value) in reducible for value in inputs]
@@ -153,7 +164,8 @@ def make_backend(backend, parameters, registered, debug_log=False, limit=None, w
                 return _run_as_traced(graph_module, inputs, partitioner)
             return _generate_code(graph_module, inputs, partitioner, mode, options)
 
-        split = loss_graph.split_loss(gm, is_parameter) if reduces else None
+        is_registered = [id(value) in registered for value in example_inputs]
+        split = loss_graph.split_loss(gm, is_registered) if reduces and not in_block else None
         if split is None:
             compiled = compile_graph(gm, example_inputs)
         else:

@@ -7,6 +7,7 @@ blocks runs uncompiled, and what lies further out is compiled as ever.
 """
 
 import copyreg
+import gc
 import inspect
 from collections import defaultdict
 from typing import Iterable, List, Tuple
@@ -24,8 +25,8 @@ def choose_blocks(module: Module, wanted, compile_kwargs) -> Tuple[List[Module],
     Args:
         module: the model.
         wanted: the option ``compile.regional_compilation``. None for the blocks that repeat, if they are alike, can be
-            compiled, and are called by a module inside of the model of which they are most. What is around that
-            one, usually head and loss, is still compiled.
+            compiled, and are called by a module inside of the model, of whose parameters they have most. What is
+            around that one, usually head and loss, is still compiled.
         compile_kwargs: further arguments of ``torch.compile``.
 
     Returns:
@@ -34,6 +35,9 @@ def choose_blocks(module: Module, wanted, compile_kwargs) -> Tuple[List[Module],
     Raises:
         ValueError: as :func:`find_blocks`, if they were asked for; and if another engine has compiled the model's.
     """
+    if any(hasattr(type(each), "class_before_regions") for each in module.modules()):
+        # By an engine that nobody has any more, perhaps.
+        gc.collect()
     for each in module.modules():
         if hasattr(type(each), "class_before_regions"):
             raise ValueError(
@@ -273,7 +277,7 @@ def _compiled(forward, backend, compile_kwargs, waiting, limit):
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         if limit is not None and limit.is_near:
-            with limit.raised_for_blocks():
+            with limit.raised():
                 return compiled(self, *args, **kwargs)
         return compiled(self, *args, **kwargs)
 

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from deepspeed.compile import loss_graph
 from deepspeed.compile.gradient_partition import gradient_counters
 
+from support.models import VOCABULARY
 from support.training import average_gradients, batch, build, device, make_engine, make_optimizer, relative_error
 
 
@@ -61,6 +62,28 @@ def train(case, uses_logits, numel):
     from_graphs = gradient_counters(engine)["from_graphs"]
     engine.destroy()
     return len(cuts), from_graphs, error
+
+
+def train_with_other_lengths(case):
+    """(graphs that this rank cut, error of the parameters). Only the second rank's logits are large."""
+    torch._dynamo.reset()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    rank = dist.get_rank()
+    with large_from(2 * 8 * VOCABULARY) as cuts:
+        engine = make_engine(module, case)
+        optimizer = make_optimizer(plain, case)
+        for step in range(4):
+            ids = batch(step, 0, rank, 4 + 4 * rank + step // 2)
+            engine.backward(engine(ids)[0])
+            engine.step()
+            plain(ids)[0].backward()
+            average_gradients(plain)
+            optimizer.step()
+            optimizer.zero_grad()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return len(cuts), error
 
 
 def large_allocations(case, numel):

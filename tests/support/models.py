@@ -2,12 +2,31 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small models, one for each way in which a gradient can reach, or miss, a compiled graph."""
 
+import copy
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 24
+
+
+def double(gradient):
+    return gradient * 2
+
+
+def copied_with_hook(self, memo):
+    """``__deepcopy__`` of modules with tensor hooks, which deepcopy leaves behind."""
+    copied = type(self).__new__(type(self))
+    memo[id(self)] = copied
+    nn.Module.__init__(copied)
+    for name, module in self._modules.items():
+        copied._modules[name] = copy.deepcopy(module, memo)
+    for name, parameter in self._parameters.items():
+        copied._parameters[name] = copy.deepcopy(parameter, memo)
+    copied.add_hook()
+    return copied
 
 
 class Block(nn.Module):
@@ -123,6 +142,24 @@ class Wide(Model):
 
 class WideRepeatedLayers(Wide):
     block = BreakingBlock
+
+
+class HookedBehindLogits(BlocksWithin):
+    """The same, with a parameter that a graph must not reduce between the two."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.add_hook()
+
+    def add_hook(self):
+        self.scale.register_hook(double)
+
+    __deepcopy__ = copied_with_hook
+
+    def forward(self, ids, skip=False):
+        logits = self.head(self.body(ids, skip))
+        return F.cross_entropy((logits * self.scale).flatten(0, 1), ids.flatten()), logits
 
 
 class SeveralGraphs(Model):
@@ -264,21 +301,7 @@ class Hooked(Model):
     def add_hook(self):
         self.head.weight.register_hook(double)
 
-    def __deepcopy__(self, memo):
-        # deepcopy leaves tensor hooks behind.
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        nn.Module.__init__(copied)
-        import copy
-
-        for name, module in self._modules.items():
-            copied._modules[name] = copy.deepcopy(module, memo)
-        copied.add_hook()
-        return copied
-
-
-def double(gradient):
-    return gradient * 2
+    __deepcopy__ = copied_with_hook
 
 
 class Checkpointed(Model):
@@ -351,6 +374,8 @@ CASES = {
     )
 }
 # Too slow for every combination, or not returning a loss alone.
-OTHER_CASES = {cls.__name__: cls for cls in (Wide, WideRepeatedLayers, ReturnsLogits)}
+OTHER_CASES = {cls.__name__: cls for cls in (Wide, WideRepeatedLayers, ReturnsLogits, HookedBehindLogits)}
 # Blocks that their author keeps from the compiler are no regions.
-WITH_BLOCKS = [name for name, model in CASES.items() if issubclass(model, Model) and name != "EagerBlocks"]
+WITH_BLOCKS = [
+    name for name, model in CASES.items() if issubclass(model, (Model, BlocksWithin)) and name != "EagerBlocks"
+]

@@ -129,22 +129,42 @@ class NamedBlocks(Model):
             block.name = f"layer {index}"
 
 
-def layers_that_differ(limit):
-    """What the steps of a model of 12 unlike layers raise under torch's ``limit``, or the error of the parameters."""
+def layers_that_differ(limit, alike=False):
+    """What steps of a model of 12 layers raise if torch's limit is ``limit``, or the error of the parameters."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = NamedBlocks(12).to(device())
+    module = Model(depth=12) if alike else NamedBlocks(12)
+    module = module.to(device())
     plain = copy.deepcopy(module)
-    case = Case(config={"compile": {"regional_compilation": True}})
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        engine = make_engine(module, Case(config={"compile": {"regional_compilation": True}}))
+        optimizer = make_optimizer(plain, Case())
+        try:
+            for step in range(3):
+                # Unlike layers differ from each other and from themselves in other steps.
+                for number, block in enumerate(module.blocks):
+                    block.name = "layer" if alike else f"layer {number} in step {step}"
+                train_beside(engine, plain, optimizer, [step])
+            return relative_error(module.parameters(), plain.parameters())
+        except Exception as error:
+            return str(error)
+        finally:
+            engine.destroy()
+
+
+def resets(case):
+    """Error of the parameters when torch forgets what it has compiled before every step."""
+    module = build(case)
+    plain = copy.deepcopy(module)
     engine = make_engine(module, case)
-    try:
-        with torch._dynamo.config.patch(recompile_limit=limit):
-            train_beside(engine, plain, make_optimizer(plain, case), range(2))
-        return relative_error(module.parameters(), plain.parameters())
-    except Exception as error:
-        return str(error)
-    finally:
-        engine.destroy()
+    optimizer = make_optimizer(plain, case)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for step in range(4):
+            torch._dynamo.reset()
+            train_beside(engine, plain, optimizer, [step])
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error
 
 
 def classes(case):
