@@ -1,5 +1,6 @@
 # make test     lint, then all tests
 # make demo     train the small model of tests/demo on two processes (DEMO_ARGS="..." reaches the script)
+# make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7: how many, and from which seed)
 # make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks/compare.py)
 # make lint     check the formatting and the usual mistakes; make format repairs what can be repaired
 # make clean    remove everything that was made here except the base's downloaded archive
@@ -12,6 +13,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+MODELS ?= 100
+SEED ?= 0
 
 VENV := .venv/$(shell printf '%s' '$(TORCH)' | tr -cs 'A-Za-z0-9.+' '-')
 BIN := $(CURDIR)/$(VENV)/bin
@@ -30,7 +33,7 @@ BENCH := $(VENV)/.bench-$(call content,requirements/demo.txt requirements/benchm
 BASE := $(VENV)/base-$(call content,requirements/base.txt)
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test bench lint format clean toolchain
+.PHONY: demo test fuzz bench lint format clean toolchain
 .NOTPARALLEL:
 
 test: toolchain lint $(FORK) $(BENCH)
@@ -39,6 +42,9 @@ test: toolchain lint $(FORK) $(BENCH)
 demo: toolchain $(FORK) $(DEMO)
 	$(RUN) deepspeed --log_level warning $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
 		tests/demo/train_qwen3.py $(DEMO_ARGS)
+
+fuzz: toolchain $(FORK)
+	$(RUN) pytest -q tests/test_fuzz.py -o timeout=0 --models $(MODELS) --seed $(SEED)
 
 bench: toolchain $(FORK) $(BENCH) $(BASE)
 	$(RUN) python benchmarks/compare.py --base $(BASE) $(BENCH_ARGS)

@@ -33,6 +33,11 @@ def ranks():
         pool.stop()
 
 
+def pytest_addoption(parser):
+    parser.addoption("--models", type=int, help="how many random models test_fuzz.py tries; a few by default")
+    parser.addoption("--seed", type=int, default=0, help="from which they are drawn")
+
+
 def pytest_configure(config):
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     config.addinivalue_line("markers", "gpu: needs GPUs; skipped with a reason where there are none")

@@ -1,0 +1,252 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Random small models under random options, described by data, and how the ranks train them beside a plain loop."""
+
+import copy
+import dataclasses
+from typing import Optional, Tuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.compile.parameter_gather import wait_for_parameters
+
+from support.models import VOCABULARY, Block, double
+from support.training import Case, average_gradients, batch, device, held, make_engine, make_optimizer, relative_error
+
+KINDS = ("linear", "block", "norm", "gain", "empty", "scalar", "sum of two")
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a model's body; it maps [batch, length, width] to the same.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        repeats: how many modules of the kind, in a ModuleList, one after the other.
+        like: None, or which of the pieces before lends its modules, counted from 0 and modulo their number.
+        compiled: whether the compiler may look into it.
+        breaks: whether the graph breaks behind each module.
+        checkpointed: None, or whether activations are checkpointed reentrantly.
+        skipped: whether it is left out in odd steps.
+        frozen: whether its first parameter is.
+        hooked: whether a hook doubles its last parameter's gradient.
+    """
+
+    kind: str = "linear"
+    repeats: int = 1
+    like: Optional[int] = None
+    compiled: bool = True
+    breaks: bool = False
+    checkpointed: Optional[bool] = None
+    skipped: bool = False
+    frozen: bool = False
+    hooked: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A model and how it is trained; ``docs/options.md`` has the options. ``lengths``: of the sequences, in turn."""
+
+    pieces: Tuple[Piece, ...] = (Piece(),)
+    width: int = 4
+    tied: bool = False
+    unused: bool = False
+    body_within: bool = False
+    stage: int = 1
+    accumulation: int = 1
+    backend: str = "eager"
+    bucket: int = 150
+    groups: int = 1
+    clipping: float = 0.0
+    round_robin: bool = False
+    overlap_comm: bool = True
+    regional: Optional[bool] = None
+    overlap_gather: bool = False
+    lengths: Tuple[int, ...] = (4,)
+    evaluates: bool = False
+    direct: bool = False
+    losses: int = 1
+    steps: int = 3
+
+
+class Gain(nn.Module):
+    """Multiplies by a parameter of the given shape and adds the sum of its elements."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x):
+        return x * self.weight if self.weight.numel() else x + self.weight.sum()
+
+
+class SumOfTwo(nn.Module):
+    """Two parameters with one gradient between them."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x + (self.first + self.second)
+
+
+MAKE = {
+    "linear": lambda width: nn.Linear(width, width),
+    "block": Block,
+    "norm": nn.LayerNorm,
+    "gain": Gain,
+    "empty": lambda width: Gain(0, 3),
+    "scalar": lambda width: Gain(1),
+    "sum of two": SumOfTwo,
+}
+
+
+class Body(nn.Module):
+    """The embedding and the pieces of a recipe."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.recipe = recipe
+        self.embedding = nn.Embedding(VOCABULARY, recipe.width)
+        # Aliases are pieces too, so that their parameters are registered once.
+        self.lists = nn.ModuleList()
+        for index, piece in enumerate(recipe.pieces):
+            if piece.like is not None and index > 0:
+                self.lists.append(self.lists[piece.like % index])
+                continue
+            modules = nn.ModuleList(MAKE[piece.kind](recipe.width) for _ in range(piece.repeats))
+            if piece.frozen:
+                next(modules.parameters()).requires_grad_(False)
+            self.lists.append(modules)
+
+    def forward(self, ids, skip=False):
+        x = self.embedding(ids)
+        for piece, modules in zip(self.recipe.pieces, self.lists):
+            if skip and piece.skipped:
+                continue
+            for module in modules:
+                run = self.in_graph if piece.compiled else self.eagerly
+                x = run(piece, module, x)
+                if piece.breaks:
+                    torch._dynamo.graph_break()
+        return x
+
+    def in_graph(self, piece, module, x):
+        if piece.checkpointed is None:
+            return torch.tanh(x + module(x))
+        return torch.tanh(x + checkpoint(module, x, use_reentrant=piece.checkpointed))
+
+    @torch.compiler.disable
+    def eagerly(self, piece, module, x):
+        return self.in_graph(piece, module, x)
+
+
+class FromRecipe(nn.Module):
+    """``forward(ids)`` returns the loss of predicting the ids."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.body = Body(recipe)
+        self.head = nn.Linear(recipe.width, VOCABULARY, bias=False)
+        if recipe.tied:
+            self.head.weight = self.body.embedding.weight
+        if recipe.unused:
+            self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, ids, skip=False):
+        return F.cross_entropy(self.head(self.body(ids, skip)).flatten(0, 1), ids.flatten())
+
+
+class OneModule(FromRecipe):
+    """The same, but the pieces are called by the model itself."""
+
+    def forward(self, ids, skip=False):
+        x = Body.forward(self.body, ids, skip)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def build(recipe):
+    torch.manual_seed(0)
+    return (FromRecipe if recipe.body_within else OneModule)(recipe).to(device())
+
+
+def add_hooks(module):
+    """Tensor hooks are not copied with a module."""
+    for piece, modules in zip(module.body.recipe.pieces, module.body.lists):
+        last = [parameter for parameter in modules.parameters() if parameter.requires_grad][-1:]
+        if piece.hooked and piece.like is None and last:
+            last[0].register_hook(double)
+
+
+def as_case(recipe):
+    compile_options = {} if recipe.regional is None else {"regional_compilation": recipe.regional}
+    if recipe.overlap_gather:
+        compile_options["overlap_param_gather"] = True
+    return Case(
+        stage=recipe.stage,
+        accumulation=recipe.accumulation,
+        backend=recipe.backend,
+        bucket=recipe.bucket,
+        groups=recipe.groups,
+        clipping=recipe.clipping,
+        config={
+            "zero_optimization": {
+                "round_robin_gradients": recipe.round_robin,
+                "overlap_comm": recipe.overlap_comm,
+            },
+            "compile": compile_options,
+        },
+    )
+
+
+def train(recipe):
+    """Trains both; returns the relative error of the parameters, how far they moved, and what was held after steps."""
+    torch._dynamo.reset()
+    case, rank = as_case(recipe), dist.get_rank()
+    module = build(recipe)
+    before, plain = copy.deepcopy(module), copy.deepcopy(module)
+    add_hooks(module)
+    add_hooks(plain)
+    engine = make_engine(module, case)
+    optimizer = make_optimizer(plain, case)
+    after_steps = []
+    try:
+        for step in range(recipe.steps):
+            for micro_step in range(recipe.accumulation):
+                length = recipe.lengths[(step + rank) % len(recipe.lengths)]
+                _micro_batch(recipe, engine, plain, step, batch(step, micro_step, rank, length))
+                engine.step()
+            average_gradients(plain)
+            if recipe.clipping:
+                trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+                torch.nn.utils.clip_grad_norm_(trained, recipe.clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+            after_steps.append(sum(held(gradient_counters(engine)).values()))
+        wait_for_parameters(engine)
+        return {
+            "error": relative_error(module.parameters(), plain.parameters()),
+            "moved": relative_error(module.parameters(), before.parameters()),
+            "held": after_steps,
+        }
+    finally:
+        engine.destroy()
+
+
+def _micro_batch(recipe, engine, plain, step, ids):
+    skip = step % 2 == 1
+    for number in range(recipe.losses):
+        loss = engine(ids.roll(number, 1), skip) / recipe.losses
+        loss.backward() if recipe.direct else engine.backward(loss)
+        (plain(ids.roll(number, 1), skip) / recipe.losses / recipe.accumulation).backward()
+    if recipe.evaluates:
+        engine.eval()
+        with torch.no_grad():
+            engine(ids)
+        engine.train()
