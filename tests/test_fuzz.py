@@ -70,7 +70,7 @@ def test_random_models(ranks, request, capsys):
 
     @seed(first_seed)
     @settings(
-        max_examples=models or 12,
+        max_examples=models or 8,
         deadline=None,
         database=None,
         phases=[Phase.generate, Phase.shrink],

@@ -17,8 +17,7 @@ WHOLE = {"compile": {"regional_compilation": False}}
 
 @pytest.mark.parametrize("uses_logits", [False, True])
 @pytest.mark.parametrize("config", [None, WHOLE], ids=["blocks", "whole"])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage, backend", [(1, "inductor"), (2, "eager")])
 def test_trains_as_a_plain_loop(ranks, stage, backend, config, uses_logits):
     case = Case(model="ReturnsLogits", stage=stage, backend=backend, config=config)
     for cuts, from_graphs, error in ranks(2).run(loss_graph.train, case, uses_logits, SMALL):
