@@ -13,10 +13,11 @@ a range of that run and may straddle several partitions.
                         cut into pieces at partition boundaries and waits in a bucket; full buckets are
                         sent, each piece to the rank that owns it and to no other.
   3. Bound.             A piece that has arrived at its owner becomes a target: the averaged gradient of a
-                        range of the owner's partition. It lies where the gradient was reduced, if that memory holds nothing else,
-                        or in memory of its own, so that a rank holds what has arrived and no more. Where the
-                        optimizer can use the flat partition as it is, the first piece has it allocated,
-                        zeroed, and targets lie in it. What arrives later for the same elements is added.
+                        range of the owner's partition. It lies where the gradient was reduced, if that
+                        memory holds nothing else, or in memory of its own, so that a rank holds what has
+                        arrived and no more. Where the optimizer can use the flat partition as it is, the
+                        first piece has it allocated, zeroed, and targets lie in it. What arrives later for
+                        the same elements is added.
   4. End of backward.   Reducer::end_backward() sends and waits for what is pending and gives the buckets
                         back; called by the graph that reduces last. Reducer::finish_backward() guarantees
                         the same whatever ran, and is called after every backward. Elements that got no

@@ -73,7 +73,8 @@ def add_end_backward(graph: Graph, graph_id: int, release_reduce_buckets: bool =
     if _namespace(reductions[-1]) == "deepcompile":
         # Our operator learns from a parameter whose buckets are meant.
         operands.append(reductions[-1].args[1])
-    with graph.inserting_before(get_output_node(graph)):
+    output = get_output_node(graph)
+    with graph.inserting_before(output):
         end_backward = getattr(torch.ops, _namespace(reductions[-1])).end_backward.default
         graph.call_function(end_backward, (operands, graph_id, release_reduce_buckets))
 
@@ -141,14 +142,15 @@ def add_postprocess(
 
 def _make_node_meta(node: Node, ds_id: int, comm: bool) -> Dict[str, Any]:
     """Metadata by which the base's profiling and scheduling passes know an inserted operator."""
-    meta = {"param_name": node.name, "ds_id": ds_id, "comm": comm}
+    meta = dict(param_name=node.name, ds_id=ds_id, comm=comm)
     return {**meta, "tensor_meta": node.meta["tensor_meta"]} if "tensor_meta" in node.meta else meta
 
 
 def replace_node_users(node: Node, replacement: Node, exclude: Optional[List[Node]] = None) -> None:
     """Makes every user of ``node`` except those in ``exclude`` use ``replacement``."""
-    for user in [candidate for candidate in node.users if candidate not in (exclude or ())]:
-        user.replace_input_with(node, replacement)
+    kept = set(exclude or ())
+    for consumer in filter(lambda user: user not in kept, list(node.users)):
+        consumer.replace_input_with(node, replacement)
 
 
 def add_free_activations(graph_id: int, graph: Graph, activation_node_names: List[str]) -> None:
@@ -168,17 +170,17 @@ def add_free_activations(graph_id: int, graph: Graph, activation_node_names: Lis
             activations.add(node)
 
     freed_behind = defaultdict(list)
-    for node, last_user in get_last_uses(graph)[0].items():
+    for node, final_user in get_last_uses(graph)[0].items():
         if node in activations and "tensor_meta" in node.meta:
-            freed_behind[last_user].append(node)
-    for last_user, freed in freed_behind.items():
-        with graph.inserting_after(last_user):
+            freed_behind[final_user].append(node)
+    for final_user, freed in freed_behind.items():
+        with graph.inserting_after(final_user):
             graph.create_node(
                 "call_function",
                 torch.ops.dc.free_tensors.default,
                 (freed,),
                 {},
-                name=f"free_activations_of_{last_user.name}",
+                name=f"free_activations_of_{final_user.name}",
             )
 
 

@@ -259,7 +259,7 @@ class StepLocalGradients:
         return abandon
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _with_step_local_gradients(cls):
     return type(f"StepLocal{cls.__name__}", (StepLocalGradients, cls), {"plain_class": cls})
 
@@ -276,9 +276,8 @@ def attach(optimizer, engine, reducer):
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
     # Their work is the reducer's now, and so is their memory.
-    for hook in optimizer._grad_acc_hooks:
-        hook.remove()
-    optimizer._grad_acc_hooks.clear()
+    while optimizer._grad_acc_hooks:
+        optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))
 

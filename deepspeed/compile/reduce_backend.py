@@ -172,8 +172,8 @@ def make_backend(backend, parameters, registered, debug_log=False, limit=None, w
             inputs = loss_graph.inputs_of_head(split, example_inputs)
             loss_graph.replace(split, loss_graph.HEAD, lambda head: compile_graph(head, inputs))
             if backend != "eager":
-                compile_loss = functools.partial(loss_graph.compile_loss, backend=backend, mode=mode, options=options)
-                loss_graph.replace(split, loss_graph.LOSS, compile_loss)
+                arguments = {"backend": backend, "mode": mode, "options": options, "dynamic": dynamic}
+                loss_graph.replace(split, loss_graph.LOSS, lambda loss: loss_graph.compile_loss(loss, **arguments))
             compiled = split.forward
         before = waiting and waiting.before_graph(example_inputs)
         return _preceded(compiled, before) if before else compiled
