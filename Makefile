@@ -1,6 +1,7 @@
 # make test     lint, then all tests
 # make demo     train the small model of tests/demo on two processes (DEMO_ARGS="..." reaches the script)
-# make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7: how many, and from which seed)
+# make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7 WORLD=3: how many, seed, ranks)
+# make sanitize test the native code under gcc's sanitizers (SANITIZER=address, thread or undefined: only that one)
 # make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks/compare.py)
 # make lint     check the formatting and the usual mistakes; make format repairs what can be repaired
 # make clean    remove everything that was made here except the base's downloaded archive
@@ -15,6 +16,8 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 MODELS ?= 100
 SEED ?= 0
+WORLD ?= 2
+SANITIZER ?= address thread undefined
 
 VENV := .venv/$(shell printf '%s' '$(TORCH)' | tr -cs 'A-Za-z0-9.+' '-')
 BIN := $(CURDIR)/$(VENV)/bin
@@ -31,9 +34,19 @@ DEMO := $(VENV)/.demo-$(call content,requirements/demo.txt)
 BENCH := $(VENV)/.bench-$(call content,requirements/demo.txt requirements/benchmarks.txt)
 # The base as it is released, beside the fork: a folder for PYTHONPATH.
 BASE := $(VENV)/base-$(call content,requirements/base.txt)
+# Tests of the native code in rank processes on CPU, compiled by tests/sanitizers/g++ with the sanitizer that the shell
+# has at hand. Without random addresses where that may be chosen: ThreadSanitizer runs out of room among them.
+SANITIZED = PATH='$(BIN)':"$$PATH" CUDA_VISIBLE_DEVICES= SANITIZER=$$sanitizer CXX='$(CURDIR)/tests/sanitizers/g++' \
+	TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/sanitized-'$$sanitizer-$(call content,tests/sanitizers) \
+	$$(setarch -R true 2>/dev/null && echo setarch -R) pytest -q -o timeout=0 \
+	tests/test_threads.py tests/test_lifetime.py tests/test_parity.py -k '$(SANITIZED_TESTS)'
+# Without those that take long and call nothing else in it: with Inductor, or a single micro-batch a step.
+SANITIZED_TESTS = not inductor and not delayed and not overwritten and not layouts and not every_byte and not sent_before \
+	and not bf16 and not host_does_not_wait and not -1-1] and not -2-1] \
+	and not first2 and not backend
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test fuzz bench lint format clean toolchain
+.PHONY: demo test fuzz sanitize bench lint format clean toolchain
 .NOTPARALLEL:
 
 test: toolchain lint $(FORK) $(BENCH)
@@ -44,7 +57,17 @@ demo: toolchain $(FORK) $(DEMO)
 		tests/demo/train_qwen3.py $(DEMO_ARGS)
 
 fuzz: toolchain $(FORK)
-	$(RUN) pytest -q tests/test_fuzz.py -o timeout=0 --models $(MODELS) --seed $(SEED)
+	$(RUN) pytest -q tests/test_fuzz.py -o timeout=0 --models $(MODELS) --seed $(SEED) --world $(WORLD)
+
+sanitize: toolchain $(FORK)
+	@for name in libasan libtsan libubsan; do \
+		case "$$(g++ -print-file-name=$$name.so 2>/dev/null)" in /*) ;; *) \
+			echo "gcc's sanitizers are needed, and $$name was not found (on Debian: apt-get install g++)." >&2; \
+			exit 1 ;; \
+		esac; \
+	done
+	@status=0; for sanitizer in $(SANITIZER); do $(SANITIZED) --sanitizer $$sanitizer \
+		--reports build/sanitizers/$$sanitizer || status=1; done; exit $$status
 
 bench: toolchain $(FORK) $(BENCH) $(BASE)
 	$(RUN) python benchmarks/compare.py --base $(BASE) $(BENCH_ARGS)
@@ -60,7 +83,7 @@ format: $(TOOLS)
 	$(BIN)/clang-format -i $(NATIVE)
 
 clean:
-	rm -rf .venv build/wheel build/editable .pytest_cache .ruff_cache
+	rm -rf .venv build/wheel build/editable build/sanitizers .pytest_cache .ruff_cache
 	find deepspeed tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The native code is compiled when it is first used, so a missing compiler is better noticed here.

@@ -1,6 +1,7 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,13 +9,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from support import sanitizer  # noqa: E402
 from support.pool import Ranks  # noqa: E402
+
+REPORTS = pytest.StashKey[Path]()
 
 
 @pytest.fixture(scope="session")
-def ranks():
+def ranks(pytestconfig):
     """Returns ``ranks(world)``: the processes of that world size, started once a test run."""
     pools = {}
+    sanitized = pytestconfig.option.sanitizer
+    environment = sanitizer.environment(sanitized, pytestconfig.stash[REPORTS]) if sanitized else None
 
     def of(world):
         import torch
@@ -25,19 +31,50 @@ def ranks():
             # Only one pool at a time keeps its processes: two cores do not carry more.
             for pool in pools.values():
                 pool.stop()
-            pools[world] = Ranks(world)
+            pools[world] = Ranks(world, environment)
+            if sanitized:
+                pools[world].run(sanitizer.compile_native_code, sanitized, timeout=1800)
         return pools[world]
 
     yield of
     for pool in pools.values():
+        if sanitized == "address" and pool.started:
+            pool.run(sanitizer.look_for_leaks)
         pool.stop()
 
 
 def pytest_addoption(parser):
     parser.addoption("--models", type=int, help="how many random models test_fuzz.py tries; a few by default")
+    parser.addoption("--world", type=int, default=2, help="on how many ranks")
+    parser.addoption("--steps", type=int, default=300, help="how long the long run of test_engines.py is")
     parser.addoption("--seed", type=int, default=0, help="from which they are drawn")
+    parser.addoption(
+        "--sanitizer",
+        choices=list(sanitizer.OPTIONS),
+        help="of the native code; see make sanitize",
+    )
+    parser.addoption(
+        "--reports", type=Path, default=Path("build/sanitizers"), help="the folder for what it reports; emptied first"
+    )
 
 
 def pytest_configure(config):
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     config.addinivalue_line("markers", "gpu: needs GPUs; skipped with a reason where there are none")
+    if config.option.sanitizer:
+        reports = config.stash[REPORTS] = config.option.reports.resolve()
+        shutil.rmtree(reports, ignore_errors=True)
+        reports.mkdir(parents=True)
+
+
+def pytest_sessionfinish(session):
+    # A report fails the run, also where the test that caused it passed.
+    if session.config.option.sanitizer and sanitizer.found(session.config.stash[REPORTS]) and session.exitstatus == 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.sanitizer:
+        passed = len(terminalreporter.stats.get("passed", []))
+        for line in sanitizer.summary(config.option.sanitizer, passed, sanitizer.found(config.stash[REPORTS])):
+            terminalreporter.write_line(line)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from support import fuzz
-from support.fuzz import KINDS, Piece, Recipe
+from support.fuzz import EVALUATIONS, KINDS, Piece, Recipe
 from support.pool import RankFailed
 
 BOUND = 1e-5
@@ -55,15 +55,17 @@ def recipes(draw, backends):
         regional=regional,
         overlap_gather=regional is True and draw(st.booleans()),
         lengths=draw(st.sampled_from([(4,), (4, 5), (3, 4, 6)])),
-        evaluates=draw(st.booleans()),
+        evaluates=draw(st.sampled_from(EVALUATIONS)),
         direct=draw(st.booleans()),
         losses=draw(st.integers(1, 2)),
+        together=draw(st.booleans()),
+        dtype=draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16"])),
     )
 
 
 def test_random_models(ranks, request, capsys):
     models, first_seed = request.config.getoption("--models"), request.config.getoption("--seed")
-    asked = models is not None
+    world, asked = request.config.getoption("--world"), models is not None
     # Generated code is slow to make, so only longer runs have some.
     backends = ["eager"] * 9 + ["inductor"] if asked else ["eager"]
     count = collections.Counter()
@@ -81,7 +83,7 @@ def test_random_models(ranks, request, capsys):
     def trains_as_a_plain_loop(recipe):
         count["tried"] += 1
         try:
-            results = ranks(2).run(fuzz.train, recipe, timeout=120)
+            results = ranks(world).run(fuzz.train, recipe, timeout=120)
         except RankFailed as failure:
             # Refused in a sentence: a graph that serves several layers cannot call the hook of one.
             if str(failure).count("has a hook that its compiled graph does not call") != 2:
@@ -89,7 +91,11 @@ def test_random_models(ranks, request, capsys):
             count["refused"] += 1
             return
         for result in results:
-            assert result["error"] < BOUND
+            if recipe.dtype == "fp32":
+                assert result["error"] < BOUND
+            else:
+                # Rounding to 8 bits is large beside a gradient that is small, so all parameters are taken together.
+                assert result["total error"] < 0.1 * result["total moved"] + 2**-8
             assert result["moved"] > 1e-4
             assert set(result["held"]) == {0}
         count["agreed"] += 1
@@ -100,4 +106,7 @@ def test_random_models(ranks, request, capsys):
         with capsys.disabled():
             if asked:
                 agreed, tried, refused = (count[what] for what in ("agreed", "tried", "refused"))
-                print(f"\nseed {first_seed}: {agreed} of {tried} models agreed with a plain loop, {refused} refused")
+                print(
+                    f"\nseed {first_seed}, {world} ranks: {agreed} of {tried} models agreed with a plain loop, "
+                    f"{refused} refused"
+                )

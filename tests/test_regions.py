@@ -3,6 +3,7 @@
 """Regional compilation: one graph for every layer of a kind, and the same gradients."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -27,8 +28,10 @@ def check(results):
 
 
 # With graphs as they are traced, test_parameter_gather.py has the same table.
-@pytest.mark.parametrize("stage, accumulation", [(1, 3), (2, 1)])
-@pytest.mark.parametrize("model", WITH_BLOCKS)
+@pytest.mark.parametrize(
+    "model, stage, accumulation",
+    [(model, *varied) for model, varied in zip(WITH_BLOCKS, itertools.cycle([(1, 3), (2, 1)]))],
+)
 def test_trains_as_a_plain_loop(ranks, model, stage, accumulation):
     case = Case(model=model, stage=stage, accumulation=accumulation, backend="inductor", config=REGIONAL)
     check(ranks(2).run(train_beside_plain_loop, case))

@@ -57,5 +57,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("release_all", &Reducer::release_all, unlocked())
         .def("close", &Reducer::close, unlocked())
         .def("counters", &Reducer::counters, unlocked())
-        .def("reset_counters", &Reducer::reset_counters, unlocked());
+        .def("reset_counters", &Reducer::reset_counters, unlocked())
+        .def("ask_others", &Reducer::ask_others, unlocked())
+        .def("check_others", &Reducer::check_others, unlocked());
 }

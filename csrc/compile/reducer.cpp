@@ -32,6 +32,12 @@ int64_t bytes_of(const at::Tensor& tensor)
     return tensor.numel() * static_cast<int64_t>(tensor.element_size());
 }
 
+/// Completes "could not".
+std::string to_reduce(const Bucket& bucket)
+{
+    return "reduce the bucket that begins with the gradient of " + bucket.first_parameter;
+}
+
 /// Whether keeping the tensor keeps exactly its own elements, in order.
 bool fills_its_storage(const at::Tensor& tensor)
 {
@@ -145,11 +151,12 @@ void Reducer::watch_accumulation(size_t index)
     if (!record.parameter.requires_grad()) { return; }
     auto node = torch::autograd::impl::grad_accumulator(record.parameter);
     if (node == record.accumulation_node) { return; }
-    if (record.accumulation_node) { record.accumulation_node->del_post_hook(record.accumulation_hook); }
     using torch::autograd::variable_list;
-    record.accumulation_hook = node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [this, index](const variable_list& outputs, const variable_list& inputs) {
-            on_accumulated(index, inputs);
+    // A graph may keep the node for longer than this object lives, and a device's thread may be going through the
+    // node's hooks when it is closed. So the hook is not taken out again, and does nothing from then on.
+    node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [reducer = weak_from_this(), index](const variable_list& outputs, const variable_list& inputs) {
+            if (const auto alive = reducer.lock()) { alive->on_accumulated(index, inputs); }
             return outputs;
         }));
     record.accumulation_node = std::move(node);
@@ -157,12 +164,18 @@ void Reducer::watch_accumulation(size_t index)
 
 void Reducer::on_accumulated(size_t index, const torch::autograd::variable_list& inputs)
 {
+    at::Tensor parameter;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (index >= records_.size()) { return; }
+        parameter = records_[index].parameter;
+    }
     // Also called for a parameter whose gradient a compiled graph has reduced already: then it is undefined.
-    auto& slot = records_[index].parameter.mutable_grad();
+    auto& slot = parameter.mutable_grad();
     if (!slot.defined()) { return; }
     if (slot.numel() > 0) {
         // Another engine may have taken the parameters over while this one was not destroyed.
-        const auto registration = find_registration(records_[index].parameter.const_data_ptr());
+        const auto registration = find_registration(parameter.const_data_ptr());
         if (!registration || registration->reducer.get() != this) { return; }
     }
     at::Tensor gradient = std::move(slot);
@@ -231,7 +244,8 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
 {
     std::lock_guard<std::mutex> lock(mutex_);
     at::NoGradGuard no_grad;
-    auto& record = records_.at(index);
+    TORCH_CHECK(index < records_.size(), "the engine of a parameter was destroyed while its gradient was computed");
+    auto& record = records_[index];
     TORCH_CHECK(gradient.layout() == at::kStrided,
                 describe(record) +
                     " got a sparse gradient, and DeepCompile reduces dense ones only; build the module " +
@@ -296,6 +310,7 @@ void Reducer::enqueue(ParameterRecord& record, at::Tensor gradient, bool may_kee
     const int64_t bytes = gradient.numel() * element_size;
     if (in_flight_ && in_flight_->bytes - in_flight_->largest + filling_.bytes + bytes > limit) { drain(); }
     if (filling_.segments.empty()) { filling_.first_parameter = describe(record); }
+    filling_.fingerprint.add_gradient(&record - records_.data());
     pack(group, record, gradient, may_keep);
     filling_.bytes += bytes;
     filling_.largest = std::max(filling_.largest, bytes);
@@ -348,10 +363,16 @@ void Reducer::launch()
     drain();
     const auto device = groups_.front().device;
     if (options_.synchronize_before) { synchronize_device(device); }
+    sent_.add_bucket(filling_.fingerprint);
+    if (device.is_cpu()) {
+        // The host waits for gloo anyway, and gloo ends the process when sizes differ.
+        agreement_.ask(*groups_.front().process_group, device, sent_, to_reduce(filling_));
+        agreement_.check();
+    }
 
     for (size_t index = 0; index < groups_.size(); ++index) {
         auto& group = groups_[index];
-        std::vector<std::pair<at::Tensor, int64_t>> messages;  // to whom
+        std::vector<Message> messages;
         const bool average = group.process_group->getBackend(device.type())->getBackendName() == "nccl";
         for (auto& segment : filling_.segments) {
             if (segment.group != static_cast<int64_t>(index)) { continue; }
@@ -370,24 +391,7 @@ void Reducer::launch()
         }
         if (messages.empty()) { continue; }
 
-        const bool coalesce = group.process_group->getBackend(device.type())->supportsCoalescing();
-        if (coalesce) { group.process_group->startCoalescing(device.type()); }
-        try {
-            for (auto& [tensor, owner] : messages) {
-                c10d::ReduceOptions options;
-                options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
-                options.rootRank = owner;
-                options.asyncOp = true;
-                std::vector<at::Tensor> tensors{tensor};
-                auto work = group.process_group->reduce(tensors, options);
-                if (!coalesce) { filling_.works.push_back(std::move(work)); }
-            }
-        } catch (...) {
-            // Leave the process group usable: an open coalescing block would swallow later collectives.
-            if (coalesce) { group.process_group->endCoalescing(device.type()); }
-            throw;
-        }
-        if (coalesce) { filling_.works.push_back(group.process_group->endCoalescing(device.type())); }
+        send(group, messages, average);
     }
     ++buckets_sent_;
     in_flight_ = std::move(filling_);
@@ -396,30 +400,62 @@ void Reducer::launch()
     if (options_.synchronize_after) { synchronize_device(device); }
 }
 
+void Reducer::send(PartitionGroup& group, std::vector<Message>& messages, bool average)
+{
+    const auto device = group.device.type();
+    const bool coalesce = group.process_group->getBackend(device)->supportsCoalescing();
+    if (coalesce) { group.process_group->startCoalescing(device); }
+    try {
+        for (auto& [tensor, owner] : messages) {
+            c10d::ReduceOptions options;
+            options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+            options.rootRank = owner;
+            options.asyncOp = true;
+            std::vector<at::Tensor> tensors{tensor};
+            auto work = group.process_group->reduce(tensors, options);
+            if (!coalesce) { filling_.works.push_back(std::move(work)); }
+        }
+    } catch (const std::exception& error) {
+        // Leave the process group usable: an open coalescing block would swallow later collectives.
+        if (coalesce) { group.process_group->endCoalescing(device); }
+        throw_for_other_ranks(to_reduce(filling_), error);
+    }
+    if (coalesce) { filling_.works.push_back(group.process_group->endCoalescing(device)); }
+}
+
 void Reducer::drain()
 {
     if (!in_flight_) { return; }
+    // If this raises, nothing of the bucket is left.
     Bucket bucket = std::move(*in_flight_);
     in_flight_.reset();
-    // NCCL: the current stream waits for the collective. gloo: this thread does.
     try {
-        for (auto& work : bucket.works) { work->wait(); }
+        await(bucket);
+        for (auto& segment : bucket.segments) {
+            auto& group = groups_[segment.group];
+            for (const auto& entry : segment.entries) {
+                if (entry.piece.owner != group.rank()) { continue; }
+                const auto arrived = segment.memory.narrow(0, entry.offset, entry.piece.numel);
+                // A packed segment holds other gradients too, and one that straddles partitions other ranks' elements.
+                bind(group, entry.piece.target_offset, arrived, entry.piece.numel == segment.memory.numel());
+            }
+        }
     } catch (...) {
-        TORCH_WARN("DeepCompile could not reduce the bucket that begins with " + bucket.first_parameter);
         wait_on_device(bucket);
         recycle(bucket);
         throw;
     }
-    for (auto& segment : bucket.segments) {
-        auto& group = groups_[segment.group];
-        for (const auto& entry : segment.entries) {
-            if (entry.piece.owner != group.rank()) { continue; }
-            // A packed segment holds other gradients too, and one that straddles partitions other ranks' elements.
-            const bool alone = entry.piece.numel == segment.memory.numel();
-            bind(group, entry.piece.target_offset, segment.memory.narrow(0, entry.offset, entry.piece.numel), alone);
-        }
-    }
     recycle(bucket);
+}
+
+void Reducer::await(Bucket& bucket)
+{
+    // NCCL: the current stream waits for the collective. gloo: this thread does.
+    try {
+        for (auto& work : bucket.works) { work->wait(); }
+    } catch (const std::exception& error) {
+        throw_for_other_ranks(to_reduce(bucket), error);
+    }
 }
 
 // 3. Bound.
@@ -619,15 +655,27 @@ void Reducer::forget_gradients()
 
 void Reducer::close()
 {
-    if (!groups_.empty()) { abandon_backward(); }
+    abandon_backward();
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto& record : records_) {
         if (record.storage_key) { remove_registration(record.storage_key, this); }
-        if (record.accumulation_node) { record.accumulation_node->del_post_hook(record.accumulation_hook); }
     }
     records_.clear();
     groups_.clear();
     last_stream_.reset();
+}
+
+void Reducer::ask_others()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (groups_.empty()) { return; }
+    agreement_.ask(*groups_.front().process_group, groups_.front().device, sent_, "begin the optimizer step");
+}
+
+void Reducer::check_others()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    agreement_.check();
 }
 
 std::map<std::string, int64_t> Reducer::counters() const

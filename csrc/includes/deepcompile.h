@@ -37,6 +37,7 @@ every error is an exception that names the parameter and the rank.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -111,7 +112,6 @@ struct ParameterRecord {
     // Gradients that reach autograd's accumulation node did not pass through a compiled graph.
     // The node is only weakly held by the parameter, so the hook lives as long as this reference.
     AccumulationNode accumulation_node;
-    uintptr_t accumulation_hook = 0;
 };
 
 /// Bytes held, now and at their highest since reset_counters().
@@ -147,6 +147,40 @@ struct Segment {
     std::vector<Entry> entries;
 };
 
+/// Which gradients were sent, in which order and in which buckets.
+struct Fingerprint {
+    int64_t hash = 0;
+    int64_t gradients = 0;
+    int64_t buckets = 0;
+
+    void add_gradient(int64_t index);
+    void add_bucket(const Fingerprint& bucket);
+    bool operator==(const Fingerprint& other) const
+    {
+        return hash == other.hash && gradients == other.gradients && buckets == other.buckets;
+    }
+};
+
+/// Raises an error of the process group anew, with what this rank could not do.
+[[noreturn]] void throw_for_other_ranks(const std::string& purpose, const std::exception& error);
+
+/// Whether all ranks have sent the same. A process group matches messages by their order alone: where a rank ran other
+/// parts of the model, or its backward raised, gradients would be added to those of other parameters.
+class Agreement {
+public:
+    /// Exchanges fingerprints, without waiting for the device. `purpose` completes "could not" where that fails.
+    void ask(c10d::ProcessGroup& process_group, at::Device device, const Fingerprint& own, const std::string& purpose);
+    /// Waits for what was last asked, if it has not been checked, and raises on every rank if they differ.
+    void check();
+
+private:
+    at::Tensor answer_;  ///< on the host, [ranks, 3]
+    std::optional<c10::Event> arrived_;
+};
+
+/// Elements to send, and the rank that owns them.
+using Message = std::pair<at::Tensor, int64_t>;
+
 /// Gradients that are sent together. Filled, launched once, then drained.
 struct Bucket {
     std::vector<Segment> segments;
@@ -154,6 +188,7 @@ struct Bucket {
     int64_t bytes = 0;            ///< of gradients
     int64_t largest = 0;          ///< bytes of the largest of them
     std::string first_parameter;  ///< for messages
+    Fingerprint fingerprint;      ///< of its gradients
 };
 
 /// How a gradient came here: counted, because the slow way gives the same numbers.
@@ -210,12 +245,18 @@ public:
     /// 6. Forgets every target and every unreduced gradient.
     void release_all();
 
-    /// Unregisters the parameters and removes their hooks. The destructor calls it.
+    /// Unregisters the parameters, whose hooks do nothing from then on. The destructor calls it.
     void close();
 
     /// Bytes held, and the number of parameters registered, gradients received and buckets sent: name -> value.
     std::map<std::string, int64_t> counters() const;
     void reset_counters();
+
+    /// Asks the other ranks whether they have sent the same gradients in the same order since the beginning. So ranks
+    /// that once disagreed do so for ever.
+    void ask_others();
+    /// Raises on every rank if they have not.
+    void check_others();
 
 private:
     std::string describe(const ParameterRecord& record) const;
@@ -228,6 +269,8 @@ private:
     void enqueue(ParameterRecord& record, at::Tensor gradient, bool may_keep);
     void pack(PartitionGroup& group, ParameterRecord& record, const at::Tensor& gradient, bool may_keep);
     void launch();
+    void send(PartitionGroup& group, std::vector<Message>& messages, bool average);
+    void await(Bucket& bucket);
     void drain();
     void bind(PartitionGroup& group, int64_t offset, const at::Tensor& arrived, bool may_keep);
     void bind_flat(PartitionGroup& group);
@@ -254,6 +297,8 @@ private:
     int64_t from_graphs_ = 0;
     int64_t from_autograd_ = 0;
     int64_t buckets_sent_ = 0;
+    Fingerprint sent_;
+    Agreement agreement_;
     mutable std::mutex mutex_;
 };
 

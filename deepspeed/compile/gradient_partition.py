@@ -19,6 +19,7 @@ from typing import NamedTuple, Optional
 import torch
 
 import deepspeed.comm as dist
+from deepspeed.utils import logger
 
 from . import partition_step
 from .flat_layout import flat_layout, registered_parameters
@@ -109,19 +110,15 @@ class _BackwardWatch:
     drops it, uncalled, when the backward raised; no other extension point of autograd tells of that.
     """
 
-    def __init__(self, graph_task, on_abandon):
-        self.graph_task = graph_task
+    def __init__(self, on_abandon):
         self._on_abandon = on_abandon
 
     def __call__(self):
         self._on_abandon = None
 
-    def abandon(self):
-        on_abandon, self._on_abandon = self._on_abandon, None
-        if on_abandon is not None:
-            on_abandon()
-
-    __del__ = abandon
+    def __del__(self):
+        if self._on_abandon is not None:
+            self._on_abandon()
 
 
 def _with_current_parameters(name):
@@ -142,18 +139,24 @@ class StepLocalGradients:
     """
 
     def backward_prologue(self):
-        # A thread of the device may still hold the graph task of a backward that raised. The backward of several
-        # losses at once comes here for each of them.
-        graph_task, watch = torch._C._current_graph_task_id(), self._watch and self._watch()
-        if watch is not None and watch.graph_task != graph_task:
-            watch.abandon()
+        self.refuse_half_a_step()
+        # The backward before did not come to its end: it raised, and a thread of the device still holds its graph
+        # task; or it was interrupted behind its last gradient. That of several losses at once comes here for each.
+        graph_task = torch._C._current_graph_task_id()
+        if self._unfinished not in (None, graph_task):
+            self._abandon_backward()
         super().backward_prologue()
         hooked = [index for index, parameter in enumerate(self._registered) if has_hooks(parameter)]
         self._reducer.begin_backward(self._reduces_now(), hooked)
+        self._unfinished = graph_task
         if graph_task != -1:
-            watch = _BackwardWatch(graph_task, self._abandon_this_backward())
-            self._watch = weakref.ref(watch)
+            watch = _BackwardWatch(self._abandon_this_backward())
             torch.autograd.Variable._execution_engine.queue_callback(watch)
+
+    def enter_backward(self):
+        # The backward of several outputs at once comes here for each of them, but only once to exit_backward().
+        if self._backward_active_depth == 0:
+            super().enter_backward()
 
     def backward_epilogue(self, *args, **kwargs):
         super().backward_epilogue(*args, **kwargs)
@@ -171,6 +174,7 @@ class StepLocalGradients:
         self.release_gradients()
 
     def step(self, closure=None):
+        self.refuse_half_a_step()
         if any(self.averaged_gradients.get(group) is None for group in range(len(self.bit16_groups))):
             raise RuntimeError(
                 "optimizer.step() found no gradients: run a backward at the gradient accumulation "
@@ -178,7 +182,12 @@ class StepLocalGradients:
             )
         try:
             partition_step.run(self)
+        except BaseException as error:
+            if self._changes_parameters:
+                self._remember_half_a_step(error)
+            raise
         finally:
+            self._changes_parameters = False
             self.release_gradients()
 
     def get_grad_norm_direct(self, gradients, params, norm_type=2):
@@ -186,9 +195,21 @@ class StepLocalGradients:
             return super().get_grad_norm_direct(gradients, params, norm_type)
         return partition_step.norm(self, gradients, params)
 
+    def state_dict(self):
+        self._reducer.check_others()
+        self.refuse_half_a_step()
+        self._gather.wait_all()
+        return super().state_dict()
+
+    def load_state_dict(self, *args, **kwargs):
+        self._gather.wait_all()
+        super().load_state_dict(*args, **kwargs)
+        # Whatever the parameters were, they are the checkpoint's now.
+        self._half_stepped = None
+        while self._refusals:
+            self._refusals.pop().remove()
+
     # These read parameters or write them.
-    state_dict = _with_current_parameters("state_dict")
-    load_state_dict = _with_current_parameters("load_state_dict")
     update_lp_params = _with_current_parameters("update_lp_params")
     refresh_fp32_params = _with_current_parameters("refresh_fp32_params")
     offload_states = _with_current_parameters("offload_states")
@@ -205,6 +226,19 @@ class StepLocalGradients:
             undo()
         detach(self)
         self.destroy()
+
+    def refuse_half_a_step(self):
+        """Raises RuntimeError if the last step was ended by an exception while parameters were being changed."""
+        if self._half_stepped:
+            raise RuntimeError(
+                f"the last optimizer step was ended half way ({self._half_stepped}), so that parameters may differ "
+                "between ranks; load a checkpoint before going on"
+            )
+
+    def _remember_half_a_step(self, error):
+        self._half_stepped = f"{type(error).__name__}: {error}"
+        # Nor may such parameters be evaluated.
+        self._refusals.append(self._engine().register_forward_pre_hook(lambda *_: self.refuse_half_a_step()))
 
     def hand_over(self):
         """Makes what is bound this step's ``averaged_gradients``."""
@@ -237,14 +271,25 @@ class StepLocalGradients:
         except BaseException:
             self._abandon_backward()
             raise
+        self._unfinished = None
         if reduces and self._engine().is_gradient_accumulation_boundary():
             self.hand_over()
 
     def _abandon_backward(self):
+        self._unfinished = None
         self._reducer.abandon_backward()
         self.release_gradients()
         # The epilogue that would have left the backward did not run.
         self._backward_active_depth = 0
+        # With this micro-batch's gradients went those of the step's earlier ones, so they are to come again.
+        engine = self._engine()
+        dropped = engine.micro_steps % engine.gradient_accumulation_steps()
+        if dropped:
+            engine.micro_steps -= dropped
+            logger.warning(
+                f"A backward raised; the gradients of the {dropped} micro-batches before it, which belong to the same "
+                "step, are dropped too, and the next micro-batch is the first of a step"
+            )
 
     def _abandon_this_backward(self):
         """Returns a function that abandons the backward now starting, unless another has started since."""
@@ -269,10 +314,13 @@ def attach(optimizer, engine, reducer):
     optimizer._engine = weakref.ref(engine)
     optimizer._reducer = reducer
     optimizer._gather = AllGather(optimizer)
+    optimizer._changes_parameters = False
+    optimizer._half_stepped = None
+    optimizer._refusals = []
     optimizer._undo = []
     optimizer._backward_serial = 0
     optimizer._norms_exactly = False
-    optimizer._watch = None
+    optimizer._unfinished = None
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
     # Their work is the reducer's now, and so is their memory.
@@ -285,7 +333,10 @@ def attach(optimizer, engine, reducer):
 def detach(optimizer):
     """Undoes :func:`attach` but for the hooks; for an optimizer that will not train again."""
     optimizer.__class__ = optimizer.plain_class
-    own = "_backward_serial _engine _gather _norms_exactly _reducer _registered _undo _view_specs _watch"
+    own = (
+        "_backward_serial _changes_parameters _engine _gather _half_stepped _norms_exactly _reducer "
+        "_refusals _registered _undo _unfinished _view_specs"
+    )
     for name in own.split():
         delattr(optimizer, name)
 

@@ -3,9 +3,11 @@
 """Entry of DeepCompile for ZeRO-1 and ZeRO-2, called by ``engine.compile()``."""
 
 import functools
+import weakref
 
 import torch
 
+import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from . import regions
@@ -14,6 +16,9 @@ from .gradient_partition import attach, make_reducer, parameters_reduced_by_grap
 from .parameter_gather import Waiting
 from .reduce_backend import CompilationLimit, make_backend
 from .zero_options import acts_around_forward, check_options, overlaps_communication
+
+# Which engine a module was last compiled for: module -> a token of the engine's.
+_compiled_for = weakref.WeakKeyDictionary()
 
 
 def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None, use_z2=False):
@@ -39,6 +44,8 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
         synchronize_after=compile_config.sync_after_reduce,
     )
     attach(engine.optimizer, engine, reducer)
+    _keep_timeout_of_world(engine.optimizer)
+    _undo_compilation_when_destroyed(engine)
     if acts_around_forward(engine):
         _act_around_forward(engine)
     registered = registered_parameters(engine.optimizer)
@@ -61,6 +68,36 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
     changed = regions.compile_regions(engine.module, blocks, of_blocks, own_kwargs, waiting, limit)
     engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
     return graphs
+
+
+def _keep_timeout_of_world(optimizer):
+    """Has the optimizer's process groups give up on another rank when the world's would, if that is sooner.
+
+    DeepSpeed makes them with torch's default, half an hour with gloo, whatever ``init_distributed()`` was given.
+    """
+    device = optimizer.bit16_groups_flat[0].device
+    timeout = dist.get_world_group()._get_backend(device).options._timeout
+    for group in {optimizer.dp_process_group, *optimizer.real_dp_process_group} - {None}:
+        backend = group._get_backend(device)
+        if timeout < backend.options._timeout:
+            backend._set_default_timeout(timeout)
+
+
+def _undo_compilation_when_destroyed(engine):
+    """Has the module as it was before, once the engine is destroyed: neither compiled nor with the engine's hooks."""
+    module, before, token = engine.module, engine.module._compiled_call_impl, object()
+    reference = weakref.ref(engine)
+    _compiled_for[module] = token
+
+    def undo():
+        if _compiled_for.get(module) is token:
+            module._compiled_call_impl = before
+        destroyed = reference()
+        if destroyed is not None:
+            # While this is set, DeepSpeed ends by giving the module the hooks of an engine without DeepCompile.
+            destroyed._deepcompile_active = False
+
+    engine.optimizer.when_destroyed(undo)
 
 
 def _overlap_gather(engine, blocks):
@@ -87,5 +124,8 @@ def _act_around_forward(engine):
         if engine.is_deepcompile_active():
             engine._forward_epilogue()
 
-    engine.register_forward_pre_hook(before, with_kwargs=True)
-    engine.register_forward_hook(behind)
+    for hook in (
+        engine.register_forward_pre_hook(before, with_kwargs=True),
+        engine.register_forward_hook(behind),
+    ):
+        engine.optimizer.when_destroyed(hook.remove)

@@ -17,6 +17,7 @@ from torch.nn import Module, Parameter
 
 import deepspeed.comm as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.utils import logger
 
 from .flat_layout import flat_layout, registered_parameters
 
@@ -94,8 +95,12 @@ class OverlappedGather:
         """Has the current stream, and on a CPU the caller, wait for these units."""
         if self._works:
             for index in units:
-                for work in self._works.pop(index, ()):
-                    work.wait()
+                works = self._works.get(index, [])
+                while works:
+                    # One whose wait raised is asked again: its parameters must not be used.
+                    works[-1].wait()
+                    works.pop()
+                self._works.pop(index, None)
 
     def wait_all(self) -> None:
         """Waits for all that is on its way."""
@@ -180,9 +185,12 @@ class Waiting:
         return (lambda: self._gather.wait(units)) if units else None
 
     def _remove_hooks(self):
-        self._gather.wait_all()
         for hook in self._hooks:
             hook.remove()
+        try:
+            self._gather.wait_all()
+        except RuntimeError as error:
+            logger.warning(f"The engine is destroyed, but parameters of the last step did not arrive: {error}")
 
 
 class _Hook:

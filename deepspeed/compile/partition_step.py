@@ -32,8 +32,14 @@ def run(optimizer):
     On overflow nothing is stepped: ``optimizer.overflow`` says so, and the loss scale has been updated.
     """
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
+    # Of the step before, if that did not wait.
+    optimizer._reducer.check_others()
+    optimizer._reducer.ask_others()
     norm = optimizer.scaled_global_norm() if optimizer.compute_grad_norm else None
-    norm = _check_overflow(optimizer, norm)
+    waits = _host_waits(optimizer, norm)
+    if waits or optimizer.bit16_groups_flat[0].is_cpu:
+        optimizer._reducer.check_others()
+    norm = _check_overflow(optimizer, norm, waits)
     # Gradients carry the scale of their backward, which may change now.
     scale = optimizer.loss_scale
     optimizer._update_scale(optimizer.overflow)
@@ -46,6 +52,8 @@ def run(optimizer):
         return
     optimizer._global_grad_norm = None if norm is None else norm / scale
     factor = _factor(norm, scale, optimizer.clip_grad, optimizer.bit16_groups_flat[0].device)
+    # From here to its end a step that raises leaves parameters that differ between ranks.
+    optimizer._changes_parameters = True
     for group in range(len(optimizer.bit16_groups)):
         _step_group(optimizer, group, factor)
     with _timed(optimizer, OPTIMIZER_ALLGATHER_TIMER):
@@ -54,6 +62,7 @@ def run(optimizer):
         if not _lies_in_flat(optimizer, group):
             # Somebody has given a parameter other memory, for example to swap averaged weights in and out.
             optimizer._update_model_bit16_weights(group)
+    optimizer._changes_parameters = False
     optimizer.timers.log(OPTIMIZER_TIMERS)
 
 
@@ -126,16 +135,20 @@ def norm(optimizer, gradients, parameters):
     return total.masked_fill_(~total.isfinite(), -1.0)
 
 
-def _check_overflow(optimizer, norm):
+def _host_waits(optimizer, norm):
+    """Whether the host waits for the device: where asked to look and, as in DeepSpeed's own step, except in bf16."""
+    return optimizer.check_grad_overflow or (norm is not None and optimizer.dtype != torch.bfloat16)
+
+
+def _check_overflow(optimizer, norm, waits):
     """Sets ``optimizer.overflow``; returns the norm, computed anew if it was not finite but the gradients are."""
     optimizer.overflow = False
+    if not waits:
+        return norm
     if norm is None:
-        if optimizer.check_grad_overflow:
-            optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
+        optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
         return None
-    # The host waits for the device here: where it has been asked to look and, as in DeepSpeed's step, except in bf16.
-    asked = optimizer.check_grad_overflow or optimizer.dtype != torch.bfloat16
-    if not asked or not is_invalid_grad_norm(norm):
+    if not is_invalid_grad_norm(norm):
         return norm
     # The square of a norm may leave fp32's range where the gradients do not.
     optimizer._norms_exactly = True

@@ -16,8 +16,19 @@ from deepspeed.compile.gradient_partition import gradient_counters
 from deepspeed.compile.parameter_gather import wait_for_parameters
 
 from support.models import VOCABULARY, Block, double
-from support.training import Case, average_gradients, batch, device, held, make_engine, make_optimizer, relative_error
+from support.training import (
+    Case,
+    average_gradients,
+    batch,
+    device,
+    held,
+    make_engine,
+    make_optimizer,
+    relative_error,
+    total_error,
+)
 
+EVALUATIONS = (None, "no_grad", "inference_mode", "in training mode", "with gradients")
 KINDS = ("linear", "block", "norm", "gain", "empty", "scalar", "sum of two")
 
 
@@ -50,7 +61,14 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A model and how it is trained; ``docs/options.md`` has the options. ``lengths``: of the sequences, in turn."""
+    """A model and how it is trained; ``docs/options.md`` has the options.
+
+    Attributes:
+        lengths: of the sequences, in turn.
+        evaluates: how the model is called between micro-batches: one of ``EVALUATIONS``.
+        losses: how many a micro-batch has, with a backward each.
+        together: whether they have one backward.
+    """
 
     pieces: Tuple[Piece, ...] = (Piece(),)
     width: int = 4
@@ -68,9 +86,11 @@ class Recipe:
     regional: Optional[bool] = None
     overlap_gather: bool = False
     lengths: Tuple[int, ...] = (4,)
-    evaluates: bool = False
+    evaluates: Optional[str] = None
     direct: bool = False
     losses: int = 1
+    together: bool = False
+    dtype: str = "fp32"
     steps: int = 3
 
 
@@ -195,6 +215,7 @@ def as_case(recipe):
         bucket=recipe.bucket,
         groups=recipe.groups,
         clipping=recipe.clipping,
+        dtype=recipe.dtype,
         config={
             "zero_optimization": {
                 "round_robin_gradients": recipe.round_robin,
@@ -206,7 +227,7 @@ def as_case(recipe):
 
 
 def train(recipe):
-    """Trains both; returns the relative error of the parameters, how far they moved, and what was held after steps."""
+    """Trains both; returns errors of the parameters, how far they moved, and what was held after steps."""
     torch._dynamo.reset()
     case, rank = as_case(recipe), dist.get_rank()
     module = build(recipe)
@@ -232,7 +253,9 @@ def train(recipe):
         wait_for_parameters(engine)
         return {
             "error": relative_error(module.parameters(), plain.parameters()),
+            "total error": total_error(module.parameters(), plain.parameters()),
             "moved": relative_error(module.parameters(), before.parameters()),
+            "total moved": total_error(plain.parameters(), before.parameters()),
             "held": after_steps,
         }
     finally:
@@ -241,12 +264,26 @@ def train(recipe):
 
 def _micro_batch(recipe, engine, plain, step, ids):
     skip = step % 2 == 1
+    losses = []
     for number in range(recipe.losses):
-        loss = engine(ids.roll(number, 1), skip) / recipe.losses
-        loss.backward() if recipe.direct else engine.backward(loss)
+        losses.append(engine(ids.roll(number, 1), skip) / recipe.losses)
+        if not recipe.together:
+            _backward(recipe, engine, losses.pop())
         (plain(ids.roll(number, 1), skip) / recipe.losses / recipe.accumulation).backward()
-    if recipe.evaluates:
+    if losses:
+        _backward(recipe, engine, sum(losses))
+    if recipe.evaluates is not None:
+        _evaluate(recipe, engine, ids)
+
+
+def _backward(recipe, engine, loss):
+    loss.backward() if recipe.direct else engine.backward(loss)
+
+
+def _evaluate(recipe, engine, ids):
+    if recipe.evaluates != "in training mode":
         engine.eval()
-        with torch.no_grad():
-            engine(ids)
-        engine.train()
+    mode = {"inference_mode": torch.inference_mode, "with gradients": torch.enable_grad}
+    with mode.get(recipe.evaluates, torch.no_grad)():
+        engine(ids)
+    engine.train()

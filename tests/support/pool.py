@@ -5,9 +5,11 @@
 Importing torch and DeepSpeed takes seconds, so the processes stay: each test sends them a function to run.
 """
 
+import datetime
 import gc
 import importlib
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -19,9 +21,15 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Below the ports that the system gives to outgoing connections, so that none of these takes it meanwhile."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                continue
 
 
 class RankFailed(AssertionError):
@@ -40,6 +48,10 @@ class Ranks:
         self.world = world
         self._environment = dict(environment or {})
         self._processes, self._connections = [], []
+
+    @property
+    def started(self):
+        return bool(self._processes)
 
     def start(self):
         listener = Listener(("127.0.0.1", 0), authkey=b"ranks")
@@ -76,35 +88,49 @@ class Ranks:
         ``function`` is importable under ``tests/``. A rank that raises, dies or takes longer than ``timeout``
         seconds fails the call and ends the processes; the next call starts new ones.
         """
+        # When one rank failed, the others may wait for it.
+        answers = self._ask(function, args, kwargs, timeout, timeout_after_failure=5)
+        failures = [f"rank {rank} {answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
+        if failures:
+            self.stop()
+            raise RankFailed("\n".join(failures))
+        return [answer for _, answer in answers]
+
+    def run_to_the_end(self, function, *args, timeout, **kwargs):
+        """Does the same where ranks are expected to fail: of one that did, a text says how. Ends the processes."""
+        try:
+            return [answer for _, answer in self._ask(function, args, kwargs, timeout, timeout)]
+        finally:
+            self.stop()
+
+    def _ask(self, function, args, kwargs, timeout, timeout_after_failure):
+        """Lists (whether it succeeded, its result or how it failed) for each rank."""
         if not self._processes:
             self.start()
         for connection in self._connections:
             connection.send((function.__module__, function.__qualname__, args, kwargs))
-        results, failures = [], []
+        answers = []
         for rank, connection in enumerate(self._connections):
-            # When one rank failed, the others may wait for it.
-            if not connection.poll(5 if failures else timeout):
-                failures.append(f"rank {rank} gave no answer within {timeout} s")
+            failed = any(not succeeded for succeeded, _ in answers)
+            if not connection.poll(timeout_after_failure if failed else timeout):
+                answers.append((False, f"gave no answer within {timeout} s"))
                 continue
             try:
                 succeeded, result = connection.recv()
             except (EOFError, ConnectionError):
-                failures.append(f"rank {rank} died with exit status {self._processes[rank].wait()}")
+                answers.append((False, f"died with exit status {self._processes[rank].wait()}"))
                 continue
-            if succeeded:
-                results.append(result)
-            else:
-                failures.append(f"rank {rank} raised:\n{result}")
-        if failures:
-            self.stop()
-            raise RankFailed("\n".join(failures))
-        return results
+            answers.append((succeeded, result if succeeded else f"raised:\n{result}"))
+        return answers
 
 
 def _serve():
     host, port = os.environ["RANKS_ADDRESS"].split(":")
     connection = Client((host, int(port)), authkey=b"ranks")
     connection.send(int(os.environ["RANK"]))
+
+    # What was preloaded is for this process, not for compilers that it starts.
+    os.environ.pop("LD_PRELOAD", None)
 
     import torch
 
@@ -113,9 +139,9 @@ def _serve():
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        deepspeed.init_distributed()
-    else:
-        deepspeed.init_distributed(dist_backend="gloo")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    patience = datetime.timedelta(seconds=int(os.environ.get("RANKS_TIMEOUT", "1800")))
+    deepspeed.init_distributed(dist_backend=backend, timeout=patience)
     while True:
         try:
             module, name, args, kwargs = connection.recv()

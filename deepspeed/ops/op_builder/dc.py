@@ -24,7 +24,7 @@ class DeepCompileBuilder(OpBuilder):
         return f"deepspeed.ops.{self.NAME}_op"
 
     def sources(self):
-        return [f"csrc/compile/{name}.cpp" for name in ("reducer", "registry", "ops", "bindings")]
+        return [f"csrc/compile/{name}.cpp" for name in ("reducer", "agreement", "registry", "ops", "bindings")]
 
     def include_paths(self):
         return ["csrc/includes"]

@@ -1,0 +1,109 @@
+// Copyright (c) the authors of this fork of DeepSpeed.
+// SPDX-License-Identifier: Apache-2.0
+
+#include "deepcompile.h"
+
+#include <ATen/Functions.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/hash.h>
+
+#include <algorithm>
+#include <map>
+
+namespace deepcompile {
+
+namespace {
+
+void mix(int64_t& hash, int64_t value)
+{
+    hash = static_cast<int64_t>(c10::hash_combine(static_cast<size_t>(hash), static_cast<size_t>(value)));
+}
+
+std::string disagreement(const std::vector<Fingerprint>& fingerprints)
+{
+    std::string sent;
+    for (auto fingerprint = fingerprints.begin(); fingerprint != fingerprints.end(); ++fingerprint) {
+        if (std::find(fingerprints.begin(), fingerprint, *fingerprint) != fingerprint) { continue; }
+        sent += (sent.empty() ? "rank " : "; rank ") + std::to_string(fingerprint - fingerprints.begin()) + " " +
+                std::to_string(fingerprint->gradients) + " in " + std::to_string(fingerprint->buckets) + " buckets";
+    }
+    return "DeepCompile's ranks have reduced different gradients, or the same in another order, and would use wrong "
+           "ones (sent since engine.compile(), the first rank of each kind: " +
+           sent +
+           "): a backward raised on some ranks only, or they ran different parts of the model; have every rank run "
+           "the same parts, and start again from a checkpoint";
+}
+
+}  // namespace
+
+void Fingerprint::add_gradient(int64_t index)
+{
+    ++gradients;
+    mix(hash, index);
+}
+
+void Fingerprint::add_bucket(const Fingerprint& bucket)
+{
+    ++buckets;
+    gradients += bucket.gradients;
+    mix(hash, bucket.hash);
+}
+
+void throw_for_other_ranks(const std::string& purpose, const std::exception& error)
+{
+    const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
+    C10_THROW_ERROR(DistBackendError,
+                    "DeepCompile could not " + purpose +
+                        ", because another rank has died, hangs, raised, or reduces other gradients; look for the "
+                        "first error of any rank, and start again from a checkpoint: " +
+                        (from_torch ? from_torch->what_without_backtrace() : error.what()));
+}
+
+void Agreement::ask(c10d::ProcessGroup& process_group,
+                    at::Device device,
+                    const Fingerprint& own,
+                    const std::string& purpose)
+{
+    if (process_group.getSize() == 1) { return; }
+    const auto options = at::TensorOptions().dtype(at::kLong).device(device);
+    // A number that a kernel gets is not waited for, as a tensor of the host's would be.
+    std::vector<at::Tensor> sent{at::stack(
+        {at::full({}, own.hash, options), at::full({}, own.gradients, options), at::full({}, own.buckets, options)})};
+    std::vector<std::vector<at::Tensor>> received(1);
+    for (int rank = 0; rank < process_group.getSize(); ++rank) { received[0].push_back(at::empty_like(sent[0])); }
+    try {
+        // NCCL: the current stream waits for the collective. gloo: this thread does.
+        process_group.allgather(received, sent)->wait();
+    } catch (const std::exception& error) {
+        throw_for_other_ranks(purpose, error);
+    }
+    const auto gathered = at::stack(received[0]);
+    arrived_.reset();
+    if (device.is_cpu()) {
+        answer_ = gathered;
+        return;
+    }
+    answer_ = at::empty(gathered.sizes(), at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+    answer_.copy_(gathered, /*non_blocking=*/true);
+    arrived_.emplace(device.type());
+    arrived_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+}
+
+void Agreement::check()
+{
+    if (!answer_.defined()) { return; }
+    const at::Tensor answer = std::move(answer_);
+    answer_ = at::Tensor();
+    if (arrived_) { arrived_->synchronize(); }
+    std::vector<Fingerprint> fingerprints;
+    for (int64_t rank = 0; rank < answer.size(0); ++rank) {
+        const auto* row = answer.const_data_ptr<int64_t>() + 3 * rank;
+        fingerprints.push_back({row[0], row[1], row[2]});
+    }
+    const bool agree = std::all_of(fingerprints.begin(), fingerprints.end(), [&](const Fingerprint& fingerprint) {
+        return fingerprint == fingerprints.front();
+    });
+    TORCH_CHECK(agree, disagreement(fingerprints));
+}
+
+}  // namespace deepcompile

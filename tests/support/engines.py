@@ -1,0 +1,289 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks do in ``test_engines.py``: several engines, an engine's end at any moment, a long run."""
+
+import contextlib
+import copy
+import gc
+import random
+import threading
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.compile.parameter_gather import wait_for_parameters
+from deepspeed.utils import safe_get_full_fp32_param
+
+from support.faults import Fragile, Injected, in_backward, in_forward, raise_injected
+from support.lifetime import allocated_bytes
+from support.models import BlocksWithin
+from support.training import (
+    average_gradients,
+    batch,
+    build,
+    device,
+    held,
+    make_engine,
+    make_optimizer,
+    relative_error,
+    total_error,
+)
+
+
+class _Beside:
+    """An engine and a plain loop on the same batches."""
+
+    def __init__(self, case, seed=0):
+        self.case = case
+        self.module = build(case, seed)
+        self.plain = copy.deepcopy(self.module)
+        self.before = copy.deepcopy(self.module)
+        self.engine = make_engine(self.module, case)
+        self.optimizer = make_optimizer(self.plain, case)
+
+    def step(self, step):
+        for micro_step in range(self.case.accumulation):
+            ids = batch(step, micro_step, dist.get_rank(), 4)
+            self.engine.backward(self.engine(ids))
+            self.engine.step()
+            (self.plain(ids) / self.case.accumulation).backward()
+        self.plain_step()
+
+    def plain_step(self):
+        average_gradients(self.plain)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def end(self):
+        """Destroys the engine; returns the errors of its master parameters, of the largest and of all together."""
+        masters = [safe_get_full_fp32_param(parameter) for parameter in self.module.parameters()]
+        expected = list(self.plain.parameters())
+        self.engine.destroy()
+        return relative_error(masters, expected), total_error(masters, expected)
+
+
+# More than one of anything -----------------------------------------------------------------------------------------
+
+
+def take_turns(cases, steps=4):
+    """Engines of one process train step by step in turns; returns each one's errors."""
+    torch._dynamo.reset()
+    pairs = [_Beside(case, seed) for seed, case in enumerate(cases)]
+    for step in range(steps):
+        for pair in pairs:
+            pair.step(step)
+    return [pair.end() for pair in pairs]
+
+
+def one_loss_of_two_engines(cases):
+    """One backward through two engines' models, as where a critic's loss goes into an actor's; returns the errors."""
+    torch._dynamo.reset()
+    pairs = [_Beside(case, seed) for seed, case in enumerate(cases)]
+    for step in range(3):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        first, second = (pair.engine(ids) for pair in pairs)
+        (first * 2 + first.detach() * second).backward()
+        first, second = (pair.plain(ids) for pair in pairs)
+        (first * 2 + first.detach() * second).backward()
+        for pair in pairs:
+            pair.engine.step()
+            pair.plain_step()
+    return [pair.end() for pair in pairs]
+
+
+def forwards_before_a_backward(case):
+    """Two forwards, then their backwards in the other order, then one backward of two forwards; returns the errors."""
+    torch._dynamo.reset()
+    pair = _Beside(case)
+    for step in range(3):
+        batches = [batch(step, number, dist.get_rank(), 4) for number in range(4)]
+        first, second = pair.engine(batches[0]), pair.engine(batches[1])
+        pair.engine.backward(second)
+        pair.engine.backward(first)
+        pair.engine.backward(pair.engine(batches[2]) * pair.engine(batches[3]))
+        pair.engine.step()
+        (pair.plain(batches[0]) + pair.plain(batches[1])).backward()
+        (pair.plain(batches[2]) * pair.plain(batches[3])).backward()
+        pair.plain_step()
+    return pair.end()
+
+
+def compiled_again(case):
+    """``engine.compile()`` is called again between steps; returns the errors."""
+    torch._dynamo.reset()
+    pair = _Beside(case)
+    for step in range(3):
+        pair.step(step)
+        pair.engine.compile(backend=case.backend)
+    return pair.end()
+
+
+def in_other_threads(cases):
+    """Each step of each engine runs in a new thread, one at a time; returns the errors."""
+    torch._dynamo.reset()
+    pairs = [_Beside(case, seed) for seed, case in enumerate(cases)]
+    raised = []
+
+    def run(pair, step):
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.set_device(device())
+            pair.step(step)
+        except BaseException as error:
+            raised.append(error)
+
+    for step in range(3):
+        for pair in pairs:
+            thread = threading.Thread(target=run, args=(pair, step))
+            thread.start()
+            thread.join()
+            if raised:
+                raise raised[0]
+    return [pair.end() for pair in pairs]
+
+
+# An engine's end ---------------------------------------------------------------------------------------------------
+
+
+def _hooks(module):
+    """How many hooks there are of each kind, and how modules and parameters are called."""
+    kinds = (
+        *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+        *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+    )
+    of_modules = [len(getattr(each, kind)) for each in module.modules() for kind in kinds]
+    of_parameters = [
+        len(getattr(each, kind) or ())
+        for each in module.parameters()
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    ]
+    return of_modules, of_parameters, [(type(each).__name__, each._compiled_call_impl) for each in module.modules()]
+
+
+def _reach(moment, engine):
+    """Brings an engine to a moment of training; returns what may still be holding on to it."""
+    rank, kept = dist.get_rank(), []
+
+    def forward(number=0):
+        return engine(batch(number, 0, rank, 4))
+
+    if moment == "after compile()":
+        return kept
+    engine.backward(forward())
+    if moment == "between the micro-batches":
+        engine.step()
+        engine.backward(forward(1))
+        return kept
+    engine.step()
+    engine.backward(forward())
+    engine.step()
+    if moment == "behind a step":
+        return kept
+    if moment == "in a forward":
+        in_forward.happen = engine.destroy
+        kept.append(forward(1))
+        return kept
+    if moment in ("in a backward", "behind a backward that raised"):
+        in_backward.happen = engine.destroy if moment == "in a backward" else raise_injected
+        with contextlib.suppress(RuntimeError, Injected):
+            engine.backward(forward(1))
+        return kept
+    if moment == "behind a forward":
+        kept.append(forward(1))
+        return kept
+    if moment == "without a reduction":
+        with engine.no_sync():
+            engine.backward(forward(1))
+        return kept
+    for number in range(engine.gradient_accumulation_steps()):
+        engine.backward(forward(1 + number))
+        if number + 1 < engine.gradient_accumulation_steps():
+            engine.step()
+    assert moment == "behind a backward"
+    return kept
+
+
+MOMENTS = (
+    *("after compile()", "behind a forward", "in a forward", "between the micro-batches", "in a backward"),
+    *("behind a backward", "behind a backward that raised", "without a reduction", "behind a step"),
+)
+
+
+def destroyed_at(moment, case):
+    """Destroys an engine at a moment; returns what is left of it, and whether the module then works by itself.
+
+    That is: (bytes held by the reducer and parameters registered, hooks before and after, whether gradient memory
+    and the engine are gone, the error of the gradients of a plain backward, the error of a new engine on the module).
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = (BlocksWithin() if case.config else Fragile()).to(device())
+    before = _hooks(module)
+    engine = make_engine(module, case)
+    reducer = engine.optimizer._reducer
+    kept = _reach(moment, engine)
+    views = [view for views in engine.optimizer.averaged_gradients.values() for view in views or ()]
+    gradients = [weakref.ref(view.untyped_storage()) for view in views if view.numel()]
+    del views
+    engine.destroy()
+    counters = {name: reducer.counters()[name] for name in ("bound", "pending", "bucket", "unreduced", "registered")}
+    after = _hooks(module)
+    reference = weakref.ref(engine)
+    del engine, kept, reducer
+    gc.collect()
+    gone = all(gradient() is None for gradient in gradients) and reference() is None
+
+    plain = copy.deepcopy(module)
+    for each in (module, plain):
+        for parameter in each.parameters():
+            parameter.grad = None
+        each(batch(5, 0, dist.get_rank(), 4)).backward()
+    error = relative_error(*([p.grad for p in each.parameters()] for each in (module, plain)))
+    module.zero_grad()
+    again = make_engine(module, case)
+    plain = copy.deepcopy(plain).to(device())
+    plain.zero_grad()
+    plain_optimizer = make_optimizer(plain, case)
+    for micro_step in range(case.accumulation):
+        ids = batch(6, micro_step, dist.get_rank(), 4)
+        again.backward(again(ids))
+        again.step()
+        (plain(ids) / case.accumulation).backward()
+    average_gradients(plain)
+    plain_optimizer.step()
+    wait_for_parameters(again)
+    error_again = relative_error(module.parameters(), plain.parameters())
+    again.destroy()
+    return counters, before, after, gone, error, error_again
+
+
+# A long run --------------------------------------------------------------------------------------------------------
+
+
+def long_run(case, steps, settled):
+    """Steps of 1 to 4 micro-batches with sequences of 3 to 20 tokens, beside a plain loop.
+
+    Returns (most bytes held after any step; bytes allocated and number of Python objects, first when ``settled`` steps
+    are done and then every so often; the errors).
+    """
+    torch._dynamo.reset()
+    pair, rank = _Beside(case), dist.get_rank()
+    # The same on every rank, and lengths of each rank's own.
+    of_all, own = random.Random(1), random.Random(2 + rank)
+    most_held, samples = 0, []
+    for step in range(1, steps + 1):
+        micro_batches = of_all.randint(1, 4)
+        for micro_step in range(micro_batches):
+            ids = batch(step, micro_step, rank, own.randint(3, 20))
+            pair.engine.set_gradient_accumulation_boundary(micro_step == micro_batches - 1)
+            pair.engine.backward(pair.engine(ids) / micro_batches)
+            pair.engine.step()
+            (pair.plain(ids) / micro_batches).backward()
+        pair.plain_step()
+        most_held = max(most_held, *held(gradient_counters(pair.engine)).values())
+        if step % settled == 0:
+            gc.collect()
+            samples.append((allocated_bytes(ids.is_cuda), len(gc.get_objects())))
+    return most_held, samples, pair.end()

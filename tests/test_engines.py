@@ -1,0 +1,92 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Several engines, forwards, backwards and threads; the end of an engine at any moment; a long run."""
+
+import pytest
+
+from support import engines
+from support.training import Case
+
+BOUND = 1e-5
+# As close to fp32 as rounding allows: bf16 has 8 bits.
+ROUNDING = {"fp32": BOUND, "bf16": 3e-2}
+NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0, "registered": 0}
+
+
+def check(results, cases):
+    for errors in results:
+        for (worst, total), case in zip(errors, cases, strict=True):
+            assert (worst if case.dtype == "fp32" else total) < ROUNDING[case.dtype]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [Case(stage=1), Case(stage=2, model="RepeatedLayers", accumulation=2)],
+        [Case(stage=2, dtype="bf16"), Case(stage=1, accumulation=3)],
+        [Case(stage=1, dtype="bf16", backend="inductor"), Case(stage=2, backend="inductor")],
+        [Case(stage=1), Case(stage=1, deepcompile=False)],
+        [
+            Case(stage=1, model="BlocksWithin", config={"compile": {"overlap_param_gather": True}}),
+            Case(stage=2, model="BlocksWithin"),
+        ],
+    ],
+    ids=["stages", "dtypes", "inductor", "one without DeepCompile", "blocks"],
+)
+def test_two_engines_of_different_kinds(ranks, cases):
+    check(ranks(2).run(engines.take_turns, cases), cases)
+
+
+def test_one_loss_of_two_engines(ranks):
+    cases = [Case(stage=1), Case(stage=2, model="SeveralGraphs")]
+    check(ranks(2).run(engines.one_loss_of_two_engines, cases), cases)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("model", ["OneGraph", "RepeatedLayers", "EagerBlocks"])
+def test_two_forwards_before_a_backward(ranks, model, stage):
+    case = Case(model=model, stage=stage)
+    check([[errors] for errors in ranks(2).run(engines.forwards_before_a_backward, case)], [case])
+
+
+def test_a_second_compile(ranks):
+    case = Case(stage=2)
+    check([[errors] for errors in ranks(2).run(engines.compiled_again, case)], [case])
+
+
+def test_steps_in_other_threads(ranks):
+    cases = [Case(stage=1, accumulation=2), Case(stage=2, model="EagerBlocks")]
+    check(ranks(2).run(engines.in_other_threads, cases), cases)
+
+
+OVERLAPPED = {"compile": {"overlap_param_gather": True}}
+
+
+@pytest.mark.parametrize(
+    "moment, case",
+    [
+        *((moment, Case(stage=1, bucket=50)) for moment in engines.MOMENTS),
+        *((moment, Case(stage=2, accumulation=2, bucket=50)) for moment in engines.MOMENTS[3:7]),
+        ("behind a step", Case(stage=1, config=OVERLAPPED)),
+        ("behind a backward", Case(stage=2, config=OVERLAPPED)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else f"{value.stage}-{value.accumulation}-{bool(value.config)}",
+)
+def test_destroyed_at_any_moment(ranks, moment, case):
+    for counters, before, after, gone, error, error_again in ranks(2).run(engines.destroyed_at, moment, case):
+        assert counters == NOTHING
+        assert after == before
+        assert gone
+        assert error == 0
+        assert error_again < BOUND
+
+
+def test_a_long_run(ranks, request):
+    steps = request.config.getoption("--steps")
+    for most_held, samples, (worst, _) in ranks(2).run(engines.long_run, Case(), steps, 50, timeout=steps):
+        assert most_held == 0
+        assert worst < BOUND
+        (allocated, objects), *later = samples
+        # A tensor of the smallest parameter, kept in each step, would be many times that.
+        assert max(memory for memory, _ in later) - allocated < 2**15
+        assert max(count for _, count in later) - objects < 50
