@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several engines, forwards, backwards and threads; the end of an engine at any moment; a long run."""
 
+import itertools
+
 import pytest
 
 from support import engines
@@ -49,6 +51,19 @@ def test_two_forwards_before_a_backward(ranks, model, stage):
     check([[errors] for errors in ranks(2).run(engines.forwards_before_a_backward, case)], [case])
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("how", ["engine", "loss", "both"])
+def test_several_backwards_of_one_forward(ranks, how, stage):
+    case = Case(model="SeveralGraphs", stage=stage)
+    check([[errors] for errors in ranks(2).run(engines.backwards_of_one_forward, case, how)], [case])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_engines_of_one_module_destroyed(ranks, order):
+    for compiled, trained in ranks(2).run(engines.destroyed_in_order, Case(), order):
+        assert compiled is None and trained
+
+
 def test_a_second_compile(ranks):
     case = Case(stage=2)
     check([[errors] for errors in ranks(2).run(engines.compiled_again, case)], [case])
@@ -65,8 +80,11 @@ OVERLAPPED = {"compile": {"overlap_param_gather": True}}
 @pytest.mark.parametrize(
     "moment, case",
     [
-        *((moment, Case(stage=1, bucket=50)) for moment in engines.MOMENTS),
-        *((moment, Case(stage=2, accumulation=2, bucket=50)) for moment in engines.MOMENTS[3:7]),
+        *zip(
+            engines.MOMENTS,
+            # ZeRO-2 has no no_sync().
+            itertools.cycle([Case(stage=1, accumulation=2, bucket=50), Case(stage=2, bucket=50)]),
+        ),
         ("behind a step", Case(stage=1, config=OVERLAPPED)),
         ("behind a backward", Case(stage=2, config=OVERLAPPED)),
     ],
@@ -77,8 +95,7 @@ def test_destroyed_at_any_moment(ranks, moment, case):
         assert counters == NOTHING
         assert after == before
         assert gone
-        assert error == 0
-        assert error_again < BOUND
+        assert max(error, error_again) < BOUND
 
 
 def test_a_long_run(ranks, request):

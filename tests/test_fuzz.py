@@ -37,6 +37,8 @@ def recipes(draw, backends):
     drawn = draw(st.lists(pieces, min_size=1, max_size=5).map(tuple))
     # Regions need blocks that repeat, and something that waits needs regions.
     has_regions = any(piece.kind == "block" and piece.repeats > 1 and piece.like is None for piece in drawn)
+    dtype = draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16"]))
+    backend = draw(st.sampled_from(backends))
     regional = draw(st.sampled_from([None, False, True] if has_regions else [None, False]))
     return Recipe(
         pieces=drawn,
@@ -46,11 +48,12 @@ def recipes(draw, backends):
         body_within=draw(st.booleans()),
         stage=draw(st.sampled_from([1, 2])),
         accumulation=draw(st.integers(1, 3)),
-        backend=draw(st.sampled_from(backends)),
+        backend=backend,
         bucket=draw(st.sampled_from([150, 1, 40, 10**6])),
         groups=draw(st.integers(1, 2)),
         clipping=draw(st.sampled_from([0.0, 0.05])),
-        round_robin=draw(st.booleans()),
+        # DeepSpeed does not find the master parameters, with which bf16 is compared, where they are sent round.
+        round_robin=dtype == "fp32" and draw(st.booleans()),
         overlap_comm=draw(st.booleans()),
         regional=regional,
         overlap_gather=regional is True and draw(st.booleans()),
@@ -59,7 +62,9 @@ def recipes(draw, backends):
         direct=draw(st.booleans()),
         losses=draw(st.integers(1, 2)),
         together=draw(st.booleans()),
-        dtype=draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16"])),
+        # Generated code may go backward once only.
+        twice=backend == "eager" and draw(st.sampled_from([False, False, True])),
+        dtype=dtype,
     )
 
 
@@ -86,7 +91,7 @@ def test_random_models(ranks, request, capsys):
             results = ranks(world).run(fuzz.train, recipe, timeout=120)
         except RankFailed as failure:
             # Refused in a sentence: a graph that serves several layers cannot call the hook of one.
-            if str(failure).count("has a hook that its compiled graph does not call") != 2:
+            if str(failure).count("has a hook that its compiled graph does not call") != world:
                 raise
             count["refused"] += 1
             return
@@ -95,7 +100,7 @@ def test_random_models(ranks, request, capsys):
                 assert result["error"] < BOUND
             else:
                 # Rounding to 8 bits is large beside a gradient that is small, so all parameters are taken together.
-                assert result["total error"] < 0.1 * result["total moved"] + 2**-8
+                assert result["total error"] < 0.1 * result["total moved"]
             assert result["moved"] > 1e-4
             assert set(result["held"]) == {0}
         count["agreed"] += 1

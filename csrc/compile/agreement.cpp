@@ -31,7 +31,7 @@ std::string disagreement(const std::vector<Fingerprint>& fingerprints)
            "ones (sent since engine.compile(), the first rank of each kind: " +
            sent +
            "): a backward raised on some ranks only, or they ran different parts of the model; have every rank run "
-           "the same parts, and start again from a checkpoint";
+           "the same parts, and start the processes again from a checkpoint";
 }
 
 }  // namespace
@@ -51,12 +51,20 @@ void Fingerprint::add_bucket(const Fingerprint& bucket)
 
 void throw_for_other_ranks(const std::string& purpose, const std::exception& error)
 {
+    // This rank's own.
+    if (dynamic_cast<const c10::OutOfMemoryError*>(&error)) { throw; }
     const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
     C10_THROW_ERROR(DistBackendError,
                     "DeepCompile could not " + purpose +
                         ", because another rank has died, hangs, raised, or reduces other gradients; look for the "
-                        "first error of any rank, and start again from a checkpoint: " +
+                        "first error of any rank, and start the processes again from a checkpoint: " +
                         (from_torch ? from_torch->what_without_backtrace() : error.what()));
+}
+
+void Fingerprint::add_abandoned_backward()
+{
+    // Where only some ranks' raised, nothing else need tell: they may not have sent anything yet.
+    mix(hash, -1);
 }
 
 void Agreement::ask(c10d::ProcessGroup& process_group,
@@ -67,17 +75,17 @@ void Agreement::ask(c10d::ProcessGroup& process_group,
     if (process_group.getSize() == 1) { return; }
     const auto options = at::TensorOptions().dtype(at::kLong).device(device);
     // A number that a kernel gets is not waited for, as a tensor of the host's would be.
-    std::vector<at::Tensor> sent{at::stack(
-        {at::full({}, own.hash, options), at::full({}, own.gradients, options), at::full({}, own.buckets, options)})};
-    std::vector<std::vector<at::Tensor>> received(1);
-    for (int rank = 0; rank < process_group.getSize(); ++rank) { received[0].push_back(at::empty_like(sent[0])); }
+    auto sent = at::empty({3}, options);
+    sent[0].fill_(own.hash);
+    sent[1].fill_(own.gradients);
+    sent[2].fill_(own.buckets);
+    auto gathered = at::empty({3 * process_group.getSize()}, options);
     try {
         // NCCL: the current stream waits for the collective. gloo: this thread does.
-        process_group.allgather(received, sent)->wait();
+        process_group._allgather_base(gathered, sent)->wait();
     } catch (const std::exception& error) {
         throw_for_other_ranks(purpose, error);
     }
-    const auto gathered = at::stack(received[0]);
     arrived_.reset();
     if (device.is_cpu()) {
         answer_ = gathered;
@@ -91,19 +99,21 @@ void Agreement::ask(c10d::ProcessGroup& process_group,
 
 void Agreement::check()
 {
+    TORCH_CHECK(disagreement_.empty(), disagreement_);
     if (!answer_.defined()) { return; }
     const at::Tensor answer = std::move(answer_);
     answer_ = at::Tensor();
     if (arrived_) { arrived_->synchronize(); }
     std::vector<Fingerprint> fingerprints;
-    for (int64_t rank = 0; rank < answer.size(0); ++rank) {
+    for (int64_t rank = 0; 3 * rank < answer.numel(); ++rank) {
         const auto* row = answer.const_data_ptr<int64_t>() + 3 * rank;
         fingerprints.push_back({row[0], row[1], row[2]});
     }
     const bool agree = std::all_of(fingerprints.begin(), fingerprints.end(), [&](const Fingerprint& fingerprint) {
         return fingerprint == fingerprints.front();
     });
-    TORCH_CHECK(agree, disagreement(fingerprints));
+    if (!agree) { disagreement_ = disagreement(fingerprints); }
+    TORCH_CHECK(agree, disagreement_);
 }
 
 }  // namespace deepcompile

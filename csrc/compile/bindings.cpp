@@ -5,6 +5,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 namespace py = pybind11;
@@ -48,6 +49,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
             unlocked())
         .def("register_parameter", &Reducer::register_parameter, unlocked())
         .def("begin_backward", &Reducer::begin_backward, unlocked())
+        .def("on_unannounced_backward", &Reducer::on_unannounced_backward)
         .def("end_backward", &Reducer::end_backward, unlocked())
         .def("finish_backward", &Reducer::finish_backward, unlocked())
         .def("abandon_backward", &Reducer::abandon_backward, unlocked())

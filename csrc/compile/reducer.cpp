@@ -199,6 +199,13 @@ void Reducer::begin_backward(bool synchronize, const std::vector<size_t>& hooked
     for (auto& record : records_) { record.hooked = false; }
     for (const auto index : hooked) { records_.at(index).hooked = true; }
     synchronize_ = synchronize;
+    in_backward_ = true;
+}
+
+void Reducer::on_unannounced_backward(std::function<void()> begin)
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    begin_unannounced_ = std::move(begin);
 }
 
 const c10::Stream Reducer::current_stream(c10::Device device) const
@@ -242,9 +249,18 @@ bool Reducer::autograd_wants(const ParameterRecord& record) const
 
 void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool may_keep)
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     at::NoGradGuard no_grad;
-    TORCH_CHECK(index < records_.size(), "the engine of a parameter was destroyed while its gradient was computed");
+    const auto destroyed = "the engine of a parameter was destroyed while its gradient was computed";
+    TORCH_CHECK(index < records_.size(), destroyed);
+    if (!in_backward_ && begin_unannounced_ && (route == Route::autograd || autograd_wants(records_[index]))) {
+        // It takes the interpreter's lock, whose holder may be waiting for this one.
+        const auto begin = begin_unannounced_;
+        lock.unlock();
+        begin();
+        lock.lock();
+        TORCH_CHECK(index < records_.size(), destroyed);
+    }
     auto& record = records_[index];
     TORCH_CHECK(gradient.layout() == at::kStrided,
                 describe(record) +
@@ -574,15 +590,16 @@ void Reducer::finish_backward(bool synchronize)
         }
         several_streams_ = false;
     }
-    // A gradient that arrives between two backwards stays here until the next one.
     synchronize_ = false;
+    in_backward_ = false;
 }
 
 void Reducer::abandon_backward()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     at::NoGradGuard no_grad;
-    synchronize_ = false;
+    if (in_backward_) { sent_.add_abandoned_backward(); }
+    synchronize_ = in_backward_ = false;
     if (in_flight_) {
         wait_on_device(*in_flight_);
         recycle(*in_flight_);

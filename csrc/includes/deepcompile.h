@@ -30,8 +30,8 @@ rank, one unreduced tensor a parameter. ZeRO-2 reduces in every backward, into t
 until the step.
 
 Everything here is ATen and c10d, so that one source serves gloo on CPU and NCCL on CUDA. All device
-work is put on the current stream of the calling thread, nothing waits for the device on the host, and
-every error is an exception that names the parameter and the rank.
+work is put on the current stream of the calling thread, nothing but Agreement::check() waits for the
+device on the host, and every error is an exception that names the parameter and the rank.
 */
 
 #pragma once
@@ -44,6 +44,7 @@ every error is an exception that names the parameter and the rank.
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -155,6 +156,7 @@ struct Fingerprint {
 
     void add_gradient(int64_t index);
     void add_bucket(const Fingerprint& bucket);
+    void add_abandoned_backward();
     bool operator==(const Fingerprint& other) const
     {
         return hash == other.hash && gradients == other.gradients && buckets == other.buckets;
@@ -170,11 +172,12 @@ class Agreement {
 public:
     /// Exchanges fingerprints, without waiting for the device. `purpose` completes "could not" where that fails.
     void ask(c10d::ProcessGroup& process_group, at::Device device, const Fingerprint& own, const std::string& purpose);
-    /// Waits for what was last asked, if it has not been checked, and raises on every rank if they differ.
+    /// Waits for what was last asked, if it has not been checked. Raises on every rank if they differ, or ever did.
     void check();
 
 private:
-    at::Tensor answer_;  ///< on the host, [ranks, 3]
+    std::string disagreement_;
+    at::Tensor answer_;  ///< on the host, [3 * ranks]
     std::optional<c10::Event> arrived_;
 };
 
@@ -219,6 +222,9 @@ public:
     /// reduced now (accumulation boundary, or ZeRO-2) or to be kept on this rank. `hooked`: indices, in
     /// order of registration, of parameters whose gradients no graph may keep from a user's hook.
     void begin_backward(bool synchronize, const std::vector<size_t>& hooked);
+
+    /// Has `begin` called where a gradient arrives and no backward has begun. It is to call begin_backward().
+    void on_unannounced_backward(std::function<void()> begin);
 
     /// 2. and 3. Called by the compiled backward (op `reduce_grad`) and, for gradients of code that was
     /// not compiled, by the parameter's accumulation node. Contributions to one parameter add up.
@@ -290,6 +296,8 @@ private:
     Bucket filling_;
     std::optional<Bucket> in_flight_;
     bool synchronize_ = false;
+    bool in_backward_ = false;
+    std::function<void()> begin_unannounced_;
     std::optional<c10::Stream> last_stream_;
     bool several_streams_ = false;
 

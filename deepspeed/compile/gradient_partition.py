@@ -140,11 +140,13 @@ class StepLocalGradients:
 
     def backward_prologue(self):
         self.refuse_half_a_step()
-        # The backward before did not come to its end: it raised, and a thread of the device still holds its graph
-        # task; or it was interrupted behind its last gradient. That of several losses at once comes here for each.
+        # The backward of several losses at once comes here for each of them.
         graph_task = torch._C._current_graph_task_id()
-        if self._unfinished not in (None, graph_task):
-            self._abandon_backward()
+        if self._unfinished != graph_task:
+            self._abandon_unfinished_backward()
+        if self._restarts_at is not None:
+            # Whether or not engine.step() was called, and counted, behind the backward that raised.
+            self._engine().micro_steps, self._restarts_at = self._restarts_at, None
         super().backward_prologue()
         hooked = [index for index, parameter in enumerate(self._registered) if has_hooks(parameter)]
         self._reducer.begin_backward(self._reduces_now(), hooked)
@@ -152,6 +154,14 @@ class StepLocalGradients:
         if graph_task != -1:
             watch = _BackwardWatch(self._abandon_this_backward())
             torch.autograd.Variable._execution_engine.queue_callback(watch)
+
+    def begin_unannounced_backward(self):
+        """Begins a backward that DeepSpeed does not tell of: only the first through the outputs of a forward is."""
+        self.backward_prologue()
+        self.enter_backward()
+        # That of the backward before has run, but only a forward makes DeepSpeed queue another.
+        self._backward_hook_state.post_backward_callback_queued = False
+        self.queue_post_backward_callback()
 
     def enter_backward(self):
         # The backward of several outputs at once comes here for each of them, but only once to exit_backward().
@@ -164,6 +174,7 @@ class StepLocalGradients:
 
     def overlapping_partition_gradients_reduce_epilogue(self):
         # engine.coalesce_grad_reduction() ends with this: what its backwards kept on this rank is reduced now.
+        self._abandon_unfinished_backward()
         self._finish_backward(True)
 
     def setup_buckets(self):
@@ -171,10 +182,19 @@ class StepLocalGradients:
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
+        self._lost = 0
         self.release_gradients()
 
     def step(self, closure=None):
         self.refuse_half_a_step()
+        self._abandon_unfinished_backward()
+        lost, self._lost = self._lost, 0
+        if lost:
+            self.release_gradients()
+            raise RuntimeError(
+                f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
+                "step was not taken; run all of its micro-batches again"
+            )
         if any(self.averaged_gradients.get(group) is None for group in range(len(self.bit16_groups))):
             raise RuntimeError(
                 "optimizer.step() found no gradients: run a backward at the gradient accumulation "
@@ -205,9 +225,7 @@ class StepLocalGradients:
         self._gather.wait_all()
         super().load_state_dict(*args, **kwargs)
         # Whatever the parameters were, they are the checkpoint's now.
-        self._half_stepped = None
-        while self._refusals:
-            self._refusals.pop().remove()
+        self._forget_half_a_step()
 
     # These read parameters or write them.
     update_lp_params = _with_current_parameters("update_lp_params")
@@ -221,6 +239,7 @@ class StepLocalGradients:
 
     def destroy(self):
         self.release_gradients()
+        self._forget_half_a_step()
         self._reducer.close()
         for undo in self._undo:
             undo()
@@ -232,13 +251,24 @@ class StepLocalGradients:
         if self._half_stepped:
             raise RuntimeError(
                 f"the last optimizer step was ended half way ({self._half_stepped}), so that parameters may differ "
-                "between ranks; load a checkpoint before going on"
+                "between ranks; load a checkpoint with its optimizer states before going on"
             )
 
     def _remember_half_a_step(self, error):
         self._half_stepped = f"{type(error).__name__}: {error}"
-        # Nor may such parameters be evaluated.
-        self._refusals.append(self._engine().register_forward_pre_hook(lambda *_: self.refuse_half_a_step()))
+
+        # Nor may such parameters be evaluated or exported.
+        def refuse(*_):
+            self.refuse_half_a_step()
+
+        engine = self._engine()
+        self._refusals.append(engine.register_forward_pre_hook(refuse))
+        self._refusals.append(engine.module.register_state_dict_pre_hook(refuse))
+
+    def _forget_half_a_step(self):
+        self._half_stepped = None
+        while self._refusals:
+            self._refusals.pop().remove()
 
     def hand_over(self):
         """Makes what is bound this step's ``averaged_gradients``."""
@@ -253,6 +283,7 @@ class StepLocalGradients:
 
     def release_gradients(self):
         """Drops every gradient that this rank holds, reduced or not."""
+        self._finished = 0
         for group, views in list(self.averaged_gradients.items()):
             if isinstance(views, PartitionViews):
                 views.release()
@@ -272,22 +303,36 @@ class StepLocalGradients:
             self._abandon_backward()
             raise
         self._unfinished = None
+        self._finished += 1
         if reduces and self._engine().is_gradient_accumulation_boundary():
             self.hand_over()
+
+    def _abandon_unfinished_backward(self):
+        """Abandons a backward that raised, and whose graph task a thread of the device still holds, or that was
+        interrupted behind its last gradient.
+        """
+        if self._unfinished is not None:
+            logger.warning("The backward before did not come to its end; its gradients are dropped")
+            self._abandon_backward()
 
     def _abandon_backward(self):
         self._unfinished = None
         self._reducer.abandon_backward()
+        finished = self._finished
         self.release_gradients()
         # The epilogue that would have left the backward did not run.
         self._backward_active_depth = 0
-        # With this micro-batch's gradients went those of the step's earlier ones, so they are to come again.
+        # With its gradients went those of the step's earlier backwards, which have to come again.
         engine = self._engine()
-        dropped = engine.micro_steps % engine.gradient_accumulation_steps()
-        if dropped:
-            engine.micro_steps -= dropped
+        if engine._is_gradient_accumulation_boundary is not None or engine.inside_no_sync_ctxt:
+            # The caller says what belongs to a step.
+            self._lost += finished
+            return
+        self._restarts_at = engine.micro_steps - engine.micro_steps % engine.gradient_accumulation_steps()
+        engine.micro_steps = self._restarts_at
+        if finished:
             logger.warning(
-                f"A backward raised; the gradients of the {dropped} micro-batches before it, which belong to the same "
+                f"A backward raised; the gradients of the {finished} backwards before it, which belong to the same "
                 "step, are dropped too, and the next micro-batch is the first of a step"
             )
 
@@ -321,9 +366,14 @@ def attach(optimizer, engine, reducer):
     optimizer._backward_serial = 0
     optimizer._norms_exactly = False
     optimizer._unfinished = None
+    optimizer._finished = 0
+    optimizer._lost = 0
+    optimizer._restarts_at = None
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
     # Their work is the reducer's now, and so is their memory.
+    reference = weakref.ref(optimizer)
+    reducer.on_unannounced_backward(lambda: reference().begin_unannounced_backward())
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
@@ -334,8 +384,8 @@ def detach(optimizer):
     """Undoes :func:`attach` but for the hooks; for an optimizer that will not train again."""
     optimizer.__class__ = optimizer.plain_class
     own = (
-        "_backward_serial _changes_parameters _engine _gather _half_stepped _norms_exactly _reducer "
-        "_refusals _registered _undo _unfinished _view_specs"
+        "_backward_serial _changes_parameters _engine _finished _gather _half_stepped _lost _norms_exactly _reducer "
+        "_refusals _registered _restarts_at _undo _unfinished _view_specs"
     )
     for name in own.split():
         delattr(optimizer, name)

@@ -17,8 +17,8 @@ from .parameter_gather import Waiting
 from .reduce_backend import CompilationLimit, make_backend
 from .zero_options import acts_around_forward, check_options, overlaps_communication
 
-# Which engine a module was last compiled for: module -> a token of the engine's.
-_compiled_for = weakref.WeakKeyDictionary()
+# How a module was called before each of the engines that were made for it, in order: module -> [_Compilation].
+_compilations = weakref.WeakKeyDictionary()
 
 
 def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None, use_z2=False):
@@ -76,22 +76,37 @@ def _keep_timeout_of_world(optimizer):
     DeepSpeed makes them with torch's default, half an hour with gloo, whatever ``init_distributed()`` was given.
     """
     device = optimizer.bit16_groups_flat[0].device
-    timeout = dist.get_world_group()._get_backend(device).options._timeout
+    world = dist.get_world_group()._get_backend(device)
     for group in {optimizer.dp_process_group, *optimizer.real_dp_process_group} - {None}:
         backend = group._get_backend(device)
-        if timeout < backend.options._timeout:
-            backend._set_default_timeout(timeout)
+        if not {world.name(), backend.name()} <= {"gloo", "nccl"}:
+            continue
+        own = backend.options._timeout
+        if world.options._timeout < own:
+            backend._set_default_timeout(world.options._timeout)
+            optimizer.when_destroyed(functools.partial(backend._set_default_timeout, own))
+
+
+class _Compilation:
+    def __init__(self, before):
+        self.before = before
 
 
 def _undo_compilation_when_destroyed(engine):
     """Has the module as it was before, once the engine is destroyed: neither compiled nor with the engine's hooks."""
-    module, before, token = engine.module, engine.module._compiled_call_impl, object()
+    module, compilation = engine.module, _Compilation(engine.module._compiled_call_impl)
     reference = weakref.ref(engine)
-    _compiled_for[module] = token
+    _compilations.setdefault(module, []).append(compilation)
 
     def undo():
-        if _compiled_for.get(module) is token:
-            module._compiled_call_impl = before
+        engines = _compilations[module]
+        index = engines.index(compilation)
+        if compilation is engines[-1]:
+            module._compiled_call_impl = compilation.before
+        else:
+            # A later engine has compiled the module since; what it leaves must not be this one's.
+            engines[index + 1].before = compilation.before
+        del engines[index]
         destroyed = reference()
         if destroyed is not None:
             # While this is set, DeepSpeed ends by giving the module the hooks of an engine without DeepCompile.

@@ -10,6 +10,7 @@ import inspect
 import torch
 from torch.torch_version import TorchVersion
 
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -112,7 +113,8 @@ def _unsupported_engines(engine):
     config = engine._config
     if getattr(engine, "pipeline_parallelism", False):
         yield "pipeline parallelism is not supported; set compile.deepcompile to false"
-    if engine.has_moe_layers:
+    marked = any(group.get("moe") for group in getattr(engine.optimizer, "param_groups", ()))
+    if engine.has_moe_layers or marked or any(map(is_moe_param, engine.module.parameters())):
         yield (
             "mixture-of-experts layers, whose experts have process groups of their own, are not supported; "
             "set compile.deepcompile to false"

@@ -7,9 +7,11 @@ import copy
 import gc
 import random
 import threading
+import time
 import weakref
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 
 from deepspeed.compile.gradient_partition import gradient_counters
@@ -110,6 +112,33 @@ def forwards_before_a_backward(case):
     return pair.end()
 
 
+def backwards_of_one_forward(case, how):
+    """Two losses of one forward with a backward each, and one that goes backward twice; returns the errors."""
+    torch._dynamo.reset()
+    pair = _Beside(case)
+    # A backward whose graph gives its buffers away cannot run twice.
+    torch._functorch.config.donated_buffer = False
+
+    def backward(loss, number, retain_graph=False):
+        if how == "loss" or (how == "both" and number % 2):
+            loss.backward(retain_graph=retain_graph)
+        else:
+            pair.engine.backward(loss, retain_graph=retain_graph)
+
+    for step in range(3):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        loss = pair.engine(ids)
+        for number in range(2):
+            backward(loss * (1 + number), number, retain_graph=True)
+        backward(loss.square(), 2)
+        pair.engine.step()
+        loss = pair.plain(ids)
+        (3 * loss + loss.square()).backward()
+        pair.plain_step()
+    torch._functorch.config.donated_buffer = True
+    return pair.end()
+
+
 def compiled_again(case):
     """``engine.compile()`` is called again between steps; returns the errors."""
     torch._dynamo.reset()
@@ -124,12 +153,13 @@ def in_other_threads(cases):
     """Each step of each engine runs in a new thread, one at a time; returns the errors."""
     torch._dynamo.reset()
     pairs = [_Beside(case, seed) for seed, case in enumerate(cases)]
-    raised = []
+    own_device, raised = device(), []
 
     def run(pair, step):
         try:
-            if torch.cuda.is_available():
-                torch.cuda.set_device(device())
+            if own_device.type == "cuda":
+                # Each thread has a current device of its own.
+                torch.cuda.set_device(own_device)
             pair.step(step)
         except BaseException as error:
             raised.append(error)
@@ -145,6 +175,17 @@ def in_other_threads(cases):
 
 
 # An engine's end ---------------------------------------------------------------------------------------------------
+
+
+def destroyed_in_order(case, order):
+    """Two engines are made for one module and destroyed in an order; returns how the module is called then."""
+    torch._dynamo.reset()
+    module = build(case)
+    made = [make_engine(module, case) for _ in range(2)]
+    for index in order:
+        made[index].destroy()
+    module(batch(0, 0, dist.get_rank(), 4)).backward()
+    return module._compiled_call_impl, all(parameter.grad is not None for parameter in module.parameters())
 
 
 def _hooks(module):
@@ -206,8 +247,8 @@ def _reach(moment, engine):
 
 
 MOMENTS = (
-    *("after compile()", "behind a forward", "in a forward", "between the micro-batches", "in a backward"),
-    *("behind a backward", "behind a backward that raised", "without a reduction", "behind a step"),
+    *("after compile()", "behind a forward", "in a forward", "in a backward", "between the micro-batches"),
+    *("behind a backward", "without a reduction", "behind a step", "behind a backward that raised"),
 )
 
 
@@ -233,6 +274,10 @@ def destroyed_at(moment, case):
     reference = weakref.ref(engine)
     del engine, kept, reducer
     gc.collect()
+    # A device's thread holds a backward that it was in for a moment longer.
+    deadline = time.monotonic() + 5
+    while torch.cuda.is_available() and reference() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
     gone = all(gradient() is None for gradient in gradients) and reference() is None
 
     plain = copy.deepcopy(module)

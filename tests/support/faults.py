@@ -137,6 +137,62 @@ def on_every_rank(case, where, how):
     return raised, after, error
 
 
+def part_of_a_step_lost(case, how):
+    """The second of three micro-batches raises where the caller says what belongs to a step.
+
+    Returns what the step then raises, and the error of a whole step behind it. Where DeepSpeed counts micro-batches
+    ("counted"), engine.step() is called behind the one that raised as behind the others.
+    """
+    module, engine, plain, optimizer = _fragile(case)
+    _step(engine, 0, 3)
+    _plain_step(plain, optimizer, 0, 3)
+
+    def run(step, fails):
+        for micro_step in range(3):
+            last = micro_step == 2
+            within = how == "coalesce_grad_reduction" or (how == "no_sync" and not last)
+            if how == "boundary":
+                engine.set_gradient_accumulation_boundary(last)
+            if fails and micro_step == 1:
+                in_backward.happen = raise_injected
+            loss = engine(batch(step, micro_step, dist.get_rank(), 4))
+            with getattr(engine, how)() if within else contextlib.nullcontext():
+                with contextlib.suppress(Injected):
+                    engine.backward(loss)
+            if how in ("boundary", "counted"):
+                engine.step()
+        if how not in ("boundary", "counted"):
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+            engine.set_gradient_accumulation_boundary(False)
+
+    raised = None
+    if how == "no_sync":
+        engine.set_gradient_accumulation_boundary(True)
+    try:
+        run(1, fails=True)
+    except RuntimeError as error:
+        raised = str(error)
+    if how == "counted":
+        # The one that raised and those before it do not count, so the step still lacks two.
+        for micro_step in range(2):
+            engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
+            engine.step()
+        for micro_step in (2, 0, 1):
+            (plain(batch(1, micro_step, dist.get_rank(), 4)) / 3).backward()
+        average_gradients(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        if how == "no_sync":
+            engine.set_gradient_accumulation_boundary(True)
+        run(2, fails=False)
+        _plain_step(plain, optimizer, 2, 3)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return raised, error
+
+
 def _held_soon(engine):
     """What is held once a device's thread has dropped the graph task, and with it what the backward left."""
     deadline = time.monotonic() + 5

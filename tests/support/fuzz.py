@@ -7,6 +7,7 @@ import dataclasses
 from typing import Optional, Tuple
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.gradient_partition import gradient_counters
 from deepspeed.compile.parameter_gather import wait_for_parameters
+from deepspeed.utils import safe_get_full_fp32_param
 
 from support.models import VOCABULARY, Block, double
 from support.training import (
@@ -68,6 +70,7 @@ class Recipe:
         evaluates: how the model is called between micro-batches: one of ``EVALUATIONS``.
         losses: how many a micro-batch has, with a backward each.
         together: whether they have one backward.
+        twice: whether each backward is run two times.
     """
 
     pieces: Tuple[Piece, ...] = (Piece(),)
@@ -90,6 +93,7 @@ class Recipe:
     direct: bool = False
     losses: int = 1
     together: bool = False
+    twice: bool = False
     dtype: str = "fp32"
     steps: int = 3
 
@@ -229,6 +233,8 @@ def as_case(recipe):
 def train(recipe):
     """Trains both; returns errors of the parameters, how far they moved, and what was held after steps."""
     torch._dynamo.reset()
+    # A backward whose graph gives its buffers away cannot run twice.
+    torch._functorch.config.donated_buffer = not recipe.twice
     case, rank = as_case(recipe), dist.get_rank()
     module = build(recipe)
     before, plain = copy.deepcopy(module), copy.deepcopy(module)
@@ -251,14 +257,19 @@ def train(recipe):
             optimizer.zero_grad()
             after_steps.append(sum(held(gradient_counters(engine)).values()))
         wait_for_parameters(engine)
+        actual, expected = list(module.parameters()), list(plain.parameters())
+        if recipe.dtype != "fp32":
+            # Frozen ones have no master.
+            actual = [safe_get_full_fp32_param(each) if each.requires_grad else each for each in actual]
         return {
-            "error": relative_error(module.parameters(), plain.parameters()),
-            "total error": total_error(module.parameters(), plain.parameters()),
+            "error": relative_error(actual, expected),
+            "total error": total_error(actual, expected),
             "moved": relative_error(module.parameters(), before.parameters()),
             "total moved": total_error(plain.parameters(), before.parameters()),
             "held": after_steps,
         }
     finally:
+        torch._functorch.config.donated_buffer = True
         engine.destroy()
 
 
@@ -277,7 +288,12 @@ def _micro_batch(recipe, engine, plain, step, ids):
 
 
 def _backward(recipe, engine, loss):
-    loss.backward() if recipe.direct else engine.backward(loss)
+    loss = loss / 2 if recipe.twice else loss
+    for retain_graph in [True, False] if recipe.twice else [False]:
+        if recipe.direct:
+            loss.backward(retain_graph=retain_graph)
+        else:
+            engine.backward(loss, retain_graph=retain_graph)
 
 
 def _evaluate(recipe, engine, ids):

@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -136,6 +137,8 @@ def _serve():
 
     import deepspeed
 
+    # Whoever started this process may have had it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
