@@ -46,9 +46,10 @@ def test_one_loss_of_two_engines(ranks):
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("model", ["OneGraph", "RepeatedLayers", "EagerBlocks"])
-def test_two_forwards_before_a_backward(ranks, model, stage):
+@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
+def test_two_forwards_before_a_backward(ranks, direct, model, stage):
     case = Case(model=model, stage=stage)
-    check([[errors] for errors in ranks(2).run(engines.forwards_before_a_backward, case)], [case])
+    check([[errors] for errors in ranks(2).run(engines.forwards_before_a_backward, case, direct)], [case])
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -204,8 +204,10 @@ void Reducer::begin_backward(bool synchronize, const std::vector<size_t>& hooked
 
 void Reducer::on_unannounced_backward(std::function<void()> begin)
 {
+    // Shared, because copying the function itself would take the interpreter's lock under this one.
+    auto shared = std::make_shared<const std::function<void()>>(std::move(begin));
     std::lock_guard<std::mutex> lock(mutex_);
-    begin_unannounced_ = std::move(begin);
+    begin_unannounced_.swap(shared);
 }
 
 const c10::Stream Reducer::current_stream(c10::Device device) const
@@ -257,7 +259,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         // It takes the interpreter's lock, whose holder may be waiting for this one.
         const auto begin = begin_unannounced_;
         lock.unlock();
-        begin();
+        (*begin)();
         lock.lock();
         TORCH_CHECK(index < records_.size(), destroyed);
     }
@@ -673,7 +675,10 @@ void Reducer::forget_gradients()
 void Reducer::close()
 {
     abandon_backward();
+    // Dropped behind the lock, see on_unannounced_backward().
+    std::shared_ptr<const std::function<void()>> begin;
     std::lock_guard<std::mutex> lock(mutex_);
+    begin.swap(begin_unannounced_);
     for (auto& record : records_) {
         if (record.storage_key) { remove_registration(record.storage_key, this); }
     }

@@ -297,7 +297,7 @@ private:
     std::optional<Bucket> in_flight_;
     bool synchronize_ = false;
     bool in_backward_ = false;
-    std::function<void()> begin_unannounced_;
+    std::shared_ptr<const std::function<void()>> begin_unannounced_;
     std::optional<c10::Stream> last_stream_;
     bool several_streams_ = false;
 

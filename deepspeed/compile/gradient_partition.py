@@ -148,6 +148,9 @@ class StepLocalGradients:
             # Whether or not engine.step() was called, and counted, behind the backward that raised.
             self._engine().micro_steps, self._restarts_at = self._restarts_at, None
         super().backward_prologue()
+        engine = self._engine()
+        if engine._is_gradient_accumulation_boundary is not None or engine.inside_no_sync_ctxt:
+            self._caller_says_what_is_a_step = True
         hooked = [index for index, parameter in enumerate(self._registered) if has_hooks(parameter)]
         self._reducer.begin_backward(self._reduces_now(), hooked)
         self._unfinished = graph_task
@@ -159,13 +162,13 @@ class StepLocalGradients:
         """Begins a backward that DeepSpeed does not tell of: only the first through the outputs of a forward is."""
         self.backward_prologue()
         self.enter_backward()
-        # That of the backward before has run, but only a forward makes DeepSpeed queue another.
-        self._backward_hook_state.post_backward_callback_queued = False
         self.queue_post_backward_callback()
 
     def enter_backward(self):
         # The backward of several outputs at once comes here for each of them, but only once to exit_backward().
         if self._backward_active_depth == 0:
+            # That of the backward before has run, but only a forward makes DeepSpeed queue another.
+            self._backward_hook_state.post_backward_callback_queued = False
             super().enter_backward()
 
     def backward_epilogue(self, *args, **kwargs):
@@ -175,7 +178,10 @@ class StepLocalGradients:
     def overlapping_partition_gradients_reduce_epilogue(self):
         # engine.coalesce_grad_reduction() ends with this: what its backwards kept on this rank is reduced now.
         self._abandon_unfinished_backward()
-        self._finish_backward(True)
+        if self._finished:
+            self._finish_backward(True)
+            # It was none of its own.
+            self._finished -= 1
 
     def setup_buckets(self):
         """The reducer has its own."""
@@ -193,7 +199,7 @@ class StepLocalGradients:
             self.release_gradients()
             raise RuntimeError(
                 f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
-                "step was not taken; run all of its micro-batches again"
+                "step was not taken; call engine.optimizer.zero_grad() and run all of its micro-batches again"
             )
         if any(self.averaged_gradients.get(group) is None for group in range(len(self.bit16_groups))):
             raise RuntimeError(
@@ -224,8 +230,10 @@ class StepLocalGradients:
     def load_state_dict(self, *args, **kwargs):
         self._gather.wait_all()
         super().load_state_dict(*args, **kwargs)
-        # Whatever the parameters were, they are the checkpoint's now.
+        # Whatever the parameters were, they are the checkpoint's now, and a step begins.
         self._forget_half_a_step()
+        self._lost, self._restarts_at = 0, None
+        self.release_gradients()
 
     # These read parameters or write them.
     update_lp_params = _with_current_parameters("update_lp_params")
@@ -284,6 +292,7 @@ class StepLocalGradients:
     def release_gradients(self):
         """Drops every gradient that this rank holds, reduced or not."""
         self._finished = 0
+        self._caller_says_what_is_a_step = False
         for group, views in list(self.averaged_gradients.items()):
             if isinstance(views, PartitionViews):
                 views.release()
@@ -318,16 +327,15 @@ class StepLocalGradients:
     def _abandon_backward(self):
         self._unfinished = None
         self._reducer.abandon_backward()
-        finished = self._finished
+        finished, caller_says = self._finished, self._caller_says_what_is_a_step
         self.release_gradients()
         # The epilogue that would have left the backward did not run.
         self._backward_active_depth = 0
         # With its gradients went those of the step's earlier backwards, which have to come again.
-        engine = self._engine()
-        if engine._is_gradient_accumulation_boundary is not None or engine.inside_no_sync_ctxt:
-            # The caller says what belongs to a step.
+        if caller_says:
             self._lost += finished
             return
+        engine = self._engine()
         self._restarts_at = engine.micro_steps - engine.micro_steps % engine.gradient_accumulation_steps()
         engine.micro_steps = self._restarts_at
         if finished:
@@ -367,13 +375,20 @@ def attach(optimizer, engine, reducer):
     optimizer._norms_exactly = False
     optimizer._unfinished = None
     optimizer._finished = 0
+    optimizer._caller_says_what_is_a_step = False
     optimizer._lost = 0
     optimizer._restarts_at = None
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
     # Their work is the reducer's now, and so is their memory.
     reference = weakref.ref(optimizer)
-    reducer.on_unannounced_backward(lambda: reference().begin_unannounced_backward())
+
+    def begin_unannounced_backward():
+        attached = reference()
+        if isinstance(attached, StepLocalGradients):
+            attached.begin_unannounced_backward()
+
+    reducer.on_unannounced_backward(begin_unannounced_backward)
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
@@ -384,8 +399,8 @@ def detach(optimizer):
     """Undoes :func:`attach` but for the hooks; for an optimizer that will not train again."""
     optimizer.__class__ = optimizer.plain_class
     own = (
-        "_backward_serial _changes_parameters _engine _finished _gather _half_stepped _lost _norms_exactly _reducer "
-        "_refusals _registered _restarts_at _undo _unfinished _view_specs"
+        "_backward_serial _caller_says_what_is_a_step _changes_parameters _engine _finished _gather _half_stepped "
+        "_lost _norms_exactly _reducer _refusals _registered _restarts_at _undo _unfinished _view_specs"
     )
     for name in own.split():
         delattr(optimizer, name)

@@ -81,10 +81,8 @@ def _keep_timeout_of_world(optimizer):
         backend = group._get_backend(device)
         if not {world.name(), backend.name()} <= {"gloo", "nccl"}:
             continue
-        own = backend.options._timeout
-        if world.options._timeout < own:
+        if world.options._timeout < backend.options._timeout:
             backend._set_default_timeout(world.options._timeout)
-            optimizer.when_destroyed(functools.partial(backend._set_default_timeout, own))
 
 
 class _Compilation:

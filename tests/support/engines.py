@@ -95,16 +95,17 @@ def one_loss_of_two_engines(cases):
     return [pair.end() for pair in pairs]
 
 
-def forwards_before_a_backward(case):
+def forwards_before_a_backward(case, direct):
     """Two forwards, then their backwards in the other order, then one backward of two forwards; returns the errors."""
     torch._dynamo.reset()
     pair = _Beside(case)
     for step in range(3):
         batches = [batch(step, number, dist.get_rank(), 4) for number in range(4)]
+        backward = torch.Tensor.backward if direct else pair.engine.backward
         first, second = pair.engine(batches[0]), pair.engine(batches[1])
-        pair.engine.backward(second)
-        pair.engine.backward(first)
-        pair.engine.backward(pair.engine(batches[2]) * pair.engine(batches[3]))
+        backward(second)
+        backward(first)
+        backward(pair.engine(batches[2]) * pair.engine(batches[3]))
         pair.engine.step()
         (pair.plain(batches[0]) + pair.plain(batches[1])).backward()
         (pair.plain(batches[2]) * pair.plain(batches[3])).backward()

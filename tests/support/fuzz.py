@@ -237,6 +237,9 @@ def train(recipe):
     torch._functorch.config.donated_buffer = not recipe.twice
     case, rank = as_case(recipe), dist.get_rank()
     module = build(recipe)
+    if recipe.dtype != "fp32":
+        # The engine begins with rounded parameters, and so shall the plain loop.
+        module.bfloat16().float()
     before, plain = copy.deepcopy(module), copy.deepcopy(module)
     add_hooks(module)
     add_hooks(plain)
@@ -259,8 +262,9 @@ def train(recipe):
         wait_for_parameters(engine)
         actual, expected = list(module.parameters()), list(plain.parameters())
         if recipe.dtype != "fp32":
-            # Frozen ones have no master.
-            actual = [safe_get_full_fp32_param(each) if each.requires_grad else each for each in actual]
+            # Frozen and empty ones have no master.
+            has_master = [each.requires_grad and each.numel() > 0 for each in actual]
+            actual = [safe_get_full_fp32_param(each) if has else each for each, has in zip(actual, has_master)]
         return {
             "error": relative_error(actual, expected),
             "total error": total_error(actual, expected),
