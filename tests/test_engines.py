@@ -39,6 +39,12 @@ def test_two_engines_of_different_kinds(ranks, cases):
     check(ranks(2).run(engines.take_turns, cases), cases)
 
 
+def test_turns_in_another_order(ranks):
+    for raised, moved in ranks(2).run(engines.turns_in_another_order, Case(bucket=50)):
+        assert len(raised) == 2 and all("ranks have reduced different gradients" in message for message in raised)
+        assert not any(moved)
+
+
 def test_one_loss_of_two_engines(ranks):
     cases = [Case(stage=1), Case(stage=2, model="SeveralGraphs")]
     check(ranks(2).run(engines.one_loss_of_two_engines, cases), cases)
@@ -63,6 +69,19 @@ def test_several_backwards_of_one_forward(ranks, how, stage):
 def test_two_engines_of_one_module_destroyed(ranks, order):
     for compiled, trained in ranks(2).run(engines.destroyed_in_order, Case(), order):
         assert compiled is None and trained
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
+def test_computed_again(ranks, direct, stage):
+    case = Case(stage=stage)
+    check([[errors] for errors in ranks(2).run(engines.computed_again, case, direct)], [case])
+
+
+@pytest.mark.parametrize("model", ["OneGraph", "EagerBlocks"])
+def test_module_called(ranks, model):
+    case = Case(model=model)
+    check([[errors] for errors in ranks(2).run(engines.module_called, case)], [case])
 
 
 def test_a_second_compile(ranks):

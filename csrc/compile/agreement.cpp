@@ -8,7 +8,6 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
-#include <map>
 
 namespace deepcompile {
 
@@ -49,22 +48,22 @@ void Fingerprint::add_bucket(const Fingerprint& bucket)
     mix(hash, bucket.hash);
 }
 
+void Fingerprint::add_abandoned_backward()
+{
+    // Where only some ranks' raised, nothing else need tell: they may not have sent anything yet.
+    mix(hash, -1);
+}
+
 void throw_for_other_ranks(const std::string& purpose, const std::exception& error)
 {
-    // This rank's own.
-    if (dynamic_cast<const c10::OutOfMemoryError*>(&error)) { throw; }
     const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
+    // This rank's own: memory ran out, or its process group cannot do it. gloo's errors are not torch's.
+    if (from_torch && !dynamic_cast<const c10::DistError*>(&error)) { throw; }
     C10_THROW_ERROR(DistBackendError,
                     "DeepCompile could not " + purpose +
                         ", because another rank has died, hangs, raised, or reduces other gradients; look for the "
                         "first error of any rank, and start the processes again from a checkpoint: " +
                         (from_torch ? from_torch->what_without_backtrace() : error.what()));
-}
-
-void Fingerprint::add_abandoned_backward()
-{
-    // Where only some ranks' raised, nothing else need tell: they may not have sent anything yet.
-    mix(hash, -1);
 }
 
 void Agreement::ask(c10d::ProcessGroup& process_group,
@@ -73,6 +72,8 @@ void Agreement::ask(c10d::ProcessGroup& process_group,
                     const std::string& purpose)
 {
     if (process_group.getSize() == 1) { return; }
+    // Ranks that disagree do so for ever, and some of them may not ask again.
+    TORCH_CHECK(disagreement_.empty(), disagreement_);
     const auto options = at::TensorOptions().dtype(at::kLong).device(device);
     // A number that a kernel gets is not waited for, as a tensor of the host's would be.
     auto sent = at::empty({3}, options);

@@ -27,11 +27,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     });
 
     py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
-        .def(py::init([](int64_t bucket_numel, bool overlap, bool synchronize_before, bool synchronize_after) {
+        .def(py::init([](int64_t identity,
+                         int64_t bucket_numel,
+                         bool overlap,
+                         bool synchronize_before,
+                         bool synchronize_after) {
                  return std::make_shared<Reducer>(
-                     deepcompile::Options{bucket_numel, overlap, synchronize_before, synchronize_after});
+                     deepcompile::Options{identity, bucket_numel, overlap, synchronize_before, synchronize_after});
              }),
              py::kw_only(),
+             py::arg("identity"),
              py::arg("bucket_numel"),
              py::arg("overlap"),
              py::arg("synchronize_before"),

@@ -70,7 +70,11 @@ std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t part
     return pieces;
 }
 
-Reducer::Reducer(Options options) : options_(options) {}
+Reducer::Reducer(Options options) : options_(options)
+{
+    // Engines may share a process group: ranks that send for different ones have sent different gradients.
+    sent_.hash = options.identity;
+}
 
 Reducer::~Reducer()
 {
@@ -208,6 +212,7 @@ void Reducer::on_unannounced_backward(std::function<void()> begin)
     auto shared = std::make_shared<const std::function<void()>>(std::move(begin));
     std::lock_guard<std::mutex> lock(mutex_);
     begin_unannounced_.swap(shared);
+    index_parameters();
 }
 
 const c10::Stream Reducer::current_stream(c10::Device device) const

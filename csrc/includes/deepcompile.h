@@ -57,6 +57,7 @@ namespace deepcompile {
 
 /// How a Reducer behaves; from `ds_config`, fixed for its life.
 struct Options {
+    int64_t identity;         ///< the engine's number: the same on every rank, another for each engine of a process
     int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once
     bool overlap;             ///< false: the compute stream waits for each reduction right away
     bool synchronize_before;  ///< `compile.sync_before_reduce`: drain the device first, for debugging
@@ -148,7 +149,7 @@ struct Segment {
     std::vector<Entry> entries;
 };
 
-/// Which gradients were sent, in which order and in which buckets.
+/// Which gradients of which engine were sent, in which order and in which buckets.
 struct Fingerprint {
     int64_t hash = 0;
     int64_t gradients = 0;
@@ -223,7 +224,8 @@ public:
     /// order of registration, of parameters whose gradients no graph may keep from a user's hook.
     void begin_backward(bool synchronize, const std::vector<size_t>& hooked);
 
-    /// Has `begin` called where a gradient arrives and no backward has begun. It is to call begin_backward().
+    /// From now on gradients are noticed: where one arrives and no backward has begun, `begin` is called. It is to call
+    /// begin_backward().
     void on_unannounced_backward(std::function<void()> begin);
 
     /// 2. and 3. Called by the compiled backward (op `reduce_grad`) and, for gradients of code that was

@@ -23,8 +23,12 @@ from deepspeed.utils import logger
 
 from . import partition_step
 from .flat_layout import flat_layout, registered_parameters
+from .half_step import HalfStep
 from .native import reducer_module
 from .parameter_gather import AllGather
+from .step_progress import StepProgress
+
+_last_identity = 0
 
 
 class ViewSpec(NamedTuple):
@@ -104,21 +108,33 @@ class PartitionViews(list):
 
 
 class _BackwardWatch:
-    """Runs nothing when a backward completes, and ``on_abandon`` when it raised.
+    """Tells an optimizer when autograd is through with the graph of a backward, or when that raised.
 
     Queued as a callback of the running autograd graph task. The task calls it at the end of a backward and
     drops it, uncalled, when the backward raised; no other extension point of autograd tells of that.
     """
 
-    def __init__(self, on_abandon):
-        self._on_abandon = on_abandon
+    def __init__(self, optimizer, serial):
+        self._optimizer = weakref.ref(optimizer)
+        self._serial = serial
+        self._called = False
 
     def __call__(self):
-        self._on_abandon = None
+        self._called = True
+        optimizer = self._watched()
+        if optimizer is not None:
+            optimizer._progress.graph_ended()
 
     def __del__(self):
-        if self._on_abandon is not None:
-            self._on_abandon()
+        optimizer = None if self._called else self._watched()
+        if optimizer is not None:
+            optimizer._abandon_backward()
+
+    def _watched(self):
+        """Returns the optimizer unless another backward has started since, or this one was abandoned."""
+        optimizer = self._optimizer()
+        attached = isinstance(optimizer, StepLocalGradients)
+        return optimizer if attached and optimizer._progress.serial == self._serial else None
 
 
 def _with_current_parameters(name):
@@ -139,24 +155,27 @@ class StepLocalGradients:
     """
 
     def backward_prologue(self):
-        self.refuse_half_a_step()
+        self._half_step.refuse()
+        engine, progress = self._engine(), self._progress
         # The backward of several losses at once comes here for each of them.
         graph_task = torch._C._current_graph_task_id()
-        if self._unfinished != graph_task:
+        if progress.left_behind(graph_task, engine._running_engine_backward):
             self._abandon_unfinished_backward()
-        if self._restarts_at is not None:
-            # Whether or not engine.step() was called, and counted, behind the backward that raised.
-            self._engine().micro_steps, self._restarts_at = self._restarts_at, None
+        if self._coalesce_grad_reduction and progress.enter_block():
+            self.release_gradients()
+        progress.restart_count()
         super().backward_prologue()
-        engine = self._engine()
-        if engine._is_gradient_accumulation_boundary is not None or engine.inside_no_sync_ctxt:
-            self._caller_says_what_is_a_step = True
         hooked = [index for index, parameter in enumerate(self._registered) if has_hooks(parameter)]
         self._reducer.begin_backward(self._reduces_now(), hooked)
-        self._unfinished = graph_task
+        serial = progress.begin(graph_task)
         if graph_task != -1:
-            watch = _BackwardWatch(self._abandon_this_backward())
-            torch.autograd.Variable._execution_engine.queue_callback(watch)
+            torch.autograd.Variable._execution_engine.queue_callback(_BackwardWatch(self, serial))
+
+    def scale_if_loss(self, value):
+        # engine.backward() begins with this: what one before it left was interrupted behind its graph.
+        if self._progress.left_behind(None):
+            self._abandon_unfinished_backward()
+        return super().scale_if_loss(value)
 
     def begin_unannounced_backward(self):
         """Begins a backward that DeepSpeed does not tell of: only the first through the outputs of a forward is."""
@@ -173,28 +192,31 @@ class StepLocalGradients:
 
     def backward_epilogue(self, *args, **kwargs):
         super().backward_epilogue(*args, **kwargs)
-        self._finish_backward(self._reduces_now())
+        self._reduce_rest(self._reduces_now())
+        self._progress.finish()
 
     def overlapping_partition_gradients_reduce_epilogue(self):
+        # An engine whose compile() failed comes here at the end of a backward, which backward_epilogue() is to finish.
+        if self._backward_active_depth:
+            return
         # engine.coalesce_grad_reduction() ends with this: what its backwards kept on this rank is reduced now.
         self._abandon_unfinished_backward()
-        if self._finished:
-            self._finish_backward(True)
-            # It was none of its own.
-            self._finished -= 1
+        if self._progress.finished:
+            self._reduce_rest(True)
+        self._progress.leave_block()
 
     def setup_buckets(self):
         """The reducer has its own."""
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
-        self._lost = 0
+        self._progress.take_lost()
         self.release_gradients()
 
     def step(self, closure=None):
-        self.refuse_half_a_step()
+        self._half_step.refuse()
         self._abandon_unfinished_backward()
-        lost, self._lost = self._lost, 0
+        lost = self._progress.take_lost()
         if lost:
             self.release_gradients()
             raise RuntimeError(
@@ -208,12 +230,11 @@ class StepLocalGradients:
             )
         try:
             partition_step.run(self)
-        except BaseException as error:
-            if self._changes_parameters:
-                self._remember_half_a_step(error)
+        except BaseException:
+            # It is not counted, and its gradients are gone.
+            self._progress.begin_anew()
             raise
         finally:
-            self._changes_parameters = False
             self.release_gradients()
 
     def get_grad_norm_direct(self, gradients, params, norm_type=2):
@@ -223,7 +244,7 @@ class StepLocalGradients:
 
     def state_dict(self):
         self._reducer.check_others()
-        self.refuse_half_a_step()
+        self._half_step.refuse()
         self._gather.wait_all()
         return super().state_dict()
 
@@ -231,8 +252,9 @@ class StepLocalGradients:
         self._gather.wait_all()
         super().load_state_dict(*args, **kwargs)
         # Whatever the parameters were, they are the checkpoint's now, and a step begins.
-        self._forget_half_a_step()
-        self._lost, self._restarts_at = 0, None
+        self._half_step.forget()
+        self._progress.take_lost()
+        self._progress.begin_anew()
         self.release_gradients()
 
     # These read parameters or write them.
@@ -247,36 +269,13 @@ class StepLocalGradients:
 
     def destroy(self):
         self.release_gradients()
-        self._forget_half_a_step()
+        self._half_step.forget()
         self._reducer.close()
-        for undo in self._undo:
-            undo()
+        while self._undo:
+            # One that is interrupted is not begun a second time.
+            self._undo.pop(0)()
         detach(self)
         self.destroy()
-
-    def refuse_half_a_step(self):
-        """Raises RuntimeError if the last step was ended by an exception while parameters were being changed."""
-        if self._half_stepped:
-            raise RuntimeError(
-                f"the last optimizer step was ended half way ({self._half_stepped}), so that parameters may differ "
-                "between ranks; load a checkpoint with its optimizer states before going on"
-            )
-
-    def _remember_half_a_step(self, error):
-        self._half_stepped = f"{type(error).__name__}: {error}"
-
-        # Nor may such parameters be evaluated or exported.
-        def refuse(*_):
-            self.refuse_half_a_step()
-
-        engine = self._engine()
-        self._refusals.append(engine.register_forward_pre_hook(refuse))
-        self._refusals.append(engine.module.register_state_dict_pre_hook(refuse))
-
-    def _forget_half_a_step(self):
-        self._half_stepped = None
-        while self._refusals:
-            self._refusals.pop().remove()
 
     def hand_over(self):
         """Makes what is bound this step's ``averaged_gradients``."""
@@ -291,8 +290,7 @@ class StepLocalGradients:
 
     def release_gradients(self):
         """Drops every gradient that this rank holds, reduced or not."""
-        self._finished = 0
-        self._caller_says_what_is_a_step = False
+        self._progress.forget()
         for group, views in list(self.averaged_gradients.items()):
             if isinstance(views, PartitionViews):
                 views.release()
@@ -305,14 +303,13 @@ class StepLocalGradients:
             return False
         return self.partition_gradients or engine.is_gradient_accumulation_boundary()
 
-    def _finish_backward(self, reduces):
+    def _reduce_rest(self, reduces):
+        """Reduces what is left to reduce and, at the end of a step's last backward, hands everything over."""
         try:
             self._reducer.finish_backward(reduces)
         except BaseException:
             self._abandon_backward()
             raise
-        self._unfinished = None
-        self._finished += 1
         if reduces and self._engine().is_gradient_accumulation_boundary():
             self.hand_over()
 
@@ -320,41 +317,17 @@ class StepLocalGradients:
         """Abandons a backward that raised, and whose graph task a thread of the device still holds, or that was
         interrupted behind its last gradient.
         """
-        if self._unfinished is not None:
+        if self._progress.unfinished:
             logger.warning("The backward before did not come to its end; its gradients are dropped")
             self._abandon_backward()
 
     def _abandon_backward(self):
-        self._unfinished = None
+        # First, so that its watch, which a thread of the device may drop at any moment, does not come here too.
+        self._progress.abandon()
         self._reducer.abandon_backward()
-        finished, caller_says = self._finished, self._caller_says_what_is_a_step
         self.release_gradients()
         # The epilogue that would have left the backward did not run.
         self._backward_active_depth = 0
-        # With its gradients went those of the step's earlier backwards, which have to come again.
-        if caller_says:
-            self._lost += finished
-            return
-        engine = self._engine()
-        self._restarts_at = engine.micro_steps - engine.micro_steps % engine.gradient_accumulation_steps()
-        engine.micro_steps = self._restarts_at
-        if finished:
-            logger.warning(
-                f"A backward raised; the gradients of the {finished} backwards before it, which belong to the same "
-                "step, are dropped too, and the next micro-batch is the first of a step"
-            )
-
-    def _abandon_this_backward(self):
-        """Returns a function that abandons the backward now starting, unless another has started since."""
-        self._backward_serial += 1
-        reference, serial = weakref.ref(self), self._backward_serial
-
-        def abandon():
-            optimizer = reference()
-            if isinstance(optimizer, StepLocalGradients) and optimizer._backward_serial == serial:
-                optimizer._abandon_backward()
-
-        return abandon
 
 
 @functools.cache
@@ -367,17 +340,10 @@ def attach(optimizer, engine, reducer):
     optimizer._engine = weakref.ref(engine)
     optimizer._reducer = reducer
     optimizer._gather = AllGather(optimizer)
-    optimizer._changes_parameters = False
-    optimizer._half_stepped = None
-    optimizer._refusals = []
+    optimizer._progress = StepProgress(engine, held_by_threads=not optimizer.bit16_groups_flat[0].is_cpu)
+    optimizer._half_step = HalfStep()
     optimizer._undo = []
-    optimizer._backward_serial = 0
     optimizer._norms_exactly = False
-    optimizer._unfinished = None
-    optimizer._finished = 0
-    optimizer._caller_says_what_is_a_step = False
-    optimizer._lost = 0
-    optimizer._restarts_at = None
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
     # Their work is the reducer's now, and so is their memory.
@@ -398,10 +364,7 @@ def attach(optimizer, engine, reducer):
 def detach(optimizer):
     """Undoes :func:`attach` but for the hooks; for an optimizer that will not train again."""
     optimizer.__class__ = optimizer.plain_class
-    own = (
-        "_backward_serial _caller_says_what_is_a_step _changes_parameters _engine _finished _gather _half_stepped "
-        "_lost _norms_exactly _reducer _refusals _registered _restarts_at _undo _unfinished _view_specs"
-    )
+    own = "_engine _gather _half_step _norms_exactly _progress _reducer _registered _undo _view_specs"
     for name in own.split():
         delattr(optimizer, name)
 
@@ -453,6 +416,7 @@ def make_reducer(engine, *, overlap, synchronize_before, synchronize_after):
     """
     optimizer = engine.optimizer
     reducer = reducer_module().Reducer(
+        identity=_next_identity(optimizer),
         bucket_numel=int(engine.zero_reduce_bucket_size()),
         overlap=overlap,
         synchronize_before=synchronize_before,
@@ -472,6 +436,18 @@ def make_reducer(engine, *, overlap, synchronize_before, synchronize_after):
                 group, engine.param_names[parameter], parameter, optimizer.get_param_comm_dtype(parameter), offset
             )
     return reducer
+
+
+def _next_identity(optimizer):
+    """Returns a number that no other engine of this process has and that is the same on every rank.
+
+    Engines may share a process group, which matches messages by their order alone.
+    """
+    global _last_identity
+    identity = torch.tensor([_last_identity + 1], device=optimizer.bit16_groups_flat[0].device)
+    dist.all_reduce(identity, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
+    _last_identity = int(identity)
+    return _last_identity
 
 
 def gradient_counters(engine):

@@ -20,6 +20,9 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.utils import logger
 
 from .flat_layout import flat_layout, registered_parameters
+from .other_ranks import with_other_ranks
+
+PURPOSE = "get the parameters that other ranks have stepped"
 
 
 def wait_for_parameters(engine) -> None:
@@ -42,13 +45,14 @@ class AllGather:
     def start(self) -> None:
         """Called on every rank when the partitions hold their new values."""
         optimizer = self._optimizer()
-        all_gather_dp_groups(
-            groups_flat=optimizer.bit16_groups_flat,
-            partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
-            dp_process_group=optimizer.real_dp_process_group,
-            start_alignment_factor=optimizer.nccl_start_alignment_factor,
-            allgather_bucket_size=optimizer.allgather_bucket_size,
-        )
+        with with_other_ranks(PURPOSE):
+            all_gather_dp_groups(
+                groups_flat=optimizer.bit16_groups_flat,
+                partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
+                dp_process_group=optimizer.real_dp_process_group,
+                start_alignment_factor=optimizer.nccl_start_alignment_factor,
+                allgather_bucket_size=optimizer.allgather_bucket_size,
+            )
 
     def wait_all(self) -> None:
         """There is nothing to wait for."""
@@ -74,18 +78,19 @@ class OverlappedGather:
         """Called on every rank when the partitions hold their new values. Returns while they are being sent."""
         self.wait_all()
         optimizer = self._optimizer()
-        for index, runs in enumerate(self._runs):
-            self._works[index] = [
-                dist.broadcast(
-                    optimizer.bit16_groups_flat[group].narrow(0, first, last - first),
-                    src=dist.get_global_rank(optimizer.real_dp_process_group[group], owner),
-                    group=optimizer.real_dp_process_group[group],
-                    async_op=True,
-                )
-                for group, first, last, owner in runs
-                # A rank that is alone has nobody to send to.
-                if dist.get_world_size(optimizer.real_dp_process_group[group]) > 1
-            ]
+        with with_other_ranks(PURPOSE):
+            for index, runs in enumerate(self._runs):
+                self._works[index] = [
+                    dist.broadcast(
+                        optimizer.bit16_groups_flat[group].narrow(0, first, last - first),
+                        src=dist.get_global_rank(optimizer.real_dp_process_group[group], owner),
+                        group=optimizer.real_dp_process_group[group],
+                        async_op=True,
+                    )
+                    for group, first, last, owner in runs
+                    # A rank that is alone has nobody to send to.
+                    if dist.get_world_size(optimizer.real_dp_process_group[group]) > 1
+                ]
 
     def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:
         """Returns the numbers of the units in which these are; frozen parameters are in none."""
@@ -98,7 +103,8 @@ class OverlappedGather:
                 works = self._works.get(index, [])
                 while works:
                     # One whose wait raised is asked again: its parameters must not be used.
-                    works[-1].wait()
+                    with with_other_ranks(PURPOSE):
+                        works[-1].wait()
                     works.pop()
                 self._works.pop(index, None)
 

@@ -24,6 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from .chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
 from .flat_layout import flat_layout
+from .other_ranks import with_other_ranks
 
 
 def run(optimizer):
@@ -52,17 +53,15 @@ def run(optimizer):
         return
     optimizer._global_grad_norm = None if norm is None else norm / scale
     factor = _factor(norm, scale, optimizer.clip_grad, optimizer.bit16_groups_flat[0].device)
-    # From here to its end a step that raises leaves parameters that differ between ranks.
-    optimizer._changes_parameters = True
-    for group in range(len(optimizer.bit16_groups)):
-        _step_group(optimizer, group, factor)
-    with _timed(optimizer, OPTIMIZER_ALLGATHER_TIMER):
-        optimizer._gather.start()
-    for group in range(len(optimizer.bit16_groups)):
-        if not _lies_in_flat(optimizer, group):
-            # Somebody has given a parameter other memory, for example to swap averaged weights in and out.
-            optimizer._update_model_bit16_weights(group)
-    optimizer._changes_parameters = False
+    with optimizer._half_step.changing_parameters(optimizer._engine()):
+        for group in range(len(optimizer.bit16_groups)):
+            _step_group(optimizer, group, factor)
+        with _timed(optimizer, OPTIMIZER_ALLGATHER_TIMER):
+            optimizer._gather.start()
+        for group in range(len(optimizer.bit16_groups)):
+            if not _lies_in_flat(optimizer, group):
+                # Somebody has given a parameter other memory, for example to swap averaged weights in and out.
+                optimizer._update_model_bit16_weights(group)
     optimizer.timers.log(OPTIMIZER_TIMERS)
 
 
@@ -85,8 +84,13 @@ def _step_group(optimizer, group, factor):
     else:
         with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
             master.grad = _whole_gradient(views, factor, master)
-        with _timed(optimizer, OPTIMIZER_STEP_TIMER):
-            optimizer._optimizer_step(group)
+        param_groups = optimizer.optimizer.param_groups
+        try:
+            with _timed(optimizer, OPTIMIZER_STEP_TIMER):
+                optimizer._optimizer_step(group)
+        finally:
+            # It steps one group by hiding the others, and a checkpoint is loaded into all of them.
+            optimizer.optimizer.param_groups = param_groups
             master.grad = None
     rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
     optimizer.parallel_partitioned_bit16_groups[group][rank].data.copy_(master.data)
@@ -129,7 +133,8 @@ def norm(optimizer, gradients, parameters):
         # Accumulated per tensor in fp32 while it is read, without a copy in another dtype.
         norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32))
         total = norms.double().square().sum().float()
-    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
+    with with_other_ranks("add up the norm of the gradients"):
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
     optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
     total = total.sqrt()
     return total.masked_fill_(~total.isfinite(), -1.0)

@@ -13,6 +13,7 @@ import weakref
 import torch
 import torch._functorch.config
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.gradient_partition import gradient_counters
 from deepspeed.compile.parameter_gather import wait_for_parameters
@@ -79,6 +80,26 @@ def take_turns(cases, steps=4):
     return [pair.end() for pair in pairs]
 
 
+def turns_in_another_order(case):
+    """Each rank steps two engines of one kind, every other rank in the other order.
+
+    Returns what each engine raised, and whether parameters moved.
+    """
+    torch._dynamo.reset()
+    pairs, raised = [_Beside(case) for _ in range(2)], []
+    ids = batch(0, 0, dist.get_rank(), 4)
+    for pair in reversed(pairs) if dist.get_rank() % 2 else pairs:
+        try:
+            pair.engine.backward(pair.engine(ids))
+            pair.engine.step()
+        except RuntimeError as error:
+            raised.append(str(error))
+    moved = [relative_error(pair.module.parameters(), pair.before.parameters()) > 0 for pair in pairs]
+    for pair in pairs:
+        pair.engine.destroy()
+    return raised, moved
+
+
 def one_loss_of_two_engines(cases):
     """One backward through two engines' models, as where a critic's loss goes into an actor's; returns the errors."""
     torch._dynamo.reset()
@@ -137,6 +158,42 @@ def backwards_of_one_forward(case, how):
         (3 * loss + loss.square()).backward()
         pair.plain_step()
     torch._functorch.config.donated_buffer = True
+    return pair.end()
+
+
+def computed_again(case, direct):
+    """Outputs of two forwards, the first or both computed again in the backward of one loss; returns the errors."""
+    torch._dynamo.reset()
+    pair = _Beside(case)
+
+    def loss_of(model, step, both):
+        def run(factor, ids):
+            return factor * model(ids)
+
+        batches = [batch(step, number, dist.get_rank(), 4) for number in range(2)]
+        # Something has to need a gradient in the forward that is thrown away.
+        factor = torch.ones((), device=device(), requires_grad=True)
+        first = checkpoint(run, factor, batches[0], use_reentrant=True)
+        return first * (checkpoint(run, factor, batches[1], use_reentrant=True) if both else model(batches[1]))
+
+    for step in range(3):
+        (torch.Tensor.backward if direct else pair.engine.backward)(loss_of(pair.engine, step, not direct))
+        pair.engine.step()
+        loss_of(pair.plain, step, not direct).backward()
+        pair.plain_step()
+    return pair.end()
+
+
+def module_called(case):
+    """The engine's module is called instead of the engine, from its first forward on; returns the errors."""
+    torch._dynamo.reset()
+    pair = _Beside(case)
+    for step in range(3):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        pair.module(ids).backward()
+        pair.engine.step()
+        pair.plain(ids).backward()
+        pair.plain_step()
     return pair.end()
 
 

@@ -50,6 +50,11 @@ class _Strike(torch.autograd.Function):
         return gradient
 
 
+def strike(x):
+    """Returns a copy of ``x``; faults that are armed strike here, in the forward and in the backward."""
+    return _Strike.apply(x)
+
+
 class Fragile(Model):
     """Faults strike behind its second block, in the forward and in the backward."""
 
@@ -64,7 +69,7 @@ class Fragile(Model):
 
     @torch.compiler.disable
     def strike(self, x):
-        return _Strike.apply(x)
+        return strike(x)
 
 
 def raise_injected():
@@ -79,6 +84,21 @@ def allocate_too_much():
 def interrupt():
     # As Ctrl-C does. Python's handler runs in the main thread: here if that runs the backward, else behind it.
     signal.raise_signal(signal.SIGINT)
+
+
+def interrupt_behind_backward():
+    """Has the next ``loss.backward()`` interrupted on its return, where a device's thread has run the graph.
+
+    Behind it comes what the engine does to end its backward.
+    """
+    backward = torch.Tensor.backward
+
+    def interrupted(*args, **kwargs):
+        torch.Tensor.backward = backward
+        backward(*args, **kwargs)
+        interrupt()
+
+    torch.Tensor.backward = interrupted
 
 
 HAPPENINGS = {"raises": raise_injected, "out of memory": allocate_too_much, "interrupted": interrupt}
@@ -107,9 +127,10 @@ def _fragile(case):
 
 
 def on_every_rank(case, where, how):
-    """A fault on all ranks at the last micro-batch of a step: (its exception, bytes held, error of later steps).
+    """A fault on all ranks at the last micro-batch of a step.
 
-    The later steps are compared with those of a plain loop that has not seen the step that failed.
+    Returns its exception, the bytes held behind it and behind two later steps, and the error of these beside a plain
+    loop that has not seen the step that failed.
     """
     module, engine, plain, optimizer = _fragile(case)
     _step(engine, 0, case.accumulation)
@@ -118,7 +139,10 @@ def on_every_rank(case, where, how):
         engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
         engine.step()
     raised = None
-    (in_forward if where == "forward" else in_backward).happen = HAPPENINGS[how]
+    if where == "behind the backward":
+        interrupt_behind_backward()
+    else:
+        (in_forward if where == "forward" else in_backward).happen = HAPPENINGS[how]
     try:
         engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
     except BaseException as error:
@@ -129,12 +153,14 @@ def on_every_rank(case, where, how):
         engine.step()
         _plain_step(plain, optimizer, 1, case.accumulation)
     after = _held_soon(engine)
+    error = 0.0
     for step in range(2, 4):
         _step(engine, step, case.accumulation)
         _plain_step(plain, optimizer, step, case.accumulation)
-    error = relative_error(module.parameters(), plain.parameters())
+        error = max(error, relative_error(module.parameters(), plain.parameters()))
+    at_last = held(gradient_counters(engine))
     engine.destroy()
-    return raised, after, error
+    return raised, after, at_last, error
 
 
 def part_of_a_step_lost(case, how):
@@ -147,20 +173,24 @@ def part_of_a_step_lost(case, how):
     _step(engine, 0, 3)
     _plain_step(plain, optimizer, 0, 3)
 
+    def micro_batch(step, micro_step, fails):
+        last = micro_step == 2
+        if how == "boundary":
+            engine.set_gradient_accumulation_boundary(last)
+        if fails and micro_step == 1:
+            in_backward.happen = raise_injected
+        loss = engine(batch(step, micro_step, dist.get_rank(), 4))
+        with engine.no_sync() if how == "no_sync" and not last else contextlib.nullcontext():
+            with contextlib.suppress(Injected):
+                engine.backward(loss)
+        if how in ("boundary", "counted"):
+            engine.step()
+
     def run(step, fails):
-        for micro_step in range(3):
-            last = micro_step == 2
-            within = how == "coalesce_grad_reduction" or (how == "no_sync" and not last)
-            if how == "boundary":
-                engine.set_gradient_accumulation_boundary(last)
-            if fails and micro_step == 1:
-                in_backward.happen = raise_injected
-            loss = engine(batch(step, micro_step, dist.get_rank(), 4))
-            with getattr(engine, how)() if within else contextlib.nullcontext():
-                with contextlib.suppress(Injected):
-                    engine.backward(loss)
-            if how in ("boundary", "counted"):
-                engine.step()
+        in_a_block = how == "coalesce_grad_reduction"
+        with engine.coalesce_grad_reduction() if in_a_block else contextlib.nullcontext():
+            for micro_step in range(3):
+                micro_batch(step, micro_step, fails)
         if how not in ("boundary", "counted"):
             engine.set_gradient_accumulation_boundary(True)
             engine.step()
@@ -372,11 +402,62 @@ def dies_in_the_optimizer(case, rank):
     return raised
 
 
+def a_block_that_was_left(case, where):
+    """The second of three micro-batches raises out of ``coalesce_grad_reduction()``, and all are run again.
+
+    Returns the error behind that step and another.
+    """
+    module, engine, plain, optimizer = _fragile(case)
+
+    def block(step, fails):
+        with engine.coalesce_grad_reduction():
+            for micro_step in range(3):
+                if fails and micro_step == 1:
+                    (in_forward if where == "forward" else in_backward).happen = raise_injected
+                engine.backward(engine(batch(step, micro_step, dist.get_rank(), 4)))
+
+    for step in range(2):
+        if step == 0:
+            with contextlib.suppress(Injected):
+                block(step, fails=True)
+        block(step, fails=False)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        _plain_step(plain, optimizer, step, 3)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error
+
+
+def a_step_that_changed_nothing(case):
+    """A step raises before it changes parameters; returns what, what is held then, and the error when it is redone."""
+    module, engine, plain, optimizer = _fragile(case)
+    own_norm = engine.optimizer.scaled_global_norm
+
+    def norm_that_raises():
+        engine.optimizer.scaled_global_norm = own_norm
+        raise Injected("no norm")
+
+    engine.optimizer.scaled_global_norm = norm_that_raises
+    raised = None
+    try:
+        _step(engine, 0, case.accumulation)
+    except Injected as error:
+        raised = str(error)
+    after = held(gradient_counters(engine))
+    for step in range(2):
+        _step(engine, step, case.accumulation)
+        _plain_step(plain, optimizer, step, case.accumulation)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return raised, after, error
+
+
 def half_a_step(case, folder):
     """A step raises while it changes parameters: what is raised then, and the error after a checkpoint was loaded."""
     module, engine, plain, optimizer = _fragile(case)
-    _step(engine, 0, 1)
-    _plain_step(plain, optimizer, 0, 1)
+    _step(engine, 0, case.accumulation)
+    _plain_step(plain, optimizer, 0, case.accumulation)
     engine.save_checkpoint(folder)
     inner, raised = engine.optimizer.optimizer, []
     own_step = inner.step
@@ -388,13 +469,12 @@ def half_a_step(case, folder):
     for attempt in range(2):
         inner.step = step_and_raise if attempt == 0 else own_step
         try:
-            engine.backward(engine(batch(1, 0, dist.get_rank(), 4)))
-            engine.step()
+            _step(engine, 1, case.accumulation)
         except (RuntimeError, Injected) as error:
             raised.append(str(error))
     engine.load_checkpoint(folder)
-    _step(engine, 1, 1)
-    _plain_step(plain, optimizer, 1, 1)
+    _step(engine, 1, case.accumulation)
+    _plain_step(plain, optimizer, 1, case.accumulation)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return raised, error

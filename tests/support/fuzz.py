@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random small models under random options, described by data, and how the ranks train them beside a plain loop."""
 
+import contextlib
 import copy
 import dataclasses
 from typing import Optional, Tuple
@@ -17,6 +18,7 @@ from deepspeed.compile.gradient_partition import gradient_counters
 from deepspeed.compile.parameter_gather import wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
+from support.faults import Injected, in_backward, raise_injected, strike
 from support.models import VOCABULARY, Block, double
 from support.training import (
     Case,
@@ -30,6 +32,8 @@ from support.training import (
     total_error,
 )
 
+# How it is said which micro-batches belong to a step.
+STEPS = ("counted", "boundary", "no_sync", "coalesce_grad_reduction")
 EVALUATIONS = (None, "no_grad", "inference_mode", "in training mode", "with gradients")
 KINDS = ("linear", "block", "norm", "gain", "empty", "scalar", "sum of two")
 
@@ -71,6 +75,8 @@ class Recipe:
         losses: how many a micro-batch has, with a backward each.
         together: whether they have one backward.
         twice: whether each backward is run two times.
+        says: who says which micro-batches belong to a step: DeepSpeed ("counted"), or its caller by one of ``STEPS``.
+        raises: whether the second step's last micro-batch raises in its backward, and the step begins anew.
     """
 
     pieces: Tuple[Piece, ...] = (Piece(),)
@@ -95,6 +101,8 @@ class Recipe:
     together: bool = False
     twice: bool = False
     dtype: str = "fp32"
+    says: str = "counted"
+    raises: bool = False
     steps: int = 3
 
 
@@ -159,7 +167,11 @@ class Body(nn.Module):
                 x = run(piece, module, x)
                 if piece.breaks:
                     torch._dynamo.graph_break()
-        return x
+        return self.strike(x) if self.recipe.raises else x
+
+    @torch.compiler.disable
+    def strike(self, x):
+        return strike(x)
 
     def in_graph(self, piece, module, x):
         if piece.checkpointed is None:
@@ -239,7 +251,7 @@ def train(recipe):
     module = build(recipe)
     if recipe.dtype != "fp32":
         # The engine begins with rounded parameters, and so shall the plain loop.
-        module.bfloat16().float()
+        module.to({"bf16": torch.bfloat16, "fp16": torch.float16}[recipe.dtype]).float()
     before, plain = copy.deepcopy(module), copy.deepcopy(module)
     add_hooks(module)
     add_hooks(plain)
@@ -248,10 +260,14 @@ def train(recipe):
     after_steps = []
     try:
         for step in range(recipe.steps):
-            for micro_step in range(recipe.accumulation):
-                length = recipe.lengths[(step + rank) % len(recipe.lengths)]
-                _micro_batch(recipe, engine, plain, step, batch(step, micro_step, rank, length))
-                engine.step()
+            length = recipe.lengths[(step + rank) % len(recipe.lengths)]
+            micro_batches = [batch(step, micro_step, rank, length) for micro_step in range(recipe.accumulation)]
+            if recipe.raises and step == 1:
+                _raise(recipe, engine, step, micro_batches)
+            _step(recipe, engine, step, micro_batches)
+            for ids in micro_batches:
+                for each in _inputs(recipe, ids):
+                    (plain(each, step % 2 == 1) / recipe.losses / recipe.accumulation).backward()
             average_gradients(plain)
             if recipe.clipping:
                 trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
@@ -277,14 +293,49 @@ def train(recipe):
         engine.destroy()
 
 
-def _micro_batch(recipe, engine, plain, step, ids):
-    skip = step % 2 == 1
+def _step(recipe, engine, step, micro_batches):
+    if recipe.says == "coalesce_grad_reduction":
+        with engine.coalesce_grad_reduction():
+            for ids in micro_batches:
+                _micro_batch(recipe, engine, step, ids)
+    else:
+        for index, ids in enumerate(micro_batches):
+            last = index == len(micro_batches) - 1
+            if recipe.says != "counted":
+                engine.set_gradient_accumulation_boundary(last)
+            with engine.no_sync() if recipe.says == "no_sync" and not last else contextlib.nullcontext():
+                _micro_batch(recipe, engine, step, ids)
+            if recipe.says == "counted" or (recipe.says == "boundary" and not last):
+                engine.step()
+    if recipe.says != "counted":
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+
+
+def _raise(recipe, engine, step, micro_batches):
+    """The micro-batches of a step, of which the last raises: the step begins anew."""
+    for ids in micro_batches[:-1]:
+        _micro_batch(recipe, engine, step, ids)
+        engine.step()
+    in_backward.happen = raise_injected
+    try:
+        _micro_batch(recipe, engine, step, micro_batches[-1])
+    except Injected:
+        return
+    raise AssertionError("nothing was raised")
+
+
+def _inputs(recipe, ids):
+    """What is input for each loss of a micro-batch."""
+    return [ids.roll(number, 1) for number in range(recipe.losses)]
+
+
+def _micro_batch(recipe, engine, step, ids):
     losses = []
-    for number in range(recipe.losses):
-        losses.append(engine(ids.roll(number, 1), skip) / recipe.losses)
+    for each in _inputs(recipe, ids):
+        losses.append(engine(each, step % 2 == 1) / recipe.losses)
         if not recipe.together:
             _backward(recipe, engine, losses.pop())
-        (plain(ids.roll(number, 1), skip) / recipe.losses / recipe.accumulation).backward()
     if losses:
         _backward(recipe, engine, sum(losses))
     if recipe.evaluates is not None:
@@ -295,6 +346,7 @@ def _backward(recipe, engine, loss):
     loss = loss / 2 if recipe.twice else loss
     for retain_graph in [True, False] if recipe.twice else [False]:
         if recipe.direct:
+            loss = engine.scale(loss) if recipe.dtype == "fp16" else loss
             loss.backward(retain_graph=retain_graph)
         else:
             engine.backward(loss, retain_graph=retain_graph)

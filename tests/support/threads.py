@@ -39,7 +39,7 @@ class Registered:
     def __init__(self, process_group, count, flat=True, bucket=3 * ELEMENTS):
         self.parameters = [torch.nn.Parameter(torch.ones(ELEMENTS, device=device())) for _ in range(count)]
         self.reducer = reducer_module().Reducer(
-            bucket_numel=bucket, overlap=True, synchronize_before=False, synchronize_after=False
+            identity=0, bucket_numel=bucket, overlap=True, synchronize_before=False, synchronize_after=False
         )
         self.world = process_group.size()
         self.numel = -(-count * ELEMENTS // self.world)
