@@ -46,7 +46,7 @@ def ranks(pytestconfig):
 def pytest_addoption(parser):
     parser.addoption("--models", type=int, help="how many random models test_fuzz.py tries; a few by default")
     parser.addoption("--world", type=int, default=2, help="on how many ranks")
-    parser.addoption("--steps", type=int, default=300, help="how long the long run of test_engines.py is")
+    parser.addoption("--steps", type=int, default=200, help="how long the long run of test_engines.py is")
     parser.addoption("--seed", type=int, default=0, help="from which they are drawn")
     parser.addoption(
         "--sanitizer",

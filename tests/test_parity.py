@@ -76,8 +76,9 @@ def test_contributions_to_one_parameter_in_one_bucket(ranks, model):
         check(ranks(2).run(train_beside_plain_loop, Case(model=model, stage=stage, bucket=10**6)))
 
 
-@pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("model", ["OneGraph", "OddSizes", "FillsPartition", "FewParameters"])
+# All of three ranks, then all of four: their processes take seconds to start.
+@pytest.mark.parametrize("world", [3, 4])
 def test_layouts(ranks, world, model):
     for stage in (1, 2):
         for groups in (1, 2):

@@ -28,6 +28,7 @@ from support.training import (
     held,
     make_engine,
     make_optimizer,
+    parameter_groups,
     relative_error,
     total_error,
 )
@@ -220,7 +221,10 @@ def add_hooks(module):
             last[0].register_hook(double)
 
 
-def as_case(recipe):
+def as_case(recipe, module, deepcompile):
+    # DeepSpeed takes no parameter group without elements.
+    groups = parameter_groups(module, recipe.groups)
+    have_elements = all(any(parameter.numel() for parameter in group["params"]) for group in groups)
     compile_options = {} if recipe.regional is None else {"regional_compilation": recipe.regional}
     if recipe.overlap_gather:
         compile_options["overlap_param_gather"] = True
@@ -229,9 +233,10 @@ def as_case(recipe):
         accumulation=recipe.accumulation,
         backend=recipe.backend,
         bucket=recipe.bucket,
-        groups=recipe.groups,
+        groups=recipe.groups if have_elements else 1,
         clipping=recipe.clipping,
         dtype=recipe.dtype,
+        deepcompile=deepcompile,
         config={
             "zero_optimization": {
                 "round_robin_gradients": recipe.round_robin,
@@ -242,13 +247,16 @@ def as_case(recipe):
     )
 
 
-def train(recipe):
-    """Trains both; returns errors of the parameters, how far they moved, and what was held after steps."""
+def train(recipe, deepcompile=True):
+    """Trains both; returns errors of the parameters, how far they moved, and what was held after steps.
+
+    Without DeepCompile nothing is made to raise.
+    """
     torch._dynamo.reset()
     # A backward whose graph gives its buffers away cannot run twice.
     torch._functorch.config.donated_buffer = not recipe.twice
-    case, rank = as_case(recipe), dist.get_rank()
-    module = build(recipe)
+    module, rank = build(recipe), dist.get_rank()
+    case = as_case(recipe, module, deepcompile)
     if recipe.dtype != "fp32":
         # The engine begins with rounded parameters, and so shall the plain loop.
         module.to({"bf16": torch.bfloat16, "fp16": torch.float16}[recipe.dtype]).float()
@@ -262,7 +270,7 @@ def train(recipe):
         for step in range(recipe.steps):
             length = recipe.lengths[(step + rank) % len(recipe.lengths)]
             micro_batches = [batch(step, micro_step, rank, length) for micro_step in range(recipe.accumulation)]
-            if recipe.raises and step == 1:
+            if recipe.raises and step == 1 and deepcompile:
                 _raise(recipe, engine, step, micro_batches)
             _step(recipe, engine, step, micro_batches)
             for ids in micro_batches:
@@ -274,7 +282,8 @@ def train(recipe):
                 torch.nn.utils.clip_grad_norm_(trained, recipe.clipping)
             optimizer.step()
             optimizer.zero_grad()
-            after_steps.append(sum(held(gradient_counters(engine)).values()))
+            if deepcompile:
+                after_steps.append(sum(held(gradient_counters(engine)).values()))
         wait_for_parameters(engine)
         actual, expected = list(module.parameters()), list(plain.parameters())
         if recipe.dtype != "fp32":

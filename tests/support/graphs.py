@@ -5,6 +5,7 @@
 import copy
 
 import torch
+import torch._functorch.config
 import torch.distributed as dist
 
 from deepspeed.compile import reduce_backend
@@ -20,7 +21,8 @@ def backward_graphs(case):
     reduction waits for the one before, whether all reduced gradients are hidden from autograd).
     """
     torch._dynamo.reset()
-    torch._inductor.config.force_disable_caches = True
+    # A graph that torch had kept would not be made here. The machine code of its kernels may come from where it likes.
+    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     entries = []
     finish = reduce_backend.finish_backward_graph
 
@@ -53,7 +55,7 @@ def backward_graphs(case):
         engine.destroy()
     finally:
         reduce_backend.finish_backward_graph = finish
-        torch._inductor.config.force_disable_caches = False
+        torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = True
     return copy.deepcopy(entries), buckets
 
 
