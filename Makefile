@@ -40,10 +40,9 @@ SANITIZED = PATH='$(BIN)':"$$PATH" CUDA_VISIBLE_DEVICES= SANITIZER=$$sanitizer C
 	TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/sanitized-'$$sanitizer-$(call content,tests/sanitizers) \
 	$$(setarch -R true 2>/dev/null && echo setarch -R) pytest -q -o timeout=0 \
 	tests/test_threads.py tests/test_lifetime.py tests/test_parity.py -k '$(SANITIZED_TESTS)'
-# Without those that take long and call nothing else in it: with Inductor, or a single micro-batch a step.
+# Without those that take long and call nothing else in it, such as with Inductor.
 SANITIZED_TESTS = not inductor and not delayed and not overwritten and not layouts and not every_byte and not sent_before \
-	and not bf16 and not host_does_not_wait and not -1-1] and not -2-1] \
-	and not first2 and not backend
+	and not bf16 and not host_does_not_wait and not first2 and not backend
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test fuzz sanitize bench lint format clean toolchain

@@ -10,6 +10,7 @@ It takes whichever DeepSpeed is installed. compare.py runs it once for each syst
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import warnings
@@ -114,6 +115,9 @@ def main():
         if file:
             Path(file).write_text(json.dumps(result, indent=1) + "\n")
     dist.barrier()
+    # What is left in cycles holds process groups, whose threads have to end before the interpreter does: otherwise it
+    # may be aborted there (pytorch/pytorch issue 190489).
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -110,7 +110,11 @@ HARMLESS = {
             "disable_allgather": True,
         },
     },
-    "reports": {"steps": 1, "config": {"dump_state": True, "memory_breakdown": True, "steps_per_print": 1}},
+    "reports": {
+        "steps": 1,
+        "accumulation": 1,
+        "config": {"dump_state": True, "memory_breakdown": True, "steps_per_print": 1},
+    },
     "synchronize": {"config": {"compile": {"sync_before_reduce": True, "sync_after_reduce": True}}},
 }
 

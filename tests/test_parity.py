@@ -23,8 +23,8 @@ def check(results, bound=1e-5):
 @pytest.mark.parametrize(
     "backend, model, stage, accumulation",
     [
-        *(("eager", *varied) for varied in itertools.product(CASES, [1, 2], [1, 3])),
-        # Generated code takes seconds to make, and calls the same operators.
+        # The first of three micro-batches does what a single one does.
+        *(("eager", *varied) for varied in itertools.product(CASES, [1, 2], [3])),
         *(("inductor", model, *varied) for model in CASES for varied in [(1, 3), (2, 1)]),
     ],
 )
