@@ -65,8 +65,9 @@ def recipes(draw, backends):
         direct=direct,
         losses=draw(st.integers(1, 2)),
         together=draw(st.booleans()),
-        # Generated code may go backward once only, and so may a loss that was scaled for it.
-        twice=backend == "eager" and not (direct and dtype == "fp16") and draw(st.sampled_from([False, False, True])),
+        # Generated code may go backward once only, and without DeepCompile, beside which low precision is held,
+        # DeepSpeed tells of a forward's first backward only.
+        twice=backend == "eager" and dtype == "fp32" and draw(st.sampled_from([False, False, True])),
         dtype=dtype,
         says=says,
         # Where the caller says what belongs to a step, one that lost a part raises: tests/test_faults.py.
@@ -108,7 +109,9 @@ def test_random_models(ranks, request, capsys):
                 # Rounding to 8 bits is large beside a gradient that is small, so all parameters are taken together,
                 # and where even that is much, DeepSpeed without DeepCompile is no better.
                 plainly = ranks(world).run(fuzz.train, recipe, deepcompile=False, timeout=120)
-                assert result["total error"] < 1.5 * max(each["total error"] for each in plainly)
+                rounding = max(each["total error"] for each in plainly)
+                assert rounding < 0.5 * result["total moved"]
+                assert result["total error"] < 1.5 * rounding
             assert result["moved"] > 1e-4
             assert set(result["held"]) == {0}
         count["agreed"] += 1

@@ -25,6 +25,7 @@ from . import partition_step
 from .flat_layout import flat_layout, registered_parameters
 from .half_step import HalfStep
 from .native import reducer_module
+from .other_ranks import with_other_ranks
 from .parameter_gather import AllGather
 from .step_progress import StepProgress
 
@@ -197,13 +198,15 @@ class StepLocalGradients:
 
     def overlapping_partition_gradients_reduce_epilogue(self):
         # An engine whose compile() failed comes here at the end of a backward, which backward_epilogue() is to finish.
-        if self._backward_active_depth:
+        if self._backward_active_depth and not self._progress.in_block:
             return
         # engine.coalesce_grad_reduction() ends with this: what its backwards kept on this rank is reduced now.
-        self._abandon_unfinished_backward()
-        if self._progress.finished:
-            self._reduce_rest(True)
-        self._progress.leave_block()
+        try:
+            self._abandon_unfinished_backward()
+            if self._progress.finished:
+                self._reduce_rest(True)
+        finally:
+            self._progress.leave_block()
 
     def setup_buckets(self):
         """The reducer has its own."""
@@ -219,11 +222,13 @@ class StepLocalGradients:
         lost = self._progress.take_lost()
         if lost:
             self.release_gradients()
+            self._progress.begin_anew()
             raise RuntimeError(
                 f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
                 "step was not taken; call engine.optimizer.zero_grad() and run all of its micro-batches again"
             )
         if any(self.averaged_gradients.get(group) is None for group in range(len(self.bit16_groups))):
+            self._progress.begin_anew()
             raise RuntimeError(
                 "optimizer.step() found no gradients: run a backward at the gradient accumulation "
                 "boundary first (they are dropped by step(), zero_grad() and a backward that raised)"
@@ -377,7 +382,8 @@ def parameters_reduced_by_graphs(optimizer):
     registered = registered_parameters(optimizer)
     hooked = torch.tensor([has_hooks(parameter) for parameter in registered], dtype=torch.int32)
     hooked = hooked.to(optimizer.bit16_groups_flat[0].device)
-    dist.all_reduce(hooked, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
+    with with_other_ranks("find out which parameters have hooks"):
+        dist.all_reduce(hooked, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
     return [parameter for parameter, flag in zip(registered, hooked.tolist(), strict=True) if not flag]
 
 
@@ -445,7 +451,8 @@ def _next_identity(optimizer):
     """
     global _last_identity
     identity = torch.tensor([_last_identity + 1], device=optimizer.bit16_groups_flat[0].device)
-    dist.all_reduce(identity, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
+    with with_other_ranks("give the engine its number"):
+        dist.all_reduce(identity, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
     _last_identity = int(identity)
     return _last_identity
 

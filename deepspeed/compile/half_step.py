@@ -39,6 +39,3 @@ class HalfStep:
         self._error = None
         while self._hooks:
             self._hooks.pop().remove()
-
-    def __bool__(self):
-        return self._error is not None

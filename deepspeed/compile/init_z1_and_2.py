@@ -37,6 +37,7 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
             then unchanged.
     """
     check_options(engine, backend, compile_config, compile_kwargs, schedule, use_z2)
+    _keep_timeout_of_world(engine.optimizer)
     reducer = make_reducer(
         engine,
         overlap=overlaps_communication(engine, compile_config),
@@ -44,7 +45,6 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
         synchronize_after=compile_config.sync_after_reduce,
     )
     attach(engine.optimizer, engine, reducer)
-    _keep_timeout_of_world(engine.optimizer)
     _undo_compilation_when_destroyed(engine)
     if acts_around_forward(engine):
         _act_around_forward(engine)

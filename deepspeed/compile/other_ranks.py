@@ -11,11 +11,12 @@ import torch
 def with_other_ranks(purpose):
     """Around a collective: raises its error anew, as DistBackendError, with what this rank could not do.
 
-    The native code does the same around its own (``throw_for_other_ranks()``).
+    gloo's errors are plain RuntimeErrors, from which others that arise there are not told. The native code does the
+    same around its own collectives (``throw_for_other_ranks()``).
     """
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, torch.AcceleratorError):
         # This rank's own.
         raise
     except RuntimeError as error:

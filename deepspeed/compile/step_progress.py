@@ -21,6 +21,7 @@ class StepProgress:
     Attributes:
         serial: differs between backwards, also where one was abandoned and none has begun since.
         finished: how many backwards of the step have come to their end.
+        in_block: whether a backward has begun within a ``coalesce_grad_reduction()`` that goes on.
     """
 
     def __init__(self, engine, held_by_threads):
@@ -32,7 +33,7 @@ class StepProgress:
         self._graph_ended = False
         self._lost = 0
         self._restarts_at = None
-        self._in_block = False
+        self.in_block = False
         self.forget()
 
     @property
@@ -43,15 +44,13 @@ class StepProgress:
     def left_behind(self, graph_task, in_same_call=False):
         """Whether a backward other than this graph task's has begun and will not come to its end.
 
-        ``in_same_call``: whether this one belongs to the same ``engine.backward()``, which runs several where outputs
-        are computed again in it, and comes to its end once.
+        ``in_same_call``: whether this one is within an ``engine.backward()``, which runs several where outputs are
+        computed again in it, and comes to its end once. It has begun with asking this.
         """
-        if self._graph_task in (None, graph_task):
+        if self._graph_task in (None, graph_task) or in_same_call:
             return False
-        if self._graph_ended:
-            return not in_same_call
-        # One that runs around this one is not told from one that raised.
-        return self._held_by_threads
+        # Where threads may hold it, one that runs around this one is not told from one that raised.
+        return self._graph_ended or self._held_by_threads
 
     def begin(self, graph_task):
         """A backward begins. Returns its serial."""
@@ -101,14 +100,14 @@ class StepProgress:
 
         Returns whether an earlier block has left something, which is dropped now: the caller has begun anew.
         """
-        began, self._in_block = not self._in_block, True
+        began, self.in_block = not self.in_block, True
         if not (began and self._left_block):
             return False
         self._lost = 0
         return True
 
     def leave_block(self):
-        self._in_block, self._left_block = False, True
+        self.in_block, self._left_block = False, True
 
     def take_lost(self):
         """Returns how many backwards a step lacks because a later one raised, and forgets them."""

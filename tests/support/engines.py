@@ -161,12 +161,12 @@ def backwards_of_one_forward(case, how):
     return pair.end()
 
 
-def computed_again(case, direct):
+def computed_again(case, direct, both):
     """Outputs of two forwards, the first or both computed again in the backward of one loss; returns the errors."""
     torch._dynamo.reset()
     pair = _Beside(case)
 
-    def loss_of(model, step, both):
+    def loss_of(model, step):
         def run(factor, ids):
             return factor * model(ids)
 
@@ -177,9 +177,9 @@ def computed_again(case, direct):
         return first * (checkpoint(run, factor, batches[1], use_reentrant=True) if both else model(batches[1]))
 
     for step in range(3):
-        (torch.Tensor.backward if direct else pair.engine.backward)(loss_of(pair.engine, step, not direct))
+        (torch.Tensor.backward if direct else pair.engine.backward)(loss_of(pair.engine, step))
         pair.engine.step()
-        loss_of(pair.plain, step, not direct).backward()
+        loss_of(pair.plain, step).backward()
         pair.plain_step()
     return pair.end()
 

@@ -104,6 +104,14 @@ def interrupt_behind_backward():
 HAPPENINGS = {"raises": raise_injected, "out of memory": allocate_too_much, "interrupted": interrupt}
 
 
+def _arm(where, how):
+    """Has a fault happen once: in the next "forward" or "backward", or, an interrupt, "behind the backward"."""
+    if where == "behind the backward":
+        interrupt_behind_backward()
+    else:
+        (in_forward if where == "forward" else in_backward).happen = HAPPENINGS[how]
+
+
 def _step(engine, step, accumulation):
     for micro_step in range(accumulation):
         engine.backward(engine(batch(step, micro_step, dist.get_rank(), 4)))
@@ -139,10 +147,7 @@ def on_every_rank(case, where, how):
         engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
         engine.step()
     raised = None
-    if where == "behind the backward":
-        interrupt_behind_backward()
-    else:
-        (in_forward if where == "forward" else in_backward).happen = HAPPENINGS[how]
+    _arm(where, how)
     try:
         engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
     except BaseException as error:
@@ -173,6 +178,8 @@ def part_of_a_step_lost(case, how):
     _step(engine, 0, 3)
     _plain_step(plain, optimizer, 0, 3)
 
+    steps_each = how in ("boundary", "counted", "no_sync, counted")
+
     def micro_batch(step, micro_step, fails):
         last = micro_step == 2
         if how == "boundary":
@@ -180,10 +187,10 @@ def part_of_a_step_lost(case, how):
         if fails and micro_step == 1:
             in_backward.happen = raise_injected
         loss = engine(batch(step, micro_step, dist.get_rank(), 4))
-        with engine.no_sync() if how == "no_sync" and not last else contextlib.nullcontext():
+        with engine.no_sync() if "no_sync" in how and not last else contextlib.nullcontext():
             with contextlib.suppress(Injected):
                 engine.backward(loss)
-        if how in ("boundary", "counted"):
+        if steps_each:
             engine.step()
 
     def run(step, fails):
@@ -191,7 +198,7 @@ def part_of_a_step_lost(case, how):
         with engine.coalesce_grad_reduction() if in_a_block else contextlib.nullcontext():
             for micro_step in range(3):
                 micro_batch(step, micro_step, fails)
-        if how not in ("boundary", "counted"):
+        if not steps_each:
             engine.set_gradient_accumulation_boundary(True)
             engine.step()
             engine.set_gradient_accumulation_boundary(False)
@@ -405,7 +412,7 @@ def dies_in_the_optimizer(case, rank):
 def a_block_that_was_left(case, where):
     """The second of three micro-batches raises out of ``coalesce_grad_reduction()``, and all are run again.
 
-    Returns the error behind that step and another.
+    Returns what was raised, and the error behind that step and another.
     """
     module, engine, plain, optimizer = _fragile(case)
 
@@ -413,20 +420,23 @@ def a_block_that_was_left(case, where):
         with engine.coalesce_grad_reduction():
             for micro_step in range(3):
                 if fails and micro_step == 1:
-                    (in_forward if where == "forward" else in_backward).happen = raise_injected
+                    _arm(where, "interrupted" if where == "behind the backward" else "raises")
                 engine.backward(engine(batch(step, micro_step, dist.get_rank(), 4)))
 
+    raised = None
     for step in range(2):
         if step == 0:
-            with contextlib.suppress(Injected):
+            try:
                 block(step, fails=True)
+            except (Injected, KeyboardInterrupt) as error:
+                raised = type(error).__name__
         block(step, fails=False)
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
         _plain_step(plain, optimizer, step, 3)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
-    return error
+    return raised, error
 
 
 def a_step_that_changed_nothing(case):
