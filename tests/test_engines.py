@@ -62,7 +62,7 @@ def test_two_forwards_before_a_backward(ranks, direct, model, stage):
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("how", ["engine", "loss", "both"])
 def test_several_backwards_of_one_forward(ranks, how, stage):
-    case = Case(model="SeveralGraphs", stage=stage)
+    case = Case(model="SeveralGraphs", stage=stage, config={"wall_clock_breakdown": how == "both"})
     check([[errors] for errors in ranks(2).run(engines.backwards_of_one_forward, case, how)], [case])
 
 

@@ -161,6 +161,15 @@ def test_a_step_that_changed_nothing(ranks, stage):
         assert error < BOUND
 
 
+def test_timers_go_on(ranks):
+    case = Case(accumulation=3, bucket=50, config={"wall_clock_breakdown": True})
+    for where, how in [("forward", "raises"), ("backward", "raises"), ("behind the backward", "interrupted")]:
+        for raised, _, _, error in ranks(2).run(faults.on_every_rank, case, where, how):
+            assert raised and error < BOUND
+    for _, _, error in ranks(2).run(faults.a_step_that_changed_nothing, case):
+        assert error < BOUND
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_half_a_step(ranks, tmp_path, stage):
     case = Case(stage=stage, accumulation=3, groups=2)

@@ -180,9 +180,7 @@ class StepLocalGradients:
 
     def begin_unannounced_backward(self):
         """Begins a backward that DeepSpeed does not tell of: only the first through the outputs of a forward is."""
-        self.backward_prologue()
-        self.enter_backward()
-        self.queue_post_backward_callback()
+        self._engine()._backward_prologue()
 
     def enter_backward(self):
         # The backward of several outputs at once comes here for each of them, but only once to exit_backward().
@@ -331,8 +329,12 @@ class StepLocalGradients:
         self._progress.abandon()
         self._reducer.abandon_backward()
         self.release_gradients()
-        # The epilogue that would have left the backward did not run.
+        # The epilogue that would have left the backward, and stopped its timers, did not run.
         self._backward_active_depth = 0
+        engine = self._engine()
+        timers = engine.engine_timers
+        for name in timers.backward_timers + timers.backward_inner_timers + timers.backward_reduce_timers:
+            engine.timers(name).reset()
 
 
 @functools.cache

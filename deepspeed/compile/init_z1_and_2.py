@@ -131,6 +131,10 @@ def _act_around_forward(engine):
     """
 
     def before(engine, inputs, kwargs):
+        for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:
+            # Neither a forward nor a step is under way here, but one may have raised.
+            if engine.timers(name).started_:
+                engine.timers(name).reset()
         return engine._forward_prologue(inputs, kwargs) if engine.is_deepcompile_active() else None
 
     def behind(engine, inputs, output):

@@ -108,8 +108,10 @@ def _whole_gradient(views, factor, master):
 @contextlib.contextmanager
 def _timed(optimizer, name):
     optimizer.timers(name).start()
-    yield
-    optimizer.timers(name).stop()
+    try:
+        yield
+    finally:
+        optimizer.timers(name).stop()
 
 
 def norm(optimizer, gradients, parameters):
