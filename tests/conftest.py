@@ -17,24 +17,28 @@ REPORTS = pytest.StashKey[Path]()
 
 @pytest.fixture(scope="session")
 def ranks(pytestconfig):
-    """Returns ``ranks(world)``: the processes of that world size, started once a test run."""
+    """Returns ``ranks(world, **variables)``: as many processes, with such variables in their environment.
+
+    They are started once a test run, as long as no others are asked for.
+    """
     pools = {}
     sanitized = pytestconfig.option.sanitizer
-    environment = sanitizer.environment(sanitized, pytestconfig.stash[REPORTS]) if sanitized else None
+    environment = sanitizer.environment(sanitized, pytestconfig.stash[REPORTS]) if sanitized else {}
 
-    def of(world):
+    def of(world, **variables):
         import torch
 
         if torch.cuda.is_available() and torch.cuda.device_count() < world:
             pytest.skip(f"needs {world} GPUs, and {torch.cuda.device_count()} are here")
-        if world not in pools:
+        key = (world, *sorted(variables.items()))
+        if key not in pools:
             # Only one pool at a time keeps its processes: two cores do not carry more.
             for pool in pools.values():
                 pool.stop()
-            pools[world] = Ranks(world, environment)
+            pools[key] = Ranks(world, {**environment, **variables})
             if sanitized:
-                pools[world].run(sanitizer.compile_native_code, sanitized, timeout=1800)
-        return pools[world]
+                pools[key].run(sanitizer.compile_native_code, sanitized, timeout=1800)
+        return pools[key]
 
     yield of
     for pool in pools.values():

@@ -123,10 +123,12 @@ def test_destroyed_at_any_moment(ranks, moment, case):
 
 def test_a_long_run(ranks, request):
     steps = request.config.getoption("--steps")
-    for most_held, samples, (worst, _) in ranks(2).run(engines.long_run, Case(), steps, 50, timeout=steps):
+    # What a thread caches of the C heap counts as in use there, and the caches fill for hundreds of steps.
+    pool = ranks(2, GLIBC_TUNABLES="glibc.malloc.tcache_count=0")
+    for most_held, samples, (worst, _) in pool.run(engines.long_run, Case(), steps, 50, timeout=steps):
         assert most_held == 0
         assert worst < BOUND
         (allocated, objects), *later = samples
         # A tensor of the smallest parameter, kept in each step, would be many times that.
-        assert max(memory for memory, _ in later) - allocated < 2**15
+        assert max(memory for memory, _ in later) - allocated < 2**12
         assert max(count for _, count in later) - objects < 50
