@@ -25,6 +25,9 @@ deepspeed.runtime.base_optimizer:ZeROOptimizer.backward_prologue
 deepspeed.runtime.base_optimizer:ZeROOptimizer.backward_epilogue
 deepspeed.runtime.base_optimizer:ZeROOptimizer.get_param_comm_dtype
 deepspeed.runtime.base_optimizer:ZeROOptimizer._backward_active_depth
+deepspeed.runtime.base_optimizer:ZeROOptimizer.enter_backward
+deepspeed.runtime.base_optimizer:ZeROOptimizer.scale_if_loss
+deepspeed.utils.timer:SynchronizedWallClockTimer.Timer.reset
 deepspeed.runtime.engine:DeepSpeedEngine._forward_epilogue
 deepspeed.runtime.engine:DeepSpeedEngine._forward_prologue
 deepspeed.runtime.engine:DeepSpeedEngine.autotuning_enabled
@@ -65,7 +68,8 @@ deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step
 deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.zero_grad
 functorch.compile:make_boxed_func
 torch:autograd.Variable._execution_engine.queue_callback
-torch:_C._current_graph_task_id
+torch:_C._current_graph_task_id torch:AcceleratorError torch:OutOfMemoryError
+torch:distributed.DistBackendError torch:distributed.ProcessGroup._get_backend
 torch:_guards.CompileContext.current_compile_id
 torch._dynamo.backends.common:aot_autograd
 torch._functorch._aot_autograd.descriptors:GradAOTOutput
@@ -95,11 +99,14 @@ torch:_foreach_norm
 # Attributes that instances of a class set or read: "module:class", then the names.
 INSTANCE_ATTRIBUTES = {
     "deepspeed.runtime.engine:DeepSpeedEngine": ""
-    "inside_no_sync_ctxt has_moe_layers sequence_parallel_size param_names optimizer module _config",
+    "inside_no_sync_ctxt has_moe_layers sequence_parallel_size param_names optimizer module _config micro_steps "
+    "engine_timers timers _deepcompile_active _is_gradient_accumulation_boundary _running_engine_backward",
+    "deepspeed.runtime.base_optimizer:BackwardHookStateManager": "post_backward_callback_queued",
+    "deepspeed.utils.timer:SynchronizedWallClockTimer.Timer": "started_",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": ""
     "averaged_gradients bit16_groups bit16_groups_flat contiguous_gradients gradient_accumulation_dtype "
     "_grad_acc_hooks params_in_partition partition_gradients partition_size real_dp_process_group "
-    "round_robin_bit16_groups round_robin_bit16_offsets optimizer "
+    "round_robin_bit16_groups round_robin_bit16_offsets optimizer _coalesce_grad_reduction "
     # Of its step, which ours takes the place of.
     "allgather_bucket_size check_grad_overflow clip_grad compute_grad_norm dp_process_group dtype _global_grad_norm "
     "loss_scale micro_step_id model_parallel_rank nccl_start_alignment_factor overflow "
@@ -127,7 +134,14 @@ BEHAVIOUR = [
         "deepspeed.runtime.engine:DeepSpeedEngine.get_deepcompile_backend",
         r"init_z1_and_2\(self, backend, compile_config, compile_kwargs, schedule, use_z2=True\)",
     ),
-    ("deepspeed.runtime.engine:DeepSpeedEngine.coalesce_grad_reduction", r"inside_no_sync_ctxt = True"),
+    (
+        "deepspeed.runtime.engine:DeepSpeedEngine",
+        r"def backward\(self, loss[\s\S]{,2500}optimizer\.scale_if_loss\(loss\)[\s\S]{,900}loss\.backward\(",
+    ),
+    (
+        "deepspeed.runtime.engine:DeepSpeedEngine.coalesce_grad_reduction",
+        r"inside_no_sync_ctxt = True\s+optimizer\._coalesce_grad_reduction = True",
+    ),
     (
         "deepspeed.runtime.engine:DeepSpeedEngine._flush_coalesced_reduction_zero12",
         r"overlapping_partition_gradients_reduce_epilogue\(\)",

@@ -9,7 +9,8 @@
     5. Handed over        StepLocalGradients.hand_over() puts a PartitionViews into averaged_gradients
     6. Released           partition_step.run() as it makes fp32 copies, zero_grad(), destroy()
 
-The native half of the story is told in ``csrc/includes/deepcompile.h``.
+Which backwards make up a step, and what becomes of it when one raises, is in ``step_progress.py``. The native half of
+the story is told in ``csrc/includes/deepcompile.h``.
 """
 
 import functools
@@ -25,7 +26,7 @@ from . import partition_step
 from .flat_layout import flat_layout, registered_parameters
 from .half_step import HalfStep
 from .native import reducer_module
-from .other_ranks import with_other_ranks
+from .other_ranks import collective
 from .parameter_gather import AllGather
 from .step_progress import StepProgress
 
@@ -177,10 +178,6 @@ class StepLocalGradients:
         if self._progress.left_behind(None):
             self._abandon_unfinished_backward()
         return super().scale_if_loss(value)
-
-    def begin_unannounced_backward(self):
-        """Begins a backward that DeepSpeed does not tell of: only the first through the outputs of a forward is."""
-        self._engine()._backward_prologue()
 
     def enter_backward(self):
         # The backward of several outputs at once comes here for each of them, but only once to exit_backward().
@@ -359,7 +356,8 @@ def attach(optimizer, engine, reducer):
     def begin_unannounced_backward():
         attached = reference()
         if isinstance(attached, StepLocalGradients):
-            attached.begin_unannounced_backward()
+            # DeepSpeed announces only the first backward through the outputs of a forward.
+            attached._engine()._backward_prologue()
 
     reducer.on_unannounced_backward(begin_unannounced_backward)
     while optimizer._grad_acc_hooks:
@@ -384,7 +382,7 @@ def parameters_reduced_by_graphs(optimizer):
     registered = registered_parameters(optimizer)
     hooked = torch.tensor([has_hooks(parameter) for parameter in registered], dtype=torch.int32)
     hooked = hooked.to(optimizer.bit16_groups_flat[0].device)
-    with with_other_ranks("find out which parameters have hooks"):
+    with collective("find out which parameters have hooks"):
         dist.all_reduce(hooked, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
     return [parameter for parameter, flag in zip(registered, hooked.tolist(), strict=True) if not flag]
 
@@ -453,7 +451,7 @@ def _next_identity(optimizer):
     """
     global _last_identity
     identity = torch.tensor([_last_identity + 1], device=optimizer.bit16_groups_flat[0].device)
-    with with_other_ranks("give the engine its number"):
+    with collective("give the engine its number"):
         dist.all_reduce(identity, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
     _last_identity = int(identity)
     return _last_identity

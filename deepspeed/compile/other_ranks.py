@@ -8,7 +8,7 @@ import torch
 
 
 @contextlib.contextmanager
-def with_other_ranks(purpose):
+def collective(purpose):
     """Around a collective: raises its error anew, as DistBackendError, with what this rank could not do.
 
     gloo's errors are plain RuntimeErrors, from which others that arise there are not told. The native code does the

@@ -20,7 +20,7 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.utils import logger
 
 from .flat_layout import flat_layout, registered_parameters
-from .other_ranks import with_other_ranks
+from .other_ranks import collective
 
 PURPOSE = "get the parameters that other ranks have stepped"
 
@@ -45,7 +45,7 @@ class AllGather:
     def start(self) -> None:
         """Called on every rank when the partitions hold their new values."""
         optimizer = self._optimizer()
-        with with_other_ranks(PURPOSE):
+        with collective(PURPOSE):
             all_gather_dp_groups(
                 groups_flat=optimizer.bit16_groups_flat,
                 partitioned_param_groups=optimizer.parallel_partitioned_bit16_groups,
@@ -78,7 +78,7 @@ class OverlappedGather:
         """Called on every rank when the partitions hold their new values. Returns while they are being sent."""
         self.wait_all()
         optimizer = self._optimizer()
-        with with_other_ranks(PURPOSE):
+        with collective(PURPOSE):
             for index, runs in enumerate(self._runs):
                 self._works[index] = [
                     dist.broadcast(
@@ -103,7 +103,7 @@ class OverlappedGather:
                 works = self._works.get(index, [])
                 while works:
                     # One whose wait raised is asked again: its parameters must not be used.
-                    with with_other_ranks(PURPOSE):
+                    with collective(PURPOSE):
                         works[-1].wait()
                     works.pop()
                 self._works.pop(index, None)

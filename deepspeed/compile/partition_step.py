@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from .chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
 from .flat_layout import flat_layout
-from .other_ranks import with_other_ranks
+from .other_ranks import collective
 
 
 def run(optimizer):
@@ -135,7 +135,7 @@ def norm(optimizer, gradients, parameters):
         # Accumulated per tensor in fp32 while it is read, without a copy in another dtype.
         norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32))
         total = norms.double().square().sum().float()
-    with with_other_ranks("add up the norm of the gradients"):
+    with collective("add up the norm of the gradients"):
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
     optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
     total = total.sqrt()

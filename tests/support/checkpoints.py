@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
@@ -29,7 +28,16 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 from support.models import VOCABULARY
 from support.parameter_gather import DELAY, one_rank_late
-from support.training import Case, average_gradients, build, device, parameter_groups, relative_error, total_error
+from support.training import (
+    Case,
+    average_gradients,
+    build,
+    device,
+    low_precision,
+    parameter_groups,
+    relative_error,
+    total_error,
+)
 
 # Of a micro-batch, over all ranks: as many for each of two ranks as of three.
 SEQUENCES = 6
@@ -87,12 +95,7 @@ def make_engine(module, run):
         "zero_optimization": {"stage": run.stage, "reduce_bucket_size": run.bucket},
         "compile": {"deepcompile": run.deepcompile, **(OVERLAPPED if run.overlapped and run.deepcompile else {})},
     }
-    if run.dtype == "fp16":
-        # DeepSpeed declines fp16 on CPUs without instructions for it; torch computes it there all the same.
-        get_accelerator().is_fp16_supported = lambda: True
-        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 3}
-    elif run.dtype == "bf16":
-        config["bf16"] = {"enabled": True}
+    config.update(low_precision(run.dtype, loss_scale_window=3))
     for section, options in (run.config or {}).items():
         config[section] = {**config.get(section, {}), **options}
     optimizer, schedule = make_optimizer(module, run), None

@@ -63,6 +63,15 @@ def make_optimizer(module, case):
     return torch.optim.SGD(parameter_groups(module, case.groups), lr=0.2, momentum=0.5)
 
 
+def low_precision(dtype, loss_scale_window):
+    """Returns the section of ``ds_config`` for a dtype, as a dict; empty for fp32."""
+    if dtype == "fp16":
+        # DeepSpeed declines fp16 on CPUs without instructions for it; torch computes it there all the same.
+        get_accelerator().is_fp16_supported = lambda: True
+        return {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": loss_scale_window}}
+    return {"bf16": {"enabled": True}} if dtype == "bf16" else {}
+
+
 def make_engine(module, case):
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -73,12 +82,7 @@ def make_engine(module, case):
         "zero_optimization": {"stage": case.stage, "reduce_bucket_size": case.bucket},
         "compile": {"deepcompile": case.deepcompile},
     }
-    if case.dtype == "fp16":
-        # DeepSpeed declines fp16 on CPUs without instructions for it; torch computes it there all the same.
-        get_accelerator().is_fp16_supported = lambda: True
-        config["fp16"] = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 4}
-    if case.dtype == "bf16":
-        config["bf16"] = {"enabled": True}
+    config.update(low_precision(case.dtype, loss_scale_window=4))
     for section, options in (case.config or {}).items():
         config[section] = {**config.get(section, {}), **options} if isinstance(options, dict) else options
     # DeepSpeed keeps an engine's autocast section for the life of the process, and processes serve many tests.
