@@ -22,13 +22,14 @@ def fx():
 
 
 def backward_graph(reductions):
-    """A backward graph with a parameter and a gradient for each reduction."""
+    """A backward graph with a gradient for each reduction, which come in the reverse order of their slots."""
     graph = Graph()
-    outputs = []
-    for index in range(reductions):
-        parameter, tangent = graph.placeholder(f"p{index}"), graph.placeholder(f"t{index}")
+    registrations, outputs = graph.placeholder("registrations"), []
+    for index in reversed(range(reductions)):
+        tangent = graph.placeholder(f"t{index}")
         gradient = graph.call_function(torch.ops.aten.mul.Tensor, (tangent, 2))
-        outputs.append(graph.call_function(torch.ops.deepcompile.reduce_grad.default, (gradient, parameter)))
+        reduce_grad = torch.ops.deepcompile.reduce_grad.default
+        outputs.append(graph.call_function(reduce_grad, (gradient, registrations, 1 + index)))
     outputs.append(graph.placeholder("activation_gradient"))
     graph.output(tuple(outputs))
     return graph
@@ -45,8 +46,18 @@ def test_end_backward_stands_behind_every_reduction(fx):
     graph.lint()
     *_, (_, target, arguments) = calls(graph)
     assert target == "deepcompile.end_backward.default"
-    assert str(arguments) == "([reduce_grad_default, reduce_grad_default_1, p1], 7, True)"
+    assert str(arguments) == "([reduce_grad_default, reduce_grad_default_1, registrations], 7, True)"
     assert str(fx.get_output_node(graph).args[0]) == "(None, None, activation_gradient)"
+
+
+def test_reductions_follow_their_slots(fx):
+    from deepspeed.compile.passes.zero_1_and_2_compile import finish_backward_graph
+
+    module = GraphModule(torch.nn.Module(), backward_graph(3))
+    finish_backward_graph(module, 0, True)
+    reductions = fx.reduce_nodes(module.graph)
+    assert [node.args[2] for node in reductions] == [1, 2, 3]
+    assert [node.args[3:] for node in reductions] == [(), (reductions[0],), (reductions[1],)]
 
 
 def test_the_base_ends_its_zero3_backward_with_its_own_operator(fx):

@@ -130,8 +130,10 @@ def test_layers_that_differ_are_compiled_each(ranks):
 
 
 def test_layers_that_are_too_different(ranks):
-    for message in ranks(2).run(regions.layers_that_differ, 2):
-        assert "compiled one frame of the model's blocks 24 times" in message
+    # Of 36 graphs 24 may be made: then all go on uncompiled.
+    assert max(ranks(2).run(regions.layers_that_differ, 2)) < 1e-5
+    for message in ranks(2).run(regions.layers_that_differ, 2, fails=True):
+        assert "compiled one frame more than 24 times" in message
         assert "raise torch._dynamo.config.recompile_limit before engine.compile()" in message
     # Layers that are alike need one compilation.
     assert max(ranks(2).run(regions.layers_that_differ, 1, alike=True)) < 1e-5
@@ -253,16 +255,23 @@ def test_blocks_that_cannot_be_compiled(find_blocks, change, why):
         find_blocks(model, [name])
 
 
+def no_limit():
+    from deepspeed.compile.compilation_limit import CompilationLimit
+    from deepspeed.compile.native import reducer_module
+
+    no_engine = {"overlap": True, "synchronize_before": False, "synchronize_after": False}
+    return CompilationLimit(8, reducer_module().Reducer(identity=0, bucket_numel=1, **no_engine))
+
+
 def test_pickled_and_copied():
     from deepspeed.compile.regions import compile_regions, find_blocks, restore
 
     model, x = Model(width=4, depth=2), torch.tensor([[1, 2, 3]])
     expected = model(x)
     blocks = find_blocks(model, True)
-    changed = compile_regions(model, blocks, "eager", {})
+    changed = compile_regions(model, blocks, "eager", {}, no_limit())
     assert type(blocks[0]) is type(blocks[1]) is not Block
-    with pytest.raises(ValueError, match="another engine has compiled it"):
-        find_blocks(model, True)
+    assert find_blocks(model, True) == blocks
     for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(duplicate) is Model and type(duplicate.blocks[0]) is Block
         assert torch.equal(duplicate(x), expected)
@@ -357,16 +366,18 @@ def test_more_that_is_compiled_as_a_whole():
     assert chosen(BlocksWithin(), False) == ([], "compile.regional_compilation is false")
 
 
-@pytest.mark.parametrize("wanted", [None, False, True])
-def test_blocks_of_another_engine(wanted):
-    from deepspeed.compile.regions import compile_regions, restore
+def test_blocks_of_another_engine():
+    from deepspeed.compile.regions import compile_regions, refuse_blocks_of_others, restore
 
     model = BlocksWithin()
-    changed = compile_regions(model, chosen(model)[0], "eager", {})
-    with pytest.raises(ValueError, match="is compiled for another engine already; destroy that one first"):
-        chosen(model, wanted)
+    blocks, _ = chosen(model)
+    changed = compile_regions(model, blocks, "eager", {}, no_limit())
+    with pytest.raises(ValueError, match="Block is compiled for an engine that trains other parameters"):
+        refuse_blocks_of_others(model)
+    # What blocks there are does not depend on it.
+    assert chosen(model) == (blocks, "")
     restore(changed)
-    assert chosen(model, True)[0]
+    refuse_blocks_of_others(model)
 
 
 def test_belongs_to_zero_1_and_2():

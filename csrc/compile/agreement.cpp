@@ -69,18 +69,23 @@ void throw_for_other_ranks(const std::string& purpose, const std::exception& err
 void Agreement::ask(c10d::ProcessGroup& process_group,
                     at::Device device,
                     const Fingerprint& own,
+                    bool stops_compiling,
                     const std::string& purpose)
 {
-    if (process_group.getSize() == 1) { return; }
+    if (process_group.getSize() == 1) {
+        stops_compiling_ = stops_compiling;
+        return;
+    }
     // Ranks that disagree do so for ever, and some of them may not ask again.
     TORCH_CHECK(disagreement_.empty(), disagreement_);
     const auto options = at::TensorOptions().dtype(at::kLong).device(device);
     // A number that a kernel gets is not waited for, as a tensor of the host's would be.
-    auto sent = at::empty({3}, options);
+    auto sent = at::empty({4}, options);
     sent[0].fill_(own.hash);
     sent[1].fill_(own.gradients);
     sent[2].fill_(own.buckets);
-    auto gathered = at::empty({3 * process_group.getSize()}, options);
+    sent[3].fill_(static_cast<int64_t>(stops_compiling));
+    auto gathered = at::empty({4 * process_group.getSize()}, options);
     try {
         // NCCL: the current stream waits for the collective. gloo: this thread does.
         process_group._allgather_base(gathered, sent)->wait();
@@ -106,9 +111,10 @@ void Agreement::check()
     answer_ = at::Tensor();
     if (arrived_) { arrived_->synchronize(); }
     std::vector<Fingerprint> fingerprints;
-    for (int64_t rank = 0; 3 * rank < answer.numel(); ++rank) {
-        const auto* row = answer.const_data_ptr<int64_t>() + 3 * rank;
+    for (int64_t rank = 0; 4 * rank < answer.numel(); ++rank) {
+        const auto* row = answer.const_data_ptr<int64_t>() + 4 * rank;
         fingerprints.push_back({row[0], row[1], row[2]});
+        stops_compiling_ = stops_compiling_ || row[3] != 0;
     }
     const bool agree = std::all_of(fingerprints.begin(), fingerprints.end(), [&](const Fingerprint& fingerprint) {
         return fingerprint == fingerprints.front();

@@ -32,7 +32,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
                          bool overlap,
                          bool synchronize_before,
                          bool synchronize_after) {
-                 return std::make_shared<Reducer>(
+                 return Reducer::make(
                      deepcompile::Options{identity, bucket_numel, overlap, synchronize_before, synchronize_after});
              }),
              py::kw_only(),
@@ -52,6 +52,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
                 return self.add_group(std::move(process_group), partition_numel, target_dtype, device, flat);
             },
             unlocked())
+        .def_property_readonly("identity", &Reducer::identity)
         .def("register_parameter", &Reducer::register_parameter, unlocked())
         .def("begin_backward", &Reducer::begin_backward, unlocked())
         .def("on_unannounced_backward", &Reducer::on_unannounced_backward, unlocked())
@@ -66,5 +67,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("counters", &Reducer::counters, unlocked())
         .def("reset_counters", &Reducer::reset_counters, unlocked())
         .def("ask_others", &Reducer::ask_others, unlocked())
-        .def("check_others", &Reducer::check_others, unlocked());
+        .def("check_others", &Reducer::check_others, unlocked())
+        .def("ask_to_stop_compiling", &Reducer::ask_to_stop_compiling, unlocked())
+        .def("stops_compiling", &Reducer::stops_compiling, unlocked());
 }

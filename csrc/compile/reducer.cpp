@@ -70,6 +70,13 @@ std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t part
     return pieces;
 }
 
+std::shared_ptr<Reducer> Reducer::make(Options options)
+{
+    auto reducer = std::shared_ptr<Reducer>(new Reducer(options));
+    add_reducer(options.identity, reducer);
+    return reducer;
+}
+
 Reducer::Reducer(Options options) : options_(options)
 {
     // Engines may share a process group: ranks that send for different ones have sent different gradients.
@@ -125,26 +132,14 @@ std::string Reducer::describe(const ParameterRecord& record) const
            std::to_string(group.rank()) + " of " + std::to_string(group.world()) + ")";
 }
 
-void Reducer::index_parameters()
+void Reducer::look_at_parameters()
 {
     // The optimizer gives parameters new memory when states are offloaded and reloaded, and autograd a
-    // new accumulation node when that changed the device. Both are pointer comparisons when nothing did.
-    const auto has_moved = [](const ParameterRecord& record) {
-        return record.parameter.numel() > 0 && record.parameter.const_data_ptr() != record.storage_key;
-    };
-    // All that moved are forgotten first: one may lie now where another has lain.
-    for (auto& record : records_) {
-        if (!has_moved(record) || !record.storage_key) { continue; }
-        remove_registration(record.storage_key, this);
-        record.storage_key = nullptr;
-    }
+    // new accumulation node when that changed the device.
     for (size_t index = 0; index < records_.size(); ++index) {
         auto& record = records_[index];
         if (record.parameter.numel() == 0) { continue; }
-        if (has_moved(record)) {
-            record.storage_key = record.parameter.const_data_ptr();
-            add_registration(record.storage_key, shared_from_this(), index);
-        }
+        record.data = record.parameter.const_data_ptr();
         watch_accumulation(index);
     }
 }
@@ -173,15 +168,12 @@ void Reducer::on_accumulated(size_t index, const torch::autograd::variable_list&
         std::lock_guard<std::mutex> lock(mutex_);
         if (index >= records_.size()) { return; }
         parameter = records_[index].parameter;
+        // Another engine may have taken the parameters over while this one was not destroyed.
+        if (parameter.numel() > 0 && parameter.const_data_ptr() != records_[index].data) { return; }
     }
     // Also called for a parameter whose gradient a compiled graph has reduced already: then it is undefined.
     auto& slot = parameter.mutable_grad();
     if (!slot.defined()) { return; }
-    if (slot.numel() > 0) {
-        // Another engine may have taken the parameters over while this one was not destroyed.
-        const auto registration = find_registration(parameter.const_data_ptr());
-        if (!registration || registration->reducer.get() != this) { return; }
-    }
     at::Tensor gradient = std::move(slot);
     slot = at::Tensor();
     // Autograd may have taken over a view of memory that another gradient still uses. It has kept what came in for
@@ -199,9 +191,11 @@ void Reducer::on_accumulated(size_t index, const torch::autograd::variable_list&
 void Reducer::begin_backward(bool synchronize, const std::vector<size_t>& hooked)
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    index_parameters();
+    look_at_parameters();
     for (auto& record : records_) { record.hooked = false; }
     for (const auto index : hooked) { records_.at(index).hooked = true; }
+    // The backward of several losses comes here for each of them, in the middle of which autograd is accumulating.
+    if (!in_backward_) { take_kept(); }
     synchronize_ = synchronize;
     in_backward_ = true;
 }
@@ -212,7 +206,7 @@ void Reducer::on_unannounced_backward(std::function<void()> begin)
     auto shared = std::make_shared<const std::function<void()>>(std::move(begin));
     std::lock_guard<std::mutex> lock(mutex_);
     begin_unannounced_.swap(shared);
-    index_parameters();
+    look_at_parameters();
 }
 
 const c10::Stream Reducer::current_stream(c10::Device device) const
@@ -293,9 +287,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         return;
     }
     // The last micro-batch joins those that this rank has kept.
-    at::Tensor sum = std::move(record.unreduced);
-    record.unreduced = at::Tensor();
-    unreduced_.remove(bytes_of(sum));
+    at::Tensor sum = take_unreduced(record);
     sum.add_(gradient);
     enqueue(record, std::move(sum), /*may_keep=*/true);
 }
@@ -314,6 +306,48 @@ void Reducer::keep_unreduced(ParameterRecord& record, const at::Tensor& gradient
                                                        /*copy=*/true,
                                                        at::MemoryFormat::Contiguous);
     unreduced_.add(bytes_of(record.unreduced));
+}
+
+at::Tensor Reducer::take_unreduced(ParameterRecord& record)
+{
+    at::Tensor sum = std::move(record.unreduced);
+    record.unreduced = at::Tensor();
+    unreduced_.remove(bytes_of(sum));
+    // An earlier backward may have allocated it on another stream, whose pool must not hand it out while this stream
+    // uses it. On the stream of its allocation this does nothing.
+    if (!sum.is_cpu()) { sum.record_stream(current_stream(sum.device())); }
+    return sum;
+}
+
+void Reducer::leave_kept()
+{
+    for (auto& record : records_) {
+        if (!record.unreduced.defined() || record.unreduced.scalar_type() != record.parameter.scalar_type()) {
+            continue;
+        }
+        record.parameter.mutable_grad() = take_unreduced(record);
+    }
+}
+
+void Reducer::take_kept()
+{
+    for (auto& record : records_) {
+        auto& slot = record.parameter.mutable_grad();
+        if (!slot.defined() || slot.layout() != at::kStrided) { continue; }
+        at::Tensor kept = std::move(slot);
+        slot = at::Tensor();
+        keep_unreduced(record, kept, /*may_keep=*/kept.use_count() == 1 && kept.storage().use_count() == 1);
+    }
+}
+
+int64_t Reducer::kept_bytes() const
+{
+    int64_t bytes = 0;
+    for (const auto& record : records_) {
+        const auto& slot = record.parameter.grad();
+        if (slot.defined()) { bytes += bytes_of(slot); }
+    }
+    return bytes;
 }
 
 void Reducer::enqueue(ParameterRecord& record, at::Tensor gradient, bool may_keep)
@@ -389,7 +423,7 @@ void Reducer::launch()
     sent_.add_bucket(filling_.fingerprint);
     if (device.is_cpu()) {
         // The host waits for gloo anyway, and gloo ends the process when sizes differ.
-        agreement_.ask(*groups_.front().process_group, device, sent_, to_reduce(filling_));
+        agreement_.ask(*groups_.front().process_group, device, sent_, asks_to_stop_compiling_, to_reduce(filling_));
         agreement_.check();
     }
 
@@ -574,15 +608,16 @@ void Reducer::finish_backward(bool synchronize)
     at::NoGradGuard no_grad;
     order_after_last_use();
     if (synchronize) {
+        // Where no backward has begun, all of them lie between backwards still.
+        if (!in_backward_) { take_kept(); }
         // Kept by an earlier micro-batch, and the last one did not use the parameter. Registration order is
         // the same on every rank.
         for (auto& record : records_) {
             if (!record.unreduced.defined()) { continue; }
-            at::Tensor gradient = std::move(record.unreduced);
-            record.unreduced = at::Tensor();
-            unreduced_.remove(bytes_of(gradient));
-            enqueue(record, std::move(gradient), /*may_keep=*/true);
+            enqueue(record, take_unreduced(record), /*may_keep=*/true);
         }
+    } else {
+        leave_kept();
     }
     launch();
     drain();
@@ -672,7 +707,10 @@ void Reducer::forget_gradients()
         group.flat_partition = at::Tensor();
         group.targets.clear();
     }
-    for (auto& record : records_) { record.unreduced = at::Tensor(); }
+    for (auto& record : records_) {
+        record.unreduced = at::Tensor();
+        record.parameter.mutable_grad() = at::Tensor();
+    }
     bound_.remove(bound_.now());
     unreduced_.remove(unreduced_.now());
 }
@@ -684,9 +722,7 @@ void Reducer::close()
     std::shared_ptr<const std::function<void()>> begin;
     std::lock_guard<std::mutex> lock(mutex_);
     begin.swap(begin_unannounced_);
-    for (auto& record : records_) {
-        if (record.storage_key) { remove_registration(record.storage_key, this); }
-    }
+    remove_reducer(options_.identity);
     records_.clear();
     groups_.clear();
     last_stream_.reset();
@@ -696,13 +732,26 @@ void Reducer::ask_others()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     if (groups_.empty()) { return; }
-    agreement_.ask(*groups_.front().process_group, groups_.front().device, sent_, "begin the optimizer step");
+    const auto& group = groups_.front();
+    agreement_.ask(*group.process_group, group.device, sent_, asks_to_stop_compiling_, "begin the optimizer step");
 }
 
 void Reducer::check_others()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     agreement_.check();
+}
+
+void Reducer::ask_to_stop_compiling()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    asks_to_stop_compiling_ = true;
+}
+
+bool Reducer::stops_compiling() const
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    return agreement_.stops_compiling();
 }
 
 std::map<std::string, int64_t> Reducer::counters() const
@@ -718,6 +767,8 @@ std::map<std::string, int64_t> Reducer::counters() const
         values[name] = count->now();
         values[std::string("peak_") + name] = count->peak();
     }
+    values["unreduced"] += kept_bytes();
+    values["peak_unreduced"] = std::max(values["peak_unreduced"], values["unreduced"]);
     return values;
 }
 

@@ -10,50 +10,39 @@ namespace deepcompile {
 
 namespace {
 
-// A compiled graph may serve many layers and engines, so it names a parameter only by passing it. The
-// address of its data leads from there to the engine, in this one map for the process.
-struct Entry {
-    const Reducer* identity;
-    std::weak_ptr<Reducer> reducer;
-    size_t index;
-};
-
+// A compiled graph may serve many layers and, through torch's caches, many engines. So it is told with each call which
+// engine's parameters it was given, by the engine's number, and this one map for the process leads to the reducer.
 std::shared_mutex& registry_mutex()
 {
     static std::shared_mutex mutex;
     return mutex;
 }
 
-std::unordered_map<const void*, Entry>& registry()
+std::unordered_map<int64_t, std::weak_ptr<Reducer>>& registry()
 {
-    static std::unordered_map<const void*, Entry> entries;
-    return entries;
+    static std::unordered_map<int64_t, std::weak_ptr<Reducer>> reducers;
+    return reducers;
 }
 
 }  // namespace
 
-std::optional<Registration> find_registration(const void* data)
+std::shared_ptr<Reducer> find_reducer(int64_t identity)
 {
     std::shared_lock lock(registry_mutex());
-    const auto found = registry().find(data);
-    if (found == registry().end()) { return std::nullopt; }
-    auto reducer = found->second.reducer.lock();
-    if (!reducer) { return std::nullopt; }
-    return Registration{std::move(reducer), found->second.index};
+    const auto found = registry().find(identity);
+    return found == registry().end() ? nullptr : found->second.lock();
 }
 
-void add_registration(const void* data, const std::shared_ptr<Reducer>& reducer, size_t index)
+void add_reducer(int64_t identity, const std::shared_ptr<Reducer>& reducer)
 {
     std::unique_lock lock(registry_mutex());
-    registry()[data] = {reducer.get(), reducer, index};
+    registry()[identity] = reducer;
 }
 
-void remove_registration(const void* data, const Reducer* reducer)
+void remove_reducer(int64_t identity)
 {
     std::unique_lock lock(registry_mutex());
-    const auto found = registry().find(data);
-    // The address may have been given to another engine's parameter since.
-    if (found != registry().end() && found->second.identity == reducer) { registry().erase(found); }
+    registry().erase(identity);
 }
 
 }  // namespace deepcompile

@@ -26,7 +26,8 @@ a range of that run and may straddle several partitions.
   6. Released.          Reducer::release() forgets them, after which nothing here holds gradient storage.
 
 ZeRO-1 reduces in the backward at the accumulation boundary only. Until then a gradient stays on its
-rank, one unreduced tensor a parameter. ZeRO-2 reduces in every backward, into targets that live
+rank, one unreduced sum a parameter: in `parameter.grad` between backwards, where users read, clip and
+drop it, and here while a backward runs. ZeRO-2 reduces in every backward, into targets that live
 until the step.
 
 Everything here is ATen and c10d, so that one source serves gloo on CPU and NCCL on CUDA. All device
@@ -107,9 +108,12 @@ struct ParameterRecord {
     int64_t group;
     at::ScalarType communication_dtype;  ///< of what is sent
     std::vector<Piece> pieces;
-    at::Tensor unreduced;  ///< this rank's own sum of micro-batches; undefined between steps
-    bool hooked = false;   ///< a user's hook wants to see its gradient
-    const void* storage_key = nullptr;
+    /// This rank's own sum of micro-batches while a backward runs. Between backwards `parameter.grad` holds it, unless
+    /// that cannot, because sums have another dtype than parameters.
+    at::Tensor unreduced;
+    bool hooked = false;  ///< a user's hook wants to see its gradient
+    /// Where its data lay when this engine's last backward began. Elsewhere, another engine may have taken it over.
+    const void* data = nullptr;
 
     // Gradients that reach autograd's accumulation node did not pass through a compiled graph.
     // The node is only weakly held by the parameter, so the hook lives as long as this reference.
@@ -172,13 +176,21 @@ struct Fingerprint {
 class Agreement {
 public:
     /// Exchanges fingerprints, without waiting for the device. `purpose` completes "could not" where that fails.
-    void ask(c10d::ProcessGroup& process_group, at::Device device, const Fingerprint& own, const std::string& purpose);
+    /// `stops_compiling`: whether this rank wants to go on without compiled code.
+    void ask(c10d::ProcessGroup& process_group,
+             at::Device device,
+             const Fingerprint& own,
+             bool stops_compiling,
+             const std::string& purpose);
     /// Waits for what was last asked, if it has not been checked. Raises on every rank if they differ, or ever did.
     void check();
+    /// Whether some rank wants to go on without compiled code. Every rank learns it from the same check().
+    bool stops_compiling() const { return stops_compiling_; }
 
 private:
     std::string disagreement_;
-    at::Tensor answer_;  ///< on the host, [3 * ranks]
+    bool stops_compiling_ = false;
+    at::Tensor answer_;  ///< on the host, [4 * ranks]
     std::optional<c10::Event> arrived_;
 };
 
@@ -201,10 +213,14 @@ enum class Route { graph, autograd };
 /// Reduces the gradients of one engine. Every public method may be called from any thread.
 class Reducer : public std::enable_shared_from_this<Reducer> {
 public:
-    explicit Reducer(Options options);
+    /// The reducer of a new engine, which graphs find by the engine's number until it is closed.
+    static std::shared_ptr<Reducer> make(Options options);
     ~Reducer();
     Reducer(const Reducer&) = delete;
     Reducer& operator=(const Reducer&) = delete;
+
+    /// The engine's number, by which graphs find its reducer.
+    int64_t identity() const { return options_.identity; }
 
     /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a
     /// Reducer are on one device. `flat`: whether targets shall lie in one flat tensor.
@@ -266,14 +282,25 @@ public:
     /// Raises on every rank if they have not.
     void check_others();
 
+    /// Has the next ask_others() tell that this rank wants to go on without compiled code.
+    void ask_to_stop_compiling();
+    /// Whether some rank wants that. All ranks learn it in the check_others() of the same step, and must act alike,
+    /// because gradients of uncompiled code arrive in another order.
+    bool stops_compiling() const;
+
 private:
+    explicit Reducer(Options options);
     std::string describe(const ParameterRecord& record) const;
-    void index_parameters();
+    void look_at_parameters();
     void watch_accumulation(size_t index);
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
     void order_after_last_use();
 
     void keep_unreduced(ParameterRecord& record, const at::Tensor& gradient, bool may_keep);
+    at::Tensor take_unreduced(ParameterRecord& record);
+    void leave_kept();
+    void take_kept();
+    int64_t kept_bytes() const;
     void enqueue(ParameterRecord& record, at::Tensor gradient, bool may_keep);
     void pack(PartitionGroup& group, ParameterRecord& record, const at::Tensor& gradient, bool may_keep);
     void launch();
@@ -308,19 +335,14 @@ private:
     int64_t from_autograd_ = 0;
     int64_t buckets_sent_ = 0;
     Fingerprint sent_;
+    bool asks_to_stop_compiling_ = false;
     Agreement agreement_;
     mutable std::mutex mutex_;
 };
 
-/// Where a parameter is registered; found by the address of its data.
-struct Registration {
-    std::shared_ptr<Reducer> reducer;
-    size_t index;
-};
-
-/// The registration of the parameter whose data starts at `data`, if any. Any thread.
-std::optional<Registration> find_registration(const void* data);
-void add_registration(const void* data, const std::shared_ptr<Reducer>& reducer, size_t index);
-void remove_registration(const void* data, const Reducer* reducer);
+/// The reducer of the engine with this number, or nothing if the engine was destroyed. Any thread.
+std::shared_ptr<Reducer> find_reducer(int64_t identity);
+void add_reducer(int64_t identity, const std::shared_ptr<Reducer>& reducer);
+void remove_reducer(int64_t identity);
 
 }  // namespace deepcompile

@@ -31,6 +31,8 @@ from .parameter_gather import AllGather
 from .step_progress import StepProgress
 
 _last_identity = 0
+# Optimizers of engines that train.
+_attached = weakref.WeakSet()
 
 
 class ViewSpec(NamedTuple):
@@ -157,6 +159,7 @@ class StepLocalGradients:
     """
 
     def backward_prologue(self):
+        self._refuse_if_taken_over()
         self._half_step.refuse()
         engine, progress = self._engine(), self._progress
         # The backward of several losses at once comes here for each of them.
@@ -164,6 +167,8 @@ class StepLocalGradients:
         if progress.left_behind(graph_task, engine._running_engine_backward):
             self._abandon_unfinished_backward()
         if self._coalesce_grad_reduction and progress.enter_block():
+            self.release_gradients()
+        if progress.replaces_gradients():
             self.release_gradients()
         progress.restart_count()
         super().backward_prologue()
@@ -212,6 +217,7 @@ class StepLocalGradients:
         self.release_gradients()
 
     def step(self, closure=None):
+        self._refuse_if_taken_over()
         self._half_step.refuse()
         self._abandon_unfinished_backward()
         lost = self._progress.take_lost()
@@ -268,14 +274,29 @@ class StepLocalGradients:
         self._undo.append(undo)
 
     def destroy(self):
+        self._let_go()
+        detach(self)
+        self.destroy()
+
+    def give_way(self):
+        """Leaves parameters and module to a later engine, as DeepSpeed does without DeepCompile."""
+        self._taken_over = True
+        self._let_go()
+
+    def _let_go(self):
         self.release_gradients()
         self._half_step.forget()
         self._reducer.close()
         while self._undo:
             # One that is interrupted is not begun a second time.
             self._undo.pop(0)()
-        detach(self)
-        self.destroy()
+
+    def _refuse_if_taken_over(self):
+        if self._taken_over:
+            raise RuntimeError(
+                "a later engine has been compiled for this engine's parameters and trains them now; use that one, and "
+                "destroy this one"
+            )
 
     def hand_over(self):
         """Makes what is bound this step's ``averaged_gradients``."""
@@ -287,6 +308,7 @@ class StepLocalGradients:
                 specs,
                 functools.partial(self._reducer.release, group),
             )
+        self._progress.hand_over()
 
     def release_gradients(self):
         """Drops every gradient that this rank holds, reduced or not."""
@@ -339,13 +361,15 @@ def _with_step_local_gradients(cls):
     return type(f"StepLocal{cls.__name__}", (StepLocalGradients, cls), {"plain_class": cls})
 
 
-def attach(optimizer, engine, reducer):
-    """Lets ``optimizer`` take its gradients from ``reducer``."""
+def attach(optimizer, engine, reducer, limit):
+    """Lets ``optimizer`` take its gradients from ``reducer``, and tell ``limit`` what ranks agree on in a step."""
     optimizer._engine = weakref.ref(engine)
     optimizer._reducer = reducer
     optimizer._gather = AllGather(optimizer)
     optimizer._progress = StepProgress(engine, held_by_threads=not optimizer.bit16_groups_flat[0].is_cpu)
     optimizer._half_step = HalfStep()
+    optimizer._taken_over = False
+    optimizer._limit = limit
     optimizer._undo = []
     optimizer._norms_exactly = False
     optimizer._registered = registered_parameters(optimizer)
@@ -364,12 +388,25 @@ def attach(optimizer, engine, reducer):
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))
+    _attached.add(optimizer)
+
+
+def take_over_parameters(optimizer):
+    """Has earlier engines that train any of these parameters give way: they lie in this optimizer's memory now."""
+    own = {id(parameter) for parameter in registered_parameters(optimizer)}
+    for earlier in list(_attached):
+        if any(id(parameter) in own for parameter in earlier._registered):
+            earlier.give_way()
+            _attached.discard(earlier)
 
 
 def detach(optimizer):
     """Undoes :func:`attach` but for the hooks; for an optimizer that will not train again."""
     optimizer.__class__ = optimizer.plain_class
-    own = "_engine _gather _half_step _norms_exactly _progress _reducer _registered _undo _view_specs"
+    _attached.discard(optimizer)
+    own = (
+        "_engine _gather _half_step _limit _norms_exactly _progress _reducer _registered _taken_over _undo _view_specs"
+    )
     for name in own.split():
         delattr(optimizer, name)
 

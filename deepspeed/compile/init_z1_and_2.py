@@ -11,10 +11,11 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from . import regions
+from .compilation_limit import CompilationLimit
 from .flat_layout import registered_parameters
-from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs
+from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs, take_over_parameters
 from .parameter_gather import Waiting
-from .reduce_backend import CompilationLimit, make_backend
+from .reduce_backend import make_backend
 from .zero_options import acts_around_forward, check_options, overlaps_communication
 
 # How a module was called before each of the engines that were made for it, in order: module -> [_Compilation].
@@ -38,36 +39,58 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
     """
     check_options(engine, backend, compile_config, compile_kwargs, schedule, use_z2)
     _keep_timeout_of_world(engine.optimizer)
+    take_over_parameters(engine.optimizer)
+    regions.refuse_blocks_of_others(engine.module)
+    blocks, why = regions.choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs)
     reducer = make_reducer(
         engine,
         overlap=overlaps_communication(engine, compile_config),
         synchronize_before=compile_config.sync_before_reduce,
         synchronize_after=compile_config.sync_after_reduce,
     )
-    attach(engine.optimizer, engine, reducer)
+    # All blocks of a class share a limit, so each of them may differ.
+    count = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
+    limit = CompilationLimit(count, reducer, raises=bool(compile_kwargs.get("fullgraph")))
+    attach(engine.optimizer, engine, reducer, limit)
     _undo_compilation_when_destroyed(engine)
-    if acts_around_forward(engine):
-        _act_around_forward(engine)
+    _drop_gradients_with_the_engine(engine)
+    _act_around_forward(engine)
     registered = registered_parameters(engine.optimizer)
     reducible = parameters_reduced_by_graphs(engine.optimizer)
-    blocks, why = regions.choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs)
-    dynamic = compile_kwargs.get("dynamic")
-    if not blocks:
+    if blocks:
+        names = sorted({type(block).__name__ for block in blocks})
+        logger.info(f"DeepCompile makes one graph for all {len(blocks)} blocks of each class of {names}")
+        reducible = regions.reducible_in_all(blocks, reducible)
+    else:
         logger.info(f"DeepCompile compiles the model as a whole, because {why}")
-        return make_backend(backend, reducible, registered, compile_config.debug_log, dynamic=dynamic)
-    names = sorted({type(block).__name__ for block in blocks})
-    logger.info(f"DeepCompile makes one graph for all {len(blocks)} blocks of each class of {names}")
-    reducible = regions.reducible_in_all(blocks, reducible)
-    waiting = _overlap_gather(engine, blocks) if compile_config.overlap_param_gather else None
-    asked = compile_kwargs.get("recompile_limit")
-    limit = CompilationLimit(asked or torch._dynamo.config.recompile_limit * len(blocks))
-    graphs = make_backend(backend, reducible, registered, compile_config.debug_log, limit, waiting, dynamic)
-    of_blocks = functools.partial(graphs, in_block=True)
-    # One more than the limit, so that it is noticed.
-    own_kwargs = {**compile_kwargs, "recompile_limit": asked + 1} if asked else compile_kwargs
-    changed = regions.compile_regions(engine.module, blocks, of_blocks, own_kwargs, waiting, limit)
-    engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
+    waiting = _overlap_gather(engine, blocks) if blocks and compile_config.overlap_param_gather else None
+    graphs = make_backend(
+        backend,
+        reducible,
+        registered,
+        reducer.identity,
+        limit,
+        compile_config.debug_log,
+        waiting,
+        compile_kwargs.get("dynamic"),
+    )
+    if blocks:
+        graphs = functools.partial(graphs, has_blocks=True)
+        of_blocks = functools.partial(graphs, in_block=True)
+        changed = regions.compile_regions(engine.module, blocks, of_blocks, compile_kwargs, limit, waiting)
+        engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
+    _compile_within_limit(engine.module, limit)
     return graphs
+
+
+def _compile_within_limit(module, limit):
+    """Has the next ``module.compile()``, with which the engine's ``compile()`` ends, keep to ``limit``."""
+
+    def compile_once(**kwargs):
+        del vars(module)["compile"]
+        limit.compile_module(module, **kwargs)
+
+    vars(module)["compile"] = compile_once
 
 
 def _keep_timeout_of_world(optimizer):
@@ -124,11 +147,28 @@ def _overlap_gather(engine, blocks):
     return waiting
 
 
+def _drop_gradients_with_the_engine(engine):
+    """Has ``engine.zero_grad()`` drop what was reduced too, which parameters no longer hold."""
+    own = engine.zero_grad
+
+    def zero_grad():
+        own()
+        engine.optimizer.zero_grad()
+
+    engine.zero_grad = zero_grad
+    engine.optimizer.when_destroyed(functools.partial(vars(engine).pop, "zero_grad"))
+
+
 def _act_around_forward(engine):
-    """Has the engine do around its forward what it does in hooks of the module without DeepCompile.
+    """Notes that a forward begins and, where an option asks for it, does what hooks of the module do otherwise.
 
     DeepSpeed removes those hooks, because they would be compiled with the module. Hooks of the engine are not.
     """
+    progress = engine.optimizer._progress
+
+    def begin(*_):
+        if torch.is_grad_enabled():
+            progress.forward_begins()
 
     def before(engine, inputs, kwargs):
         for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:
@@ -141,8 +181,9 @@ def _act_around_forward(engine):
         if engine.is_deepcompile_active():
             engine._forward_epilogue()
 
-    for hook in (
-        engine.register_forward_pre_hook(before, with_kwargs=True),
-        engine.register_forward_hook(behind),
-    ):
+    hooks = [engine.register_forward_pre_hook(begin)]
+    if acts_around_forward(engine):
+        hooks.append(engine.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(engine.register_forward_hook(behind))
+    for hook in hooks:
         engine.optimizer.when_destroyed(hook.remove)

@@ -26,7 +26,20 @@ def reducer_module():
     # Nobody uses their results, and dead-code elimination must leave them all the same.
     for operator in (torch.ops.deepcompile.reduce_grad.default, torch.ops.deepcompile.end_backward.default):
         torch.fx.node.has_side_effect(operator)
+    torch.library.register_fake("deepcompile::reduce_grad", _reduce_grad_traced)
+    torch.library.register_fake("deepcompile::end_backward", _end_backward_traced)
     return module
+
+
+# What the operators return while they are traced, when registrations are on the host and gradients need not be.
+
+
+def _reduce_grad_traced(grad, registrations, slot, after=None, may_keep=False):
+    return grad.new_empty(0)
+
+
+def _end_backward_traced(reductions_and_registrations, graph_id, release_reduce_buckets):
+    pass
 
 
 class DeepCompileHandle:

@@ -40,6 +40,7 @@ def run(optimizer):
     waits = _host_waits(optimizer, norm)
     if waits or optimizer.bit16_groups_flat[0].is_cpu:
         optimizer._reducer.check_others()
+    optimizer._limit.follow_others(optimizer._reducer)
     norm = _check_overflow(optimizer, norm, waits)
     # Gradients carry the scale of their backward, which may change now.
     scale = optimizer.loss_scale

@@ -5,7 +5,6 @@
 import functools
 import hashlib
 import inspect
-import logging
 import sys
 from typing import Dict, List, Tuple
 
@@ -14,87 +13,46 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.utils import GPU_ALIGN_BYTES
 
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils import logger
 
 from . import fx, loss_graph, native, reduce_lowering
+from . import registrations as registrations_module
 from .fx import should_release_reduce_buckets
 from .passes import zero_1_and_2_compile
 from .passes.zero_1_and_2_compile import finish_backward_graph, give_gradients_away, insert_reductions
+from .registrations import Registrations, one_more_input, order_of_reductions, traced_registrations
 
 
 class GraphOrder:
-    """The frames of one engine in forward order.
+    """The frames of one engine that reduce, in forward order.
 
-    Frames are told apart by Dynamo's frame number, which recompilations of a frame share. Ids are small and count
-    from 0, so that the same model gets the same graphs, and finds them in torch's caches, in every run.
+    Frames are told apart by Dynamo's frame number, which recompilations of a frame share. A frame takes its place when
+    it is first compiled for training: a rank that evaluates by itself before meets other frames, or in another order.
+    Ids are small and count from 0, so that the same model gets the same graphs, and finds them in torch's caches, in
+    every run.
     """
 
     def __init__(self):
-        self._entries: Dict[int, Tuple[int, bool]] = {}
+        self._ids: Dict[int, int] = {}
 
-    def add(self, frame: int, reduces: bool) -> int:
-        """Records that ``frame`` was compiled and returns its graph id."""
-        # Evaluation may compile a frame first; it counts as reducing once it is compiled for training.
-        graph_id, reduced = self._entries.get(frame, (len(self._entries), False))
-        self._entries[frame] = (graph_id, reduced or reduces)
-        return graph_id
+    def add(self, frame: int) -> int:
+        """Records that ``frame`` was compiled with reductions and returns its graph id."""
+        return self._ids.setdefault(frame, len(self._ids))
 
     def as_list(self) -> List[Tuple[int, bool]]:
-        """Returns (graph id, whether it reduces) of each frame, in forward order."""
-        return list(self._entries.values())
+        """Returns (graph id, True) of each frame, in forward order, as ``should_release_reduce_buckets()`` asks."""
+        return [(graph_id, True) for graph_id in self._ids.values()]
 
 
-class CompilationLimit:
-    """Gives blocks that differ from one another room to be compiled each, and raises where that is not enough.
-
-    All blocks of a class share torch's limit of compilations of one frame. Beyond it Dynamo leaves the frame
-    uncompiled, whichever block it is then called for. On another rank that may be another block, and ranks would no
-    longer reduce in one order.
-
-    Args:
-        limit: compilations of one frame.
-
-    Attributes:
-        is_near: whether blocks should be called under :meth:`raised`. That takes microseconds, and most need it never.
-    """
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self.is_near = False
-        self._has_warned = False
-
-    def raised(self):
-        """Returns a context in which Dynamo compiles a frame once more than the limit, so that it is noticed."""
-        config = torch._dynamo.config
-        return config.patch(
-            recompile_limit=self._limit + 1,
-            accumulated_recompile_limit=max(self._limit + 1, config.accumulated_recompile_limit),
-        )
-
-    def check(self, compilations: int) -> None:
-        """Called with how often a frame of a block was compiled, this time included."""
-        self.is_near = self.is_near or 2 * compilations >= torch._dynamo.config.recompile_limit
-        if compilations > self._limit:
-            raise RuntimeError(
-                f"DeepCompile compiled one frame of the model's blocks {self._limit} times, because the blocks or "
-                "their inputs differ each time; make them alike, raise torch._dynamo.config.recompile_limit before "
-                "engine.compile(), or set compile.regional_compilation to false"
-            )
-        if compilations > 4 and not self._has_warned:
-            self._has_warned = True
-            log_dist(
-                "DeepCompile compiles the model's blocks again and again, because they or their inputs differ. Those "
-                "of transformers do so with a cache of keys and values: load the model with use_cache=False",
-                ranks=[0],
-                level=logging.WARNING,
-            )
+# The graph id of a frame that reduces nothing.
+NO_GRAPH = -1
 
 
 class ReduceGradPartitioner(CustomPartitionerFn):
     """Inserts the reductions, then splits the joint graph as torch would."""
 
-    def __init__(self, is_parameter, graph_id, release_reduce_buckets, debug_log, lies_anywhere):
-        self.is_parameter = tuple(is_parameter)
+    def __init__(self, slots, graph_id, release_reduce_buckets, debug_log, lies_anywhere):
+        self.slots = dict(slots)
         self.graph_id = graph_id
         self.release_reduce_buckets = release_reduce_buckets
         self.debug_log = debug_log
@@ -103,16 +61,17 @@ class ReduceGradPartitioner(CustomPartitionerFn):
 
     def uuid(self):
         # Everything that shapes the generated code: torch's caches must not give us what another version wrote.
-        modules = (fx, native, reduce_lowering, zero_1_and_2_compile, sys.modules[__name__])
+        modules = (fx, native, reduce_lowering, registrations_module, zero_1_and_2_compile, sys.modules[__name__])
         sources = [inspect.getsource(module) for module in modules]
-        schema = torch.ops.deepcompile.reduce_grad.default._schema
-        key = (sources, str(schema), self.is_parameter, self.graph_id, self.release_reduce_buckets, self.lies_anywhere)
+        schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
+        slots = sorted(self.slots.items())
+        key = (sources, schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere)
         return hashlib.sha256(repr(key).encode()).digest()
 
     def __call__(self, gm, joint_inputs, **kwargs):
         primals = gm.graph.find_nodes(op="placeholder")
         self.names_lying_anywhere = {node.name for node, flag in zip(primals, self.lies_anywhere) if flag}
-        insert_reductions(gm, self.is_parameter)
+        insert_reductions(gm, self.slots)
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
         if kwargs.get("compiler") != "inductor":
@@ -122,47 +81,62 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         return forward, backward
 
 
-def make_backend(backend, parameters, registered, debug_log=False, limit=None, waiting=None, dynamic=None):
+def make_backend(backend, parameters, registered, identity, limit, debug_log=False, waiting=None, dynamic=None):
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
 
     Args:
         backend: "inductor", or "eager" to run the traced graphs without generating code.
         parameters: those of ``registered`` that graphs may reduce, the same on every rank.
-        registered: all that lie in the optimizer's flat tensors. They outlive the backend's graphs.
+        registered: all that lie in the optimizer's flat tensors, in the reducer's order. They outlive the backend's
+            graphs.
+        identity: the reducer's.
+        limit: the CompilationLimit of the engine.
         debug_log: whether to log each pair of graphs.
-        limit: the CompilationLimit of blocks, or None. Where there are blocks, no graph ends with a flush.
         waiting: None, or a ``Waiting`` for parameters that may be on their way.
         dynamic: as of ``torch.compile``, for a loss that is compiled by itself.
 
-    The backend takes ``in_block``, whether a graph belongs to a block that may be called for several layers, and
-    the ``mode`` and ``options`` of ``torch.compile`` as keyword arguments.
+    The backend takes as keyword arguments ``has_blocks``, whether the model has blocks that are compiled by
+    themselves, so that no graph ends with a flush; ``in_block``, whether a graph belongs to one of these, which may be
+    called for several layers; and the ``mode`` and ``options`` of ``torch.compile``.
     """
     reduce_lowering.register()
+    registrations = Registrations(identity, registered)
     reducible = {id(parameter) for parameter in parameters}
     aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
     registered = {id(parameter) for parameter in registered}
     anywhere = frozenset() if aligned else registered
     order = GraphOrder()
 
-    def compile_frame(gm, example_inputs, in_block=False, mode=None, options=None):
+    def compile_with(partitioner, gm, inputs, mode, options):
+        if backend == "eager":
+            return _run_as_traced(gm, inputs, partitioner)
+        return _generate_code(gm, inputs, partitioner, mode, options)
+
+    def compile_frame(gm, example_inputs, in_block=False, has_blocks=False, mode=None, options=None):
         # Decided by the inputs alone, so that every rank decides alike whether or not it finds the graph in a cache.
         is_parameter = [id(value) in reducible for value in example_inputs]
         reduces = torch.is_grad_enabled() and any(
             flag and value.requires_grad for flag, value in zip(is_parameter, example_inputs)
         )
         compile_id = torch._guards.CompileContext.current_compile_id()
-        graph_id = order.add(compile_id.frame_id, reduces)
-        release = limit is None and should_release_reduce_buckets(order.as_list(), graph_id)
-        if in_block:
-            limit.check(compile_id.frame_compile_id + 1)
+        limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1)
+        graph_id = order.add(compile_id.frame_id) if reduces else NO_GRAPH
+        release = reduces and not has_blocks and should_release_reduce_buckets(order.as_list(), graph_id)
 
         def compile_graph(graph_module, inputs):
-            is_parameter = [id(value) in reducible for value in inputs]
+            reduced = (
+                order_of_reductions(graph_module, [id(value) in reducible for value in inputs]) if reduces else []
+            )
+            slots = {index: slot for slot, index in enumerate(reduced, start=1)}
             lies_anywhere = [id(value) in anywhere for value in inputs]
-            partitioner = ReduceGradPartitioner(is_parameter, graph_id, release, debug_log, lies_anywhere)
-            if backend == "eager":
-                return _run_as_traced(graph_module, inputs, partitioner)
-            return _generate_code(graph_module, inputs, partitioner, mode, options)
+            partitioner = ReduceGradPartitioner(slots, graph_id, release, debug_log, lies_anywhere)
+            if not reduced:
+                return compile_with(partitioner, graph_module, inputs, mode, options)
+            made = registrations.of([inputs[index] for index in reduced])
+            inputs = [*inputs, traced_registrations(made, inputs)]
+            with one_more_input(graph_module):
+                compiled = compile_with(partitioner, graph_module, inputs, mode, options)
+            return lambda *args: compiled(*args, registrations.of([args[index] for index in reduced]))
 
         is_registered = [id(value) in registered for value in example_inputs]
         split = loss_graph.split_loss(gm, is_registered) if reduces and not in_block else None

@@ -41,9 +41,10 @@ class ReduceGradKernel(ir.FallbackKernel):
         return len(users) == 1 and getattr(users[0], "node", None) is self
 
 
-def lower_reduce_grad(gradient, parameter, after=None, may_keep=False):
+def lower_reduce_grad(gradient, registrations, slot, after=None, may_keep=False):
     """Lowers one call; whether memory is taken over is up to :class:`ReduceGradKernel`."""
-    outputs = ReduceGradKernel.create(torch.ops.deepcompile.reduce_grad.default, gradient, parameter, after, may_keep)
+    operator = torch.ops.deepcompile.reduce_grad.default
+    outputs = ReduceGradKernel.create(operator, gradient, registrations, slot, after, may_keep)
     return pytree.tree_map(lambda node: ir.TensorBox.create(node) if isinstance(node, ir.IRNode) else node, outputs)
 
 

@@ -7,13 +7,14 @@ blocks runs uncompiled, and what lies further out is compiled as ever.
 """
 
 import copyreg
-import gc
 import inspect
 from collections import defaultdict
 from typing import Iterable, List, Tuple
 
 import torch
 from torch.nn import Embedding, Module, ModuleDict, ModuleList, Parameter, Sequential
+
+from .compilation_limit import own_code
 
 # They hold modules and are no part of a model's depth themselves.
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
@@ -33,17 +34,8 @@ def choose_blocks(module: Module, wanted, compile_kwargs) -> Tuple[List[Module],
         The blocks, and if there are none the reason why the model is compiled as a whole.
 
     Raises:
-        ValueError: as :func:`find_blocks`, if they were asked for; and if another engine has compiled the model's.
+        ValueError: as :func:`find_blocks`, if they were asked for.
     """
-    if any(hasattr(type(each), "class_before_regions") for each in module.modules()):
-        # By an engine that nobody has any more, perhaps.
-        gc.collect()
-    for each in module.modules():
-        if hasattr(type(each), "class_before_regions"):
-            raise ValueError(
-                f"{type(each).__name__} is compiled for another engine already; destroy that one first, or give this "
-                "one a model of its own"
-            )
     if wanted is False:
         return [], "compile.regional_compilation is false"
     if wanted is not None:
@@ -153,22 +145,20 @@ def _of_classes(module, names):
 
 def _kept_from_compiler(module):
     # Looked up without asking the class, whose forward may be something else, as a ScriptModule's is.
-    return getattr(inspect.getattr_static(type(module), "forward"), "_torchdynamo_disable", False)
+    return getattr(inspect.getattr_static(plain_class(module), "forward"), "_torchdynamo_disable", False)
 
 
 def _reason_against(module):
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a ScriptModule"
-    if hasattr(type(module), "class_before_regions"):
-        return "another engine has compiled it, which must be destroyed first"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if module._compiled_call_impl is not None:
         return "its compile() was called already"
-    if type(module).forward is Module.forward:
+    if plain_class(module).forward is Module.forward:
         return "it has no forward"
     try:
-        _subclass(type(module))
+        _subclass(plain_class(module))
     except Exception as error:
         return f"its class cannot be subclassed ({error})"
     return None
@@ -210,7 +200,7 @@ def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> L
 
 
 def compile_regions(
-    module: Module, blocks: List[Module], backend, compile_kwargs, waiting=None, limit=None
+    module: Module, blocks: List[Module], backend, compile_kwargs, limit, waiting=None
 ) -> List[Module]:
     """Has each block's forward compiled, one graph for all blocks of a class; what calls the blocks stays eager.
 
@@ -222,8 +212,8 @@ def compile_regions(
         blocks: what :func:`find_blocks` returned.
         backend: of ``torch.compile``.
         compile_kwargs: further arguments of ``torch.compile``.
+        limit: the ``CompilationLimit`` of ``backend``.
         waiting: None, or a ``Waiting`` that is told before all these forwards, and behind those of what calls blocks.
-        limit: None, or the ``CompilationLimit`` of ``backend``.
 
     Returns:
         The modules that were changed, for :func:`restore`.
@@ -237,7 +227,7 @@ def compile_regions(
     for plain in {type(block): None for block in blocks}:
         classes[plain] = _subclass(
             plain,
-            forward=_compiled(plain.forward, backend, compile_kwargs, waiting, limit),
+            forward=_compiled(plain.forward, backend, compile_kwargs, limit, waiting),
             # For code other than the owner's.
             __call__=torch.compiler.disable(plain.__call__),
         )
@@ -262,24 +252,20 @@ def _uncompiled(forward, waiting):
     return torch.compiler.disable(method)
 
 
-def _compiled(forward, backend, compile_kwargs, waiting, limit):
+def _compiled(forward, backend, compile_kwargs, limit, waiting):
     # torch.compile takes entries out of the options that it is given.
     options = compile_kwargs.get("options")
-    own = {**compile_kwargs, "options": dict(options)} if options is not None else compile_kwargs
-    compiled = torch.compile(forward, **{**own, "backend": backend})
+    own = {**compile_kwargs, "options": dict(options)} if options is not None else dict(compile_kwargs)
+    # The limit is kept for all ranks.
+    own.pop("recompile_limit", None)
+    compiled = torch.compile(own_code(forward), **{**own, "backend": backend})
 
     # Without the marks of torch.compile, by which the compiler would take this method for the one that it compiles:
     # layers of transformers compare the two to see which of them is to checkpoint.
     def method(self, *args, **kwargs):
         if waiting is not None:
             waiting.enter(self)
-        # All layers share the limit of compilations, which evaluation and generation would use up for training.
-        if not torch.is_grad_enabled():
-            return forward(self, *args, **kwargs)
-        if limit is not None and limit.is_near:
-            with limit.raised():
-                return compiled(self, *args, **kwargs)
-        return compiled(self, *args, **kwargs)
+        return limit.call_block(self, compiled, forward, args, kwargs)
 
     method.__signature__ = inspect.signature(forward)
     return method
@@ -301,7 +287,22 @@ def _subclass(plain, **members):
     return type(plain.__name__, (plain,), {**kept, **members})
 
 
+def plain_class(module: Module) -> type:
+    """Returns the class that a module had before :func:`compile_regions`."""
+    return getattr(type(module), "class_before_regions", type(module))
+
+
+def refuse_blocks_of_others(module: Module) -> None:
+    """Raises ValueError if an engine that trains other parameters has compiled parts of this model."""
+    for each in module.modules():
+        if type(each) is not plain_class(each):
+            raise ValueError(
+                f"{type(each).__name__} is compiled for an engine that trains other parameters of the model; destroy "
+                "that one first, or set compile.regional_compilation to false for it"
+            )
+
+
 def restore(modules: List[Module]) -> None:
     """Undoes :func:`compile_regions`."""
     for module in modules:
-        module.__class__ = type(module).class_before_regions
+        module.__class__ = plain_class(module)

@@ -33,6 +33,7 @@ class StepProgress:
         self._graph_ended = False
         self._lost = 0
         self._restarts_at = None
+        self._has_warned = False
         self.in_block = False
         self.forget()
 
@@ -90,6 +91,30 @@ class StepProgress:
         self._restarts_at = engine.micro_steps - engine.micro_steps % engine.gradient_accumulation_steps()
         engine.micro_steps = self._restarts_at
 
+    def hand_over(self):
+        """The step's gradients are complete: a backward at the accumulation boundary has come to its end."""
+        self._complete, self._forward_since = True, False
+
+    def forward_begins(self):
+        """A forward whose backward may come begins."""
+        self._forward_since = True
+
+    def replaces_gradients(self):
+        """Called before each backward. Whether it begins a step anew, because the caller left out the step before.
+
+        DeepSpeed without DeepCompile has a backward at the boundary replace what no step has used, whatever it is of.
+        Backwards of forwards that had all begun before the first of them belong together, and add up.
+        """
+        replaces = self._complete and self._forward_since and self._graph_task is None
+        if replaces and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "A backward at the gradient accumulation boundary replaces the gradients of the one before, which no "
+                "engine.step() has used, as in DeepSpeed without DeepCompile; to have several backwards in one step, "
+                "use engine.coalesce_grad_reduction() or engine.set_gradient_accumulation_boundary()"
+            )
+        return replaces
+
     def restart_count(self):
         """Called before a backward. Behind one that raised ``engine.step()`` may have been called, and counted."""
         if self._restarts_at is not None:
@@ -117,5 +142,6 @@ class StepProgress:
     def forget(self):
         """The step's gradients were released."""
         self.finished = 0
+        self._complete = self._forward_since = False
         self._told_by_caller = False
         self._left_block = False

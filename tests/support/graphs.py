@@ -31,7 +31,7 @@ def backward_graphs(case):
         nodes = list(backward.graph.nodes)
         reductions = [n for n in nodes if n.target == torch.ops.deepcompile.reduce_grad.default]
         ends = [n for n in nodes if n.target == torch.ops.deepcompile.end_backward.default]
-        chained = all(later.args[2] is earlier for earlier, later in zip(reductions, reductions[1:]))
+        chained = all(later.args[3] is earlier for earlier, later in zip(reductions, reductions[1:]))
         outputs = next(n for n in nodes if n.op == "output").args[0]
         entries.append(
             (

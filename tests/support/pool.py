@@ -63,7 +63,8 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
+            # Without an empty entry, which would be the current folder: its deepspeed/ is a part of the package.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
             "RANKS_ADDRESS": f"{listener.address[0]}:{listener.address[1]}",
             **self._environment,
         }

@@ -129,14 +129,14 @@ class NamedBlocks(Model):
             block.name = f"layer {index}"
 
 
-def layers_that_differ(limit, alike=False):
+def layers_that_differ(limit, alike=False, fails=False):
     """What steps of a model of 12 layers raise if torch's limit is ``limit``, or the error of the parameters."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = Model(depth=12) if alike else NamedBlocks(12)
     module = module.to(device())
     plain = copy.deepcopy(module)
-    with torch._dynamo.config.patch(recompile_limit=limit):
+    with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=fails):
         engine = make_engine(module, Case(config={"compile": {"regional_compilation": True}}))
         optimizer = make_optimizer(plain, Case())
         try:

@@ -8,6 +8,7 @@ Without an engine around it, so that nothing orders the calls but the reducer it
 import contextlib
 import functools
 import gc
+import itertools
 import threading
 import time
 
@@ -33,14 +34,23 @@ def together(count):
     return [dist.new_group() for _ in range(count)]
 
 
+# Apart from those of engines, which count from 1.
+identities = itertools.count(10**6)
+
+
 class Registered:
     """A reducer and the parameters that it knows, all of one shape."""
 
     def __init__(self, process_group, count, flat=True, bucket=3 * ELEMENTS):
         self.parameters = [torch.nn.Parameter(torch.ones(ELEMENTS, device=device())) for _ in range(count)]
         self.reducer = reducer_module().Reducer(
-            identity=0, bucket_numel=bucket, overlap=True, synchronize_before=False, synchronize_after=False
+            identity=next(identities),
+            bucket_numel=bucket,
+            overlap=True,
+            synchronize_before=False,
+            synchronize_after=False,
         )
+        self.registrations = torch.tensor([self.reducer.identity, *range(count)])
         self.world = process_group.size()
         self.numel = -(-count * ELEMENTS // self.world)
         group = self.reducer.add_group(process_group, self.numel, torch.float32, device(), flat)
@@ -50,7 +60,8 @@ class Registered:
 
     def reduce(self, parameter, value):
         """As a compiled graph does."""
-        torch.ops.deepcompile.reduce_grad(torch.full_like(parameter, value), parameter.detach(), None, True)
+        slot = 1 + next(index for index, each in enumerate(self.parameters) if each is parameter)
+        torch.ops.deepcompile.reduce_grad(torch.full_like(parameter, value), self.registrations, slot, None, True)
 
     def finish(self, expected):
         """Ends a backward; whether each element of this rank's partition is ``expected``."""

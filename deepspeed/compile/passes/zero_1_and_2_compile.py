@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO-1/2 on graphs: reductions go into the joint graph, their order and end into the backward graph."""
 
-from typing import List, Sequence
+from typing import List, Mapping
 
 import torch
 from torch._functorch._aot_autograd.fx_utils import get_all_input_and_grad_nodes
@@ -11,6 +11,9 @@ from torch.fx import GraphModule, Node
 from ..fx import add_end_backward, get_output_node, reduce_nodes, replace_reduce_outputs_with_none
 from .contract import PassContract
 
+# Where reduce_grad takes the slot.
+SLOT = 2
+
 NAME_Z1 = "zero1_compile"
 NAME_Z2 = "zero2_compile"
 # A schedule rewrites gradients for one ZeRO stage.
@@ -18,14 +21,15 @@ CONTRACT_Z1 = PassContract(conflicts_with=frozenset({"zero3_compile"}))
 CONTRACT_Z2 = PassContract(conflicts_with=frozenset({"zero3_compile", NAME_Z1}))
 
 
-def insert_reductions(joint: GraphModule, is_parameter: Sequence[bool]) -> List[Node]:
-    """Puts ``reduce_grad(gradient, parameter)`` behind each parameter gradient of a joint graph.
+def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node]:
+    """Puts ``reduce_grad(gradient, registrations, slot)`` behind each parameter gradient of a joint graph.
 
-    The parameter itself is an operand, so that a graph that serves several layers reduces each layer's own.
+    The graph learns with each call which parameters it was given, so that one graph serves several layers.
 
     Args:
         joint: forward and backward in one graph, as AOTAutograd traces them, with descriptors.
-        is_parameter: for each input of the traced frame, whether it is a parameter that an optimizer owns.
+        slots: for each input of the traced frame that is a parameter, by its index: where the frame's last input, the
+            registrations, says which parameter it is.
 
     Returns:
         The inserted nodes. The partitioner is told to keep them in the backward.
@@ -39,40 +43,39 @@ def insert_reductions(joint: GraphModule, is_parameter: Sequence[bool]) -> List[
     except RuntimeError:
         # An input is a tensor subclass, for which torch pairs nothing: these gradients take autograd's way.
         return inserted
-    for descriptor, (parameter, gradient) in pairs.items():
-        index = getattr(descriptor, "idx", None)
-        if gradient is None or index is None or not is_parameter[index]:
+    inputs = {getattr(node.meta.get("desc"), "idx", None): node for node in graph.find_nodes(op="placeholder")}
+    places = {getattr(result, "grad_of", None): place for place, result in enumerate(output.meta["desc"])}
+    for descriptor, (_, gradient) in pairs.items():
+        slot = slots.get(getattr(descriptor, "idx", None))
+        if gradient is None or slot is None:
             continue
+        registrations = inputs[max(index for index in inputs if index is not None)]
         with graph.inserting_after(gradient):
-            reduction = graph.call_function(torch.ops.deepcompile.reduce_grad.default, (gradient, parameter))
+            reduction = graph.call_function(torch.ops.deepcompile.reduce_grad.default, (gradient, registrations, slot))
         reduction.meta["val"] = gradient.meta["val"].new_empty(0)
         reduction.meta["partitioner_tag"] = "must_be_in_backward"
         # Two parameters may have one gradient between them: each replaces it in its own place.
-        place = _place_of_gradient(output, descriptor)
-        results[place] = reduction
+        results[places[descriptor]] = reduction
         inserted.append(reduction)
     output.args = (results,)
     joint.recompile()
     return inserted
 
 
-def _place_of_gradient(output: Node, descriptor) -> int:
-    """Returns the index, among the joint graph's outputs, of the gradient of the input with ``descriptor``."""
-    for place, result in enumerate(output.meta["desc"]):
-        if getattr(result, "grad_of", None) == descriptor:
-            return place
-    raise AssertionError(f"no gradient of {descriptor} among the outputs of the joint graph")
-
-
 def finish_backward_graph(backward: GraphModule, graph_id: int, release_reduce_buckets: bool) -> None:
     """Orders the reductions of a backward graph, ends it with ``end_backward`` and hides the reduced gradients."""
-    reductions = reduce_nodes(backward.graph)
+    reductions = sorted(reduce_nodes(backward.graph), key=lambda node: node.args[SLOT])
     if not reductions:
         return
-    # Ranks may have compiled this frame for different shapes, and then schedule it differently. Each
-    # reduction waits for the one before, so that all ranks reduce in the order of the traced backward.
+    # Ranks may have compiled this frame for different shapes. Their graphs then compute gradients in different orders
+    # (that of a parameter which is added to a batch of one is no sum, and is there earlier), and are scheduled
+    # differently. Each reduction waits for the one before, so that all ranks reduce in the order of slots.
+    position = {node: index for index, node in enumerate(backward.graph.nodes)}
     for earlier, later in zip(reductions, reductions[1:]):
-        later.args = (later.args[0], later.args[1], earlier)
+        if position[later] < position[earlier]:
+            earlier.append(later)
+            position[later] = position[earlier]
+        later.args = (*later.args[: SLOT + 1], earlier)
     add_end_backward(backward.graph, graph_id, release_reduce_buckets)
     replace_reduce_outputs_with_none(backward.graph)
     backward.graph.lint()
