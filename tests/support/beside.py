@@ -1,0 +1,105 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""An engine and a plain loop that train one model on the same batches, and what the engine logs meanwhile."""
+
+import contextlib
+import copy
+import logging
+
+import torch
+
+from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
+from deepspeed.compile.parameter_gather import wait_for_parameters
+from deepspeed.utils import safe_get_full_fp32_param
+
+from support.training import average_gradients, device, held, make_engine, make_optimizer, relative_error, total_error
+
+
+class Beside:
+    """Trains a copy of ``module`` in a plain loop that averages gradients over ranks.
+
+    Args:
+        module: maps a micro-batch's inputs to its loss.
+        case: how to train it; its ``model`` is not used.
+        reset: whether torch forgets first what it has compiled.
+
+    Attributes:
+        from_graphs: how many gradients graphs have reduced in each micro-batch.
+    """
+
+    def __init__(self, module, case, reset=True):
+        if reset:
+            torch._dynamo.reset()
+        self.case = case
+        self.module = module.to(device())
+        self.plain, self.before = copy.deepcopy(module), copy.deepcopy(module)
+        self.engine = make_engine(module, case)
+        self.optimizer = make_optimizer(self.plain, case)
+        self.from_graphs = []
+
+    def micro_batch(self, *inputs):
+        """A forward, a backward and a step of the engine, and a forward and a backward of the plain loop."""
+        if self.case.deepcompile:
+            reset_gradient_counters(self.engine)
+        self.engine.backward(self.engine(*inputs))
+        if self.case.deepcompile:
+            self.from_graphs.append(gradient_counters(self.engine)["from_graphs"])
+        self.engine.step()
+        (self.plain(*inputs) / self.case.accumulation).backward()
+
+    def plain_step(self):
+        average_gradients(self.plain)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, *inputs):
+        """A step of one micro-batch."""
+        self.micro_batch(*inputs)
+        self.plain_step()
+
+    def evaluate(self, *inputs):
+        """Calls the model as evaluation does, in eval mode and without gradients."""
+        self.engine.eval()
+        with torch.no_grad():
+            self.engine(*inputs)
+        self.engine.train()
+
+    def end(self):
+        """Destroys the engine; returns errors of the parameters, how far they moved, and what the counters said.
+
+        In low precision the errors are those of the fp32 master parameters.
+        """
+        result = {"from_graphs": self.from_graphs}
+        if self.case.deepcompile:
+            wait_for_parameters(self.engine)
+            result["held"] = sum(held(gradient_counters(self.engine)).values())
+        actual, expected = list(self.module.parameters()), list(self.plain.parameters())
+        if self.case.dtype != "fp32":
+            actual = [safe_get_full_fp32_param(parameter) for parameter in actual]
+        result["error"] = relative_error(actual, expected)
+        result["total error"] = total_error(actual, expected)
+        result["moved"] = total_error(actual, self.before.parameters())
+        self.engine.destroy()
+        return result
+
+
+def check(results, bound=1e-5):
+    """Asserts that every rank's engine trained as the plain loop; returns the results."""
+    for result in results:
+        assert result["error"] < bound, result
+        assert result["moved"] > 1e-3, "the parameters hardly changed, so agreement shows nothing"
+        assert result["held"] == 0
+    return results
+
+
+@contextlib.contextmanager
+def warnings_logged():
+    """Yields a list to which the texts of DeepSpeed's warnings are added."""
+    logged, logger = [], logging.getLogger("DeepSpeed")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield logged
+    finally:
+        logger.removeHandler(handler)

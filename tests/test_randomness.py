@@ -1,0 +1,196 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What is computed again draws the random numbers of the first time, whatever is compiled.
+
+Generated code draws other numbers than torch does uncompiled, so no plain loop can tell what is right. The loss is
+linear in each parameter: the product of a parameter and its gradient, summed up, is the loss.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import deepspeed
+from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.utils import safe_get_full_grad
+
+from support.fuzz import Gain
+from support.training import Case, device, make_engine
+
+WIDTH = 64
+
+
+class Drops(nn.Module):
+    """Multiplies by a parameter and drops half. Counts the calls that run uncompiled."""
+
+    always = False
+    eager_calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.gain = Gain(WIDTH)
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            Drops.eager_calls += 1
+        return F.dropout(self.gain(x), 0.5, training=self.training or self.always)
+
+
+class AlwaysDrops(Drops):
+    """The same in evaluation mode."""
+
+    always = True
+
+
+def run_reentrant(block, x):
+    return checkpoint(block, x, use_reentrant=True)
+
+
+def run_non_reentrant(block, x):
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def run_deepspeeds(block, x):
+    return deepspeed.checkpointing.checkpoint(block, x)
+
+
+class Layers(nn.Module):
+    def __init__(self, block, run):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(2))
+        self.run = run
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+
+class Representation(nn.Module):
+    """Blocks within the model, so that each is a graph of its own by default."""
+
+    def __init__(self, block=Drops, run=nn.Module.__call__):
+        super().__init__()
+        self.layers = Layers(block, run)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Loss(Representation):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+
+def make(module, **varied):
+    torch._dynamo.reset()
+    torch.manual_seed(1 + dist.get_rank())
+    module = module.to(device())
+    Drops.eager_calls = 0
+    return module, make_engine(module, Case(backend="inductor", **varied))
+
+
+def inputs():
+    # Reentrant checkpointing wants an input that needs a gradient.
+    return torch.rand(8, WIDTH, device=device()).requires_grad_()
+
+
+def deviations(module, loss):
+    """By how much of it each parameter's product with its gradient, summed up, differs from the mean loss."""
+    loss = loss.detach().clone()
+    dist.all_reduce(loss)
+    loss /= dist.get_world_size()
+    products = [safe_get_full_grad(parameter) * parameter.detach() for parameter in module.parameters()]
+    return [abs(float(product.sum() / loss) - 1) for product in products]
+
+
+def train(run, block=Drops, regional=None, evaluation_mode=False):
+    """Trains under checkpointing; returns the worst deviation, gradients from graphs, and blocks run uncompiled."""
+    config = {} if regional is None else {"compile": {"regional_compilation": regional}}
+    module, engine = make(Loss(block, run), config=config)
+    if evaluation_mode:
+        engine.eval()
+    worst = 0.0
+    for _ in range(3):
+        loss = engine(inputs())
+        engine.backward(loss)
+        worst = max(worst, *deviations(module, loss))
+        engine.step()
+    counters = gradient_counters(engine)
+    engine.destroy()
+    return worst, counters["from_graphs"], Drops.eager_calls
+
+
+@pytest.mark.parametrize(
+    "varied",
+    [
+        {"run": run_reentrant},
+        {"run": run_reentrant, "regional": False},
+        {"run": run_non_reentrant},
+        {"run": run_deepspeeds},
+        {"run": run_reentrant, "block": AlwaysDrops, "evaluation_mode": True},
+    ],
+    ids=["reentrant", "reentrant without blocks", "not reentrant", "DeepSpeed's", "reentrant in evaluation mode"],
+)
+def test_checkpointed(ranks, varied):
+    for worst, from_graphs, eager_calls in ranks(2).run(train, **varied):
+        assert worst < 1e-5
+        assert from_graphs == 6
+        # What runs under the checkpoint's no_grad is compiled as what is computed again.
+        assert eager_calls == 0
+
+
+def replay(regional):
+    """Calls the model without gradients and again with them from one seed, as GradCache does.
+
+    Returns by how much what it returns differs, gradients from graphs, and blocks run uncompiled.
+    """
+    module, engine = make(Representation(), config={"compile": {"regional_compilation": regional}})
+    differences = []
+    for step in range(3):
+        x = inputs()
+        torch.manual_seed(10 * step + dist.get_rank())
+        with torch.no_grad():
+            first = engine(x)
+        torch.manual_seed(10 * step + dist.get_rank())
+        second = engine(x)
+        differences.append(float((first - second).abs().max()))
+        engine.backward((second * first).mean())
+        engine.step()
+    counters = gradient_counters(engine)
+    engine.destroy()
+    return max(differences), counters["from_graphs"], Drops.eager_calls
+
+
+@pytest.mark.parametrize("regional", [True, False], ids=["blocks", "whole"])
+def test_replayed_after_a_pass_without_gradients(ranks, regional):
+    for difference, from_graphs, eager_calls in ranks(2).run(replay, regional):
+        assert difference < 1e-5
+        assert (from_graphs, eager_calls) == (6, 0)
+
+
+def losses(evaluates):
+    """The losses of training that evaluates between its steps, or does not."""
+    _, engine = make(Loss())
+    seen = []
+    for step in range(4):
+        torch.manual_seed(10 * step + dist.get_rank())
+        x = inputs()
+        if evaluates and step != 1:
+            engine.eval()
+            with torch.no_grad():
+                engine(x)
+            engine.train()
+        loss = engine(x)
+        seen.append(float(loss.detach()))
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return seen
+
+
+def test_evaluation_draws_nothing(ranks):
+    assert ranks(2).run(losses, True) == ranks(2).run(losses, False)
