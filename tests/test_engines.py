@@ -72,6 +72,17 @@ def test_two_engines_of_one_module_destroyed(ranks, order):
         assert compiled is None and trained
 
 
+@pytest.mark.parametrize("stages", [(1, 1), (2, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("model", ["OneGraph", "BlocksWithin", "EagerBlocks"])
+def test_second_engine_of_a_module(ranks, model, stages):
+    for (worst, _), raised, unmoved in ranks(2).run(engines.second_engine, Case(model=model), stages):
+        assert worst < BOUND
+        # One sentence, whatever the first engine is asked for.
+        for sentence in raised:
+            assert sentence is not None and "engine" in sentence and "\n" not in sentence, raised
+        assert unmoved < BOUND
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("direct, both", [(False, True), (False, False), (True, False)])
 def test_computed_again(ranks, direct, both, stage):

@@ -69,18 +69,25 @@ class Beside:
 
         In low precision the errors are those of the fp32 master parameters.
         """
-        result = {"from_graphs": self.from_graphs}
+        result = {"from_graphs": self.from_graphs, "error": self.error()}
         if self.case.deepcompile:
-            wait_for_parameters(self.engine)
             result["held"] = sum(held(gradient_counters(self.engine)).values())
-        actual, expected = list(self.module.parameters()), list(self.plain.parameters())
-        if self.case.dtype != "fp32":
-            actual = [safe_get_full_fp32_param(parameter) for parameter in actual]
-        result["error"] = relative_error(actual, expected)
-        result["total error"] = total_error(actual, expected)
-        result["moved"] = total_error(actual, self.before.parameters())
+        result["total error"] = total_error(self._trained(), self.plain.parameters())
+        result["moved"] = total_error(self._trained(), self.before.parameters())
         self.engine.destroy()
         return result
+
+    def error(self):
+        """The largest relative error of a parameter."""
+        return relative_error(self._trained(), self.plain.parameters())
+
+    def _trained(self):
+        if self.case.deepcompile:
+            wait_for_parameters(self.engine)
+        parameters = list(self.module.parameters())
+        if self.case.dtype == "fp32":
+            return parameters
+        return [safe_get_full_fp32_param(parameter) for parameter in parameters]
 
 
 def check(results, bound=1e-5):

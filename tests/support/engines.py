@@ -4,6 +4,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import random
 import threading
@@ -38,9 +39,9 @@ from support.training import (
 class _Beside:
     """An engine and a plain loop on the same batches."""
 
-    def __init__(self, case, seed=0):
+    def __init__(self, case, seed=0, module=None):
         self.case = case
-        self.module = build(case, seed)
+        self.module = module or build(case, seed)
         self.plain = copy.deepcopy(self.module)
         self.before = copy.deepcopy(self.module)
         self.engine = make_engine(self.module, case)
@@ -230,6 +231,33 @@ def in_other_threads(cases):
             if raised:
                 raise raised[0]
     return [pair.end() for pair in pairs]
+
+
+def second_engine(case, stages):
+    """A second engine for a module whose first one has trained and is still alive.
+
+    Returns the second one's errors, what each use of the first then raises, and how far parameters moved then.
+    """
+    torch._dynamo.reset()
+    first = _Beside(dataclasses.replace(case, stage=stages[0]))
+    first.step(0)
+    second = _Beside(dataclasses.replace(case, stage=stages[1]), module=first.module)
+    for step in range(1, 4):
+        second.step(step)
+    before, raised = copy.deepcopy(second.plain), []
+    ids = batch(4, 0, dist.get_rank(), 4)
+    for use in (lambda: first.engine.backward(first.engine(ids)), first.engine.step):
+        try:
+            use()
+            raised.append(None)
+        except Exception as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    unmoved = relative_error(second.module.parameters(), before.parameters())
+    # It trains on.
+    second.step(5)
+    errors = second.end()
+    first.engine.destroy()
+    return errors, raised, unmoved
 
 
 # An engine's end ---------------------------------------------------------------------------------------------------

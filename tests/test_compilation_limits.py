@@ -1,0 +1,223 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""torch's limit of compilations: what uses it up, and what becomes of training when it is reached."""
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from support.beside import Beside, check, warnings_logged
+from support.models import VOCABULARY, Block, Model
+from support.training import Case, batch, device
+
+# How a warning says that training goes on without compiling.
+GAVE_UP = re.compile(r"uncompiled|stop|no longer|gives? up|gave up")
+
+
+def static(regional, **varied):
+    """Graphs are for one shape each, so that lengths soon reach the limit."""
+    config = {"compile": {"regional_compilation": regional}}
+    return Case(config=config, compile_kwargs={"dynamic": False}, **varied)
+
+
+def ids_of(step, length=4):
+    return batch(step, 0, dist.get_rank(), length)
+
+
+def given_up(warnings):
+    return [warning for warning in warnings if GAVE_UP.search(warning)]
+
+
+class Branching(Model):
+    """Takes another branch in each block whenever it is told to."""
+
+    class block(Block):
+        branch = "0"
+
+        def forward(self, x):
+            return super().forward(x) * (1 + int(self.branch) / 8)
+
+
+def train(case, what, rank, limit, steps=8):
+    """Takes steps that differ each time in ``what`` on ``rank`` or, if it is None, on all; returns what was seen."""
+    torch.manual_seed(0)
+    differs = rank in (None, dist.get_rank())
+    with warnings_logged() as warnings, torch._dynamo.config.patch(recompile_limit=limit):
+        pair = Beside(Branching(width=4, depth=2), case)
+        for step in range(steps):
+            for model in (pair.module, pair.plain):
+                for block in model.blocks:
+                    block.branch = str(step) if differs and what == "branches" else "0"
+            pair.step(ids_of(step, 3 + step if differs and what == "lengths" else 4))
+        result = pair.end()
+    return {**result, "given up": given_up(warnings)}
+
+
+def check_given_up(results):
+    check(results)
+    # One warning, and no rank compiles what another does not.
+    assert len(results[0]["given up"]) == 1, results
+    assert all(len(result["given up"]) <= 1 for result in results)
+    assert all(result["from_graphs"] == results[0]["from_graphs"] for result in results), results
+
+
+@pytest.mark.parametrize("regional", [True, False], ids=["blocks", "whole"])
+@pytest.mark.parametrize("what", ["lengths", "branches"])
+@pytest.mark.parametrize("rank, stage", [(0, 1), (None, 2)], ids=["on one rank", "on all"])
+def test_limit_is_reached(ranks, rank, stage, what, regional):
+    check_given_up(ranks(2).run(train, static(regional, stage=stage), what, rank, limit=2))
+
+
+def test_limit_is_reached_in_generated_code(ranks):
+    check_given_up(ranks(2).run(train, static(False, backend="inductor"), "lengths", 0, limit=2, steps=4))
+
+
+def evaluate_and_train(case, limit):
+    """Rank 0 evaluates and generates sequences of many lengths, before training and between its steps."""
+    torch.manual_seed(0)
+    with warnings_logged() as warnings, torch._dynamo.config.patch(recompile_limit=limit):
+        pair = Beside(Model(width=4, depth=2), case)
+        for step in range(3):
+            if dist.get_rank() == 0:
+                for length in range(2, 8):
+                    pair.evaluate(ids_of(step, length + 6 * step))
+            pair.step(ids_of(step))
+        result = pair.end()
+    return {**result, "given up": given_up(warnings)}
+
+
+@pytest.mark.parametrize("regional, from_graphs", [(True, 12), (False, 14)], ids=["blocks", "whole"])
+def test_evaluation_uses_nothing_up(ranks, regional, from_graphs):
+    for result in check(ranks(2).run(evaluate_and_train, static(regional), limit=3)):
+        assert result["from_graphs"] == [from_graphs] * 3
+        assert not result["given up"]
+
+
+def make_engines(case, number, limit):
+    """Makes engines of models of one class, one after the other; each takes two steps and is destroyed."""
+    torch._dynamo.reset()
+    results = []
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        for seed in range(number):
+            torch.manual_seed(seed)
+            pair = Beside(Model(width=4, depth=2), case, reset=False)
+            for step in range(2):
+                pair.step(ids_of(step))
+            results.append(pair.end())
+    return results
+
+
+@pytest.mark.parametrize("regional, from_graphs", [(True, 12), (False, 14)], ids=["blocks", "whole"])
+def test_engines_use_nothing_up(ranks, regional, from_graphs):
+    # Twice as many as torch's limit would do for a model as a whole, and four times as many as for its two blocks.
+    for results in ranks(2).run(make_engines, static(regional), number=7, limit=3):
+        check(results)
+        assert [result["from_graphs"] for result in results] == [[from_graphs] * 2] * 7
+
+
+# Ranks that differ before they train -----------------------------------------------------------------------------
+
+
+class TwoParts(nn.Module):
+    """Each part is a graph of its own; evaluation runs the second part first."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.first, self.second = nn.Linear(width, width), nn.Sequential(nn.Linear(width, width), nn.GELU())
+        self.head = nn.Linear(width, VOCABULARY)
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = self.second(self.first(x)) if self.training else self.first(self.second(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class EachPart(TwoParts):
+    """The same, with the graph broken inside of the parts."""
+
+    class Breaking(nn.Linear):
+        def forward(self, x):
+            x = torch.tanh(x)
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    def __init__(self, width=8):
+        super().__init__(width)
+        self.second = self.Breaking(width, width)
+
+
+def evaluate_first(make, case, mode):
+    """Rank 0 alone calls the model before both train."""
+    torch.manual_seed(0)
+    pair = Beside(make().to(device()), case)
+    if dist.get_rank() == 0:
+        for length in (3, 5):
+            if mode == "evaluation":
+                pair.evaluate(ids_of(9, length))
+            else:
+                with torch.no_grad():
+                    pair.engine(ids_of(9, length))
+    for step in range(3):
+        pair.step(ids_of(step))
+    return pair.end()
+
+
+@pytest.mark.parametrize("mode", ["evaluation", "training mode"])
+@pytest.mark.parametrize("make", [TwoParts, EachPart])
+def test_one_rank_evaluates_first(ranks, make, mode):
+    for bucket in (10**6, 100):
+        results = check(ranks(2).run(evaluate_first, make, Case(bucket=bucket), mode))
+        assert all(min(result["from_graphs"]) > 0 for result in results)
+
+
+# Blocks that differ each time ------------------------------------------------------------------------------------
+
+
+class Adapted(Block):
+    """Uses some of its adapters, and other ones in each step."""
+
+    used = ("a",)
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.adapters = nn.ParameterDict({name: torch.full((width,), 0.1) for name in "abcd"})
+
+    def forward(self, x):
+        for name in self.used:
+            x = x + x * self.adapters[name]
+        return super().forward(x)
+
+
+class WithAdapters(Model):
+    block = Adapted
+
+
+SUBSETS = ["a", "ab", "b", "abc", "bcd", "cd", "d", "abcd", "acd"]
+
+
+def train_adapters(case, limit):
+    """Takes steps with other adapters in each block and each time."""
+    torch.manual_seed(0)
+    with warnings_logged() as warnings, torch._dynamo.config.patch(recompile_limit=limit):
+        pair = Beside(WithAdapters(width=4, depth=2), case)
+        for step in range(len(SUBSETS)):
+            for model in (pair.module, pair.plain):
+                for index, block in enumerate(model.blocks):
+                    block.used = tuple(SUBSETS[(step + index) % len(SUBSETS)])
+            pair.step(ids_of(step))
+        result = pair.end()
+    return {**result, "given up": given_up(warnings)}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_blocks_that_differ_each_time(ranks, stage):
+    results = ranks(2).run(train_adapters, static(True, stage=stage), limit=2)
+    check_given_up(results)
+    for result in results:
+        assert result["from_graphs"][0] > 0 and result["from_graphs"][-1] == 0

@@ -1,0 +1,197 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller does with gradients between the micro-batches of a step, and with steps that are not taken.
+
+A script says it, a letter a move: F a forward with the next micro-batch, B the backward of the oldest forward that
+waits for its own, S ``engine.step()``, D dropping what there is, C clipping ``p.grad`` by hand.
+"""
+
+import collections
+from typing import Callable, NamedTuple, Optional, Tuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from support.beside import Beside, warnings_logged
+from support.models import VOCABULARY
+from support.training import Case, batch, relative_error
+
+
+class Step(NamedTuple):
+    """What a script does in a step, and which of its micro-batches, from 0, the step is to have."""
+
+    script: str
+    counted: Tuple[int, ...]
+    drop: Optional[Callable] = None
+
+
+class BothRoutes(nn.Module):
+    """Graphs reduce some gradients, and autograd accumulates those of a part that is not compiled."""
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.inside, self.outside = nn.Linear(width, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        x = self.uncompiled(torch.tanh(self.inside(x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    @torch.compiler.disable
+    def uncompiled(self, x):
+        return x + F.linear(self.outside(x), self.inside.weight)
+
+
+def by_hand(engine):
+    for parameter in engine.module.parameters():
+        parameter.grad = None
+
+
+def with_zeros(engine):
+    engine.optimizer.zero_grad(set_to_none=False)
+
+
+def engines(engine):
+    engine.zero_grad()
+
+
+def optimizers(engine):
+    engine.optimizer.zero_grad()
+
+
+def modules(engine):
+    engine.module.zero_grad()
+
+
+def modules_with_zeros(engine):
+    engine.module.zero_grad(set_to_none=False)
+
+
+# In ZeRO-2 a micro-batch's gradients have left the parameters when its backward ends.
+OF_ENGINE = [engines, optimizers, with_zeros]
+DROPS = [*OF_ENGINE, modules, modules_with_zeros, by_hand]
+
+
+def clip(module, max_norm=0.01):
+    torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+
+
+def follow(engine, script, drop, batches):
+    """Moves an engine as the script says; returns the gradients that parameters hold where it clips them."""
+    waiting, batches, seen = collections.deque(), iter(batches), []
+    for move in script:
+        if move == "F":
+            waiting.append(engine(next(batches)))
+        elif move == "B":
+            engine.backward(waiting.popleft())
+        elif move == "S":
+            engine.step()
+        elif move == "D":
+            drop(engine)
+        else:
+            seen = [None if each.grad is None else each.grad.clone() for each in engine.module.parameters()]
+            clip(engine.module)
+    return seen
+
+
+def train(case, steps):
+    """Takes the steps, each under a name; returns the error of the parameters after each, and what else was seen."""
+    torch.manual_seed(0)
+    pair, rank = Beside(BothRoutes(), case), dist.get_rank()
+    errors, of_clipped = {}, []
+    with warnings_logged() as warnings:
+        for number, (name, step) in enumerate(steps.items()):
+            batches = [batch(number, index, rank, 4) for index in range(step.script.count("F"))]
+            seen = follow(pair.engine, step.script, step.drop, batches)
+            for index in step.counted:
+                (pair.plain(batches[index]) / case.accumulation).backward()
+                if seen and index == 0:
+                    own = [parameter.grad for parameter in pair.plain.parameters()]
+                    of_clipped.append(None if None in seen else relative_error(seen, own))
+                    clip(pair.plain)
+            pair.plain_step()
+            errors[name] = pair.error()
+    return {**pair.end(), "errors": errors, "warnings": warnings, "of clipped": of_clipped}
+
+
+def check(results):
+    for result in results:
+        # An error stays in the parameters, so the first that is large tells what is wrong.
+        assert max(result["errors"].values()) < 1e-5, result["errors"]
+        assert result["moved"] > 1e-3
+    return results
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(
+    "accumulation, script, counted",
+    [(1, "FBDFBS", (1,)), (2, "FBSDFBS", (1,)), (2, "FBSFBDFBS", (2,))],
+    ids=["behind the only micro-batch", "between two", "behind the last of two"],
+)
+def test_dropped(ranks, accumulation, script, counted, stage):
+    drops = {drop.__name__: Step(script, counted, drop) for drop in (DROPS if stage == 1 else OF_ENGINE)}
+    check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), drops))
+
+
+def test_parameters_hold_nothing_of_what_was_reduced(ranks):
+    # In ZeRO-2 a micro-batch's gradients have left the parameters, in DeepSpeed as well.
+    steps = {drop.__name__: Step("FBSDFBS", (0, 1), drop) for drop in (modules, modules_with_zeros, by_hand)}
+    for deepcompile in (True, False):
+        check(ranks(2).run(train, Case(stage=2, accumulation=2, deepcompile=deepcompile), steps))
+
+
+NOT_TAKEN = {
+    1: {"two": Step("FBFBS", (1,)), "three": Step("FBFBFBS", (2,)), "taken": Step("FBS", (0,))},
+    2: {"two": Step("FBSFBFBS", (2,)), "taken": Step("FBSFBS", (0, 1))},
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("deepcompile", [True, False], ids=["DeepCompile", "DeepSpeed"])
+def test_steps_that_are_not_taken(ranks, deepcompile, accumulation, stage):
+    """A later backward at the boundary replaces what nobody stepped."""
+    case = Case(stage=stage, accumulation=accumulation, deepcompile=deepcompile)
+    for result in check(ranks(2).run(train, case, NOT_TAKEN[accumulation])):
+        assert len(result["warnings"]) == int(deepcompile), result["warnings"]
+
+
+# Forwards that all began before the first of their backwards belong together.
+TOGETHER = {
+    1: {"two": Step("FFBBS", (0, 1)), "replaced": Step("FFBBFBS", (2,)), "replacing": Step("FBFFBBS", (1, 2))},
+    2: {"two": Step("FBSFFBBS", (0, 1, 2))},
+}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_forwards_before_their_backwards(ranks, accumulation, stage):
+    check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), TOGETHER[accumulation]))
+
+
+def test_clipped_by_hand(ranks):
+    steps = {f"step {number}": Step("FBSCFBS", (0, 1)) for number in range(3)}
+    for result in check(ranks(2).run(train, Case(accumulation=2), steps)):
+        # Parameters hold the rank's own sum in ZeRO-1.
+        assert max(result["of clipped"]) < 1e-5
+
+
+IN_BF16 = {
+    "engine.zero_grad": Step("FBSDFBS", (1,), engines),
+    "module.zero_grad": Step("FBSDFBS", (1,), modules),
+    "clipped by hand": Step("FBSCFBS", (0, 1)),
+    "not taken": Step("FBSFBFBS", (2,)),
+}
+
+
+@pytest.mark.parametrize("deepcompile", [True, False], ids=["DeepCompile", "DeepSpeed"])
+def test_in_bf16(ranks, deepcompile):
+    case = Case(accumulation=2, dtype="bf16", deepcompile=deepcompile)
+    for result in ranks(2).run(train, case, IN_BF16):
+        # 8 bits; what was to be dropped is half of what the parameters moved.
+        assert result["total error"] < 0.03 * result["moved"]

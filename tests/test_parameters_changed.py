@@ -1,0 +1,133 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A forward that changes parameters in place, and tensors saved for the backward that somebody copies.
+
+What a forward changes in parameters is gone after the step, as in DeepSpeed without DeepCompile: the step begins from
+the optimizer's own copies.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from support.beside import Beside, check
+from support.models import VOCABULARY, Block, Model
+from support.training import Case, batch
+
+LIMIT = 0.4
+
+
+class MaxNorm(Model):
+    """The rows of its embedding are scaled down where they are looked up."""
+
+    def __init__(self, width=8, depth=2):
+        super().__init__(width, depth)
+        self.embedding = nn.Embedding(VOCABULARY, width, max_norm=LIMIT)
+
+
+class MaxNormInBlocks(Model):
+    class block(Block):
+        def __init__(self, width):
+            super().__init__(width)
+            self.codes = nn.Embedding(5, width, max_norm=LIMIT)
+
+        def forward(self, x):
+            codes = torch.arange(5, device=x.device)
+            return super().forward(x + self.codes(codes).sum(0))
+
+
+class Clamped(Model):
+    class block(Block):
+        def forward(self, x):
+            with torch.no_grad():
+                self.up.weight.clamp_(-LIMIT / 4, LIMIT / 4)
+            return super().forward(x)
+
+
+class FromMasters(Beside):
+    """A step of the plain loop begins from what the step before it left."""
+
+    def __init__(self, module, case):
+        super().__init__(module, case)
+        self.masters = [parameter.detach().clone() for parameter in self.plain.parameters()]
+        self.most_changed = 0.0
+
+    def plain_step(self):
+        parameters = list(self.plain.parameters())
+        for parameter, master in zip(parameters, self.masters, strict=True):
+            self.most_changed = max(self.most_changed, float((parameter.detach() - master).abs().max()))
+            parameter.data.copy_(master)
+        super().plain_step()
+        self.masters = [parameter.detach().clone() for parameter in parameters]
+
+
+def train(make, case):
+    torch.manual_seed(0)
+    pair, rank = FromMasters(make(width=8, depth=2), case), dist.get_rank()
+    for step in range(3):
+        for micro_step in range(case.accumulation):
+            pair.micro_batch(batch(step, micro_step, rank, 4))
+        pair.plain_step()
+    return {"held": 0, **pair.end(), "changed": pair.most_changed}
+
+
+def regional(wanted):
+    return {"compile": {"regional_compilation": wanted}}
+
+
+@pytest.mark.parametrize("stage, accumulation", [(1, 1), (2, 2)])
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+@pytest.mark.parametrize("make", [MaxNorm, MaxNormInBlocks, Clamped])
+def test_changed_in_place(ranks, make, blocks, stage, accumulation):
+    case = Case(stage=stage, accumulation=accumulation, config=regional(blocks))
+    for result in check(ranks(2).run(train, make, case)):
+        assert result["changed"] > 0.01, "the forward changed no parameter"
+
+
+@pytest.mark.parametrize("make, blocks", [(MaxNorm, False), (MaxNormInBlocks, True), (Clamped, True)])
+def test_changed_in_place_by_generated_code(ranks, make, blocks):
+    check(ranks(2).run(train, make, Case(backend="inductor", config=regional(blocks))))
+
+
+@pytest.mark.parametrize("make", [MaxNorm, MaxNormInBlocks, Clamped])
+def test_deepspeed_does_the_same(ranks, make):
+    check(ranks(2).run(train, make, Case(accumulation=2, deepcompile=False)))
+
+
+def copies():
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor)
+
+
+def detached():
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor)
+
+
+def on_cpu():
+    return torch.autograd.graph.save_on_cpu()
+
+
+def train_with_hooks(make_hooks, case):
+    """Trains with hooks on the tensors that each forward saves."""
+    torch.manual_seed(0)
+    pair, rank = Beside(Model(width=8, depth=2), case), dist.get_rank()
+    for step in range(3):
+        ids = batch(step, 0, rank, 4)
+        with make_hooks():
+            loss = pair.engine(ids)
+        pair.engine.backward(loss)
+        pair.engine.step()
+        pair.plain(ids).backward()
+        pair.plain_step()
+    return pair.end()
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+@pytest.mark.parametrize("hooks", [copies, detached, on_cpu])
+def test_hooks_on_saved_tensors(ranks, hooks, blocks):
+    check(ranks(2).run(train_with_hooks, hooks, Case(config=regional(blocks))))
+
+
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+def test_hooks_on_saved_tensors_of_generated_code(ranks, blocks):
+    check(ranks(2).run(train_with_hooks, copies, Case(backend="inductor", config=regional(blocks))))
