@@ -132,6 +132,15 @@ def test_destroyed_at_any_moment(ranks, moment, case):
         assert max(error, error_again) < BOUND
 
 
+def test_process_groups_that_torch_wraps(ranks):
+    # Torch's wrapper compares what ranks are about to send. DeepSpeed makes groups with a longer timeout than this.
+    pool = ranks(2, TORCH_DISTRIBUTED_DEBUG="DETAIL", RANKS_TIMEOUT="60")
+    for case in (Case(stage=1, accumulation=2, bucket=50), Case(stage=2, model="BlocksWithin", config=OVERLAPPED)):
+        for (worst, _), seconds in pool.run(engines.beside_plain_loop_in_wrapped_groups, case):
+            assert worst < BOUND
+            assert seconds == 60
+
+
 def test_a_long_run(ranks, request):
     steps = request.config.getoption("--steps")
     # What a thread caches of the C heap counts as in use there, and the caches fill for hundreds of steps.

@@ -99,13 +99,20 @@ def _keep_timeout_of_world(optimizer):
     DeepSpeed makes them with torch's default, half an hour with gloo, whatever ``init_distributed()`` was given.
     """
     device = optimizer.bit16_groups_flat[0].device
-    world = dist.get_world_group()._get_backend(device)
+    world = _communicating_backend(dist.get_world_group(), device)
     for group in {optimizer.dp_process_group, *optimizer.real_dp_process_group} - {None}:
-        backend = group._get_backend(device)
+        backend = _communicating_backend(group, device)
         if not {world.name(), backend.name()} <= {"gloo", "nccl"}:
             continue
         if world.options._timeout < backend.options._timeout:
-            backend._set_default_timeout(world.options._timeout)
+            backend.set_timeout(world.options._timeout)
+
+
+def _communicating_backend(group, device):
+    """Returns the backend that sends a process group's tensors on ``device``."""
+    backend = group._get_backend(device)
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend, and torch 2.11's wrapper cannot set a timeout.
+    return getattr(backend, "wrapped_pg", backend)
 
 
 class _Compilation:

@@ -390,6 +390,22 @@ def destroyed_at(moment, case):
     return counters, before, after, gone, error, error_again
 
 
+# Debugging aids of torch ---------------------------------------------------------------------------------------------
+
+
+def beside_plain_loop_in_wrapped_groups(case):
+    """Trains for three steps where torch wraps what communicates in a process group.
+
+    Returns (the errors, seconds after which what the engine's group wraps gives up on another rank).
+    """
+    torch._dynamo.reset()
+    pair = _Beside(case)
+    wrapped = pair.engine.data_parallel_group._get_backend(device()).wrapped_pg
+    for step in range(3):
+        pair.step(step)
+    return pair.end(), wrapped.options._timeout.total_seconds()
+
+
 # A long run --------------------------------------------------------------------------------------------------------
 
 
