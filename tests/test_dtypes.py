@@ -2,9 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """In bf16 and fp16, training comes as close to fp32 as ZeRO without DeepCompile does."""
 
+import dataclasses
+
 import pytest
 
-from support.training import Case, train_beside_fp32, train_beside_plain_loop
+from support.training import Case, train_beside_fp32, train_beside_plain_loop, train_under_default_dtypes
 
 NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
 
@@ -54,3 +56,17 @@ def test_autocast(ranks):
         # Linear layers run, and their gradients travel, in bf16.
         assert result["error"] < 0.02
         assert result["held"][-1] == NOTHING
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_default_dtype_that_was_left_on(ranks, dtype, stage):
+    # Neither bf16 nor fp16 holds the inverse of this scale. Of FewParameters one rank owns padding only.
+    scaled = Case(model="FillsPartition", steps=2, config={"fp16": {"loss_scale": 1000}} if dtype == "fp16" else None)
+    clipped = Case(model="FewParameters", steps=2, clipping=0.05)
+    cases = [dataclasses.replace(case, dtype=dtype, stage=stage) for case in (scaled, clipped)]
+    for results in ranks(2).run(train_under_default_dtypes, cases, ["bfloat16", "float16", "float64"]):
+        for as_ever, under in results:
+            assert under == [as_ever] * len(under)
+            assert dtype != "fp32" or as_ever["error"] < 1e-5
+            assert as_ever["moved"] > 0

@@ -55,24 +55,25 @@ class PartitionViews(list):
         flat_partition: the 1-D tensor of ``partition_size`` elements in which they all lie, or None if each lies
             where it was reduced.
         specs: a ViewSpec for each parameter and each run of padding.
+        padding: a tensor without elements, of the targets' dtype and on their device.
         release: forgets the targets in the reducer.
     """
 
-    def __init__(self, targets, flat_partition, specs, release):
+    def __init__(self, targets, flat_partition, specs, padding, release):
         super().__init__()
         self.flat_partition = flat_partition
         self._targets = targets
         self._specs = specs
+        self._padding = padding
         self._release = release
         self._cut()
 
     def _cut(self):
         views = []
-        like = next(iter(self._targets.values()), torch.empty(0))
         for spec in self._specs:
             if spec.is_padding:
                 # Nothing was reduced for it, but parameters are found by their place in this list.
-                view = like.new_empty(0)
+                view = self._padding.detach()
                 # The norm skips it so that views and parameters pair up.
                 view._zero_padding = True
             else:
@@ -83,6 +84,7 @@ class PartitionViews(list):
 
     def move_flat_partition(self, device, non_blocking=False):
         """Moves the gradients to ``device``, as ``offload_states()`` asks."""
+        self._padding = self._padding.to(device)
         if self.flat_partition is None:
             for target in self._targets.values():
                 target.data = target.data.to(device, non_blocking=non_blocking)
@@ -306,6 +308,7 @@ class StepLocalGradients:
                 self._reducer.targets(group),
                 self._reducer.flat_partition(group),
                 specs,
+                self.bit16_groups_flat[group].new_empty(0, dtype=self.gradient_accumulation_dtype),
                 functools.partial(self._reducer.release, group),
             )
         self._progress.hand_over()
@@ -487,7 +490,7 @@ def _next_identity(optimizer):
     Engines may share a process group, which matches messages by their order alone.
     """
     global _last_identity
-    identity = torch.tensor([_last_identity + 1], device=optimizer.bit16_groups_flat[0].device)
+    identity = torch.tensor([_last_identity + 1], dtype=torch.int64, device=optimizer.bit16_groups_flat[0].device)
     with collective("give the engine its number"):
         dist.all_reduce(identity, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
     _last_identity = int(identity)

@@ -131,7 +131,8 @@ def norm(optimizer, gradients, parameters):
         if not getattr(parameter, PIPE_REPLICATED, False)
         and (optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(parameter))
     ]
-    total = torch.zeros((), device=optimizer.bit16_groups_flat[0].device)
+    # With a dtype, like every tensor made here: torch.set_default_dtype() may have been left on.
+    total = torch.zeros((), dtype=torch.float32, device=optimizer.bit16_groups_flat[0].device)
     if counted:
         # Accumulated per tensor in fp32 while it is read, without a copy in another dtype.
         norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32))
@@ -171,7 +172,7 @@ def _check_overflow(optimizer, norm, waits):
 def _factor(norm, scale, clip, device):
     """What gradients are to be multiplied with, fp32 [1] on ``device``, or None for 1."""
     if clip == 0.0:
-        return None if scale == 1.0 else torch.full((1,), 1.0 / scale, device=device)
+        return None if scale == 1.0 else torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
     # An infinite norm makes this zero. The small number is part of what torch's clip_grad_norm_() computes too.
     excess = ((norm / scale + 1e-6) / clip).clamp(min=1.0)
     return (1.0 / (excess * scale)).reshape(1)

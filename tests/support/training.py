@@ -5,6 +5,7 @@
 Runs in the processes of ``support.pool``.
 """
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -48,9 +49,21 @@ def device():
     return torch.device(get_accelerator().current_device_name())
 
 
+@contextlib.contextmanager
+def default_dtype(dtype):
+    """Within it tensors that are made without a dtype get this one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def build(case, seed=0):
     torch.manual_seed(seed)
-    return {**CASES, **OTHER_CASES}[case.model]().to(device())
+    with default_dtype(torch.float32):
+        return {**CASES, **OTHER_CASES}[case.model]().to(device())
 
 
 def parameter_groups(module, count):
@@ -175,6 +188,22 @@ def train_beside_plain_loop(case):
     }
     engine.destroy()
     return result
+
+
+def train_under_default_dtypes(cases, names):
+    """For each case: the results of ``train_beside_plain_loop()`` as ever, and under each default dtype.
+
+    ``names`` are names of dtypes of torch. Whatever is the default, models have parameters in fp32.
+    """
+    results = []
+    for case in cases:
+        as_ever = train_beside_plain_loop(case)
+        under = []
+        for name in names:
+            with default_dtype(getattr(torch, name)):
+                under.append(train_beside_plain_loop(case))
+        results.append((as_ever, under))
+    return results
 
 
 def _train(engine, case, compiled):
