@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from support import lifetime
-from support.training import Case
+from support.training import Case, device
 
 NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
 BOUND = 1e-5
@@ -36,6 +36,21 @@ def test_stages_of_a_target(ranks, stage, accumulation, dtype):
         assert seen["step"] == NOTHING
         assert seen["handed over after step"] == []
         assert seen["optimizer attributes"] == [] and seen["optimizer is itself again"]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_callers_of_the_base_find_its_names(ranks, dtype, stage):
+    # Of FewParameters one rank owns padding only.
+    case = Case(model="FewParameters", dtype=dtype, stage=stage)
+    expected = {(torch.float32 if dtype == "fp32" else torch.bfloat16, device().type)}
+    for lacking, kinds, numel, partition, released, after_step in ranks(2).run(lifetime.entries_as_in_the_base, case):
+        assert lacking == []
+        assert kinds == expected
+        # In bf16 each gradient lies where it was reduced; a flat partition would be another copy.
+        assert numel == (partition if dtype == "fp32" else None)
+        assert released == NOTHING
+        assert after_step == [None]
 
 
 def test_a_rank_binds_when_its_first_piece_arrives(ranks):

@@ -50,6 +50,8 @@ class ViewSpec(NamedTuple):
 class PartitionViews(list):
     """``averaged_gradients[group]``: a gradient for each parameter in the partition, in partition order.
 
+    Attributes and methods have the names of the base's own entries, which its code and its users' code look for.
+
     Args:
         targets: offset -> 1-D tensor in the gradient accumulation dtype, for each parameter in the partition.
         flat_partition: the 1-D tensor of ``partition_size`` elements in which they all lie, or None if each lies
@@ -101,11 +103,11 @@ class PartitionViews(list):
         So memory is free again as soon as the caller drops one.
         """
         targets = self._targets
-        self.release()
+        self.release_grad_buffers()
         while targets:
             yield targets.popitem()
 
-    def release(self):
+    def release_grad_buffers(self):
         """Drops the gradients here and in the reducer. May be called more than once."""
         self.clear()
         self.flat_partition = None
@@ -318,7 +320,7 @@ class StepLocalGradients:
         self._progress.forget()
         for group, views in list(self.averaged_gradients.items()):
             if isinstance(views, PartitionViews):
-                views.release()
+                views.release_grad_buffers()
             self.averaged_gradients[group] = None
         self._reducer.release_all()
 

@@ -102,7 +102,7 @@ def _whole_gradient(views, factor, master):
     flat = views.flat_partition
     if flat is None:
         return MasterGradient(views, factor, master.data).take(0, master.numel())
-    views.release()
+    views.release_grad_buffers()
     return flat if factor is None else flat.mul_(factor)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from deepspeed.compile import chunked_step
 from deepspeed.compile.gradient_partition import StepLocalGradients, gradient_counters, reset_gradient_counters
+from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
 from support.models import Model
@@ -21,6 +22,7 @@ from support.training import (
     average_gradients,
     batch,
     build,
+    default_dtype,
     device,
     held,
     make_engine,
@@ -63,6 +65,34 @@ def stages_of_a_target(case):
     seen["optimizer attributes"] = [name for name in vars(optimizer) if "deepcompile" in name.lower()]
     seen["optimizer is itself again"] = not isinstance(optimizer, StepLocalGradients)
     return seen
+
+
+def entries_as_in_the_base(case):
+    """What code written for the base's own entries of ``averaged_gradients`` finds in those of this fork.
+
+    Returns (names that an entry lacks, dtypes and devices of its tensors, elements of the flat partition that the
+    base's step finds, or None, elements of a partition, bytes held when the base has released it, entries after a
+    step).
+    """
+    _, engine = start(case)
+    optimizer = engine.optimizer
+    with default_dtype(torch.float64):
+        backward(engine)
+        entry = optimizer.averaged_gradients[0]
+        kinds = {(tensor.dtype, tensor.device.type) for tensor in entry}
+    names = [name for name in dir(GradPartitionBufferGroup([], torch.zeros(0))) if not name.startswith("_")]
+    lacking = [name for name in [*names, "release_grad_buffers"] if not hasattr(entry, name)]
+    flat = optimizer._get_preflattened_grad_partition(0)
+    numel = None if flat is None else flat.numel()
+    del flat, entry
+    optimizer._release_preflattened_grad_buffers()
+    released = held(gradient_counters(engine))
+    optimizer.zero_grad()
+    backward(engine, 1)
+    engine.step()
+    after_step = list(optimizer.averaged_gradients.values())
+    engine.destroy()
+    return lacking, kinds, numel, int(optimizer.partition_size[0]), released, after_step
 
 
 def binding_moments(case):
