@@ -95,10 +95,6 @@ def make_resnet_of_group_norm():
     return ResNet("group")
 
 
-def make_channels_last():
-    return Convolutions().to(memory_format=torch.channels_last)
-
-
 def train(make, case, counts=(2, 2, 2)):
     """Trains with as many images in each step; a pair of counts is that of rank 0 and that of the others."""
     torch.manual_seed(0)
@@ -113,12 +109,12 @@ def train(make, case, counts=(2, 2, 2)):
     "make, stage, regional, from_graphs",
     [
         (Convolutions, 1, None, 7),
-        (make_channels_last, 2, None, 7),
+        (Convolutions, 2, None, 7),
         (make_resnet_of_batch_norm, 1, False, 14),
-        (make_resnet_of_batch_norm, 2, True, 10),
-        (make_resnet_of_group_norm, 1, True, 10),
+        (make_resnet_of_batch_norm, 2, True, 14),
+        (make_resnet_of_group_norm, 1, True, 14),
         (VisionTransformer, 2, None, 18),
-        (VisionTransformer, 1, True, 12),
+        (VisionTransformer, 1, True, 18),
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
