@@ -1,4 +1,4 @@
-# make test     lint, then all tests
+# make test     lint, then all tests (WORKERS=14: by so many processes at once, for a machine with GPUs and many cores)
 # make demo     train the small model of tests/demo on two processes (DEMO_ARGS="..." reaches the script)
 # make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7 WORLD=3: how many, seed, ranks)
 # make sanitize test the native code under gcc's sanitizers (SANITIZER=address, thread or undefined: only that one)
@@ -16,6 +16,7 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 MODELS ?= 100
 SEED ?= 0
+WORKERS ?=
 WORLD ?= 2
 SANITIZER ?= address thread undefined
 
@@ -49,10 +50,10 @@ NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.c
 .NOTPARALLEL:
 
 test: toolchain lint $(FORK) $(BENCH)
-	$(RUN) pytest -q tests
+	$(RUN) pytest -q tests $(if $(WORKERS),-n $(WORKERS) --dist worksteal)
 
 demo: toolchain $(FORK) $(DEMO)
-	$(RUN) deepspeed --log_level warning $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
+	$(RUN) python -m deepspeed.launcher.runner --log_level warning $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
 		tests/demo/train_qwen3.py $(DEMO_ARGS)
 
 fuzz: toolchain $(FORK)

@@ -19,7 +19,8 @@ DEMO = ROOT / "tests" / "demo" / "train_qwen3.py"
 
 def launch(script, *arguments):
     """Runs a script in two CPU processes and returns the finished launcher."""
-    launcher = [sys.executable, str(Path(sys.executable).parent / "deepspeed"), "--quiet"]
+    # As a module: where packages were installed into a folder of their own, the script is not beside the interpreter.
+    launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
     launcher += ["--num_accelerators", "2", "--master_port", str(free_port())]
     return subprocess.run(
         [*launcher, str(script), *arguments],

@@ -22,9 +22,16 @@ TESTS = Path(__file__).resolve().parent.parent
 
 
 def free_port():
-    """Below the ports that the system gives to outgoing connections, so that none of these takes it meanwhile."""
+    """Below the ports that the system gives to outgoing connections, so that none of these takes it meanwhile.
+
+    Each worker of pytest-xdist has ports of its own, because seconds pass until a port is taken.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    share = 12000 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    first = 20000 + worker * share
     while True:
-        port = random.randrange(20000, 32000)
+        # Not from the seed that hypothesis sets, which is the same everywhere.
+        port = random.SystemRandom().randrange(first, first + share)
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
