@@ -25,6 +25,7 @@ PATIENCE = 150 if torch.cuda.is_available() else 80
     "where, how",
     [
         *itertools.product(("forward", "backward"), faults.HAPPENINGS),
+        ("at the end of the graph", "interrupted"),
         ("behind the backward", "interrupted"),
     ],
 )
@@ -32,7 +33,8 @@ def test_the_next_step_is_right(ranks, where, how, stage, accumulation):
     case = Case(stage=stage, accumulation=accumulation, bucket=50)
     expected = {"raises": "Injected", "interrupted": "KeyboardInterrupt"}.get(how)
     # Python's handler runs in the main thread, and a GPU's backward in the device's: then it is behind it, too.
-    behind = where == "behind the backward" or (where, how, device().type) == ("backward", "interrupted", "cuda")
+    on_gpu = (where, how, device().type) == ("backward", "interrupted", "cuda")
+    behind = where in ("at the end of the graph", "behind the backward") or on_gpu
     for raised, after, at_last, error in ranks(2).run(faults.on_every_rank, case, where, how):
         assert raised == expected or (expected is None and raised in ("RuntimeError", "OutOfMemoryError"))
         # What was reduced by then is dropped when the next backward or step begins.

@@ -123,26 +123,30 @@ class _BackwardWatch:
     """
 
     def __init__(self, optimizer, serial):
-        self._optimizer = weakref.ref(optimizer)
-        self._serial = serial
-        self._called = False
+        self._watched = functools.partial(_watched, weakref.ref(optimizer), serial)
+        # Not a __del__: Python code that runs while the graph task is dropped would raise a pending KeyboardInterrupt
+        # there, where nobody can catch it. Where the backward did not raise, no code is to run then.
+        self._dropped = weakref.finalize(self, _abandon, self._watched)
+        self._dropped.atexit = False
 
     def __call__(self):
-        self._called = True
+        self._dropped.detach()
         optimizer = self._watched()
         if optimizer is not None:
             optimizer._progress.graph_ended()
 
-    def __del__(self):
-        optimizer = None if self._called else self._watched()
-        if optimizer is not None:
-            optimizer._abandon_backward()
 
-    def _watched(self):
-        """Returns the optimizer unless another backward has started since, or this one was abandoned."""
-        optimizer = self._optimizer()
-        attached = isinstance(optimizer, StepLocalGradients)
-        return optimizer if attached and optimizer._progress.serial == self._serial else None
+def _watched(reference, serial):
+    """Returns the optimizer unless another backward has started since, or this one was abandoned."""
+    optimizer = reference()
+    attached = isinstance(optimizer, StepLocalGradients)
+    return optimizer if attached and optimizer._progress.serial == serial else None
+
+
+def _abandon(watched):
+    optimizer = watched()
+    if optimizer is not None:
+        optimizer._abandon_backward()
 
 
 def _with_current_parameters(name):

@@ -2,8 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults in a training step, and what the ranks do in ``test_faults.py``."""
 
+import _thread
 import contextlib
 import copy
+import functools
 import os
 import resource
 import signal
@@ -101,13 +103,28 @@ def interrupt_behind_backward():
     torch.Tensor.backward = interrupted
 
 
+def interrupt_at_end_of_graph():
+    """Has an interrupt come when the graph of the running backward has ended, and the engine's epilogue has not begun.
+
+    Python's handler runs with the main thread's next Python code. On a GPU that is where any interrupt during the
+    backward ends up, since a device's thread runs the backward while the main thread waits.
+    """
+    come = functools.partial(_thread.interrupt_main, signal.SIGINT)
+    torch.autograd.Variable._execution_engine.queue_callback(come)
+
+
 HAPPENINGS = {"raises": raise_injected, "out of memory": allocate_too_much, "interrupted": interrupt}
 
 
 def _arm(where, how):
-    """Has a fault happen once: in the next "forward" or "backward", or, an interrupt, "behind the backward"."""
+    """Has a fault happen once: in the next "forward" or "backward".
+
+    An interrupt may also come "at the end of the graph" of the next backward, or "behind the backward".
+    """
     if where == "behind the backward":
         interrupt_behind_backward()
+    elif where == "at the end of the graph":
+        in_backward.happen = interrupt_at_end_of_graph
     else:
         (in_forward if where == "forward" else in_backward).happen = HAPPENINGS[how]
 
