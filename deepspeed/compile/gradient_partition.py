@@ -20,6 +20,7 @@ from typing import NamedTuple, Optional
 import torch
 
 import deepspeed.comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import logger
 
 from . import partition_step
@@ -274,8 +275,25 @@ class StepLocalGradients:
     # These read parameters or write them.
     update_lp_params = _with_current_parameters("update_lp_params")
     refresh_fp32_params = _with_current_parameters("refresh_fp32_params")
-    offload_states = _with_current_parameters("offload_states")
-    reload_states = _with_current_parameters("reload_states")
+
+    def offload_states(self, *args, **kwargs):
+        self._gather.wait_all()
+        if OffloadStateTypeEnum.optim_states not in self.offloaded_states:
+            self._states_on_host = [
+                (state, name)
+                for state in self.optimizer.state.values()
+                for name, value in state.items()
+                if torch.is_tensor(value) and value.is_cpu
+            ]
+        super().offload_states(*args, **kwargs)
+
+    def reload_states(self, *args, **kwargs):
+        self._gather.wait_all()
+        super().reload_states(*args, **kwargs)
+        # The base has moved every tensor to the device. Optimizers of torch keep their counts of steps on the host and
+        # read them there, so each step would wait for the device.
+        for state, name in self._states_on_host:
+            state[name] = state[name].cpu()
 
     def when_destroyed(self, undo):
         """Has ``undo()`` called by :meth:`destroy`."""
@@ -381,6 +399,7 @@ def attach(optimizer, engine, reducer, limit):
     optimizer._limit = limit
     optimizer._undo = []
     optimizer._norms_exactly = False
+    optimizer._states_on_host = []
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
     # Their work is the reducer's now, and so is their memory.
@@ -414,7 +433,8 @@ def detach(optimizer):
     optimizer.__class__ = optimizer.plain_class
     _attached.discard(optimizer)
     own = (
-        "_engine _gather _half_step _limit _norms_exactly _progress _reducer _registered _taken_over _undo _view_specs"
+        "_engine _gather _half_step _limit _norms_exactly _progress _reducer _registered _states_on_host _taken_over "
+        "_undo _view_specs"
     )
     for name in own.split():
         delattr(optimizer, name)

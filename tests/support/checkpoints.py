@@ -188,9 +188,14 @@ def state(engine):
 
 
 def differing(actual, expected):
-    """Names of what is not bitwise the same."""
-    names = sorted({*actual, *expected})
-    return [n for n in names if n not in actual or n not in expected or not torch.equal(actual[n], expected[n])]
+    """Names of what is not bitwise the same, or not on the same device."""
+
+    def same(name):
+        if name not in actual or name not in expected or actual[name].device != expected[name].device:
+            return False
+        return torch.equal(actual[name], expected[name])
+
+    return [name for name in sorted({*actual, *expected}) if not same(name)]
 
 
 def compared(actual, expected, before):
@@ -419,12 +424,15 @@ INCLUDED = [
 
 
 def move_away_and_back(engine, number):
-    """Offloads and reloads states, others in each step."""
+    """Offloads and reloads states, others in each step. Meanwhile others use the memory that is free."""
     # Each collects garbage several times over, which takes long among all that a compiler keeps.
     gc.freeze()
     try:
         engine.offload_states(include=INCLUDED[number % len(INCLUDED)])
+        flat = engine.optimizer.bit16_groups_flat
+        others = [torch.full(each.shape, torch.nan, device=device()) for each in flat for _ in range(8)]
         engine.reload_states(non_blocking=number % 2 == 1)
+        del others
     finally:
         gc.unfreeze()
 
