@@ -360,10 +360,12 @@ def destroyed_at(moment, case):
     reference = weakref.ref(engine)
     del engine, kept, reducer
     gc.collect()
-    # A device's thread holds a backward that it was in for a moment longer.
+    # A device's thread holds a backward that it was in for a moment longer, and the engine by DeepSpeed's callback of
+    # it. What it lets go of then is part of a cycle.
     deadline = time.monotonic() + 5
     while torch.cuda.is_available() and reference() is not None and time.monotonic() < deadline:
         time.sleep(0.01)
+        gc.collect()
     gone = all(gradient() is None for gradient in gradients) and reference() is None
 
     plain = copy.deepcopy(module)
