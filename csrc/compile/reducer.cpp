@@ -161,6 +161,25 @@ void Reducer::watch_accumulation(size_t index)
     record.accumulation_node = std::move(node);
 }
 
+void Reducer::follow_stream()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (groups_.empty() || groups_.front().device.is_cpu()) { return; }
+    const auto stream = current_stream(groups_.front().device);
+    if (watched_from_ == stream) { return; }
+    watched_from_ = stream;
+    for (size_t index = 0; index < records_.size(); ++index) {
+        auto& record = records_[index];
+        if (!record.accumulation_node) { continue; }
+        const auto alive = [&record] { return torch::autograd::impl::try_get_grad_accumulator(record.parameter); };
+        const bool in_use = alive() == record.accumulation_node;
+        record.accumulation_node = nullptr;
+        // A graph that is still alive has kept the node, with the hook.
+        if (in_use) { record.accumulation_node = alive(); }
+        if (!record.accumulation_node) { watch_accumulation(index); }
+    }
+}
+
 void Reducer::on_accumulated(size_t index, const torch::autograd::variable_list& inputs)
 {
     at::Tensor parameter;

@@ -244,6 +244,11 @@ public:
     /// begin_backward().
     void on_unannounced_backward(std::function<void()> begin);
 
+    /// Called before a forward. Autograd runs an accumulation node on the stream on which the node was made, which this
+    /// object keeps from one backward to the next. Has it made again where the forward runs on another stream, so that
+    /// the backward needs that stream only. Nodes of graphs that are still alive stay as they are.
+    void follow_stream();
+
     /// 2. and 3. Called by the compiled backward (op `reduce_grad`) and, for gradients of code that was
     /// not compiled, by the parameter's accumulation node. Contributions to one parameter add up.
     /// `may_keep`: nothing else reads or reuses the gradient's memory, so it need not be copied.
@@ -328,6 +333,7 @@ private:
     bool in_backward_ = false;
     std::shared_ptr<const std::function<void()>> begin_unannounced_;
     std::optional<c10::Stream> last_stream_;
+    std::optional<c10::Stream> watched_from_;  ///< the stream of the last forward, on which nodes were made
     bool several_streams_ = false;
 
     ByteCount bound_, pending_, bucket_, unreduced_;

@@ -171,9 +171,10 @@ def _act_around_forward(engine):
 
     DeepSpeed removes those hooks, because they would be compiled with the module. Hooks of the engine are not.
     """
-    progress = engine.optimizer._progress
+    progress, reducer = engine.optimizer._progress, engine.optimizer._reducer
 
     def begin(*_):
+        reducer.follow_stream()
         if torch.is_grad_enabled():
             progress.forward_begins()
 
