@@ -1,0 +1,132 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What the ranks do in ``test_streams.py``: training on streams other than the default one."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+
+from support.training import average_gradients, batch, build, make_engine, make_optimizer, relative_error
+
+# Of the device's clock: about half a second, in which the host runs far ahead.
+CYCLES = 10**9
+
+
+def accumulate_over_streams(case, how):
+    """Of each step the last micro-batch runs on a second stream, and those before it on a first.
+
+    The second stream waits for the first, as the caller has to see to, and is then kept busy, so that the host has
+    called the whole backward before the device begins it. Meanwhile the first stream allocates memory and fills it:
+    whatever that backward has given back too early.
+
+    Args:
+        case: with gradient accumulation of 2 or more.
+        how: "joined", where the last micro-batch uses every parameter; "unused", where it leaves out those of a block;
+            "dropped", where ``zero_grad()`` comes behind that backward, and another one on the second stream behind it
+            ends the step.
+
+    Returns:
+        (error of the parameters beside a plain loop, whether what was filled has stayed as it was, in how many steps
+        it was filled while the second stream was kept busy).
+    """
+    torch._dynamo.reset()
+    rank, module = dist.get_rank(), build(case)
+    plain = copy.deepcopy(module)
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    busy_one = case.accumulation - (2 if how == "dropped" else 1)
+    intact, ahead = True, 0
+    for step in range(case.steps):
+        for micro_step in range(case.accumulation):
+            ids, skip = batch(step, micro_step, rank, 4), how == "unused" and micro_step == busy_one
+            torch.cuda.synchronize()
+            with torch.cuda.stream(first if micro_step < busy_one else second):
+                loss = engine(ids, skip)
+                if micro_step == busy_one:
+                    torch.cuda._sleep(CYCLES)
+                engine.backward(loss)
+                # What keeps a graph alive keeps autograd's nodes, and the streams of these.
+                del loss
+                if micro_step == busy_one:
+                    if how == "dropped":
+                        engine.optimizer.zero_grad()
+                    done = second.record_event()
+                    with torch.cuda.stream(first):
+                        filled = [torch.full_like(p, torch.nan) for p in module.parameters() for _ in range(4)]
+                    first.synchronize()
+                    ahead += not done.query()
+                    second.synchronize()
+                    intact = intact and all(bool(each.isnan().all()) for each in filled)
+                    del filled
+                engine.step()
+            (plain(ids, skip) / case.accumulation).backward()
+            if how == "dropped" and micro_step == busy_one:
+                optimizer.zero_grad()
+        average_gradients(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error, intact, ahead
+
+
+def train_in_a_side_stream(case):
+    """Trains in a side stream an engine that was compiled in the default one.
+
+    Returns:
+        A dict: the "error" of the parameters beside a plain loop; on which "streams" a hook saw gradients, as names;
+        "waited", whether the side stream waited in the last backward for what the default one was doing; "deferred",
+        the bytes that the second to last backward has given back but that may not be used again yet, because they
+        were marked as used on a stream besides their own.
+    """
+    torch._dynamo.reset()
+    rank, module = dist.get_rank(), build(case)
+    plain = copy.deepcopy(module)
+    side, default, seen = torch.cuda.Stream(), torch.cuda.default_stream(), {}
+
+    def watch(_):
+        stream = torch.cuda.current_stream()
+        seen["streams"].add({side: "side", default: "default"}.get(stream, "another"))
+
+    module.head.weight.register_hook(watch)
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    seen["streams"] = set()
+    side.wait_stream(default)
+    with torch.cuda.stream(side):
+        for step in range(case.steps):
+            for micro_step in range(case.accumulation):
+                ids = batch(step, micro_step, rank, 4)
+                loss = engine(ids)
+                at_last = micro_step == case.accumulation - 1
+                if at_last and step == case.steps - 2:
+                    torch.cuda.synchronize()
+                    before = _deferred_bytes()
+                    torch.cuda._sleep(CYCLES)
+                if at_last and step == case.steps - 1:
+                    with torch.cuda.stream(default):
+                        torch.cuda._sleep(CYCLES)
+                    default_done = default.record_event()
+                engine.backward(loss)
+                if at_last and step == case.steps - 2:
+                    seen["deferred"] = _deferred_bytes() - before
+                if at_last and step == case.steps - 1:
+                    side.synchronize()
+                    seen["waited"] = default_done.query()
+                engine.step()
+                (plain(ids) / case.accumulation).backward()
+            average_gradients(plain)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+    seen["error"] = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return seen
+
+
+def _deferred_bytes():
+    # An allocation has the allocator look at what may be used again by now.
+    torch.empty(1, device="cuda")
+    statistics = torch.cuda.memory_stats()
+    return statistics["active_bytes.all.current"] - statistics["allocated_bytes.all.current"]
