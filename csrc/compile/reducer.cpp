@@ -167,7 +167,7 @@ void Reducer::follow_stream()
     if (groups_.empty() || groups_.front().device.is_cpu()) { return; }
     const auto stream = current_stream(groups_.front().device);
     if (watched_from_ == stream) { return; }
-    watched_from_ = stream;
+    bool all = true;
     for (size_t index = 0; index < records_.size(); ++index) {
         auto& record = records_[index];
         if (!record.accumulation_node) { continue; }
@@ -176,8 +176,11 @@ void Reducer::follow_stream()
         record.accumulation_node = nullptr;
         // A graph that is still alive has kept the node, with the hook.
         if (in_use) { record.accumulation_node = alive(); }
+        all = all && !record.accumulation_node;
         if (!record.accumulation_node) { watch_accumulation(index); }
     }
+    // Else the next forward tries again.
+    if (all) { watched_from_ = stream; }
 }
 
 void Reducer::on_accumulated(size_t index, const torch::autograd::variable_list& inputs)

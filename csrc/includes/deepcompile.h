@@ -333,7 +333,7 @@ private:
     bool in_backward_ = false;
     std::shared_ptr<const std::function<void()>> begin_unannounced_;
     std::optional<c10::Stream> last_stream_;
-    std::optional<c10::Stream> watched_from_;  ///< the stream of the last forward, on which nodes were made
+    std::optional<c10::Stream> watched_from_;  ///< the stream on which all accumulation nodes were made
     bool several_streams_ = false;
 
     ByteCount bound_, pending_, bucket_, unreduced_;
