@@ -469,8 +469,8 @@ void Reducer::launch()
             }
         }
         if (messages.empty()) { continue; }
-
         send(group, messages, average);
+        messages_sent_ += static_cast<int64_t>(messages.size());
     }
     ++buckets_sent_;
     in_flight_ = std::move(filling_);
@@ -782,7 +782,8 @@ std::map<std::string, int64_t> Reducer::counters() const
     std::map<std::string, int64_t> values{{"registered", static_cast<int64_t>(records_.size())},
                                           {"from_graphs", from_graphs_},
                                           {"from_autograd", from_autograd_},
-                                          {"buckets_sent", buckets_sent_}};
+                                          {"buckets_sent", buckets_sent_},
+                                          {"messages_sent", messages_sent_}};
     const std::pair<const char*, const ByteCount*> counts[] = {
         {"bound", &bound_}, {"pending", &pending_}, {"bucket", &bucket_}, {"unreduced", &unreduced_}};
     for (const auto& [name, count] : counts) {
@@ -798,7 +799,7 @@ void Reducer::reset_counters()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto* count : {&bound_, &pending_, &bucket_, &unreduced_}) { count->reset_peak(); }
-    from_graphs_ = from_autograd_ = buckets_sent_ = 0;
+    from_graphs_ = from_autograd_ = buckets_sent_ = messages_sent_ = 0;
 }
 
 }  // namespace deepcompile

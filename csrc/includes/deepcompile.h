@@ -277,7 +277,8 @@ public:
     /// Unregisters the parameters, whose hooks do nothing from then on. The destructor calls it.
     void close();
 
-    /// Bytes held, and the number of parameters registered, gradients received and buckets sent: name -> value.
+    /// Bytes held, and the number of parameters registered, gradients received, and buckets and messages sent: name ->
+    /// value.
     std::map<std::string, int64_t> counters() const;
     void reset_counters();
 
@@ -340,6 +341,7 @@ private:
     int64_t from_graphs_ = 0;
     int64_t from_autograd_ = 0;
     int64_t buckets_sent_ = 0;
+    int64_t messages_sent_ = 0;
     Fingerprint sent_;
     bool asks_to_stop_compiling_ = false;
     Agreement agreement_;

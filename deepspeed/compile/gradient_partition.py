@@ -529,8 +529,8 @@ def gradient_counters(engine):
     Bytes: ``bound`` of gradient targets, ``pending`` of gradients on their way to their owners, ``bucket`` of memory
     allocated for those, ``unreduced`` of gradients kept between the micro-batches of ZeRO-1, and ``peak_...`` for the
     highest of each. Counts: ``registered`` parameters; gradients received ``from_graphs`` that reduce and
-    ``from_autograd``, for code that was not compiled; ``buckets_sent``. Peaks, gradients and buckets sent count since
-    ``reset_gradient_counters()``.
+    ``from_autograd``, for code that was not compiled; ``buckets_sent``, and ``messages_sent`` in them: a message goes
+    to one owner in one collective. Peaks, gradients, buckets and messages count since ``reset_gradient_counters()``.
 
     Raises:
         ValueError: if the engine has not been compiled with DeepCompile ZeRO-1/2.
