@@ -5,12 +5,14 @@
 Without an engine around it, so that nothing orders the calls but the reducer itself.
 """
 
+import collections
 import contextlib
 import functools
 import gc
 import itertools
 import threading
 import time
+import zlib
 
 import torch
 import torch.distributed as dist
@@ -34,8 +36,13 @@ def together(count):
     return [dist.new_group() for _ in range(count)]
 
 
-# Apart from those of engines, which count from 1.
-identities = itertools.count(10**6)
+_numbers = collections.defaultdict(itertools.count)
+
+
+def identity_in(process_group):
+    """A number that no other reducer of this process has and that is the same on every rank, as engines have one."""
+    name = process_group.group_name
+    return 10**6 * (1 + zlib.crc32(name.encode())) + next(_numbers[name])
 
 
 class Registered:
@@ -44,7 +51,7 @@ class Registered:
     def __init__(self, process_group, count, flat=True, bucket=3 * ELEMENTS):
         self.parameters = [torch.nn.Parameter(torch.ones(ELEMENTS, device=device())) for _ in range(count)]
         self.reducer = reducer_module().Reducer(
-            identity=next(identities),
+            identity=identity_in(process_group),
             bucket_numel=bucket,
             overlap=True,
             synchronize_before=False,
