@@ -286,7 +286,7 @@ def test_options_are_not_used_up():
     nested = Nested()
     nested.layers = ModuleList([BreakingBlock(4), BreakingBlock(4)])
     blocks = find_blocks(nested, ["Block", "BreakingBlock"])
-    changed = compile_regions(nested, blocks, "eager", {"options": options})
+    changed = compile_regions(nested, blocks, "eager", {"options": options}, no_limit())
     nested.stages(torch.ones(1, 4))
     once = len(seen)
     nested.layers[0](torch.ones(1, 4))
@@ -372,7 +372,7 @@ def test_blocks_of_another_engine():
     model = BlocksWithin()
     blocks, _ = chosen(model)
     changed = compile_regions(model, blocks, "eager", {}, no_limit())
-    with pytest.raises(ValueError, match="Block is compiled for an engine that trains other parameters"):
+    with pytest.raises(ValueError, match="Body is compiled for an engine that trains other parameters"):
         refuse_blocks_of_others(model)
     # What blocks there are does not depend on it.
     assert chosen(model) == (blocks, "")

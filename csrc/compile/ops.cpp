@@ -34,10 +34,11 @@ at::Tensor reduce_grad(const at::Tensor& gradient,
     const auto numbers = on_host(registrations);
     const auto* number = numbers.const_data_ptr<int64_t>();
     const auto reducer = find_reducer(number[0]);
-    TORCH_CHECK(reducer,
-                "DeepCompile got a gradient of shape " + shape_of(gradient) +
-                    " for an engine that was destroyed, or that gave its model to a later engine; run the forward " +
-                    "again with an engine that is alive");
+    TORCH_CHECK(
+        reducer,
+        "DeepCompile got a gradient of shape " + shape_of(gradient) +
+            " that belongs to no engine: the engine was destroyed, or gave its parameters to a later one; run " +
+            "the forward again with an engine that is alive");
     // Unless the graph has given the memory away, the compiler may use it again as soon as this returns.
     // Even then, an operator may have produced several tensors in one piece of memory.
     const bool sole_user = may_keep && gradient.storage().use_count() == 1;

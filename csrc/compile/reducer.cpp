@@ -6,6 +6,7 @@
 #include <ATen/Functions.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -36,6 +37,14 @@ int64_t bytes_of(const at::Tensor& tensor)
 std::string to_reduce(const Bucket& bucket)
 {
     return "reduce the bucket that begins with the gradient of " + bucket.first_parameter;
+}
+
+/// Has `waiting` wait for what `used` does.
+void wait_for(const c10::Stream& used, const c10::Stream& waiting)
+{
+    c10::Event done(used.device_type());
+    done.record(used);
+    done.block(waiting);
 }
 
 /// Whether keeping the tensor keeps exactly its own elements, in order.
@@ -249,9 +258,7 @@ void Reducer::order_after_last_use()
     if (device.is_cpu()) { return; }
     const auto stream = current_stream(device);
     if (last_stream_ && *last_stream_ != stream) {
-        c10::Event used(device.type());
-        used.record(*last_stream_);
-        used.block(stream);
+        wait_for(*last_stream_, stream);
         several_streams_ = true;
     }
     last_stream_ = stream;
@@ -628,6 +635,11 @@ void Reducer::finish_backward(bool synchronize)
     std::lock_guard<std::mutex> lock(mutex_);
     if (groups_.empty()) { return; }
     at::NoGradGuard no_grad;
+    const auto device = groups_.front().device;
+    // Autograd runs the callbacks that end a backward on the caller's stream, but where no accumulation node has run,
+    // on the default one. The reductions' own stream is right in either case, and the caller's waits for it.
+    const auto caller = current_stream(device);
+    c10::OptionalStreamGuard guard(last_stream_);
     order_after_last_use();
     if (synchronize) {
         // Where no backward has begun, all of them lie between backwards still.
@@ -647,15 +659,22 @@ void Reducer::finish_backward(bool synchronize)
         // A parameter that got no gradient is still stepped, on zeros.
         bind_rest();
     }
-    if (several_streams_) {
-        // The optimizer reads targets on this stream, and may drop them before it is done.
-        for (const auto& group : groups_) {
-            for (const auto& [offset, target] : group.targets) { target.record_stream(*last_stream_); }
-        }
-        several_streams_ = false;
-    }
+    if (last_stream_ && *last_stream_ != caller) { wait_for(*last_stream_, caller); }
     synchronize_ = false;
     in_backward_ = false;
+}
+
+void Reducer::use_targets_here()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (groups_.empty()) { return; }
+    order_after_last_use();
+    if (!several_streams_) { return; }
+    // The optimizer reads targets on this stream, and may drop them before it is done.
+    for (const auto& group : groups_) {
+        for (const auto& [offset, target] : group.targets) { target.record_stream(*last_stream_); }
+    }
+    several_streams_ = false;
 }
 
 void Reducer::abandon_backward()

@@ -264,6 +264,9 @@ public:
     /// 4. Called when a backward raised: drops what it left.
     void abandon_backward();
 
+    /// 5. Called by the optimizer before it reads targets, on its stream.
+    void use_targets_here();
+
     /// 5. What is bound of this rank's partition of a group.
     Targets targets(int64_t group) const;
     /// 5. The flat tensor in which they lie, or nothing if they do not.

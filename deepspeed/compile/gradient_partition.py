@@ -220,6 +220,9 @@ class StepLocalGradients:
     def setup_buckets(self):
         """The reducer has its own."""
 
+    def reduce_ready_partitions_and_remove_grads(self, *_):
+        """The reducer takes what parameters hold when ``coalesce_grad_reduction()`` ends."""
+
     def zero_grad(self, set_to_none=True):
         super().zero_grad(set_to_none)
         self._progress.take_lost()

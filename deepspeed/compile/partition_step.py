@@ -36,6 +36,7 @@ def run(optimizer):
     # Of the step before, if that did not wait.
     optimizer._reducer.check_others()
     optimizer._reducer.ask_others()
+    optimizer._reducer.use_targets_here()
     norm = optimizer.scaled_global_norm() if optimizer.compute_grad_norm else None
     waits = _host_waits(optimizer, norm)
     if waits or optimizer.bit16_groups_flat[0].is_cpu:

@@ -118,16 +118,19 @@ def one_loss_of_two_engines(cases):
 
 
 def forwards_before_a_backward(case, direct):
-    """Two forwards, then their backwards in the other order, then one backward of two forwards; returns the errors."""
+    """Four forwards, then the backwards of two of them in the other order, then one backward of the others.
+
+    Returns the errors. All forwards come first: a later one would begin a step anew.
+    """
     torch._dynamo.reset()
     pair = _Beside(case)
     for step in range(3):
         batches = [batch(step, number, dist.get_rank(), 4) for number in range(4)]
         backward = torch.Tensor.backward if direct else pair.engine.backward
-        first, second = pair.engine(batches[0]), pair.engine(batches[1])
+        first, second, *others = [pair.engine(each) for each in batches]
         backward(second)
         backward(first)
-        backward(pair.engine(batches[2]) * pair.engine(batches[3]))
+        backward(others[0] * others[1])
         pair.engine.step()
         (pair.plain(batches[0]) + pair.plain(batches[1])).backward()
         (pair.plain(batches[2]) * pair.plain(batches[3])).backward()

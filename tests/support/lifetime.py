@@ -494,16 +494,16 @@ def taken_over(case):
 
 
 def several_backwards(case):
-    """Two losses with a backward each, then two forwards before one backward, before one step."""
+    """Two losses with a backward each, then one backward of two forwards, before one step; all forwards come first."""
     module, engine = start(case)
     plain = build(case)
     optimizer = make_optimizer(plain, case)
     rank = dist.get_rank()
-    for micro_step in range(2):
-        backward(engine, 0, micro_step)
-        plain(batch(0, micro_step, rank, 4)).backward()
-    first, second = engine(batch(0, 2, rank, 4)), engine(batch(0, 3, rank, 4))
-    engine.backward(first + second)
+    losses = [engine(batch(0, number, rank, 4)) for number in range(4)]
+    for number in range(2):
+        engine.backward(losses[number])
+        plain(batch(0, number, rank, 4)).backward()
+    engine.backward(losses[2] + losses[3])
     (plain(batch(0, 2, rank, 4)) + plain(batch(0, 3, rank, 4))).backward()
     engine.step()
     average_gradients(plain)
