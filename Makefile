@@ -53,7 +53,7 @@ test: toolchain lint $(FORK) $(BENCH)
 	$(RUN) pytest -q tests $(if $(WORKERS),-n $(WORKERS) --dist worksteal)
 
 demo: toolchain $(FORK) $(DEMO)
-	$(RUN) python -m deepspeed.launcher.runner --log_level warning $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
+	$(RUN) deepspeed --log_level warning $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
 		tests/demo/train_qwen3.py $(DEMO_ARGS)
 
 fuzz: toolchain $(FORK)

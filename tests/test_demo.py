@@ -24,6 +24,8 @@ def launch(script, *arguments):
     launcher += ["--num_accelerators", "2", "--master_port", str(free_port())]
     return subprocess.run(
         [*launcher, str(script), *arguments],
+        # In the checkout's own folder a module would be looked for in its deepspeed/, which is not the whole package.
+        cwd=ROOT / "tests",
         env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
