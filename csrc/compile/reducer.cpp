@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <set>
 #include <string>
 
 namespace deepcompile {
@@ -51,6 +52,30 @@ void wait_for(const c10::Stream& used, const c10::Stream& waiting)
 bool fills_its_storage(const at::Tensor& tensor)
 {
     return tensor.is_contiguous() && static_cast<int64_t>(tensor.storage().nbytes()) == bytes_of(tensor);
+}
+
+/// One message for each run of entries that have the same owner.
+std::vector<Message> messages_of(const Segment& segment)
+{
+    std::vector<Message> messages;
+    for (size_t first = 0, next = 0; first < segment.entries.size(); first = next) {
+        const auto& begin = segment.entries[first];
+        int64_t numel = 0;
+        for (next = first; next < segment.entries.size() && segment.entries[next].piece.owner == begin.piece.owner;
+             ++next) {
+            numel += segment.entries[next].piece.numel;
+        }
+        messages.emplace_back(segment.memory.narrow(0, begin.offset, numel), begin.piece.owner);
+    }
+    return messages;
+}
+
+/// Whether a copy that lays together what goes to one owner saves at least half of the messages.
+bool owners_alternate(const std::vector<Message>& messages)
+{
+    std::set<int64_t> owners;
+    for (const auto& [memory, owner] : messages) { owners.insert(owner); }
+    return messages.size() > 2 * owners.size();
 }
 
 }  // namespace
@@ -462,18 +487,14 @@ void Reducer::launch()
         const bool average = group.process_group->getBackend(device.type())->getBackendName() == "nccl";
         for (auto& segment : filling_.segments) {
             if (segment.group != static_cast<int64_t>(index)) { continue; }
+            auto runs = messages_of(segment);
+            if (owners_alternate(runs)) {
+                sort_by_owner(segment, std::move(runs));
+                runs = messages_of(segment);
+            }
             // Without averaging in the collective, scale before the sum, which then cannot leave fp16's range.
             if (!average) { segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.world()); }
-            for (size_t first = 0, next = 0; first < segment.entries.size(); first = next) {
-                const auto& begin = segment.entries[first];
-                int64_t end = begin.offset;
-                for (next = first;
-                     next < segment.entries.size() && segment.entries[next].piece.owner == begin.piece.owner;
-                     ++next) {
-                    end += segment.entries[next].piece.numel;
-                }
-                messages.emplace_back(segment.memory.narrow(0, begin.offset, end - begin.offset), begin.piece.owner);
-            }
+            messages.insert(messages.end(), runs.begin(), runs.end());
         }
         if (messages.empty()) { continue; }
         send(group, messages, average);
@@ -484,6 +505,28 @@ void Reducer::launch()
     filling_ = Bucket();
     if (!options_.overlap || options_.synchronize_after) { drain(); }
     if (options_.synchronize_after) { synchronize_device(device); }
+}
+
+void Reducer::sort_by_owner(Segment& segment, std::vector<Message> runs)
+{
+    // Stable, so that contributions to one parameter are added in the order in which they came.
+    std::stable_sort(runs.begin(), runs.end(), [](const Message& a, const Message& b) { return a.second < b.second; });
+    std::vector<at::Tensor> parts;
+    for (auto& [memory, owner] : runs) { parts.push_back(std::move(memory)); }
+    auto sorted = at::cat(parts);
+    bucket_.add(bytes_of(sorted));
+    drop_memory(segment);
+    segment.memory = std::move(sorted);
+    segment.owned = true;
+    segment.stream = current_stream(groups_[segment.group].device);
+    std::stable_sort(segment.entries.begin(),
+                     segment.entries.end(),
+                     [](const Segment::Entry& a, const Segment::Entry& b) { return a.piece.owner < b.piece.owner; });
+    int64_t offset = 0;
+    for (auto& entry : segment.entries) {
+        entry.offset = offset;
+        offset += entry.piece.numel;
+    }
 }
 
 void Reducer::send(PartitionGroup& group, std::vector<Message>& messages, bool average)
@@ -606,16 +649,20 @@ int64_t PartitionGroup::bound_bytes() const
 
 void Reducer::recycle(Bucket& bucket)
 {
-    // The stream that waited for the collective is the one on which memory may be used again. Memory
-    // that belongs to another stream's pool must not return to that pool before this stream is done.
-    for (auto& segment : bucket.segments) {
-        if (!segment.memory.is_cpu() && last_stream_ && segment.stream != *last_stream_) {
-            segment.memory.record_stream(*last_stream_);
-        }
-        if (segment.owned) { bucket_.remove(bytes_of(segment.memory)); }
-    }
+    // The stream that waited for the collective is the one on which memory may be used again.
+    for (auto& segment : bucket.segments) { drop_memory(segment); }
     pending_.remove(bucket.bytes);
     bucket = Bucket();
+}
+
+void Reducer::drop_memory(Segment& segment)
+{
+    // Memory that belongs to another stream's pool must not return to that pool before the last stream is done.
+    if (!segment.memory.is_cpu() && last_stream_ && segment.stream != *last_stream_) {
+        segment.memory.record_stream(*last_stream_);
+    }
+    if (segment.owned) { bucket_.remove(bytes_of(segment.memory)); }
+    segment.memory = at::Tensor();
 }
 
 // 4. End of backward.

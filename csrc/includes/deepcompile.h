@@ -313,6 +313,7 @@ private:
     void enqueue(ParameterRecord& record, at::Tensor gradient, bool may_keep);
     void pack(PartitionGroup& group, ParameterRecord& record, const at::Tensor& gradient, bool may_keep);
     void launch();
+    void sort_by_owner(Segment& segment, std::vector<Message> runs);
     void send(PartitionGroup& group, std::vector<Message>& messages, bool average);
     void await(Bucket& bucket);
     void drain();
@@ -322,6 +323,7 @@ private:
     bool autograd_wants(const ParameterRecord& record) const;
     void wait_on_device(Bucket& bucket);
     void recycle(Bucket& bucket);
+    void drop_memory(Segment& segment);
     void forget_gradients();
     const c10::Stream current_stream(c10::Device device) const;
     void synchronize_device(c10::Device device) const;
