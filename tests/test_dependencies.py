@@ -66,7 +66,7 @@ deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.overlapping_partitio
 deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.setup_buckets
 deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.step
 deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.zero_grad
-functorch.compile:make_boxed_func
+torch._dynamo.backends.debugging:boxed_nop
 torch:autograd.Variable._execution_engine.queue_callback
 torch:_C._current_graph_task_id torch:AcceleratorError torch:OutOfMemoryError
 torch:distributed.DistBackendError torch:distributed.ProcessGroup._get_backend

@@ -60,6 +60,12 @@ def test_a_rank_binds_when_its_first_piece_arrives(ranks):
     assert last_owner[0] > 0
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_activations_are_freed_behind_their_last_use(ranks, backend):
+    for live in ranks(2).run(lifetime.activations_behind_their_last_use, Case(backend=backend)):
+        assert live == [0, 0, 0]
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("how", ["zero_grad", "destroy"])
 def test_release(ranks, how, stage):

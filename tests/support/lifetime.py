@@ -4,6 +4,7 @@
 
 import copy
 import ctypes
+import gc
 import tempfile
 import threading
 import time
@@ -93,6 +94,53 @@ def entries_as_in_the_base(case):
     after_step = list(optimizer.averaged_gradients.values())
     engine.destroy()
     return lacking, kinds, numel, int(optimizer.partition_size[0]), released, after_step
+
+
+ACTIVATION_NUMEL = 7919  # no other tensor has as many elements
+live_activations = []
+
+
+@torch.library.custom_op("deepcompile_tests::pass_on", mutates_args=())
+def pass_on(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("deepcompile_tests::count_activations", mutates_args=())
+def count_activations(gradient: torch.Tensor) -> torch.Tensor:
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    live_activations.append(sum(each.numel() == ACTIVATION_NUMEL for each in tensors))
+    return gradient.clone()
+
+
+for operator in (pass_on, count_activations):
+    operator.register_fake(torch.empty_like)
+pass_on.register_autograd(lambda _, gradient: count_activations(gradient))
+
+
+class SeveralActivations(torch.nn.Module):
+    """Has activations counted in the backward when all of those have been used that lie behind its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = pass_on(x * self.weight).expand(ACTIVATION_NUMEL)
+        for _ in range(3):
+            # Torch saves a cumulated sum rather than compute it again.
+            x = x * x.cumsum(0) / ACTIVATION_NUMEL
+        return x.mean()
+
+
+def activations_behind_their_last_use(case):
+    """How many activations live when a backward has used all of them, in each step."""
+    live_activations.clear()
+    _, engine = start(case, SeveralActivations().to(device()))
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, device=device())))
+        engine.step()
+    engine.destroy()
+    return list(live_activations)
 
 
 def binding_moments(case):
