@@ -1,6 +1,8 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Every option works under DeepCompile ZeRO-1/2, or ``engine.compile()`` refuses it and leaves the engine as it was.
+"""Every option works under DeepCompile ZeRO-1/2, or ``engine.compile()`` warns that it does not, or refuses it.
+
+Refusing leaves the engine as it was.
 
 ``docs/options.md`` lists them all; the last tests here hold it against the tables of this file and the base's fields.
 """
@@ -589,6 +591,104 @@ def test_loading(ranks, tmp_path, options, exact):
             assert continued < ROUNDING["bf16"]
 
 
+# Warned of ------------------------------------------------------------------------------------------------------
+
+
+def only_in_stage_3(section, **options):
+    return {
+        f"{section}.{name}": f"{section}.{name}={value} has no effect in this stage, only in stage 3"
+        for name, value in options.items()
+    }
+
+
+ONLY_IN_STAGE_3 = {
+    "zero_optimization": {
+        "zero_quantized_weights": True,
+        "zero_quantized_nontrainable_weights": True,
+        "zero_quantized_gradients": True,
+        "zero_hpz_partition_size": 2,
+    },
+    "compile": {
+        "free_activation": True,
+        "offload_activation": True,
+        "offload_opt_states": True,
+        "offload_parameters": True,
+        "symmetric_memory": True,
+        "sync_before_allgather": True,
+        "sync_after_allgather": True,
+        "keep_int_input_tensors": False,
+        "keep_all_input_tensors": True,
+    },
+}
+OFFLOADS = "zero_optimization.{} has no effect in this stage, only in stage 3"
+# What is said of each, by the name under which docs/options.md has it. All are given at once.
+WARNED = {
+    **only_in_stage_3("zero_optimization", **ONLY_IN_STAGE_3["zero_optimization"]),
+    **only_in_stage_3("compile", **ONLY_IN_STAGE_3["compile"]),
+    "zero_optimization.offload_param": OFFLOADS.format("offload_param"),
+    "compile.passes": "compile.passes holds 'z3', which has no effect in this stage",
+    "gradient_predivide_factor": "gradient_predivide_factor=2.0 has no effect, because gradients are divided by the "
+    "number of ranks before they are summed",
+    "flops_profiler": "flops_profiler.enabled=true has no effect, because compiled code does not call the functions "
+    "that the flops profiler counts; profile without engine.compile()",
+    "comms_logger": "comms_logger.enabled=true has no effect on the reductions of gradients, which the log leaves "
+    "out; use torch.profiler for those",
+    "compile_kwargs.name": "compile_kwargs['name'] has no effect, because torch gives it to its own backend only",
+}
+# The same option in another word.
+ALSO_WARNED = {"zero_optimization.cpu_offload_param": OFFLOADS.format("cpu_offload_param")}
+WITHOUT_EFFECT = Case(
+    model=SMALL,
+    accumulation=2,
+    config={
+        "zero_optimization": {
+            **ONLY_IN_STAGE_3["zero_optimization"],
+            "offload_param": {"device": "cpu"},
+            # DeepSpeed itself declines gradient_predivide_factor in stage 2 otherwise.
+            "reduce_scatter": False,
+        },
+        "compile": {**ONLY_IN_STAGE_3["compile"], "passes": ["z1", "z3"]},
+        "gradient_predivide_factor": 2.0,
+        "flops_profiler": {"enabled": True, "profile_step": 1},
+        "comms_logger": {"enabled": True},
+        # The engine does something around the forward then.
+        "memory_breakdown": True,
+    },
+    compile_kwargs={"name": "region"} if "name" in inspect.signature(torch.compile).parameters else None,
+)
+
+
+def train_and_collect_warnings(case):
+    """Returns the result of training, what was warned of because of options, and whether the flops profiler ran."""
+    from deepspeed import comm
+
+    try:
+        result, output = train_and_collect_output(case)
+    finally:
+        # DeepSpeed has one logger of communication for all engines.
+        comm.comm.comms_logger.enabled = False
+    return result, re.findall(r"DeepCompile with ZeRO stage (\d): (.+)", output), "Profile Summary" in output
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_warned(ranks, stage):
+    expected = dict(WARNED)
+    if WITHOUT_EFFECT.compile_kwargs is None:
+        del expected["compile_kwargs.name"]
+    results = ranks(2).run(train_and_collect_warnings, dataclasses.replace(WITHOUT_EFFECT, stage=stage))
+    for rank, (result, warnings, profiled) in enumerate(results):
+        assert result["error"] < 1e-5 < result["moved"]
+        assert not profiled
+        assert sorted(warnings) == sorted((str(stage), says) for says in expected.values() if rank == 0)
+
+
+def test_warned_in_another_word(ranks):
+    case = Case(model=SMALL, steps=1, config={"zero_optimization": {"cpu_offload_param": True}})
+    (result, warnings, _), _ = ranks(2).run(train_and_collect_warnings, case)
+    assert result["error"] < 1e-5
+    assert warnings == [("1", *ALSO_WARNED.values())]
+
+
 # Refused --------------------------------------------------------------------------------------------------------
 
 
@@ -664,18 +764,10 @@ REFUSED = {
         "zero_optimization.offload_optimizer is not supported; remove it or use stage 3",
         config={**zero_options(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": False},
     ),
-    "zero_optimization.offload_param": Refusal(
-        "zero_optimization.offload_param is not supported; remove it or use stage 3",
-        config=zero_options(offload_param={"device": "cpu"}),
-    ),
     "zero_optimization.cpu_offload": Refusal(
         "zero_optimization.cpu_offload is not supported; remove it or use stage 3",
         stage=2,
         config={**zero_options(cpu_offload=True), "zero_force_ds_cpu_optimizer": False},
-    ),
-    "zero_optimization.cpu_offload_param": Refusal(
-        "zero_optimization.cpu_offload_param is not supported; remove it or use stage 3",
-        config=zero_options(cpu_offload_param=True),
     ),
     "zero_optimization.zenflow": Refusal(
         "zero_optimization.zenflow is not supported; remove it",
@@ -690,46 +782,6 @@ REFUSED = {
         },
         trains=False,
     ),
-    **{
-        f"zero_optimization.{name}": Refusal(
-            f"zero_optimization.{name}={value} is implemented for ZeRO stage 3 only; remove it",
-            config=zero_options(**{name: value}),
-        )
-        for name, value in (
-            ("zero_quantized_weights", True),
-            ("zero_quantized_nontrainable_weights", True),
-            ("zero_quantized_gradients", True),
-            ("zero_hpz_partition_size", 2),
-        )
-    },
-    **{
-        f"compile.{name}": Refusal(
-            f"compile.{name}={not default} is implemented for ZeRO stage 3 only; remove it",
-            config={"compile": {name: not default}},
-            amends={name: default},
-        )
-        for name, default in (
-            ("free_activation", False),
-            ("offload_activation", False),
-            ("offload_opt_states", False),
-            ("offload_parameters", False),
-            ("symmetric_memory", False),
-            ("sync_before_allgather", False),
-            ("sync_after_allgather", False),
-            ("keep_int_input_tensors", True),
-            ("keep_all_input_tensors", False),
-        )
-    },
-    "compile.passes": Refusal(
-        "compile.passes holds 'z3', which does not go with this stage; use ['z1'] or leave it out",
-        config={"compile": {"passes": ["z1", "z3"]}},
-        amends={"passes": None},
-    ),
-    "gradient_predivide_factor": Refusal(
-        "gradient_predivide_factor=2.0 is not supported, because gradients are divided by the number of ranks before "
-        "they are summed; remove it or set prescale_gradients to true",
-        config={"gradient_predivide_factor": 2.0},
-    ),
     "data_types.grad_accum_dtype": Refusal(
         "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which accumulates in "
         "fp32, or grad_accum_dtype='bf16'",
@@ -741,18 +793,10 @@ REFUSED = {
         "their shapes inside of what is compiled; set random_ltd.enabled to false",
         config={"data_efficiency": {"data_routing": {"random_ltd": RANDOM_LTD}}},
     ),
-    **{
-        name: Refusal(
-            f"{name}.enabled=true is not supported, because compiled code does not call the functions that the flops "
-            "profiler counts; set it to false or profile without engine.compile()",
-            config={name: {"enabled": True, step: 100}},
-        )
-        for name, step in (("flops_profiler", "profile_step"), ("autotuning", "start_profile_step"))
-    },
-    "comms_logger": Refusal(
-        "comms_logger.enabled=true is not supported, because the log would leave out the reductions of gradients; set "
-        "it to false and use torch.profiler",
-        config={"comms_logger": {"enabled": True}},
+    "autotuning": Refusal(
+        "autotuning.enabled=true is not supported, because compiled code does not call the functions that the flops "
+        "profiler counts for it; set it to false or tune without engine.compile()",
+        config={"autotuning": {"enabled": True, "start_profile_step": 100}},
     ),
     "hybrid_engine": Refusal(
         "hybrid_engine.enabled=true is not supported, because generation swaps the modules that were compiled; set it "
@@ -781,11 +825,6 @@ REFUSED = {
         "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
         "reductions; remove it",
         {"options": {"custom_partitioner_fn": len}},
-    ),
-    "compile_kwargs.name": of_compile_kwargs(
-        "compile_kwargs['name'] has no effect here; remove it",
-        {"name": "region"},
-        backend="eager",
     ),
     "schedule": Refusal(
         "`schedule` may only be [(0, ['zero2_compile'])], because gradients are handled before the graphs that "
@@ -844,7 +883,7 @@ ALSO_REFUSED = {
         {"options": {"epilog_fusion": False}},
     ),
     "unknown-compile-kwarg": of_compile_kwargs(
-        "compile_kwargs['full_graph'] has no effect here; remove it",
+        "compile_kwargs['full_graph'] is not an argument of this torch's torch.compile(); remove it",
         {"full_graph": True},
         backend="eager",
     ),
@@ -855,12 +894,6 @@ ALSO_REFUSED = {
             **zero_options(offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
             "zero_force_ds_cpu_optimizer": False,
         },
-    ),
-    "passes-of-another-stage": Refusal(
-        "compile.passes holds 'z3', which does not go with this stage; use ['z1'] or leave it out",
-        stage=2,
-        config={"compile": {"passes": ["z3"]}},
-        amends={"passes": ["z1"]},
     ),
 }
 
@@ -1238,6 +1271,11 @@ def test_every_argument_of_compile_is_documented():
     assert {*inspect.signature(DeepSpeedEngine.compile).parameters} - {"self", "compile_kwargs"} - names == set()
     arguments = {f"compile_kwargs.{name}" for name in inspect.signature(torch.compile).parameters}
     assert arguments - {"compile_kwargs.model"} - names == set(), "docs/options.md lacks these"
+
+
+def test_what_is_warned_of_is_documented_as_warned():
+    rows = documented()
+    assert {name for name, row in rows.items() if "Warned" in row.text} == {*WARNED, *ALSO_WARNED}
 
 
 def test_what_is_refused_is_documented_as_refused():

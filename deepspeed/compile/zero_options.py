@@ -1,11 +1,14 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which options DeepCompile ZeRO-1/2 honours. Those it cannot are refused, each in one sentence.
+"""Which options DeepCompile ZeRO-1/2 honours.
 
+An option that would train differently, or in other memory, than its user asked for is refused in one sentence. An
+option that DeepSpeed 0.19.8 accepts in these stages and that has no effect there is warned of in one sentence.
 ``docs/options.md`` lists every option with what happens to it.
 """
 
 import inspect
+import logging
 
 import torch
 from torch.torch_version import TorchVersion
@@ -13,6 +16,7 @@ from torch.torch_version import TorchVersion
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import log_dist
 
 from .gradient_partition import StepLocalGradients
 from .passes import zero_1_and_2_compile
@@ -20,8 +24,8 @@ from .regions import choose_blocks
 
 OLDEST_TORCH = "2.11"
 
-# Options that only ZeRO-3 implements, by section: name -> the values that ask for nothing. Options that merely tune
-# ZeRO-3 (sizes, thresholds) are left alone: configurations keep them when they change the stage.
+# Options that only ZeRO-3 implements, by section: name -> the values that ask for nothing. Nobody is warned of options
+# that merely tune ZeRO-3 (sizes, thresholds): configurations keep them when they change the stage.
 _ZERO3_ONLY = {
     "zero_optimization": {
         "zero_quantized_weights": (False,),
@@ -64,9 +68,12 @@ def acts_around_forward(engine):
 
 
 def check_options(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
-    """Raises ValueError, in one sentence, for anything that would train wrongly or be ignored."""
+    """Raises ValueError for an option that cannot be honoured; warns of those that have no effect in this stage."""
+    beginning = f"DeepCompile with ZeRO stage {2 if use_z2 else 1}: "
     for problem in _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
-        raise ValueError(f"DeepCompile with ZeRO stage {2 if use_z2 else 1}: {problem}")
+        raise ValueError(beginning + problem)
+    for ignored in _without_effect(engine, compile_config, compile_kwargs):
+        log_dist(beginning + ignored, ranks=[0], level=logging.WARNING)
 
 
 def _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
@@ -76,7 +83,6 @@ def _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2)
     yield from _unsupported_engines(engine)
     yield from _unsupported_optimizers(engine)
     yield from _unsupported_reports(engine)
-    yield from _unsupported_compile_options(compile_config)
     yield from _unsupported_regions(engine.module, compile_config, compile_kwargs)
     yield from _unsupported_compile_kwargs(backend, compile_kwargs)
     stage_pass = zero_1_and_2_compile.add_z2_reduce if use_z2 else zero_1_and_2_compile.add_z1_reduce
@@ -94,19 +100,47 @@ def _unsupported_zero_options(engine):
     # Needs offload_optimizer, so it comes before that.
     if zero_config.zenflow is not None:
         yield "zero_optimization.zenflow is not supported; remove it"
-    for name, deprecated in (("offload_optimizer", "cpu_offload"), ("offload_param", "cpu_offload_param")):
-        offload = getattr(zero_config, name)
-        if offload is not None and offload.device != OffloadDeviceEnum.none:
-            written = deprecated if deprecated in zero_config.model_fields_set else name
-            yield f"zero_optimization.{written} is not supported; remove it or use stage 3"
-    yield from _asked_of_zero3("zero_optimization", zero_config)
+    if _offloads(zero_config.offload_optimizer):
+        written = "cpu_offload" if "cpu_offload" in zero_config.model_fields_set else "offload_optimizer"
+        yield f"zero_optimization.{written} is not supported; remove it or use stage 3"
 
 
-def _asked_of_zero3(section, config):
-    for name, harmless in _ZERO3_ONLY[section].items():
-        value = getattr(config, name)
-        if value not in harmless:
-            yield f"{section}.{name}={value} is implemented for ZeRO stage 3 only; remove it"
+def _offloads(offload):
+    return offload is not None and offload.device != OffloadDeviceEnum.none
+
+
+def _without_effect(engine, compile_config, compile_kwargs):
+    """What 0.19.8 accepts in these stages, trains with, and does not act upon."""
+    config = engine._config
+    zero_config = config.zero_config
+    if _offloads(zero_config.offload_param):
+        written = "cpu_offload_param" if "cpu_offload_param" in zero_config.model_fields_set else "offload_param"
+        yield f"zero_optimization.{written} has no effect in this stage, only in stage 3"
+    for section, values in (("zero_optimization", zero_config), ("compile", compile_config)):
+        for name, harmless in _ZERO3_ONLY[section].items():
+            value = getattr(values, name)
+            if value not in harmless:
+                yield f"{section}.{name}={value} has no effect in this stage, only in stage 3"
+    if "z3" in (compile_config.passes or ()):
+        yield "compile.passes holds 'z3', which has no effect in this stage"
+    # With prescale_gradients DeepSpeed does not read the factor.
+    if config.gradient_predivide_factor != 1.0 and not config.prescale_gradients:
+        yield (
+            f"gradient_predivide_factor={config.gradient_predivide_factor} has no effect, because gradients are "
+            "divided by the number of ranks before they are summed"
+        )
+    if engine.flops_profiler_enabled():
+        yield (
+            "flops_profiler.enabled=true has no effect, because compiled code does not call the functions that the "
+            "flops profiler counts; profile without engine.compile()"
+        )
+    if config.comms_config.comms_logger_enabled and config.comms_config.comms_logger.enabled:
+        yield (
+            "comms_logger.enabled=true has no effect on the reductions of gradients, which the log leaves out; use "
+            "torch.profiler for those"
+        )
+    if compile_kwargs.get("name"):
+        yield "compile_kwargs['name'] has no effect, because torch gives it to its own backend only"
 
 
 def _unsupported_engines(engine):
@@ -134,12 +168,6 @@ def _unsupported_engines(engine):
             "hybrid_engine.enabled=true is not supported, because generation swaps the modules that were compiled; "
             "set it to false"
         )
-    # With prescale_gradients DeepSpeed does not read the factor.
-    if config.gradient_predivide_factor != 1.0 and not config.prescale_gradients:
-        yield (
-            f"gradient_predivide_factor={config.gradient_predivide_factor} is not supported, because gradients are "
-            "divided by the number of ranks before they are summed; remove it or set prescale_gradients to true"
-        )
 
 
 def _unsupported_optimizers(engine):
@@ -165,31 +193,17 @@ def _unsupported_optimizers(engine):
 
 
 def _unsupported_reports(engine):
-    """What would leave out the compiled code, or the reductions, and layers that change their shapes as they run."""
-    config = engine._config
+    """What would leave out the compiled code, and layers that change their shapes as they run."""
     if engine.random_ltd_enabled():
         yield (
             "data_efficiency.data_routing.random_ltd is not supported, because its layers load native code and change "
             "their shapes inside of what is compiled; set random_ltd.enabled to false"
         )
-    if engine.flops_profiler_enabled():
-        section = "autotuning" if engine.autotuning_enabled() else "flops_profiler"
+    if engine.autotuning_enabled():
         yield (
-            f"{section}.enabled=true is not supported, because compiled code does not call the functions that the "
-            "flops profiler counts; set it to false or profile without engine.compile()"
+            "autotuning.enabled=true is not supported, because compiled code does not call the functions that the "
+            "flops profiler counts for it; set it to false or tune without engine.compile()"
         )
-    if config.comms_config.comms_logger_enabled and config.comms_config.comms_logger.enabled:
-        yield (
-            "comms_logger.enabled=true is not supported, because the log would leave out the reductions of "
-            "gradients; set it to false and use torch.profiler"
-        )
-
-
-def _unsupported_compile_options(compile_config):
-    yield from _asked_of_zero3("compile", compile_config)
-    for name in compile_config.passes or ():
-        if name != "z1":
-            yield f"compile.passes holds '{name}', which does not go with this stage; use ['z1'] or leave it out"
 
 
 def _unsupported_regions(module, compile_config, compile_kwargs):
@@ -213,11 +227,11 @@ def _unsupported_regions(module, compile_config, compile_kwargs):
 def _unsupported_compile_kwargs(backend, compile_kwargs):
     from torch._inductor import config, list_mode_options
 
-    # DeepSpeed warns of a `backend` in here. A `name` is for torch's own backend only.
-    known = {*inspect.signature(torch.compile).parameters} - {"model", "name"}
+    # DeepSpeed warns of a `backend` in here.
+    known = {*inspect.signature(torch.compile).parameters} - {"model"}
     for name in compile_kwargs:
         if name not in known:
-            yield f"compile_kwargs['{name}'] has no effect here; remove it"
+            yield f"compile_kwargs['{name}'] is not an argument of this torch's torch.compile(); remove it"
     mode, options = compile_kwargs.get("mode"), compile_kwargs.get("options")
     if mode is not None and options is not None:
         yield "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either"
