@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from support.beside import Beside, check, warnings_logged
 from support.models import VOCABULARY, Block, Model
-from support.training import Case, batch, device
+from support.training import Case, batch
 
 # How a warning says that training goes on without compiling.
 GAVE_UP = re.compile("without compiled code")
@@ -122,49 +122,70 @@ def test_engines_use_nothing_up(ranks, regional, from_graphs):
 # Ranks that differ before they train -----------------------------------------------------------------------------
 
 
-class EachPart(nn.Module):
-    """Each part is two graphs of its own; evaluation runs the second part first."""
+class First(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(super().forward(x))
 
-    class Part(nn.Linear):
-        def forward(self, x):
-            x = torch.tanh(x)
-            torch._dynamo.graph_break()
-            return super().forward(x)
+
+class Second(nn.Linear):
+    def forward(self, x):
+        return super().forward(torch.tanh(x))
+
+
+class SecondBreaks(nn.Linear):
+    def forward(self, x):
+        x = torch.tanh(x)
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class TwoParts(nn.Module):
+    """Each part is a graph of its own."""
+
+    second = Second
 
     def __init__(self, width=8):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.first, self.second = nn.Linear(width, width), self.Part(width, width)
+        self.parts = nn.ModuleList([First(width, width), self.second(width, width)])
         self.head = nn.Linear(width, VOCABULARY)
 
     @torch.compiler.disable(recursive=False)
-    def forward(self, ids):
+    def forward(self, ids, last_first=False):
         x = self.embedding(ids)
-        x = self.second(self.first(x)) if self.training else self.first(self.second(x))
+        for part in reversed(self.parts) if last_first else self.parts:
+            x = part(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+class ThreeGraphs(TwoParts):
+    """The same, with the graph of the second part broken in two."""
+
+    second = SecondBreaks
+
+
 def evaluate_first(make, case, mode):
-    """Rank 0 alone calls the model before both train."""
+    """Rank 0 alone calls the model before both train, its parts in the other order."""
     torch.manual_seed(0)
-    pair = Beside(make().to(device()), case)
+    pair = Beside(make(), case)
     if dist.get_rank() == 0:
         for length in (3, 5):
             if mode == "evaluation":
-                pair.evaluate(ids_of(9, length))
+                pair.evaluate(ids_of(9, length), True)
             else:
                 with torch.no_grad():
-                    pair.engine(ids_of(9, length))
+                    pair.engine(ids_of(9, length), True)
     for step in range(3):
         pair.step(ids_of(step))
     return pair.end()
 
 
 @pytest.mark.parametrize("mode", ["evaluation", "training mode"])
-def test_one_rank_evaluates_first(ranks, mode):
-    for bucket in (10**6, 100):
-        results = check(ranks(2).run(evaluate_first, EachPart, Case(bucket=bucket), mode))
-        assert all(min(result["from_graphs"]) > 0 for result in results)
+@pytest.mark.parametrize("make", [TwoParts, ThreeGraphs])
+def test_one_rank_evaluates_first(ranks, make, mode):
+    for stage, bucket in ((1, 10**6), (2, 100)):
+        results = check(ranks(2).run(evaluate_first, make, Case(stage=stage, bucket=bucket), mode))
+        assert all(result["from_graphs"] == [4] * 3 for result in results)
 
 
 # Blocks that differ each time ------------------------------------------------------------------------------------

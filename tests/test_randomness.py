@@ -17,7 +17,7 @@ import deepspeed
 from deepspeed.compile.gradient_partition import gradient_counters
 from deepspeed.utils import safe_get_full_grad
 
-from support.fuzz import Gain
+from support.recipes import Gain
 from support.training import Case, device, make_engine
 
 WIDTH = 64

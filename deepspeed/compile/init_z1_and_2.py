@@ -192,7 +192,7 @@ def _act_around_forward(engine):
 
     hooks = [engine.register_forward_pre_hook(begin)]
     if acts_around_forward(engine):
-        # The engine would start the flops profiler there, on one rank: it replaces functions that the compiler looks at.
+        # The flops profiler would start there, on one rank: it replaces functions that the compiler looks at.
         engine._config.flops_profiler_config.enabled = False
         hooks.append(engine.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(engine.register_forward_hook(behind))

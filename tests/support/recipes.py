@@ -1,0 +1,266 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Random small models and how they are trained, described by data."""
+
+import dataclasses
+from typing import Optional, Tuple
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from support.faults import strike
+from support.models import VOCABULARY, Block, double
+from support.training import device
+
+# How it is said which micro-batches belong to a step.
+STEPS = ("counted", "boundary", "no_sync", "coalesce_grad_reduction")
+EVALUATIONS = (None, "no_grad", "inference_mode", "in training mode", "with gradients")
+KINDS = (
+    *("linear", "block", "norm", "gain", "empty", "scalar", "sum of two"),
+    *("token", "positions", "convolution", "max norm", "dropout", "noise"),
+)
+LONGEST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a model's body; it maps [batch, length, width] to the same.
+
+    Attributes:
+        kind: one of ``KINDS``.
+        repeats: how many modules of the kind, in a ModuleList, one after the other.
+        like: None, or which of the pieces before lends its modules, counted from 0 and modulo their number.
+        compiled: whether the compiler may look into it.
+        breaks: whether the graph breaks behind each module.
+        checkpointed: None, or whether activations are checkpointed reentrantly.
+        skipped: whether it is left out in odd steps.
+        frozen: whether its first parameter is.
+        hooked: whether a hook doubles its last parameter's gradient.
+    """
+
+    kind: str = "linear"
+    repeats: int = 1
+    like: Optional[int] = None
+    compiled: bool = True
+    breaks: bool = False
+    checkpointed: Optional[bool] = None
+    skipped: bool = False
+    frozen: bool = False
+    hooked: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A model and how it is trained; ``docs/options.md`` has the options.
+
+    Attributes:
+        lengths: of the sequences, in turn.
+        uneven: whether rank 0 has a micro-batch of one sequence in odd steps.
+        evaluates: how the model is called between micro-batches: one of ``EVALUATIONS``.
+        alone: whether only rank 0 does that, and before the first step as well.
+        losses: how many a micro-batch has, with a backward each.
+        together: whether they have one backward.
+        twice: whether each backward is run two times.
+        says: who says which micro-batches belong to a step: DeepSpeed ("counted"), or its caller by one of ``STEPS``.
+        raises: whether the second step's last micro-batch raises in its backward, and the step begins anew.
+        drops: None, or how what the last step's first micro-batch left is dropped (one of ``DROPS``), and the step
+            begins anew.
+        clips: whether the rank's own gradients are clipped between micro-batches.
+    """
+
+    pieces: Tuple[Piece, ...] = (Piece(),)
+    width: int = 4
+    tied: bool = False
+    unused: bool = False
+    body_within: bool = False
+    stage: int = 1
+    accumulation: int = 1
+    backend: str = "eager"
+    bucket: int = 150
+    groups: int = 1
+    clipping: float = 0.0
+    round_robin: bool = False
+    overlap_comm: bool = True
+    regional: Optional[bool] = None
+    overlap_gather: bool = False
+    lengths: Tuple[int, ...] = (4,)
+    uneven: bool = False
+    evaluates: Optional[str] = None
+    alone: bool = False
+    direct: bool = False
+    losses: int = 1
+    together: bool = False
+    twice: bool = False
+    dtype: str = "fp32"
+    says: str = "counted"
+    raises: bool = False
+    drops: Optional[str] = None
+    clips: bool = False
+    steps: int = 3
+
+
+class Gain(nn.Module):
+    """Multiplies by a parameter of the given shape and adds the sum of its elements."""
+
+    def __init__(self, *shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x):
+        return x * self.weight if self.weight.numel() else x + self.weight.sum()
+
+
+class SumOfTwo(nn.Module):
+    """Two parameters with one gradient between them."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x + (self.first + self.second)
+
+
+class Positions(nn.Module):
+    """Adds a vector to each place of a sequence, the same in the whole batch."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, LONGEST * width).view(1, LONGEST, width))
+
+    def forward(self, x):
+        return x + self.weight[:, : x.shape[1]]
+
+
+class Convolution(nn.Module):
+    """A convolution along the sequence."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.convolution = nn.Conv1d(width, width, 3, padding=1)
+
+    def forward(self, x):
+        return self.convolution(x.transpose(1, 2)).transpose(1, 2)
+
+
+class MaxNorm(nn.Module):
+    """Adds vectors of an embedding, which are scaled down where they are looked up."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.codes = nn.Embedding(5, width, max_norm=0.5)
+
+    def forward(self, x):
+        return x + self.codes(torch.arange(5, device=x.device)).sum(0)
+
+
+class Noise(Gain):
+    """The product with a parameter, of which a fourth is dropped, also in evaluation mode."""
+
+    def forward(self, x):
+        return super().forward(x) * (torch.rand(x.shape, device=x.device) < 0.75)
+
+
+class Dropout(Gain):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.25, self.training)
+
+
+MAKE = {
+    "linear": lambda width: nn.Linear(width, width),
+    "block": Block,
+    "norm": nn.LayerNorm,
+    "gain": Gain,
+    "empty": lambda width: Gain(0, 3),
+    "scalar": lambda width: Gain(1),
+    "sum of two": SumOfTwo,
+    "token": lambda width: Gain(1, 1, width),
+    "positions": Positions,
+    "convolution": Convolution,
+    "max norm": MaxNorm,
+    "dropout": Dropout,
+    "noise": Noise,
+}
+
+
+class Body(nn.Module):
+    """The embedding and the pieces of a recipe."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.recipe = recipe
+        self.embedding = nn.Embedding(VOCABULARY, recipe.width)
+        # Aliases are pieces too, so that their parameters are registered once.
+        self.lists = nn.ModuleList()
+        for index, piece in enumerate(recipe.pieces):
+            if piece.like is not None and index > 0:
+                self.lists.append(self.lists[piece.like % index])
+                continue
+            modules = nn.ModuleList(MAKE[piece.kind](recipe.width) for _ in range(piece.repeats))
+            if piece.frozen:
+                next(modules.parameters()).requires_grad_(False)
+            self.lists.append(modules)
+
+    def forward(self, ids, skip=False):
+        x = self.embedding(ids)
+        for piece, modules in zip(self.recipe.pieces, self.lists):
+            if skip and piece.skipped:
+                continue
+            for module in modules:
+                run = self.in_graph if piece.compiled else self.eagerly
+                x = run(piece, module, x)
+                if piece.breaks:
+                    torch._dynamo.graph_break()
+        return self.strike(x) if self.recipe.raises else x
+
+    @torch.compiler.disable
+    def strike(self, x):
+        return strike(x)
+
+    def in_graph(self, piece, module, x):
+        if piece.checkpointed is None:
+            return torch.tanh(x + module(x))
+        return torch.tanh(x + checkpoint(module, x, use_reentrant=piece.checkpointed))
+
+    @torch.compiler.disable
+    def eagerly(self, piece, module, x):
+        return self.in_graph(piece, module, x)
+
+
+class FromRecipe(nn.Module):
+    """``forward(ids)`` returns the loss of predicting the ids."""
+
+    def __init__(self, recipe):
+        super().__init__()
+        self.body = Body(recipe)
+        self.head = nn.Linear(recipe.width, VOCABULARY, bias=False)
+        if recipe.tied:
+            self.head.weight = self.body.embedding.weight
+        if recipe.unused:
+            self.unused = nn.Parameter(torch.ones(5))
+
+    def forward(self, ids, skip=False):
+        return F.cross_entropy(self.head(self.body(ids, skip)).flatten(0, 1), ids.flatten())
+
+
+class OneModule(FromRecipe):
+    """The same, but the pieces are called by the model itself."""
+
+    def forward(self, ids, skip=False):
+        x = Body.forward(self.body, ids, skip)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def build(recipe):
+    torch.manual_seed(0)
+    return (FromRecipe if recipe.body_within else OneModule)(recipe).to(device())
+
+
+def add_hooks(module):
+    """Tensor hooks are not copied with a module."""
+    for piece, modules in zip(module.body.recipe.pieces, module.body.lists):
+        last = [parameter for parameter in modules.parameters() if parameter.requires_grad][-1:]
+        if piece.hooked and piece.like is None and last:
+            last[0].register_hook(double)
