@@ -298,6 +298,10 @@ class StepLocalGradients:
         for state, name in self._states_on_host:
             state[name] = state[name].cpu()
 
+    def _link_all_hp_params(self):
+        super()._link_all_hp_params()
+        keep_no_graph(self)
+
     def when_destroyed(self, undo):
         """Has ``undo()`` called by :meth:`destroy`."""
         self._undo.append(undo)
@@ -418,8 +422,22 @@ def attach(optimizer, engine, reducer, limit):
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
+    keep_no_graph(optimizer)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))
     _attached.add(optimizer)
+
+
+def keep_no_graph(optimizer):
+    """Detaches the views of parameters that the base keeps for ``safe_get_full_*``.
+
+    Their graph holds the parameters' accumulation nodes, which autograd runs on the stream where they were made: on
+    that of ``deepspeed.initialize()``, whatever stream the model is trained on.
+    """
+    for group in optimizer.bit16_groups:
+        for parameter in group:
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is not None:
+                mapping.lp_fragment = mapping.lp_fragment.detach()
 
 
 def take_over_parameters(optimizer):

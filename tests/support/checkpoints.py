@@ -424,17 +424,22 @@ INCLUDED = [
 
 
 def move_away_and_back(engine, number):
-    """Offloads and reloads states, others in each step. Meanwhile others use the memory that is free."""
+    """Offloads and reloads states, others in each step. Meanwhile others use the memory that is free.
+
+    Returns where a parameter was meanwhile.
+    """
     # Each collects garbage several times over, which takes long among all that a compiler keeps.
     gc.freeze()
     try:
         engine.offload_states(include=INCLUDED[number % len(INCLUDED)])
+        meanwhile = next(engine.module.parameters()).data_ptr()
         flat = engine.optimizer.bit16_groups_flat
         others = [torch.full(each.shape, torch.nan, device=device()) for each in flat for _ in range(8)]
         engine.reload_states(non_blocking=number % 2 == 1)
         del others
     finally:
         gc.unfreeze()
+    return meanwhile
 
 
 def train_with_states_moved(run, moment):
@@ -455,10 +460,10 @@ def train_with_states_moved(run, moment):
             engine.backward(engine(sequences(run, number, micro_step)))
             last = micro_step == run.accumulation - 1
             if moment == "between backward and step" and last:
-                move_away_and_back(engine, number)
+                places.add(move_away_and_back(engine, number))
             engine.step()
             if moment == ("between steps" if last else "between micro-batches"):
-                move_away_and_back(engine, number)
+                places.add(move_away_and_back(engine, number))
             places.add(next(module.parameters()).data_ptr())
     actual = state(engine)
     engine.destroy()
