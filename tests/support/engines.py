@@ -239,7 +239,8 @@ def in_other_threads(cases):
 def second_engine(case, stages):
     """A second engine for a module whose first one has trained and is still alive.
 
-    Returns the second one's errors, what each use of the first then raises, and how far parameters moved then.
+    Returns the error when the second one has trained, what each use of the first then raises, how far that moved
+    parameters, and the error when the second one has trained on.
     """
     torch._dynamo.reset()
     first = _Beside(dataclasses.replace(case, stage=stages[0]))
@@ -247,20 +248,20 @@ def second_engine(case, stages):
     second = _Beside(dataclasses.replace(case, stage=stages[1]), module=first.module)
     for step in range(1, 4):
         second.step(step)
-    before, raised = copy.deepcopy(second.plain), []
+    error = relative_error(second.module.parameters(), second.plain.parameters())
+    before, raised = copy.deepcopy(second.module), []
     ids = batch(4, 0, dist.get_rank(), 4)
     for use in (lambda: first.engine.backward(first.engine(ids)), first.engine.step):
         try:
             use()
             raised.append(None)
-        except Exception as error:
-            raised.append(f"{type(error).__name__}: {error}")
-    unmoved = relative_error(second.module.parameters(), before.parameters())
-    # It trains on.
+        except Exception as exception:
+            raised.append(f"{type(exception).__name__}: {exception}")
+    moved = relative_error(second.module.parameters(), before.parameters())
     second.step(5)
-    errors = second.end()
+    error_again = second.end()[0]
     first.engine.destroy()
-    return errors, raised, unmoved
+    return error, raised, moved, error_again
 
 
 # An engine's end ---------------------------------------------------------------------------------------------------
