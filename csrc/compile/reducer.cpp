@@ -332,7 +332,9 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     if (gradient.numel() == 0) { return; }
     order_after_last_use();
 
-    if (!synchronize_) {
+    if (synchronize_) { ++record.contributions; }
+    // All ranks run the same graphs, so they have counted the same and wait for as many.
+    if (!synchronize_ || record.contributions < record.awaited) {
         keep_unreduced(record, gradient, may_keep);
         return;
     }
@@ -340,16 +342,17 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         enqueue(record, gradient, may_keep);
         return;
     }
-    // The last micro-batch joins those that this rank has kept.
-    at::Tensor sum = take_unreduced(record);
-    sum.add_(gradient);
-    enqueue(record, std::move(sum), /*may_keep=*/true);
+    // The gradient joins what this rank has kept of earlier micro-batches, or of this backward.
+    keep_unreduced(record, gradient, may_keep);
+    enqueue(record, take_unreduced(record), /*may_keep=*/true);
 }
 
 void Reducer::keep_unreduced(ParameterRecord& record, const at::Tensor& gradient, bool may_keep)
 {
     if (record.unreduced.defined()) {
         record.unreduced.add_(gradient);
+        // The stream that added may not be the one whose pool the sum is from.
+        if (several_streams_) { record.unreduced.record_stream(*last_stream_); }
         return;
     }
     const auto dtype = groups_[record.group].target_dtype;
@@ -414,6 +417,12 @@ void Reducer::enqueue(ParameterRecord& record, at::Tensor gradient, bool may_kee
              may_keep && fills_its_storage(gradient));
         return;
     }
+    const auto waiting = filling_.waiting.find(&record);
+    if (waiting != filling_.waiting.end()) {
+        // An earlier contribution has not been sent yet, so this one costs neither memory nor a message.
+        waiting->second.add_(gradient);
+        return;
+    }
     // Pending bytes stay within `reduce_bucket_size` and one gradient, the largest of those being sent. Every
     // rank sees the same sizes in the same order and so sends the same buckets.
     const int64_t element_size = static_cast<int64_t>(c10::elementSize(record.communication_dtype));
@@ -443,7 +452,6 @@ void Reducer::pack(PartitionGroup& group, ParameterRecord& record, const at::Ten
         filling_.segments.push_back({gradient.detach().view({-1}), record.group, /*owned=*/false, 0, stream, {}});
         segment = &filling_.segments.back();
     } else {
-        // The copy runs on the stream that produced the gradient, before its memory can be used again.
         for (auto& candidate : filling_.segments) {
             if (!large && candidate.owned && candidate.group == record.group && candidate.stream == stream &&
                 candidate.memory.scalar_type() == record.communication_dtype &&
@@ -459,8 +467,11 @@ void Reducer::pack(PartitionGroup& group, ParameterRecord& record, const at::Ten
             filling_.segments.push_back({std::move(memory), record.group, /*owned=*/true, 0, stream, {}});
             segment = &filling_.segments.back();
         }
-        segment->memory.narrow(0, segment->used, numel).view(gradient.sizes()).copy_(gradient);
     }
+    auto place = segment->memory.narrow(0, segment->used, numel).view(gradient.sizes());
+    // The copy runs on the stream that produced the gradient, before its memory can be used again.
+    if (segment->owned) { place.copy_(gradient); }
+    filling_.waiting.emplace(&record, std::move(place));
     for (const auto& piece : record.pieces) {
         segment->entries.push_back({piece, segment->used + piece.source_offset});
     }
@@ -472,6 +483,7 @@ void Reducer::launch()
     if (filling_.segments.empty()) { return; }
     // One bucket at a time is on its way; its memory is free for the next once the stream has waited.
     drain();
+    filling_.waiting.clear();
     const auto device = groups_.front().device;
     if (options_.synchronize_before) { synchronize_device(device); }
     sent_.add_bucket(filling_.fingerprint);
@@ -691,11 +703,10 @@ void Reducer::finish_backward(bool synchronize)
     if (synchronize) {
         // Where no backward has begun, all of them lie between backwards still.
         if (!in_backward_) { take_kept(); }
-        // Kept by an earlier micro-batch, and the last one did not use the parameter. Registration order is
-        // the same on every rank.
+        // An earlier micro-batch kept the gradient and the last one did not use the parameter, or fewer contributions
+        // came than in the backward before. Registration order is the same on every rank.
         for (auto& record : records_) {
-            if (!record.unreduced.defined()) { continue; }
-            enqueue(record, take_unreduced(record), /*may_keep=*/true);
+            if (record.unreduced.defined()) { enqueue(record, take_unreduced(record), /*may_keep=*/true); }
         }
     } else {
         leave_kept();
@@ -705,6 +716,15 @@ void Reducer::finish_backward(bool synchronize)
     if (synchronize) {
         // A parameter that got no gradient is still stepped, on zeros.
         bind_rest();
+    }
+    if (synchronize_) {
+        for (auto& record : records_) {
+            if (record.contributions == 0) { continue; }
+            // Two contributions are sent one by one: they are often those of an embedding that is also the head, of
+            // which a sum would be held throughout the backward.
+            record.awaited = record.contributions > 2 ? record.contributions : 0;
+            record.contributions = 0;
+        }
     }
     if (last_stream_ && *last_stream_ != caller) { wait_for(*last_stream_, caller); }
     synchronize_ = false;
@@ -798,6 +818,7 @@ void Reducer::forget_gradients()
     for (auto& record : records_) {
         record.unreduced = at::Tensor();
         record.parameter.mutable_grad() = at::Tensor();
+        record.contributions = 0;
     }
     bound_.remove(bound_.now());
     unreduced_.remove(unreduced_.now());

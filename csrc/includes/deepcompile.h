@@ -11,7 +11,8 @@ a range of that run and may straddle several partitions.
   1. Registered empty.  Reducer::register_parameter() notes where a parameter lies. No gradient memory.
   2. Reduced.           Reducer::reduce() takes a gradient the moment the backward has produced it. It is
                         cut into pieces at partition boundaries and waits in a bucket; full buckets are
-                        sent, each piece to the rank that owns it and to no other.
+                        sent, each piece to the rank that owns it and to no other. A parameter that got more
+                        than two gradients in the last backward that reduced has as many added up first.
   3. Bound.             A piece that has arrived at its owner becomes a target: the averaged gradient of a
                         range of the owner's partition. It lies where the gradient was reduced, if that
                         memory holds nothing else, or in memory of its own, so that a rank holds what has
@@ -51,6 +52,7 @@ device on the host, and every error is an exception that names the parameter and
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -108,9 +110,11 @@ struct ParameterRecord {
     int64_t group;
     at::ScalarType communication_dtype;  ///< of what is sent
     std::vector<Piece> pieces;
-    /// This rank's own sum of micro-batches while a backward runs. Between backwards `parameter.grad` holds it, unless
-    /// that cannot, because sums have another dtype than parameters.
+    /// This rank's own sum of micro-batches or contributions while a backward runs. Between backwards `parameter.grad`
+    /// holds it, unless that cannot, because sums have another dtype than parameters.
     at::Tensor unreduced;
+    int64_t contributions = 0;  ///< received in this backward, if it reduces
+    int64_t awaited = 0;  ///< contributions to be summed on this rank before the sum is reduced; 0: each is by itself
     bool hooked = false;  ///< a user's hook wants to see its gradient
     /// Where its data lay when this engine's last backward began. Elsewhere, another engine may have taken it over.
     const void* data = nullptr;
@@ -205,6 +209,8 @@ struct Bucket {
     int64_t largest = 0;          ///< bytes of the largest of them
     std::string first_parameter;  ///< for messages
     Fingerprint fingerprint;      ///< of its gradients
+    /// While the bucket is filled: each gradient in it, of the parameter's shape.
+    std::unordered_map<const ParameterRecord*, at::Tensor> waiting;
 };
 
 /// How a gradient came here: counted, because the slow way gives the same numbers.
@@ -305,6 +311,7 @@ private:
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
     void order_after_last_use();
 
+    at::Tensor take_unreduced(ParameterRecord& record);
     void keep_unreduced(ParameterRecord& record, const at::Tensor& gradient, bool may_keep);
     at::Tensor take_unreduced(ParameterRecord& record);
     void leave_kept();

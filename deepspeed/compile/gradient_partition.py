@@ -548,10 +548,11 @@ def gradient_counters(engine):
     """Returns what an engine's reducer holds on this rank, as a dict of integers.
 
     Bytes: ``bound`` of gradient targets, ``pending`` of gradients on their way to their owners, ``bucket`` of memory
-    allocated for those, ``unreduced`` of gradients kept between the micro-batches of ZeRO-1, and ``peak_...`` for the
-    highest of each. Counts: ``registered`` parameters; gradients received ``from_graphs`` that reduce and
-    ``from_autograd``, for code that was not compiled; ``buckets_sent``, and ``messages_sent`` in them: a message goes
-    to one owner in one collective. Peaks, gradients, buckets and messages count since ``reset_gradient_counters()``.
+    allocated for those, ``unreduced`` of gradients kept between the micro-batches of ZeRO-1 or until the last of
+    several contributions to a parameter has come, and ``peak_...`` for the highest of each. Counts: ``registered``
+    parameters; gradients received ``from_graphs`` that reduce and ``from_autograd``, for code that was not compiled;
+    ``buckets_sent``, and ``messages_sent`` in them, each to one owner. Peaks, gradients, buckets and messages count
+    since ``reset_gradient_counters()``.
 
     Raises:
         ValueError: if the engine has not been compiled with DeepCompile ZeRO-1/2.
