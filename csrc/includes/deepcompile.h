@@ -311,7 +311,6 @@ private:
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
     void order_after_last_use();
 
-    at::Tensor take_unreduced(ParameterRecord& record);
     void keep_unreduced(ParameterRecord& record, const at::Tensor& gradient, bool may_keep);
     at::Tensor take_unreduced(ParameterRecord& record);
     void leave_kept();
