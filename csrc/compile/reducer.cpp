@@ -391,8 +391,11 @@ void Reducer::take_kept()
     for (auto& record : records_) {
         auto& slot = record.parameter.mutable_grad();
         if (!slot.defined() || slot.layout() != at::kStrided) { continue; }
+        order_after_last_use();
         at::Tensor kept = std::move(slot);
         slot = at::Tensor();
+        // What somebody else refers to as well is copied here and dropped, on another stream than that of its pool.
+        if (!kept.is_cpu()) { kept.record_stream(current_stream(kept.device())); }
         keep_unreduced(record, kept, /*may_keep=*/kept.use_count() == 1 && kept.storage().use_count() == 1);
     }
 }
