@@ -58,7 +58,7 @@ class CompilationLimit:
         self._limit = limit
         self._reducer = weakref.ref(reducer)
         self._raises = raises
-        self._compilations = collections.Counter()
+        self._compilations = collections.defaultdict(collections.Counter)
         self._evaluating = False
         self._evaluation_is_over = False
         self._trains_in_eval_mode = False
@@ -127,9 +127,11 @@ class CompilationLimit:
         CompilationLimit._is_near = CompilationLimit._is_near or near
         if compilations == 1:
             # torch._dynamo.reset() has dropped what was compiled before.
-            self._compilations[frame, True] = self._compilations[frame, False] = 0
-        self._compilations[frame, self._evaluating] += 1
-        count = self._compilations[frame, self._evaluating]
+            self._compilations[frame].clear()
+        # A forward without gradients, of checkpointing or of generation in training mode, has a count of its own.
+        purpose = self._evaluating, torch.is_grad_enabled()
+        self._compilations[frame][purpose] += 1
+        count = self._compilations[frame][purpose]
         if self._evaluating:
             if count > self._limit and not self._evaluation_is_over:
                 self._evaluation_is_over = True
