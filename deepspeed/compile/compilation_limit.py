@@ -10,6 +10,7 @@ code on all ranks in one step.
 """
 
 import collections
+import contextlib
 import logging
 import types
 import weakref
@@ -58,6 +59,8 @@ class CompilationLimit:
         self._limit = limit
         self._reducer = weakref.ref(reducer)
         self._raises = raises
+        # Read here, because it is lifted while frames are compiled.
+        self._limit_of_dynamo = torch._dynamo.config.recompile_limit
         self._compilations = collections.defaultdict(collections.Counter)
         self._evaluating = False
         self._evaluation_is_over = False
@@ -80,10 +83,7 @@ class CompilationLimit:
         """Calls the forward of a block, which evaluation and generation run uncompiled."""
         if self.has_stopped or not self.trains(block):
             return uncompiled(block, *args, **kwargs)
-        # Lifting the limit takes longer than a small block, and most models never come near it.
-        if not CompilationLimit._is_near:
-            return compiled(block, *args, **kwargs)
-        with limit_lifted():
+        with self._room():
             return compiled(block, *args, **kwargs)
 
     def compile_module(self, module, **compile_kwargs):
@@ -99,12 +99,16 @@ class CompilationLimit:
         def call_within_limit(*args, **kwargs):
             if self.has_stopped:
                 return module._call_impl(*args, **kwargs)
-            with limit_lifted():
+            with self._room():
                 if self.trains(module):
                     return compiled(*args, **kwargs)
                 return self._evaluate(compiled, args, kwargs)
 
         module._compiled_call_impl = call_within_limit
+
+    def _room(self):
+        # Lifting the limit takes longer than a small block, and most models never come near it.
+        return limit_lifted() if CompilationLimit._is_near else contextlib.nullcontext()
 
     def _evaluate(self, compiled, args, kwargs):
         before, self._evaluating = self._evaluating, True
@@ -123,7 +127,7 @@ class CompilationLimit:
             frame: Dynamo's number of it.
             compilations: how often it was compiled in this process, by whomever, this time included.
         """
-        near = 2 * compilations >= torch._dynamo.config.recompile_limit
+        near = 2 * compilations >= self._limit_of_dynamo
         CompilationLimit._is_near = CompilationLimit._is_near or near
         if compilations == 1:
             # torch._dynamo.reset() has dropped what was compiled before.

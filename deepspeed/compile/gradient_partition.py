@@ -409,7 +409,6 @@ def attach(optimizer, engine, reducer, limit):
     optimizer._states_on_host = []
     optimizer._registered = registered_parameters(optimizer)
     optimizer._view_specs = [partition_view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
-    # Their work is the reducer's now, and so is their memory.
     reference = weakref.ref(optimizer)
 
     def begin_unannounced_backward():
@@ -419,6 +418,7 @@ def attach(optimizer, engine, reducer, limit):
             attached._engine()._backward_prologue()
 
     reducer.on_unannounced_backward(begin_unannounced_backward)
+    # Their work is the reducer's now, and so is their memory.
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False

@@ -79,19 +79,27 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
         of_blocks = functools.partial(graphs, in_block=True)
         changed = regions.compile_regions(engine.module, blocks, of_blocks, compile_kwargs, limit, waiting)
         engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
-    _compile_within_limit(engine.module, limit)
+    _compile_within_limit(engine, limit)
     return graphs
 
 
-def _compile_within_limit(module, limit):
+def _compile_within_limit(engine, limit):
     """Has the next ``module.compile()``, with which the engine's ``compile()`` ends, keep to ``limit``."""
+
+    module = engine.module
 
     def compile_once(**kwargs):
         del vars(module)["compile"]
         limit.compile_module(module, **kwargs)
 
     # One that the user has put there is the user's business.
-    vars(module).setdefault("compile", compile_once)
+    if vars(module).setdefault("compile", compile_once) is compile_once:
+        engine.optimizer.when_destroyed(functools.partial(_forget, module, compile_once))
+
+
+def _forget(module, compile_once):
+    if vars(module).get("compile") is compile_once:
+        del vars(module)["compile"]
 
 
 def _keep_timeout_of_world(optimizer):
@@ -164,7 +172,7 @@ def _drop_gradients_with_the_engine(engine):
         engine.optimizer.zero_grad()
 
     engine.zero_grad = zero_grad
-    engine.optimizer.when_destroyed(functools.partial(vars(engine).pop, "zero_grad"))
+    engine.optimizer.when_destroyed(functools.partial(vars(engine).pop, "zero_grad", None))
 
 
 def _act_around_forward(engine):

@@ -57,7 +57,8 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         self.release_reduce_buckets = release_reduce_buckets
         self.debug_log = debug_log
         self.lies_anywhere = tuple(lies_anywhere)
-        self.names_lying_anywhere = frozenset()
+        # Unknown until the partitioner runs, which it does for graphs with a backward.
+        self.names_lying_anywhere = None
 
     def uuid(self):
         # Everything that shapes the generated code: torch's caches must not give us what another version wrote.
@@ -191,8 +192,12 @@ def _compile_for_any_address(partitioner, gm, example_inputs, **kwargs):
     from torch._inductor.compile_fx import compile_fx_inner
 
     placeholders = gm.graph.find_nodes(op="placeholder")
+    names = partitioner.names_lying_anywhere
+    if names is None:
+        # A forward without gradients, as of checkpointing: its inputs are those of the frame.
+        names = {node.name for node, flag in zip(placeholders, partitioner.lies_anywhere) if flag}
     inputs = [
-        _at_any_address(value) if node.name in partitioner.names_lying_anywhere else value
+        _at_any_address(value) if node.name in names and isinstance(value, torch.Tensor) else value
         for node, value in zip(placeholders, example_inputs, strict=True)
     ]
     return compile_fx_inner(gm, inputs, **kwargs)
