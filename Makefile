@@ -1,6 +1,7 @@
 # make test     lint, then all tests (WORKERS=14: by so many processes at once, for a machine with GPUs and many cores)
 # make demo     train the small model of tests/demo on two processes (DEMO_ARGS="..." reaches the script)
 # make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7 WORLD=3: how many, seed, ranks)
+# make models   train every architecture of tests/support/architectures.py with DeepCompile off and on (WORKERS=14)
 # make sanitize test the native code under gcc's sanitizers (SANITIZER=address, thread or undefined: only that one)
 # make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks/compare.py)
 # make lint     check the formatting and the usual mistakes; make format repairs what can be repaired
@@ -32,6 +33,7 @@ FORK_FILES := deepspeed csrc setup.py pyproject.toml requirements/base.txt NOTIC
 TOOLS := $(VENV)/.tools-$(call content,requirements/dev.txt)
 FORK := $(VENV)/.fork-$(call content,$(FORK_FILES))
 DEMO := $(VENV)/.demo-$(call content,requirements/demo.txt)
+FRONTS := $(VENV)/.fronts-$(call content,requirements/demo.txt requirements/front_doors.txt)
 BENCH := $(VENV)/.bench-$(call content,requirements/demo.txt requirements/benchmarks.txt)
 # The base as it is released, beside the fork: a folder for PYTHONPATH.
 BASE := $(VENV)/base-$(call content,requirements/base.txt)
@@ -46,10 +48,10 @@ SANITIZED_TESTS = not inductor and not delayed and not overwritten and not layou
 	and not bf16 and not host_does_not_wait and not first2 and not backend
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test fuzz sanitize bench lint format clean toolchain
+.PHONY: demo test fuzz models sanitize bench lint format clean toolchain
 .NOTPARALLEL:
 
-test: toolchain lint $(FORK) $(BENCH)
+test: toolchain lint $(FORK) $(BENCH) $(FRONTS)
 	$(RUN) pytest -q tests $(if $(WORKERS),-n $(WORKERS) --dist worksteal)
 
 demo: toolchain $(FORK) $(DEMO)
@@ -58,6 +60,9 @@ demo: toolchain $(FORK) $(DEMO)
 
 fuzz: toolchain $(FORK)
 	$(RUN) pytest -q tests/test_fuzz.py -o timeout=0 --models $(MODELS) --seed $(SEED) --world $(WORLD)
+
+models: toolchain $(FORK) $(FRONTS)
+	$(RUN) pytest -q tests/test_models.py --every-model $(if $(WORKERS),-n $(WORKERS) --dist worksteal)
 
 sanitize: toolchain $(FORK)
 	@for name in libasan libtsan libubsan; do \
@@ -109,6 +114,10 @@ $(FORK): $(TOOLS)
 $(DEMO): $(TOOLS)
 	$(PIP) install --quiet -r requirements/demo.txt
 	rm -f $(VENV)/.demo-* && touch $@
+
+$(FRONTS): $(TOOLS)
+	$(PIP) install --quiet -r requirements/front_doors.txt
+	rm -f $(VENV)/.fronts-* && touch $@
 
 $(BENCH): $(TOOLS)
 	$(PIP) install --quiet -r requirements/benchmarks.txt

@@ -6,7 +6,7 @@ The steps, each a function below:
 
 1. stop early if setuptools or torch is too old,
 2. get the base's source archive (kept between builds) and check it against the hash in requirements/base.txt,
-3. unpack it under build/, keep its ZeRO-3 native sources beside ours, and lay our files over it,
+3. unpack it under build/, keep its ZeRO-3 native sources beside ours, lay our files over it, and make EDITS,
 4. run the base's own setup.py in that tree with the arguments this script was given.
 
 A wheel gets copies of our files. An editable install gets symbolic links, so that edits are live; only a file that
@@ -42,6 +42,60 @@ REPLACED = {
     "deepspeed/compile/passes/zero_1_and_2_compile.py",
     "deepspeed/ops/op_builder/dc.py",
 }
+
+# Lines of base files that are changed: (file, name of the edit, the anchor, what takes its place). The anchor must
+# occur once. What the new lines call is in deepspeed/compile/engine_calls.py.
+ENGINE = "deepspeed/runtime/engine.py"
+EDITS = (
+    (
+        ENGINE,
+        "import",
+        "from deepspeed.compile.z3_eager_fallback import",
+        "# The lines that name engine_calls are not DeepSpeed's: they were put here by setup.py of a fork of it.\n"
+        "from deepspeed.compile import engine_calls\nfrom deepspeed.compile.z3_eager_fallback import",
+    ),
+    (
+        ENGINE,
+        "warning in forward()",
+        "if self.is_deepcompile_enabled() and not self.is_deepcompile_active() and not self.is_compiled:",
+        "if engine_calls.awaits_compile(self):",
+    ),
+    (
+        ENGINE,
+        "call of the module in forward()",
+        "        with deepcompile_z3_forward_context(self) as",
+        "        with engine_calls.around_forward(self, inputs, kwargs) as (inputs, kwargs), \\\n"
+        "                deepcompile_z3_forward_context(self) as",
+    ),
+    (
+        ENGINE,
+        "end of step()",
+        "        self._running_engine_step = False\n        self.micro_steps += 1\n",
+        "        self._running_engine_step = False\n        at_boundary = self.is_gradient_accumulation_boundary()\n"
+        "        self.micro_steps += 1\n        if at_boundary:\n            engine_calls.after_step(self)\n",
+    ),
+    (
+        ENGINE,
+        "zero_grad()",
+        "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n\n",
+        "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n"
+        "        engine_calls.drop_gradients(self)\n\n",
+    ),
+    (
+        ENGINE,
+        "second compile()",
+        "            if self._compile_mode == compile_mode:\n                return\n",
+        "            if self._compile_mode == compile_mode:\n"
+        "                engine_calls.warn_if_too_late(self, backend, compile_kwargs, schedule)\n"
+        "                return\n",
+    ),
+    (
+        ENGINE,
+        "end of compile()",
+        "self.module.compile(**{**compile_kwargs, 'backend': backend})",
+        "engine_calls.compile_module(self, **{**compile_kwargs, 'backend': backend})",
+    ),
+)
 
 # The source archive carries these folders twice, once at the top and once inside the package.
 CSRC_COPIES = ("csrc", "deepspeed/ops/csrc")
@@ -174,6 +228,19 @@ def lay_over(tree, ours, version, link):
     shutil.copy2(ROOT / "NOTICE", tree)
 
 
+def edit(tree, version):
+    """Make the changes of EDITS."""
+    for name, what, anchor, replacement in EDITS:
+        path = tree / name
+        text = path.read_text() if path.is_file() else ""
+        if text.count(anchor) != 1:
+            stop(
+                f"the edit '{what}' of {name} needs a line that deepspeed {version} has {text.count(anchor)} times "
+                f"instead of once: {anchor.strip().splitlines()[0]}"
+            )
+        path.write_text(text.replace(anchor, replacement))
+
+
 def require_torch(tree):
     """Raise the base's requirement on torch to ours and leave its other requirements alone."""
     path = tree / "requirements" / "requirements.txt"
@@ -194,6 +261,7 @@ def compose(archive, version, tree, link):
         check_overlay(fresh, ours, version)
         keep_zero3_sources(fresh, version)
         lay_over(fresh, ours, version, link)
+        edit(fresh, version)
         require_torch(fresh)
         shutil.rmtree(tree, ignore_errors=True)
         fresh.rename(tree)

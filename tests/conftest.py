@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from support import sanitizer  # noqa: E402
+from support import models_table, sanitizer  # noqa: E402
 from support.pool import Ranks  # noqa: E402
 
 REPORTS = pytest.StashKey[Path]()
@@ -48,6 +48,7 @@ def ranks(pytestconfig):
 
 
 def pytest_addoption(parser):
+    parser.addoption("--every-model", action="store_true", help="train all models of test_models.py, not a dozen")
     parser.addoption("--models", type=int, help="how many random models test_fuzz.py tries; a few by default")
     parser.addoption("--world", type=int, default=2, help="on how many ranks")
     parser.addoption("--steps", type=int, default=200, help="how long the long run of test_engines.py is")
@@ -82,3 +83,5 @@ def pytest_terminal_summary(terminalreporter, config):
         passed = len(terminalreporter.stats.get("passed", []))
         for line in sanitizer.summary(config.option.sanitizer, passed, sanitizer.found(config.stash[REPORTS])):
             terminalreporter.write_line(line)
+    if config.option.every_model:
+        models_table.print_table(terminalreporter)

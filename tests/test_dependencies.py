@@ -34,7 +34,12 @@ deepspeed.runtime.engine:DeepSpeedEngine.autotuning_enabled
 deepspeed.runtime.engine:DeepSpeedEngine.flops_profiler_enabled
 deepspeed.runtime.engine:DeepSpeedEngine.fp16_auto_cast
 deepspeed.runtime.engine:DeepSpeedEngine.fp16_enabled
+deepspeed.runtime.engine:DeepSpeedEngine.is_compiled deepspeed.runtime.engine:DeepSpeedEngine.compile
 deepspeed.runtime.engine:DeepSpeedEngine.is_deepcompile_active
+deepspeed.runtime.engine:DeepSpeedEngine.is_deepcompile_enabled
+deepspeed.runtime.engine:DeepSpeedEngine.uses_parallelization_pass_only
+deepspeed.runtime.engine:DeepSpeedEngine.zero_optimization_stage
+deepspeed.accelerator:get_accelerator
 deepspeed.runtime.engine:DeepSpeedEngine.memory_breakdown
 deepspeed.runtime.engine:DeepSpeedEngine.random_ltd_enabled
 deepspeed.runtime.engine:DeepSpeedEngine.wall_clock_breakdown

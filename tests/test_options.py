@@ -962,6 +962,8 @@ def compile_in_the_middle(case):
     """
     rank, raised = torch.distributed.get_rank(), []
     module, engine = prepare(case)
+    # In training mode the engine would compile itself before the first of them.
+    engine.eval()
     plain = build(case)
     plain_optimizer = make_optimizer(plain, case)
     for step in range(2):
@@ -1036,9 +1038,11 @@ def test_refused_with_an_old_torch(ranks):
 def compile_twice_after_torch_failed(stage):
     case = Case(model=SMALL, stage=stage)
     module, engine = prepare(case)
-    module.compile = len  # Not to be called with these arguments.
-    first = outcome(engine.compile, backend="eager")
-    del module.compile
+    compiles, torch.compile = torch.compile, len  # Not to be called with these arguments.
+    try:
+        first = outcome(engine.compile, backend="eager")
+    finally:
+        torch.compile = compiles
     second = outcome(engine.compile, backend="eager")
     return first, second, train_prepared(case, module, engine)
 

@@ -8,8 +8,10 @@ most once. Installs go to fresh virtual environments that see the packages of th
 
 import email
 import hashlib
+import io
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -157,6 +159,15 @@ def test_wheel_holds_every_file_of_ours(built):
         assert built.read(packaged(name)) == (ROOT / name).read_bytes(), name
 
 
+def edited(name, content):
+    """The content of a base file with the lines changed that setup.py lists."""
+    for edited_name, _, anchor, replacement in runpy.run_path(str(ROOT / "setup.py"))["EDITS"]:
+        if edited_name == name:
+            assert anchor.encode() in content
+            content = content.replace(anchor.encode(), replacement.encode())
+    return content
+
+
 def test_wheel_holds_every_other_file_of_the_base(built, base):
     ours = {packaged(name) for name in our_files()}
     compile_folder = "deepspeed/ops/csrc/compile/"
@@ -168,7 +179,7 @@ def test_wheel_holds_every_other_file_of_the_base(built, base):
         elif name in ours or name == "deepspeed/git_version_info_installed.py":
             continue
         if name.startswith("deepspeed/"):
-            assert built.read(name) == content, name
+            assert built.read(name) == edited(name, content), name
     assert moved == 9
     # What is left under the base's folder name is ours alone.
     assert {name for name in built.namelist() if name.startswith(compile_folder)} <= ours
@@ -361,3 +372,20 @@ def test_listed_file_that_is_not_ours_is_named(venv, checkout, base, no_torch):
     assert (
         f"{REPLACED} is listed in setup.py as replacing a base file, but this repository has no such file" in sentence
     )
+
+
+def test_anchor_of_an_edit_that_has_gone_is_named(venv, checkout, base, tmp_path, no_torch):
+    archives = tmp_path / "archives"
+    archives.mkdir()
+    archive = archives / "deepspeed-0.19.8.tar.gz"
+    with tarfile.open(ARCHIVE_DIR / archive.name) as full, tarfile.open(archive, "w:gz") as changed:
+        for member in full:
+            content = full.extractfile(member).read() if member.isfile() else b""
+            if member.name.endswith("deepspeed/runtime/engine.py"):
+                content = content.replace(b"        self.micro_steps += 1\n", b"        self.micro_steps += 2\n")
+                member.size = len(content)
+            changed.addfile(member, io.BytesIO(content) if member.isfile() else None)
+    repin(checkout, hashlib.sha256(archive.read_bytes()).hexdigest())
+    sentence = refusal(venv, checkout, offline(archives) | no_torch)
+    edit = "the edit 'end of step()' of deepspeed/runtime/engine.py"
+    assert f"{edit} needs a line that deepspeed 0.19.8 has 0 times instead of once" in sentence

@@ -340,17 +340,12 @@ def no_blocks(model):
     model.body.blocks = ModuleList([Block(8)])
 
 
-def compiled_already(model):
-    model.body.blocks[0].compile()
-
-
 @pytest.mark.parametrize(
     "change, why",
     [
         (around_is_larger, "blocks are the smaller part of ['Body']"),
         (unlike, "parameters of ['Block'] are not alike"),
         (no_blocks, "no blocks repeat in BlocksWithin"),
-        (compiled_already, "torch cannot compile Block by itself, because its compile() was called already"),
     ],
 )
 def test_what_is_compiled_as_a_whole_by_default(change, why):
@@ -358,6 +353,23 @@ def test_what_is_compiled_as_a_whole_by_default(change, why):
     change(model)
     blocks, reason = chosen(model)
     assert blocks == [] and why in reason
+
+
+@pytest.mark.parametrize("model", [Model, BlocksWithin])
+def test_blocks_that_were_compiled_by_themselves(model):
+    from deepspeed.compile.regions import take_over_compiled
+
+    model = model()
+    blocks = [block for block in model.modules() if isinstance(block, Block)]
+    for block in blocks:
+        block.compile()
+    compiled = [block._compiled_call_impl for block in blocks]
+    # Whoever compiled all of them has asked for regions, also where the model's own forward calls them.
+    assert chosen(model) == (blocks, "")
+    give_back = take_over_compiled(model.modules())
+    assert [block._compiled_call_impl for block in blocks] == [None] * len(blocks)
+    give_back()
+    assert [block._compiled_call_impl for block in blocks] == compiled
 
 
 def test_more_that_is_compiled_as_a_whole():

@@ -154,7 +154,7 @@ class CompilationLimit:
             self._has_warned = True
             log_dist(
                 "DeepCompile compiles parts of the model again and again, because blocks or inputs differ. Blocks of "
-                "transformers do so with a cache of keys and values: load the model with use_cache=False",
+                "transformers do so with a cache of keys and values: train in training mode, without use_cache=True",
                 ranks=[0],
                 level=logging.WARNING,
             )

@@ -320,6 +320,7 @@ class StepLocalGradients:
         self.release_gradients()
         self._half_step.forget()
         self._reducer.close()
+        self._around_forward = None
         while self._undo:
             # One that is interrupted is not begun a second time.
             self._undo.pop(0)()
@@ -402,6 +403,7 @@ def attach(optimizer, engine, reducer, limit):
     optimizer._gather = AllGather(optimizer)
     optimizer._progress = StepProgress(engine, held_by_threads=not optimizer.bit16_groups_flat[0].is_cpu)
     optimizer._half_step = HalfStep()
+    optimizer._around_forward = None
     optimizer._taken_over = False
     optimizer._limit = limit
     optimizer._undo = []
@@ -454,8 +456,8 @@ def detach(optimizer):
     optimizer.__class__ = optimizer.plain_class
     _attached.discard(optimizer)
     own = (
-        "_engine _gather _half_step _limit _norms_exactly _progress _reducer _registered _states_on_host _taken_over "
-        "_undo _view_specs"
+        "_around_forward _engine _gather _half_step _limit _norms_exactly _progress _reducer _registered "
+        "_states_on_host _taken_over _undo _view_specs"
     )
     for name in own.split():
         delattr(optimizer, name)

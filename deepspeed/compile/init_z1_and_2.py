@@ -11,12 +11,13 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from . import regions
+from .around_forward import AroundForward
 from .compilation_limit import CompilationLimit
 from .flat_layout import registered_parameters
 from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs, take_over_parameters
 from .parameter_gather import Waiting
 from .reduce_backend import make_backend
-from .zero_options import acts_around_forward, check_options, overlaps_communication
+from .zero_options import check_options, overlaps_communication
 
 # How a module was called before each of the engines that were made for it, in order: module -> [_Compilation].
 _compilations = weakref.WeakKeyDictionary()
@@ -37,6 +38,7 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
         ValueError: naming an option that ZeRO-1/2 under DeepCompile cannot honour, and what to do. The engine is
             then unchanged.
     """
+    engine._was_asked_to_compile = True
     check_options(engine, backend, compile_config, compile_kwargs, schedule, use_z2)
     _keep_timeout_of_world(engine.optimizer)
     take_over_parameters(engine.optimizer)
@@ -53,8 +55,9 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
     limit = CompilationLimit(count, reducer, raises=bool(compile_kwargs.get("fullgraph")))
     attach(engine.optimizer, engine, reducer, limit)
     _undo_compilation_when_destroyed(engine)
-    _drop_gradients_with_the_engine(engine)
-    _act_around_forward(engine)
+    # Those that another engine has compiled are its own.
+    parts = [each for each in engine.module.modules() if each is not engine.module and not _compilations.get(each)]
+    engine.optimizer.when_destroyed(regions.take_over_compiled(parts))
     registered = registered_parameters(engine.optimizer)
     reducible = parameters_reduced_by_graphs(engine.optimizer)
     if blocks:
@@ -63,7 +66,9 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
         reducible = regions.reducible_in_all(blocks, reducible)
     else:
         logger.info(f"DeepCompile compiles the model as a whole, because {why}")
-    waiting = _overlap_gather(engine, blocks) if blocks and compile_config.overlap_param_gather else None
+    overlaps = blocks and compile_config.overlap_param_gather
+    waiting = Waiting(engine.optimizer, engine.module, blocks) if overlaps else None
+    engine.optimizer._around_forward = AroundForward(engine, waiting)
     graphs = make_backend(
         backend,
         reducible,
@@ -79,27 +84,7 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
         of_blocks = functools.partial(graphs, in_block=True)
         changed = regions.compile_regions(engine.module, blocks, of_blocks, compile_kwargs, limit, waiting)
         engine.optimizer.when_destroyed(functools.partial(regions.restore, changed))
-    _compile_within_limit(engine, limit)
     return graphs
-
-
-def _compile_within_limit(engine, limit):
-    """Has the next ``module.compile()``, with which the engine's ``compile()`` ends, keep to ``limit``."""
-
-    module = engine.module
-
-    def compile_once(**kwargs):
-        del vars(module)["compile"]
-        limit.compile_module(module, **kwargs)
-
-    # One that the user has put there is the user's business.
-    if vars(module).setdefault("compile", compile_once) is compile_once:
-        engine.optimizer.when_destroyed(functools.partial(_forget, module, compile_once))
-
-
-def _forget(module, compile_once):
-    if vars(module).get("compile") is compile_once:
-        del vars(module)["compile"]
 
 
 def _keep_timeout_of_world(optimizer):
@@ -150,59 +135,3 @@ def _undo_compilation_when_destroyed(engine):
             destroyed._deepcompile_active = False
 
     engine.optimizer.when_destroyed(undo)
-
-
-def _overlap_gather(engine, blocks):
-    waiting = Waiting(engine.optimizer, engine.module, blocks)
-    # Whatever the forward does: what it may read by itself is there before it, and all is behind it.
-    for hook in (
-        engine.register_forward_pre_hook(lambda *_: waiting.begin(), prepend=True),
-        engine.register_forward_hook(lambda *_: waiting.leave()),
-    ):
-        engine.optimizer.when_destroyed(hook.remove)
-    return waiting
-
-
-def _drop_gradients_with_the_engine(engine):
-    """Has ``engine.zero_grad()`` drop what was reduced too, which parameters no longer hold."""
-    own = engine.zero_grad
-
-    def zero_grad():
-        own()
-        engine.optimizer.zero_grad()
-
-    engine.zero_grad = zero_grad
-    engine.optimizer.when_destroyed(functools.partial(vars(engine).pop, "zero_grad", None))
-
-
-def _act_around_forward(engine):
-    """Notes that a forward begins and, where an option asks for it, does what hooks of the module do otherwise.
-
-    DeepSpeed removes those hooks, because they would be compiled with the module. Hooks of the engine are not.
-    """
-    progress, reducer = engine.optimizer._progress, engine.optimizer._reducer
-
-    def begin(*_):
-        reducer.follow_stream()
-        if torch.is_grad_enabled():
-            progress.forward_begins()
-
-    def before(engine, inputs, kwargs):
-        for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:
-            # Neither a forward nor a step is under way here, but one may have raised.
-            if engine.timers(name).started_:
-                engine.timers(name).reset()
-        return engine._forward_prologue(inputs, kwargs) if engine.is_deepcompile_active() else None
-
-    def behind(engine, inputs, output):
-        if engine.is_deepcompile_active():
-            engine._forward_epilogue()
-
-    hooks = [engine.register_forward_pre_hook(begin)]
-    if acts_around_forward(engine):
-        # The flops profiler would start there, on one rank: it replaces functions that the compiler looks at.
-        engine._config.flops_profiler_config.enabled = False
-        hooks.append(engine.register_forward_pre_hook(before, with_kwargs=True))
-        hooks.append(engine.register_forward_hook(behind))
-    for hook in hooks:
-        engine.optimizer.when_destroyed(hook.remove)

@@ -120,7 +120,9 @@ def make_backend(backend, parameters, registered, identity, limit, debug_log=Fal
             flag and value.requires_grad for flag, value in zip(is_parameter, example_inputs)
         )
         compile_id = torch._guards.CompileContext.current_compile_id()
-        limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1)
+        if any(is_parameter):
+            # Others, as those that log metrics by name, do not change what is reduced: Dynamo's own limit is theirs.
+            limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1)
         graph_id = order.add(compile_id.frame_id) if reduces else NO_GRAPH
         release = reduces and not has_blocks and should_release_reduce_buckets(order.as_list(), graph_id)
 

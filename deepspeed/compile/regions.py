@@ -8,11 +8,14 @@ blocks runs uncompiled, and what lies further out is compiled as ever.
 
 import copyreg
 import inspect
+import logging
 from collections import defaultdict
-from typing import Iterable, List, Tuple
+from typing import Callable, Iterable, List, Tuple
 
 import torch
 from torch.nn import Embedding, Module, ModuleDict, ModuleList, Parameter, Sequential
+
+from deepspeed.utils import log_dist
 
 from .compilation_limit import own_code
 
@@ -43,6 +46,9 @@ def choose_blocks(module: Module, wanted, compile_kwargs) -> Tuple[List[Module],
     if compile_kwargs.get("fullgraph"):
         return [], "compile_kwargs['fullgraph'] asks for one graph"
     blocks = _each_once(_repeated(module))
+    if blocks and all(block._compiled_call_impl is not None for block in blocks) and not _obstacle(module, blocks):
+        # Somebody has chosen already, as Accelerate does when it is asked for regional compilation.
+        return blocks, ""
     why = _reason_for_whole(module, blocks)
     return ([], why) if why else (blocks, "")
 
@@ -153,8 +159,6 @@ def _reason_against(module):
         return "it is a ScriptModule"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    if module._compiled_call_impl is not None:
-        return "its compile() was called already"
     if plain_class(module).forward is Module.forward:
         return "it has no forward"
     try:
@@ -285,6 +289,30 @@ def _subclass(plain, **members):
 
     kept = {"class_before_regions": plain, "__module__": plain.__module__, "__reduce_ex__": as_plain}
     return type(plain.__name__, (plain,), {**kept, **members})
+
+
+def take_over_compiled(modules: Iterable[Module]) -> Callable[[], None]:
+    """Has these modules run as if their ``compile()`` had never been called.
+
+    The graphs that they had been compiled to would reduce nothing. Returns a function that undoes it.
+    """
+    compiled = [(each, impl) for each in modules if (impl := getattr(each, "_compiled_call_impl", None)) is not None]
+    if compiled:
+        names = sorted({plain_class(each).__name__ for each, _ in compiled})
+        log_dist(
+            f"DeepCompile compiles {len(compiled)} modules of {names} itself that were compiled before; what their "
+            "compile() was given has no effect, so give it to engine.compile()",
+            ranks=[0],
+            level=logging.WARNING,
+        )
+    for each, _ in compiled:
+        each._compiled_call_impl = None
+
+    def undo():
+        for each, impl in compiled:
+            each._compiled_call_impl = impl
+
+    return undo
 
 
 def plain_class(module: Module) -> type:

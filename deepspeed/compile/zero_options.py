@@ -267,12 +267,19 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
 
 
 def _unfinished_steps(engine):
-    optimizer = engine.optimizer
-    held = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
-    for group in optimizer.bit16_groups:
-        held += [gradient for parameter in group for gradient in (parameter.grad, parameter.grad_accum)]
-    if any(gradient is not None for gradient in held):
+    if has_gradients(engine):
         yield (
             "gradients computed before engine.compile() would be lost; call it before the first backward or after "
             "engine.step() at the gradient accumulation boundary"
         )
+
+
+def has_gradients(engine) -> bool:
+    """Whether an engine that is not compiled yet holds gradients that no step has used."""
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return False
+    held = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
+    for group in optimizer.bit16_groups:
+        held += [gradient for parameter in group for gradient in (parameter.grad, parameter.grad_accum)]
+    return any(gradient is not None for gradient in held)

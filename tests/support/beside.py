@@ -100,13 +100,20 @@ def check(results, bound=1e-5):
 
 
 @contextlib.contextmanager
+def logged(level):
+    """Yields a list to which the texts that DeepSpeed logs with this level or a higher one are added."""
+    texts, logger = [], logging.getLogger("DeepSpeed")
+    handler, before = logging.Handler(level), logger.level
+    handler.emit = lambda record: texts.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.setLevel(min(level, before))
+    try:
+        yield texts
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
 def warnings_logged():
     """Yields a list to which the texts of DeepSpeed's warnings are added."""
-    logged, logger = [], logging.getLogger("DeepSpeed")
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logger.addHandler(handler)
-    try:
-        yield logged
-    finally:
-        logger.removeHandler(handler)
+    return logged(logging.WARNING)

@@ -1,0 +1,241 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that compile themselves, because their configuration says so."""
+
+import copy
+import dataclasses
+import functools
+import gc
+import logging
+import time
+import weakref
+
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
+
+from support.beside import logged, warnings_logged
+from support.trained_models import compile_backend
+from support.training import average_gradients, batch, build, device, held, make_engine, make_optimizer, relative_error
+
+
+class Loop:
+    """A plain loop and an engine whose ``compile()`` the caller does not call, trained beside each other."""
+
+    def __init__(self, case):
+        torch._dynamo.reset()
+        self.case = case
+        self.module = build(case)
+        self.plain = copy.deepcopy(self.module)
+        config = {**(case.config or {}), "compile": {"deepcompile": True, **(case.config or {}).get("compile", {})}}
+        self.engine = make_engine(self.module, _without_compile(case, config))
+        self.plain_optimizer = make_optimizer(self.plain, case)
+        self.compiled, self.from_graphs = [], []
+
+    def micro_batch(self, step, micro_step, call=None):
+        ids = batch(step, micro_step, dist.get_rank(), 4)
+        if self.engine.is_compiled:
+            reset_gradient_counters(self.engine)
+        self.engine.backward((call or self.engine)(ids))
+        self.compiled.append(self.engine.is_compiled)
+        self.from_graphs.append(gradient_counters(self.engine)["from_graphs"] if self.engine.is_compiled else 0)
+        self.engine.step()
+        (self.plain(ids) / self.case.accumulation).backward()
+
+    def step(self, step, call=None):
+        for micro_step in range(self.case.accumulation):
+            self.micro_batch(step, micro_step, call)
+        self.plain_step()
+
+    def plain_step(self):
+        average_gradients(self.plain)
+        self.plain_optimizer.step()
+        self.plain_optimizer.zero_grad()
+
+    def end(self):
+        """Returns (the parameters' error, whether the engine was compiled, and how many gradients came from graphs,
+        in each micro-batch)."""
+        assert sum(held(gradient_counters(self.engine)).values()) == 0
+        error = relative_error(self.module.parameters(), self.plain.parameters())
+        self.engine.destroy()
+        return error, self.compiled, self.from_graphs
+
+
+def _without_compile(case, config):
+    # make_engine() calls engine.compile() where the case asks for DeepCompile; the sections of config come last.
+    return dataclasses.replace(case, config=config, deepcompile=False)
+
+
+def trains(case, before=None, during=None, steps=3):
+    """Trains; returns (error, compiled, from_graphs), and the texts that DeepSpeed logged, and warned of.
+
+    Args:
+        before: name of a function of this module that is called with the loop before the first step.
+        during: name of one that a micro-batch calls in place of the engine.
+    """
+    with logged(logging.INFO) as texts, warnings_logged() as warnings, compile_backend("eager"):
+        loop = Loop(case)
+        if before is not None:
+            globals()[before](loop)
+        call = functools.partial(globals()[during], loop) if during is not None else None
+        for step in range(steps):
+            loop.step(step, call)
+        return loop.end(), texts, warnings
+
+
+def rank_0_evaluates(loop):
+    """With and without gradients, before any training."""
+    loop.engine.eval()
+    if dist.get_rank() == 0:
+        ids = batch(9, 0, 0, 4)
+        loop.engine(ids)
+        with torch.no_grad():
+            loop.engine(ids)
+    loop.engine.train()
+    dist.barrier()
+    assert not loop.engine.is_compiled
+
+
+def in_evaluation_mode(loop):
+    loop.engine.eval()
+
+
+def compiled_by_caller(loop):
+    loop.engine.compile(backend="eager", compile_kwargs={"dynamic": False})
+
+
+def compiled_too_late(loop):
+    loop.step(5)
+    loop.engine.compile()
+    loop.engine.compile(backend="inductor", compile_kwargs={"dynamic": False})
+
+
+def with_gradients_already(loop):
+    """The first micro-batch of a step goes to the module by itself."""
+    loop.micro_batch(5, 0, loop.module)
+    loop.micro_batch(5, 1)
+    loop.plain_step()
+
+
+def of_the_module(loop, ids):
+    return loop.module(ids)
+
+
+def refused(case):
+    """Returns what a training forward raises, twice, what ``engine.compile()`` raises, and the engine's state."""
+    loop = Loop(case)
+    said = []
+    for call in (loop.engine, loop.engine, lambda _: loop.engine.compile()):
+        try:
+            call(batch(0, 0, dist.get_rank(), 4))
+        except ValueError as error:
+            said.append(str(error))
+    state = loop.engine.is_compiled, type(loop.engine.optimizer).__name__
+    with torch.no_grad():
+        evaluated = float(loop.engine.eval() or loop.engine(batch(0, 0, 0, 4)))
+    loop.engine.destroy()
+    return said, state, evaluated
+
+
+def without_optimizer(stage):
+    """Returns what an engine logs in a forward that could train it, and whether it is compiled.
+
+    Of stage 0, which is all that DeepSpeed takes without an optimizer, or of stage 3.
+    """
+    torch._dynamo.reset()
+    linear = torch.nn.functional.linear
+    module = torch.nn.Linear(4, 1).to(device())
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "compile": {"deepcompile": True},
+        "steps_per_print": 10**9,
+    }
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1) if stage == 3 else None
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    with logged(logging.INFO) as texts:
+        engine(torch.ones(2, 4, device=device()))
+    result = texts, engine.is_compiled
+    engine.destroy()
+    # ZeRO-3 leaves one of its own, which torch 2.11 compiles wrongly, with or without DeepSpeed.
+    torch.nn.functional.linear = linear
+    return result
+
+
+def collected_without_destroy(case):
+    """Whether an engine that compiled itself is gone when nobody holds it any longer."""
+    with compile_backend("eager"):
+        loop = Loop(case)
+        loop.step(0)
+    loop.engine.destroy()
+    reference = weakref.ref(loop.engine)
+    del loop
+    gc.collect()
+    return reference() is None
+
+
+# The cache of keys and values of transformers ------------------------------------------------------------------
+
+
+def language_model(layers, width, use_cache):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 16,
+        num_key_value_heads=width // 32,
+        head_dim=16,
+        **({} if use_cache is None else {"use_cache": use_cache}),
+    )
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).to(device()).train()
+
+
+def first_step(use_cache, layers=6, width=32, backend="eager", asked=None):
+    """Trains a language model for one step, beside which it evaluates and generates.
+
+    Returns a dict: the graphs that were compiled for the step, its seconds and loss, whether the outputs hold a cache
+    in training and in evaluation, how often ``use_cache`` is true in the configuration afterwards, the text generated.
+    """
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module = language_model(layers, width, use_cache)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "compile": {"deepcompile": True},
+    }
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    ids = torch.arange(24, device=device()).view(2, 12)
+    with compile_backend(backend):
+        began = time.perf_counter()
+        output = engine(input_ids=ids, labels=ids, **(asked or {}))
+        engine.backward(output.loss)
+        engine.step()
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    engine.eval()
+    with torch.no_grad():
+        evaluated = engine(input_ids=ids)
+    result = {
+        "graphs": graphs,
+        "seconds": seconds,
+        "loss": float(output.loss.detach()),
+        "cache in training": output.past_key_values is not None,
+        "cache in evaluation": evaluated.past_key_values is not None,
+        "use_cache": module.config.use_cache,
+        "generated": module.generate(ids, max_new_tokens=4, do_sample=False).tolist(),
+    }
+    engine.destroy()
+    return result
