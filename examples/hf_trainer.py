@@ -1,0 +1,57 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tunes a language model with the Trainer of transformers."""
+
+import argparse
+import os
+
+import torch
+from accelerate import PartialState
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
+
+from deepspeed.compile.gradient_partition import gradient_counters
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--lr", type=float, default=1e-4)
+parser.add_argument("--local_rank", type=int)  # given by the launcher
+args = parser.parse_args()
+
+if not torch.cuda.is_available():
+    # Without GPUs Accelerate knows of other processes only if it is told how they communicate.
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+config = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "bf16": {"enabled": "auto"},
+    "zero_optimization": {"stage": 1},
+    "compile": {"deepcompile": True},
+}
+training = TrainingArguments(
+    output_dir="trained",
+    deepspeed=config,
+    accelerator_config={"use_configured_state": not torch.cuda.is_available()},
+    bf16=torch.cuda.is_available(),
+    learning_rate=args.lr,
+    num_train_epochs=args.epochs,
+    per_device_train_batch_size=4,
+    logging_steps=1,
+    save_strategy="no",
+    report_to="none",
+)
+model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+tokenizer = AutoTokenizer.from_pretrained(args.model)
+texts = [f"{a} plus {b} is {a + b}." for a in range(8) for b in range(8)]
+rows = [tokenizer(text) for text in texts]
+trainer = Trainer(model, training, DataCollatorForLanguageModeling(tokenizer, mlm=False), train_dataset=rows)
+trainer.train()
+
+if trainer.is_world_process_zero():
+    print(gradient_counters(trainer.model_wrapped)["from_graphs"], "gradients came from compiled graphs")

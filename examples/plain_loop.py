@@ -1,0 +1,49 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Fine-tunes a language model with DeepSpeed's engine and a loop."""
+
+import argparse
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import deepspeed
+from deepspeed.compile.gradient_partition import gradient_counters
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
+parser.add_argument("--epochs", type=int, default=2)
+parser.add_argument("--lr", type=float, default=1e-4)
+parser.add_argument("--local_rank", type=int)  # given by the launcher
+args = parser.parse_args()
+
+config = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": args.lr, "torch_adam": True}},
+    "bf16": {"enabled": torch.cuda.is_available()},
+    "zero_optimization": {"stage": 1},
+    "compile": {"deepcompile": True},
+}
+model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+tokenizer = AutoTokenizer.from_pretrained(args.model)
+texts = [f"{a} plus {b} is {a + b}." for a in range(8) for b in range(8)]
+batch = tokenizer(texts, padding=True, return_tensors="pt")
+batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+rows = [{name: tensor[number] for name, tensor in batch.items()} for number in range(len(texts))]
+
+engine, _, loader, _ = deepspeed.initialize(
+    model=model, model_parameters=model.parameters(), training_data=rows, config=config
+)
+engine.train()  # from_pretrained() leaves the model in evaluation mode
+for epoch in range(args.epochs):
+    for batch in loader:
+        loss = engine(**{name: tensor.to(engine.device) for name, tensor in batch.items()}).loss
+        engine.backward(loss)
+        engine.step()
+        if engine.global_rank == 0:
+            print(f"epoch {epoch}, step {engine.global_steps}: loss {loss.item():.4f}")
+
+if engine.global_rank == 0:
+    print(gradient_counters(engine)["from_graphs"], "gradients came from compiled graphs")
+engine.destroy()
+torch.distributed.destroy_process_group()

@@ -1,0 +1,95 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The programs of ``examples/`` run under DeepSpeed's launcher, in two CPU processes or on up to two GPUs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.pool import free_port
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+SUMS = [f"{a} plus {b} is {a + b}." for a in range(8) for b in range(8)]
+# The packages that each needs besides transformers.
+PROGRAMS = {
+    "plain_loop.py": [],
+    "hf_trainer.py": ["accelerate"],
+    "accelerate_loop.py": ["accelerate"],
+    "trl_lora.py": ["accelerate", "datasets", "peft", "trl"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A folder with a small model and its tokenizer, as ``save_pretrained()`` writes them."""
+    transformers = pytest.importorskip("transformers", reason="pip install -r requirements/front_doors.txt")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(SUMS, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    config = transformers.Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def inductor_cache(tmp_path_factory):
+    """A folder of compiled code, of which the programs have much in common."""
+    return tmp_path_factory.mktemp("inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_trains(model, inductor_cache, tmp_path, program):
+    for package in PROGRAMS[program]:
+        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
+    gpus = min(torch.cuda.device_count(), 2)
+    finished = subprocess.run(
+        [
+            *(sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(free_port())),
+            *(["--num_gpus", str(gpus)] if gpus else ["--num_accelerators", "2"]),
+            *(str(EXAMPLES / program), "--model", str(model), "--epochs", "1", "--lr", "1e-2"),
+        ],
+        cwd=tmp_path,
+        env={
+            # As a person's shell has it.
+            **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
+            "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache),
+            "HF_HUB_OFFLINE": "1",
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stdout
+    losses = [float(loss) for loss in re.findall(r"(?<!_)loss'?:? '?([\d.]+)", finished.stdout)]
+    assert len(losses) >= 8 and losses[-1] < losses[0] - 0.2, finished.stdout
+    counts = re.findall(r"(\d+) gradients came from compiled graphs", finished.stdout)
+    assert len(counts) == 1 and int(counts[0]) > 0, finished.stdout
+    assert "DeepCompile compiles parts of the model again" not in finished.stdout
