@@ -58,7 +58,7 @@ EDITS = (
         ENGINE,
         "warning in forward()",
         "if self.is_deepcompile_enabled() and not self.is_deepcompile_active() and not self.is_compiled:",
-        "if engine_calls.awaits_compile(self):",
+        "if engine_calls.awaits_its_user(self):",
     ),
     (
         ENGINE,
@@ -83,11 +83,10 @@ EDITS = (
     ),
     (
         ENGINE,
-        "second compile()",
-        "            if self._compile_mode == compile_mode:\n                return\n",
-        "            if self._compile_mode == compile_mode:\n"
-        "                engine_calls.warn_if_too_late(self, backend, compile_kwargs, schedule)\n"
-        "                return\n",
+        "beginning of compile()",
+        "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
+        "        engine_calls.note_compile(self, backend, compile_kwargs, schedule)\n"
+        "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
     ),
     (
         ENGINE,

@@ -8,6 +8,7 @@ from support import by_configuration
 from support.training import Case
 
 ITSELF = "DeepCompile compiles the engine with backend 'eager'"
+BECAUSE = "compile.deepcompile is true"
 TOO_LATE = "The arguments of engine.compile() have no effect"
 
 
@@ -35,9 +36,6 @@ def test_before_the_first_training_forward(ranks, stage, accumulation):
         (line, *rest) = said(texts, ITSELF) if rank == 0 else [None]
         assert not rest and (rank != 0 or line.endswith("before its first training forward, because " + BECAUSE))
         assert not said(warnings, "DeepCompile compiles")
-
-
-BECAUSE = "compile.deepcompile is true"
 
 
 def test_a_module_trained_in_evaluation_mode(ranks):
@@ -70,25 +68,35 @@ def test_a_compile_that_comes_too_late_is_told(ranks):
 
 def test_refused_as_by_compile(ranks):
     case = Case(config={"compile": {"regional_compilation": ["Unheard"]}})
-    for said_, (compiled, optimizer), evaluated in ranks(2).run(by_configuration.refused, case):
+    for raised, (compiled, optimizer), evaluated in ranks(2).run(by_configuration.refused, case):
         sentence = "DeepCompile with ZeRO stage 1: compile.regional_compilation names ['Unheard'], but OneGraph"
-        assert len(said_) == 3 and len(set(said_)) == 1 and said_[0].startswith(sentence)
+        assert len(raised) == 4 and len(set(raised)) == 1 and raised[0].startswith(sentence)
         assert not compiled and optimizer == "DeepSpeedZeroOptimizer" and evaluated > 0
 
 
 def test_an_engine_without_an_optimizer_is_left_alone(ranks):
-    for texts, compiled in ranks(2).run(by_configuration.without_optimizer, 0):
+    for texts, compiled in ranks(2).run(by_configuration.told_in_a_forward, 0):
         assert not texts and not compiled
 
 
 def test_zero3_is_told_as_by_the_base(ranks):
-    for rank, (texts, compiled) in enumerate(ranks(2).run(by_configuration.without_optimizer, 3)):
+    for rank, (texts, compiled) in enumerate(ranks(2).run(by_configuration.told_in_a_forward, 3)):
         assert not compiled
         assert rank != 0 or said(texts, "engine.compile() has not been called")
 
 
-def test_an_engine_is_collected(ranks):
-    assert all(ranks(2).run(by_configuration.collected_without_destroy, Case()))
+def test_a_destroyed_engine_is_not_held(ranks):
+    assert all(ranks(2).run(by_configuration.gone_when_destroyed, Case()))
+
+
+def test_a_function_that_its_caller_compiles(ranks):
+    for error, from_graphs in ranks(2).run(by_configuration.traced_by_the_caller, Case()):
+        assert error < 1e-5 and from_graphs > 0
+
+
+def test_an_engine_whose_parameters_a_later_one_has_is_left_alone(ranks):
+    for compiled, error in ranks(2).run(by_configuration.of_parameters_that_were_taken, Case()):
+        assert compiled == (False, True) and error < 1e-5
 
 
 # The cache of keys and values of transformers ------------------------------------------------------------------
@@ -111,3 +119,10 @@ def test_training_forwards_keep_no_cache(first_steps):
         assert without["use_cache"] is False and not without["cache in evaluation"]
         # The test could not fail if the cache cost no graphs.
         assert asked_for["cache in training"] and asked_for["graphs"] > without["graphs"]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_cache_that_a_model_reads_stays(ranks, checkpointed):
+    pytest.importorskip("transformers")
+    for off, on in ranks(2).run(by_configuration.with_memory, checkpointed):
+        assert on == pytest.approx(off, rel=1e-5) and off[-1] < off[0]

@@ -35,4 +35,5 @@ def test_trains_as_without_deepcompile(ranks, record_property, name, stage):
         for off, on in zip(*result["losses"], strict=True):
             assert on == pytest.approx(off, rel=1e-4), result
         assert result["moved"] > 1e-3, "the parameters hardly changed, so agreement shows nothing"
-        assert result["from_graphs"] > 0 and result["held"] == 0, result
+        # What calls blocks that are compiled by themselves is not compiled: embeddings, norms.
+        assert result["from_graphs"] > 2 * result["from_autograd"] and result["held"] == 0, result

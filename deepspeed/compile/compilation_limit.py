@@ -104,7 +104,8 @@ class CompilationLimit:
                     return compiled(*args, **kwargs)
                 return self._evaluate(compiled, args, kwargs)
 
-        module._compiled_call_impl = call_within_limit
+        # A caller's own torch.compile would make the module part of the caller's graphs, which reduce nothing.
+        module._compiled_call_impl = torch.compiler.disable(call_within_limit)
 
     def _room(self):
         # Lifting the limit takes longer than a small block, and most models never come near it.

@@ -1,9 +1,10 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What the lines call that ``setup.py`` puts into DeepSpeed's engine.
+"""The functions that DeepSpeed's engine calls in the lines that ``setup.py`` adds to it.
 
 An engine with ZeRO-1 or ZeRO-2 whose configuration says ``compile.deepcompile`` compiles itself, so that no trainer
-has to call ``engine.compile()``. Compiling takes collectives, so an engine does it only where all ranks come by.
+has to call ``engine.compile()``. All ranks must compile at the same time, so an engine does it only in calls that all
+ranks make.
 """
 
 import contextlib
@@ -16,8 +17,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
 
 
-def awaits_compile(engine) -> bool:
-    """Whether an engine with DeepCompile is not compiled before its user calls ``engine.compile()``."""
+def awaits_its_user(engine) -> bool:
+    """Whether an engine with DeepCompile is not compiled because its user has not called ``engine.compile()``."""
     if not engine.is_deepcompile_enabled() or engine.is_deepcompile_active() or engine.is_compiled:
         return False
     # An engine without an optimizer, as that of a reference model, is not trained, and there is nothing to compile.
@@ -25,7 +26,7 @@ def awaits_compile(engine) -> bool:
 
 
 def around_forward(engine, inputs, kwargs):
-    """Returns a context of the module's forward within the engine's, whose target is its (inputs, kwargs).
+    """Returns a context for the module's forward within the engine's. Its target is (inputs, kwargs) of that forward.
 
     Compiles an engine before its first training forward. A rank may evaluate alone, also with gradients, so a forward
     in evaluation mode does not count as one.
@@ -33,21 +34,37 @@ def around_forward(engine, inputs, kwargs):
     Raises:
         ValueError: naming an option that DeepCompile cannot honour, as ``engine.compile()`` does.
     """
-    if torch.is_grad_enabled() and engine.module.training:
-        _compile_if_due(engine, "before its first training forward")
+    if torch.is_grad_enabled() and not engine.is_compiled:
+        _prepare_training(engine)
     around = getattr(engine.optimizer, "_around_forward", None)
     return contextlib.nullcontext((inputs, kwargs)) if around is None else around(engine, inputs, kwargs)
 
 
 def after_step(engine) -> None:
-    """Called on all ranks behind an optimizer step. Compiles an engine that has trained without a training forward.
+    """Called on all ranks behind an optimizer step. Compiles an engine that had no training forward before it.
 
-    Its module is trained in evaluation mode, or was called by itself, or held gradients when the engine was called.
+    So it is where the module was in evaluation mode, was called without the engine, or held gradients before the
+    engine's first forward.
     """
-    _compile_if_due(engine, "behind its first step")
-    around = getattr(engine.optimizer, "_around_forward", None)
-    if around is not None and not engine.module.training:
-        around.trains_in_evaluation_mode = True
+    if not engine.is_compiled and _is_due(engine):
+        _compile(engine, "behind its first step")
+
+
+def note_compile(engine, backend, compile_kwargs, schedule) -> None:
+    """Called when ``engine.compile()`` begins. Warns if the engine is compiled already, in another way."""
+    arguments = backend, dict(compile_kwargs), schedule
+    if not engine.is_compiled:
+        engine._compile_arguments = arguments
+        return
+    default = inspect.signature(engine.compile).parameters["backend"].default
+    asks = backend != default or compile_kwargs or schedule is not None
+    if asks and arguments != engine._compile_arguments and _is_attached(engine):
+        log_dist(
+            "The arguments of engine.compile() have no effect, because the engine is compiled already, by itself or "
+            "by an earlier call; call it before the first forward",
+            ranks=[0],
+            level=logging.WARNING,
+        )
 
 
 def compile_module(engine, **compile_kwargs) -> None:
@@ -56,18 +73,6 @@ def compile_module(engine, **compile_kwargs) -> None:
         engine.optimizer._limit.compile_module(engine.module, **compile_kwargs)
     else:
         engine.module.compile(**compile_kwargs)
-
-
-def warn_if_too_late(engine, backend, compile_kwargs, schedule) -> None:
-    """Called when ``engine.compile()`` finds the engine compiled: what it asks for in its arguments has no effect."""
-    default = inspect.signature(engine.compile).parameters["backend"].default
-    if (backend != default or compile_kwargs or schedule is not None) and _is_attached(engine):
-        log_dist(
-            "The arguments of engine.compile() have no effect, because the engine is compiled already, by itself or "
-            "by an earlier call; call it before the first forward",
-            ranks=[0],
-            level=logging.WARNING,
-        )
 
 
 def drop_gradients(engine) -> None:
@@ -95,15 +100,32 @@ def _compiles_itself(engine):
     )
 
 
-def _compile_if_due(engine, when):
-    # A caller whose engine.compile() raised, and who goes on, has decided to train without DeepCompile.
-    if engine.is_compiled or not _compiles_itself(engine) or getattr(engine, "_was_asked_to_compile", False):
-        return
+def _is_due(engine):
+    if not _compiles_itself(engine) or getattr(engine, "_compile_arguments", None) is not None:
+        # A caller whose engine.compile() raised, and who goes on, has decided to train without DeepCompile.
+        return False
+    from .gradient_partition import holds_its_parameters
     from .zero_options import has_gradients
 
-    # They would be lost; they are gone behind the step.
-    if has_gradients(engine):
+    # Gradients would be lost; they are gone behind the step. Parameters that a later engine has taken are its own.
+    return not has_gradients(engine) and holds_its_parameters(engine.optimizer)
+
+
+# A caller's torch.compile would trace it, and what it compiles would then be part of the caller's graph.
+@torch.compiler.disable
+def _prepare_training(engine):
+    if not _is_due(engine):
         return
+    if engine.module.training:
+        _compile(engine, "before its first training forward")
+        return
+    # If this is training, the engine compiles itself behind the step, where it would be late to raise.
+    from .zero_options import refuse_options
+
+    refuse_options(engine, get_accelerator().get_compile_backend())
+
+
+def _compile(engine, when):
     backend = get_accelerator().get_compile_backend()
     log_dist(
         f"DeepCompile compiles the engine with backend '{backend}' {when}, because compile.deepcompile is true",
@@ -113,5 +135,6 @@ def _compile_if_due(engine, when):
     try:
         engine.compile(backend=backend)
     except BaseException:
-        engine._was_asked_to_compile = False
+        # Nobody has asked for it, so the next training forward raises again.
+        engine._compile_arguments = None
         raise

@@ -21,6 +21,7 @@ import torch
 
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
 
 from . import partition_step
@@ -449,6 +450,17 @@ def take_over_parameters(optimizer):
         if any(id(parameter) in own for parameter in earlier._registered):
             earlier.give_way()
             _attached.discard(earlier)
+
+
+def holds_its_parameters(optimizer) -> bool:
+    """Whether parameters lie in the memory of this ZeRO-1/2 optimizer, and not in that of one that was made later."""
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return True
+    return all(
+        parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        for flat, group in zip(optimizer.bit16_groups_flat, optimizer.bit16_groups)
+        for parameter in group[:1]
+    )
 
 
 def detach(optimizer):

@@ -15,6 +15,7 @@ from .around_forward import AroundForward
 from .compilation_limit import CompilationLimit
 from .flat_layout import registered_parameters
 from .gradient_partition import attach, make_reducer, parameters_reduced_by_graphs, take_over_parameters
+from .key_value_cache import train_without_cache
 from .parameter_gather import Waiting
 from .reduce_backend import make_backend
 from .zero_options import check_options, overlaps_communication
@@ -38,7 +39,6 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
         ValueError: naming an option that ZeRO-1/2 under DeepCompile cannot honour, and what to do. The engine is
             then unchanged.
     """
-    engine._was_asked_to_compile = True
     check_options(engine, backend, compile_config, compile_kwargs, schedule, use_z2)
     _keep_timeout_of_world(engine.optimizer)
     take_over_parameters(engine.optimizer)
@@ -57,7 +57,8 @@ def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None
     _undo_compilation_when_destroyed(engine)
     # Those that another engine has compiled are its own.
     parts = [each for each in engine.module.modules() if each is not engine.module and not _compilations.get(each)]
-    engine.optimizer.when_destroyed(regions.take_over_compiled(parts))
+    regions.take_over_compiled(parts)
+    engine.optimizer.when_destroyed(train_without_cache(engine.module))
     registered = registered_parameters(engine.optimizer)
     reducible = parameters_reduced_by_graphs(engine.optimizer)
     if blocks:

@@ -10,7 +10,7 @@ import copyreg
 import inspect
 import logging
 from collections import defaultdict
-from typing import Callable, Iterable, List, Tuple
+from typing import Iterable, List, Tuple
 
 import torch
 from torch.nn import Embedding, Module, ModuleDict, ModuleList, Parameter, Sequential
@@ -291,28 +291,19 @@ def _subclass(plain, **members):
     return type(plain.__name__, (plain,), {**kept, **members})
 
 
-def take_over_compiled(modules: Iterable[Module]) -> Callable[[], None]:
-    """Has these modules run as if their ``compile()`` had never been called.
-
-    The graphs that they had been compiled to would reduce nothing. Returns a function that undoes it.
-    """
-    compiled = [(each, impl) for each in modules if (impl := getattr(each, "_compiled_call_impl", None)) is not None]
+def take_over_compiled(modules: Iterable[Module]) -> None:
+    """Has these modules run as if their ``compile()`` had never been called: their graphs would reduce nothing."""
+    compiled = [each for each in modules if getattr(each, "_compiled_call_impl", None) is not None]
     if compiled:
-        names = sorted({plain_class(each).__name__ for each, _ in compiled})
+        names = sorted({plain_class(each).__name__ for each in compiled})
         log_dist(
             f"DeepCompile compiles {len(compiled)} modules of {names} itself that were compiled before; what their "
             "compile() was given has no effect, so give it to engine.compile()",
             ranks=[0],
             level=logging.WARNING,
         )
-    for each, _ in compiled:
+    for each in compiled:
         each._compiled_call_impl = None
-
-    def undo():
-        for each, impl in compiled:
-            each._compiled_call_impl = impl
-
-    return undo
 
 
 def plain_class(module: Module) -> type:

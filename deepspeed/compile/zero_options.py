@@ -69,11 +69,21 @@ def acts_around_forward(engine):
 
 def check_options(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
     """Raises ValueError for an option that cannot be honoured; warns of those that have no effect in this stage."""
-    beginning = f"DeepCompile with ZeRO stage {2 if use_z2 else 1}: "
     for problem in _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
-        raise ValueError(beginning + problem)
+        raise ValueError(_beginning(use_z2) + problem)
     for ignored in _without_effect(engine, compile_config, compile_kwargs):
-        log_dist(beginning + ignored, ranks=[0], level=logging.WARNING)
+        log_dist(_beginning(use_z2) + ignored, ranks=[0], level=logging.WARNING)
+
+
+def refuse_options(engine, backend):
+    """Raises the ValueError that ``engine.compile(backend)`` would raise."""
+    use_z2 = engine.zero_optimization_stage() == 2
+    for problem in _problems(engine, backend, engine._config.compile_config, {}, None, use_z2):
+        raise ValueError(_beginning(use_z2) + problem)
+
+
+def _beginning(use_z2):
+    return f"DeepCompile with ZeRO stage {2 if use_z2 else 1}: "
 
 
 def _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2):

@@ -12,6 +12,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
@@ -30,6 +31,7 @@ class Loop:
         self.module = build(case)
         self.plain = copy.deepcopy(self.module)
         config = {**(case.config or {}), "compile": {"deepcompile": True, **(case.config or {}).get("compile", {})}}
+        self.config = config
         self.engine = make_engine(self.module, _without_compile(case, config))
         self.plain_optimizer = make_optimizer(self.plain, case)
         self.compiled, self.from_graphs = [], []
@@ -66,6 +68,75 @@ class Loop:
 def _without_compile(case, config):
     # make_engine() calls engine.compile() where the case asks for DeepCompile; the sections of config come last.
     return dataclasses.replace(case, config=config, deepcompile=False)
+
+
+class Memory(torch.nn.Module):
+    """Reads the keys and values that its language model keeps of the first half of the tokens with the second."""
+
+    def __init__(self, checkpointed):
+        super().__init__()
+        self.lm, self.checkpointed = language_model(2, 32, None), checkpointed
+
+    def forward(self, ids):
+        first, second = ids.chunk(2, dim=1)
+        if self.checkpointed:
+            # What is computed again in the backward must be what was computed before.
+            hidden = checkpoint(lambda ids: self.lm.model(input_ids=ids).last_hidden_state, ids, use_reentrant=False)
+            return hidden.square().mean()
+        kept = self.lm(input_ids=first).past_key_values
+        return self.lm(input_ids=second, labels=second, past_key_values=kept).loss
+
+
+def with_memory(checkpointed):
+    """Returns the losses of three steps of a ``Memory`` without DeepCompile and with it."""
+    losses = []
+    for deepcompile in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        module = Memory(checkpointed).to(device()).train()
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": 10**9,
+            "compile": {"deepcompile": deepcompile},
+        }
+        with compile_backend("eager"):
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+            for _ in range(3):
+                loss = engine(torch.arange(24, device=device()).view(2, 12))
+                engine.backward(loss)
+                engine.step()
+                losses.append(float(loss.detach()))
+        engine.destroy()
+    return losses[:3], losses[3:]
+
+
+def traced_by_the_caller(case):
+    """Returns the error of the parameters, and how many gradients graphs reduced, where the caller compiles its own
+    function around the engine."""
+    with compile_backend("eager"):
+        loop = Loop(case)
+        call = torch.compile(lambda ids: loop.engine(ids) * 1.0, backend="eager")
+        for step in range(2):
+            loop.step(step, call)
+        error, _, from_graphs = loop.end()
+    return error, from_graphs[-1]
+
+
+def of_parameters_that_were_taken(case):
+    """Two engines for one module, of which the first was never compiled: returns whether each is, at the end."""
+    with compile_backend("eager"):
+        loop = Loop(case)
+        earlier, loop.engine = loop.engine, make_engine(loop.module, _without_compile(case, loop.config))
+        loop.step(0)
+        earlier(batch(0, 0, dist.get_rank(), 4))
+        loop.step(1)
+        compiled = earlier.is_compiled, loop.engine.is_compiled
+        error = loop.end()[0]
+        earlier.destroy()
+    return compiled, error
 
 
 def trains(case, before=None, during=None, steps=3):
@@ -124,10 +195,12 @@ def of_the_module(loop, ids):
 
 
 def refused(case):
-    """Returns what a training forward raises, twice, what ``engine.compile()`` raises, and the engine's state."""
+    """Returns what forwards with gradients and ``engine.compile()`` raise, and the engine's state."""
     loop = Loop(case)
     said = []
-    for call in (loop.engine, loop.engine, lambda _: loop.engine.compile()):
+    for training in (True, True, False, None):
+        call = loop.engine if training is not None else lambda _: loop.engine.compile()
+        loop.module.train(training is not False)
         try:
             call(batch(0, 0, dist.get_rank(), 4))
         except ValueError as error:
@@ -139,11 +212,13 @@ def refused(case):
     return said, state, evaluated
 
 
-def without_optimizer(stage):
+def told_in_a_forward(stage):
     """Returns what an engine logs in a forward that could train it, and whether it is compiled.
 
-    Of stage 0, which is all that DeepSpeed takes without an optimizer, or of stage 3.
+    Its stage is 3, or 0 without an optimizer: DeepSpeed takes no other without one.
     """
+    # DeepSpeed says it once in a process.
+    deepspeed.utils.logging._log_dist_once_cached.cache_clear()
     torch._dynamo.reset()
     linear = torch.nn.functional.linear
     module = torch.nn.Linear(4, 1).to(device())
@@ -165,8 +240,8 @@ def without_optimizer(stage):
     return result
 
 
-def collected_without_destroy(case):
-    """Whether an engine that compiled itself is gone when nobody holds it any longer."""
+def gone_when_destroyed(case):
+    """Whether nothing holds an engine that compiled itself, once it is destroyed."""
     with compile_backend("eager"):
         loop = Loop(case)
         loop.step(0)
@@ -201,7 +276,7 @@ def first_step(use_cache, layers=6, width=32, backend="eager", asked=None):
     """Trains a language model for one step, beside which it evaluates and generates.
 
     Returns a dict: the graphs that were compiled for the step, its seconds and loss, whether the outputs hold a cache
-    in training and in evaluation, how often ``use_cache`` is true in the configuration afterwards, the text generated.
+    in training and in evaluation, ``use_cache`` of the configuration afterwards, the text generated.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
