@@ -34,7 +34,7 @@ def around_forward(engine, inputs, kwargs):
     Raises:
         ValueError: naming an option that DeepCompile cannot honour, as ``engine.compile()`` does.
     """
-    if torch.is_grad_enabled() and not engine.is_compiled:
+    if engine.is_deepcompile_enabled() and not engine.is_compiled and torch.is_grad_enabled():
         _prepare_training(engine)
     around = getattr(engine.optimizer, "_around_forward", None)
     return contextlib.nullcontext((inputs, kwargs)) if around is None else around(engine, inputs, kwargs)
