@@ -55,3 +55,4 @@ trainer.train()
 
 if trainer.is_world_process_zero():
     print(gradient_counters(trainer.model_wrapped)["from_graphs"], "gradients came from compiled graphs")
+torch.distributed.destroy_process_group()

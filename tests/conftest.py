@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from support import models_table, sanitizer  # noqa: E402
+from support import sanitizer  # noqa: E402
 from support.pool import Ranks  # noqa: E402
 
 REPORTS = pytest.StashKey[Path]()
@@ -84,4 +84,6 @@ def pytest_terminal_summary(terminalreporter, config):
         for line in sanitizer.summary(config.option.sanitizer, passed, sanitizer.found(config.stash[REPORTS])):
             terminalreporter.write_line(line)
     if config.option.every_model:
+        from support import models_table
+
         models_table.print_table(terminalreporter)

@@ -15,7 +15,8 @@ TOO_LATE = "The arguments of engine.compile() have no effect"
 def trained(ranks, case, *how, **kwargs):
     """Returns (compiled, from_graphs, texts, warnings) of each rank, whose parameters are those of a plain loop."""
     results = []
-    for (error, compiled, from_graphs), texts, warnings in ranks(2).run(by_configuration.trains, case, *how, **kwargs):
+    for error, *found in ranks(2).run(by_configuration.trains, case, *how, **kwargs):
+        compiled, from_graphs, texts, warnings = found
         assert error < 1e-5
         assert not [text for text in texts if "engine.compile() has not been called" in text]
         results.append((compiled, from_graphs, texts, warnings))

@@ -72,6 +72,39 @@ def test_limit_is_reached(ranks, rank, stage, what, regional):
     check_given_up(ranks(2).run(train, static(regional, stage=stage), what, rank, limit=2))
 
 
+class Logging(Model):
+    """Logs its loss under a new name in each step, as Lightning's ``log()`` does: a frame that has no parameters."""
+
+    step = 0
+
+    def forward(self, ids):
+        loss = super().forward(ids)
+        torch._dynamo.graph_break()
+        self.log(f"loss of step {self.step}", loss)
+        return loss
+
+    def log(self, name, value):
+        torch._dynamo.graph_break()
+        self.logged = {name: value.detach() * len(name)}
+
+
+def train_logging(case):
+    torch.manual_seed(0)
+    with warnings_logged() as warnings:
+        pair = Beside(Logging(width=4, depth=2), case)
+        for step in range(12):
+            pair.module.step = pair.plain.step = str(step) * (step + 1)
+            pair.step(ids_of(step))
+        result = pair.end()
+    return {**result, "given up": given_up(warnings), "warnings": warnings}
+
+
+def test_frames_without_parameters_do_not_count(ranks):
+    for result in check(ranks(2).run(train_logging, static(False))):
+        assert not result["given up"] and result["from_graphs"][-1] > 0, result
+        assert not [warning for warning in result["warnings"] if "again and again" in warning], result
+
+
 def test_limit_is_reached_in_generated_code(ranks):
     check_given_up(ranks(2).run(train, static(False, backend="inductor"), "lengths", 0, limit=2, steps=4))
 

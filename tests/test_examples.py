@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.models import qwen3_config
 from support.pool import free_port
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -39,17 +40,7 @@ def model(tmp_path_factory):
     )
     tokenizer.train_from_iterator(SUMS, trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    config = transformers.Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    config = qwen3_config(len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)

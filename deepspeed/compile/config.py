@@ -13,7 +13,8 @@ class CompileConfig(DeepSpeedConfigModel):
     """Settings of ``engine.compile()``. What only one ZeRO stage or pass reads is under its name."""
 
     deepcompile: bool = False
-    """Whether DeepSpeed's passes rewrite the graphs; without them, ``engine.compile()`` is ``torch.compile``."""
+    """Whether DeepSpeed's passes rewrite the graphs; without them, ``engine.compile()`` is ``torch.compile``. With
+    them and ZeRO-1 or ZeRO-2, an engine compiles itself before its first training forward."""
 
     passes: Optional[List[Literal["z1", "z3", "autosp", "autotp"]]] = None
     """Which passes; by default the one of the ZeRO stage."""

@@ -46,18 +46,20 @@ def train_without_cache(module: Module) -> Callable[[], None]:
 
 def _outermost(module) -> List[Module]:
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
-    if base is None or isinstance(module, base):
-        return [] if base is None else [module]
+    if base is None:
+        return []
+    if isinstance(module, base):
+        return [module]
     return [model for child in module.children() for model in _outermost(child)]
 
 
 def _has_switch(model):
     """Whether a forward keeps a cache unless it is told not to, and can be told."""
-    config = model.config.get_text_config(decoder=True)
+    keeps = any(getattr(getattr(each, "config", None), "use_cache", None) is True for each in model.modules())
     parameters = inspect.signature(model.forward).parameters
     # Models that generate hand other arguments on to the model within that has the layers.
     hands_on = model.can_generate() and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    return ("use_cache" in parameters or hands_on) and getattr(config, "use_cache", False) is True
+    return keeps and ("use_cache" in parameters or hands_on)
 
 
 # Functions of the module, so that a model can be copied and pickled with its hooks.

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that compile themselves, because their configuration says so."""
 
-import copy
 import dataclasses
 import functools
 import gc
@@ -17,24 +16,23 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
 
-from support.beside import logged, warnings_logged
-from support.trained_models import compile_backend
-from support.training import average_gradients, batch, build, device, held, make_engine, make_optimizer, relative_error
+from support.beside import Beside, logged, warnings_logged
+from support.models import qwen3_config
+from support.training import batch, build, compile_backend, device, engine_by_configuration, held, make_engine
 
 
-class Loop:
-    """A plain loop and an engine whose ``compile()`` the caller does not call, trained beside each other."""
+class Loop(Beside):
+    """An engine whose ``compile()`` the caller does not call, beside a plain loop.
+
+    Attributes:
+        compiled: whether the engine was compiled, in each micro-batch.
+    """
 
     def __init__(self, case):
-        torch._dynamo.reset()
-        self.case = case
-        self.module = build(case)
-        self.plain = copy.deepcopy(self.module)
         config = {**(case.config or {}), "compile": {"deepcompile": True, **(case.config or {}).get("compile", {})}}
-        self.config = config
-        self.engine = make_engine(self.module, _without_compile(case, config))
-        self.plain_optimizer = make_optimizer(self.plain, case)
-        self.compiled, self.from_graphs = [], []
+        # make_engine() calls engine.compile() where the case asks for DeepCompile; the sections of config come last.
+        super().__init__(build(case), dataclasses.replace(case, config=config, deepcompile=False))
+        self.compiled = []
 
     def micro_batch(self, step, micro_step, call=None):
         ids = batch(step, micro_step, dist.get_rank(), 4)
@@ -51,23 +49,10 @@ class Loop:
             self.micro_batch(step, micro_step, call)
         self.plain_step()
 
-    def plain_step(self):
-        average_gradients(self.plain)
-        self.plain_optimizer.step()
-        self.plain_optimizer.zero_grad()
-
     def end(self):
-        """Returns (the parameters' error, whether the engine was compiled, and how many gradients came from graphs,
-        in each micro-batch)."""
+        """Destroys the engine; returns the parameters' error."""
         assert sum(held(gradient_counters(self.engine)).values()) == 0
-        error = relative_error(self.module.parameters(), self.plain.parameters())
-        self.engine.destroy()
-        return error, self.compiled, self.from_graphs
-
-
-def _without_compile(case, config):
-    # make_engine() calls engine.compile() where the case asks for DeepCompile; the sections of config come last.
-    return dataclasses.replace(case, config=config, deepcompile=False)
+        return super().end()["error"]
 
 
 class Memory(torch.nn.Module):
@@ -94,16 +79,8 @@ def with_memory(checkpointed):
         torch._dynamo.reset()
         torch.manual_seed(0)
         module = Memory(checkpointed).to(device()).train()
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9,
-            "compile": {"deepcompile": deepcompile},
-        }
         with compile_backend("eager"):
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+            engine = engine_by_configuration(module, deepcompile)
             for _ in range(3):
                 loss = engine(torch.arange(24, device=device()).view(2, 12))
                 engine.backward(loss)
@@ -121,26 +98,26 @@ def traced_by_the_caller(case):
         call = torch.compile(lambda ids: loop.engine(ids) * 1.0, backend="eager")
         for step in range(2):
             loop.step(step, call)
-        error, _, from_graphs = loop.end()
-    return error, from_graphs[-1]
+    return loop.end(), loop.from_graphs[-1]
 
 
 def of_parameters_that_were_taken(case):
     """Two engines for one module, of which the first was never compiled: returns whether each is, at the end."""
     with compile_backend("eager"):
         loop = Loop(case)
-        earlier, loop.engine = loop.engine, make_engine(loop.module, _without_compile(case, loop.config))
+        earlier, loop.engine = loop.engine, make_engine(loop.module, loop.case)
         loop.step(0)
         earlier(batch(0, 0, dist.get_rank(), 4))
         loop.step(1)
         compiled = earlier.is_compiled, loop.engine.is_compiled
-        error = loop.end()[0]
+        error = loop.end()
         earlier.destroy()
     return compiled, error
 
 
 def trains(case, before=None, during=None, steps=3):
-    """Trains; returns (error, compiled, from_graphs), and the texts that DeepSpeed logged, and warned of.
+    """Trains. Returns the parameters' error; for each micro-batch whether the engine was compiled, and how many
+    gradients came from graphs; and the texts that DeepSpeed logged, and those that it warned of.
 
     Args:
         before: name of a function of this module that is called with the loop before the first step.
@@ -153,7 +130,7 @@ def trains(case, before=None, during=None, steps=3):
         call = functools.partial(globals()[during], loop) if during is not None else None
         for step in range(steps):
             loop.step(step, call)
-        return loop.end(), texts, warnings
+        return loop.end(), loop.compiled, loop.from_graphs, texts, warnings
 
 
 def rank_0_evaluates(loop):
@@ -222,15 +199,7 @@ def told_in_a_forward(stage):
     torch._dynamo.reset()
     linear = torch.nn.functional.linear
     module = torch.nn.Linear(4, 1).to(device())
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage},
-        "compile": {"deepcompile": True},
-        "steps_per_print": 10**9,
-    }
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1) if stage == 3 else None
-    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    engine = engine_by_configuration(module, True, zero_optimization={"stage": stage})
     with logged(logging.INFO) as texts:
         engine(torch.ones(2, 4, device=device()))
     result = texts, engine.is_compiled
@@ -256,18 +225,10 @@ def gone_when_destroyed(case):
 
 
 def language_model(layers, width, use_cache):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=width,
-        intermediate_size=3 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=width // 16,
-        num_key_value_heads=width // 32,
-        head_dim=16,
-        **({} if use_cache is None else {"use_cache": use_cache}),
-    )
+    more = {} if use_cache is None else {"use_cache": use_cache}
+    config = qwen3_config(64, layers, width, intermediate_size=3 * width, **more)
     torch.manual_seed(0)
     return Qwen3ForCausalLM(config).to(device()).train()
 
@@ -281,15 +242,7 @@ def first_step(use_cache, layers=6, width=32, backend="eager", asked=None):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     module = language_model(layers, width, use_cache)
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-        "compile": {"deepcompile": True},
-    }
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    engine = engine_by_configuration(module, True)
     ids = torch.arange(24, device=device()).view(2, 12)
     with compile_backend(backend):
         began = time.perf_counter()

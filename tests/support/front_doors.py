@@ -25,6 +25,9 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.gradient_partition import gradient_counters
 from deepspeed.utils import logger as deepspeed_logger
 
+from support.models import qwen3_config
+from support.training import compile_backend
+
 VOCABULARY, LENGTH = 64, 12
 # Tokens. Rows are made of few of them, so that the model learns something in few steps.
 PAD, EOS, FIRST_TOKEN, LAST_TOKEN = 0, 1, 8, 23
@@ -77,15 +80,9 @@ def off_on_resumed(case):
 
 def run(case, resumes):
     """Runs the program of a case as if the process did nothing before or after."""
-    accelerator = get_accelerator()
-    backend = accelerator.get_compile_backend()
-    with _process_as_it_was(), _warnings() as messages:
-        # Those doors that have no argument for the backend get this one.
-        accelerator.set_compile_backend(case.backend)
-        try:
-            outcome = DOORS[case.door](case, resumes)
-        finally:
-            accelerator.set_compile_backend(backend)
+    # Those doors that have no argument for the backend get this one.
+    with _process_as_it_was(), _warnings() as messages, compile_backend(case.backend):
+        outcome = DOORS[case.door](case, resumes)
         engine = outcome.engine
         trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
         record = Record(
@@ -165,21 +162,10 @@ def on_cpu():
 
 def make_model():
     """Returns the model, with the same weights every time."""
-    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers import AutoModelForCausalLM
 
     torch.manual_seed(SEED)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        pad_token_id=PAD,
-        eos_token_id=EOS,
-        tie_word_embeddings=True,
-    )
+    config = qwen3_config(VOCABULARY, pad_token_id=PAD, eos_token_id=EOS, tie_word_embeddings=True)
     return AutoModelForCausalLM.from_config(config).float()
 
 

@@ -379,3 +379,19 @@ OTHER_CASES = {cls.__name__: cls for cls in (Wide, WideRepeatedLayers, ReturnsLo
 WITH_BLOCKS = [
     name for name, model in CASES.items() if issubclass(model, (Model, BlocksWithin)) and name != "EagerBlocks"
 ]
+
+
+def qwen3_config(vocabulary, layers=2, width=32, **others):
+    """Returns the configuration of a small Qwen3 of transformers."""
+    from transformers import Qwen3Config
+
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": width // 16,
+        "num_key_value_heads": width // 32,
+        "head_dim": 16,
+    }
+    return Qwen3Config(**{**sizes, **others})

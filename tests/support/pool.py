@@ -142,9 +142,13 @@ def _serve():
     os.environ.pop("LD_PRELOAD", None)
 
     import torch
+    import torch._inductor.compile_fx  # noqa: F401
 
     import deepspeed
+    import deepspeed.compile.init_z1_and_2  # noqa: F401
 
+    # Modules stay, so that looking for garbage after each test does not have to look through them.
+    gc.freeze()
     # Whoever started this process may have had it ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)

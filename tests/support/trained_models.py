@@ -2,37 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a model of transformers without DeepCompile and with it, by nothing but the configuration."""
 
-import contextlib
-
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
-import deepspeed
-from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
 
 from support.architectures import ARCHITECTURES
-from support.training import device, held, total_error
+from support.training import compile_backend, device, engine_by_configuration, held, total_error
 
 # Rows of the micro-batches of each step; rank 0 has another number of them in the last.
 STEPS = ((2, 2), (2, 2), (2, 3))
 
-
 # torch's own aot_eager cannot run the graphs of these either: one views a tensor with other strides than were traced.
 WITH_INDUCTOR = ("Qwen3Next", "OlmoHybrid")
-
-
-@contextlib.contextmanager
-def compile_backend(name):
-    """Within it this is the backend with which engines compile themselves."""
-    accelerator = get_accelerator()
-    before = accelerator.get_compile_backend()
-    accelerator.set_compile_backend(name)
-    try:
-        yield
-    finally:
-        accelerator.set_compile_backend(before)
 
 
 def train(name, stage, deepcompile):
@@ -50,17 +33,12 @@ def train(name, stage, deepcompile):
             # DeepSpeed 0.19.8 broadcasts parameters as bytes, as which torch cannot view one without dimensions.
             parameter.data = parameter.data.view(1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
+    more = {
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 20000},
-        "compile": {"deepcompile": deepcompile},
     }
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.5)
-    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+    engine = engine_by_configuration(model, deepcompile, lr=0.2, momentum=0.5, **more)
     losses, rank = [], dist.get_rank()
     for step, rows_of_each in enumerate(STEPS):
         for micro_step, rows in enumerate(rows_of_each):

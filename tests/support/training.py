@@ -106,6 +106,35 @@ def make_engine(module, case):
     return engine
 
 
+@contextlib.contextmanager
+def compile_backend(name):
+    """Within it this is the backend with which engines compile themselves."""
+    accelerator = get_accelerator()
+    before = accelerator.get_compile_backend()
+    accelerator.set_compile_backend(name)
+    try:
+        yield
+    finally:
+        accelerator.set_compile_backend(before)
+
+
+def engine_by_configuration(module, deepcompile, lr=0.1, momentum=0.0, **more):
+    """Returns an engine whose ``compile()`` nobody has called. ``more`` are sections of its configuration."""
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1},
+        "compile": {"deepcompile": deepcompile},
+        **more,
+    }
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=lr, momentum=momentum)
+    # DeepSpeed takes no other stage without an optimizer.
+    optimizer = None if config["zero_optimization"]["stage"] == 0 else optimizer
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+
+
 def batch(step, micro_step, rank, length):
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro_step + rank)
     return torch.randint(0, VOCABULARY, (2, length), generator=generator).to(device())
