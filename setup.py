@@ -43,6 +43,9 @@ REPLACED = {
     "deepspeed/ops/op_builder/dc.py",
 }
 
+# Those of them that import the base's file and override what is ours: it is kept beside them as <name>_base.py.
+KEPT = REPLACED - {"csrc/includes/deepcompile.h", "deepspeed/compile/init_z1_and_2.py"}
+
 # Lines of base files that are changed: (file, name of the edit, the anchor, what takes its place). The anchor must
 # occur once. What the new lines call is in deepspeed/compile/engine_calls.py.
 ENGINE = "deepspeed/runtime/engine.py"
@@ -213,7 +216,9 @@ def lay_over(tree, ours, version, link):
     for name in ours:
         for place in places(name):
             target = tree / place
-            if name in REPLACED:
+            if name in KEPT:
+                target.rename(target.with_name(f"{target.stem}_base{target.suffix}"))
+            elif name in REPLACED:
                 target.unlink()
             elif target.exists():
                 stop(

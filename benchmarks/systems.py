@@ -50,11 +50,11 @@ class DeepSpeed:
         if run.system == "deepcompile":
             self._engine.compile(backend=run.backend)
         try:
-            from deepspeed.compile import gradient_partition
+            from deepspeed.compile import zero12
         except ImportError:
             # The base keeps no count of what it holds.
-            gradient_partition = None
-        self._counts = gradient_partition if run.system == "deepcompile" else None
+            zero12 = None
+        self._counts = zero12 if run.system == "deepcompile" else None
 
     def forward(self, ids):
         return self._engine(input_ids=ids, labels=ids).loss

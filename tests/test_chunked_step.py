@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from deepspeed.compile import chunked_step
-from deepspeed.compile.chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
+from deepspeed.compile.zero12 import chunked_step
+from deepspeed.compile.zero12.chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
 
 from support.lifetime import chunks_of_a_loaded_state, chunks_of_a_step
 from support.training import Case

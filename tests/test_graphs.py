@@ -15,7 +15,7 @@ from support.training import Case
 @pytest.fixture(scope="module")
 def fx():
     from deepspeed.compile import fx
-    from deepspeed.compile.native import reducer_module
+    from deepspeed.compile.zero12.native import reducer_module
 
     reducer_module()
     return fx
@@ -51,7 +51,7 @@ def test_end_backward_stands_behind_every_reduction(fx):
 
 
 def test_reductions_follow_their_slots(fx):
-    from deepspeed.compile.passes.zero_1_and_2_compile import finish_backward_graph
+    from deepspeed.compile.zero12.graph.reductions import finish_backward_graph
 
     module = GraphModule(torch.nn.Module(), backward_graph(3))
     finish_backward_graph(module, 0, True)

@@ -80,7 +80,7 @@ class Traced:
         return loss
 
     def cut(self, *outputs):
-        from deepspeed.compile.loss_graph import split_loss
+        from deepspeed.compile.zero12.graph.loss import split_loss
 
         self.graph.output(outputs)
         self.graph_module = GraphModule(torch.nn.Module(), self.graph)
@@ -93,7 +93,7 @@ def targets(graph_module):
 
 
 def test_cut_behind_what_is_returned():
-    from deepspeed.compile.loss_graph import HEAD, inputs_of_head, replace
+    from deepspeed.compile.zero12.graph.loss import HEAD, inputs_of_head, replace
 
     traced = Traced()
     split = traced.cut(traced.loss_of(traced.logits), traced.logits)

@@ -253,7 +253,7 @@ def train_as_without_deepcompile(case, spoil):
 
     ``spoil``: index of the step whose loss is infinite on rank 0, or None.
     """
-    from deepspeed.compile.gradient_partition import gradient_counters
+    from deepspeed.compile.zero12 import gradient_counters
     from deepspeed.utils import safe_get_full_fp32_param
 
     rank, trained, told = torch.distributed.get_rank(), [], []
@@ -1014,7 +1014,7 @@ def test_refused_with_gradients_of_an_unfinished_step(ranks, stage, dtype, accum
 
 
 def compile_with_an_old_torch():
-    from deepspeed.compile import zero_options
+    from deepspeed.compile.zero12 import options as zero_options
 
     case, oldest = Case(model=SMALL), zero_options.OLDEST_TORCH
     module, engine = prepare(case)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.utils import safe_get_full_grad
 
 from support.recipes import Gain

@@ -184,7 +184,7 @@ class Nested(Module):
 
 @pytest.fixture(scope="module")
 def find_blocks():
-    from deepspeed.compile.regions import find_blocks
+    from deepspeed.compile.zero12.graph.choose_blocks import find_blocks
 
     return find_blocks
 
@@ -250,20 +250,21 @@ def test_blocks_that_cannot_be_compiled(find_blocks, change, why):
 
 
 def no_limit():
-    from deepspeed.compile.compilation_limit import CompilationLimit
-    from deepspeed.compile.native import reducer_module
+    from deepspeed.compile.zero12.graph.compilation_limit import CompilationLimit
+    from deepspeed.compile.zero12.native import reducer_module
 
     no_engine = {"overlap": True, "synchronize_before": False, "synchronize_after": False}
     return CompilationLimit(8, reducer_module().Reducer(identity=0, bucket_numel=1, **no_engine))
 
 
 def test_pickled_and_copied():
-    from deepspeed.compile.regions import compile_regions, find_blocks, restore
+    from deepspeed.compile.zero12.graph.choose_blocks import find_blocks
+    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, restore
 
     model, x = Model(width=4, depth=2), torch.tensor([[1, 2, 3]])
     expected = model(x)
     blocks = find_blocks(model, True)
-    changed = compile_regions(model, blocks, "eager", {}, no_limit())
+    changed = compile_blocks(model, blocks, "eager", {}, no_limit())
     assert type(blocks[0]) is type(blocks[1]) is not Block
     assert find_blocks(model, True) == blocks
     for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -274,13 +275,14 @@ def test_pickled_and_copied():
 
 
 def test_options_are_not_used_up():
-    from deepspeed.compile.regions import compile_regions, find_blocks, restore
+    from deepspeed.compile.zero12.graph.choose_blocks import find_blocks
+    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, restore
 
     seen, options = [], {"guard_filter_fn": lambda guards: seen.append(1) or [True] * len(guards)}
     nested = Nested()
     nested.layers = ModuleList([BreakingBlock(4), BreakingBlock(4)])
     blocks = find_blocks(nested, ["Block", "BreakingBlock"])
-    changed = compile_regions(nested, blocks, "eager", {"options": options}, no_limit())
+    changed = compile_blocks(nested, blocks, "eager", {"options": options}, no_limit())
     nested.stages(torch.ones(1, 4))
     once = len(seen)
     nested.layers[0](torch.ones(1, 4))
@@ -307,7 +309,7 @@ def test_no_blocks(find_blocks, wanted, sentence):
 
 
 def chosen(module, wanted=None, **compile_kwargs):
-    from deepspeed.compile.regions import choose_blocks
+    from deepspeed.compile.zero12.graph.choose_blocks import choose_blocks
 
     return choose_blocks(module, wanted, compile_kwargs)
 
@@ -351,7 +353,7 @@ def test_what_is_compiled_as_a_whole_by_default(change, why):
 
 @pytest.mark.parametrize("model", [Model, BlocksWithin])
 def test_blocks_that_were_compiled_by_themselves(model):
-    from deepspeed.compile.regions import take_over_compiled
+    from deepspeed.compile.zero12.graph.compile_blocks import take_over_compiled
 
     model = model()
     blocks = [block for block in model.modules() if isinstance(block, Block)]
@@ -370,11 +372,11 @@ def test_more_that_is_compiled_as_a_whole():
 
 
 def test_blocks_of_another_engine():
-    from deepspeed.compile.regions import compile_regions, refuse_blocks_of_others, restore
+    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, refuse_blocks_of_others, restore
 
     model = BlocksWithin()
     blocks, _ = chosen(model)
-    changed = compile_regions(model, blocks, "eager", {}, no_limit())
+    changed = compile_blocks(model, blocks, "eager", {}, no_limit())
     with pytest.raises(ValueError, match="Body is compiled for an engine that trains other parameters"):
         refuse_blocks_of_others(model)
     # What blocks there are does not depend on it.
@@ -385,7 +387,7 @@ def test_blocks_of_another_engine():
 
 def test_belongs_to_zero_1_and_2():
     from deepspeed.compile.config import CompileConfig
-    from deepspeed.compile.native import DeepCompileHandle
+    from deepspeed.compile.zero12.native import DeepCompileHandle
 
     for option, value in (("regional_compilation", True), ("overlap_param_gather", True)):
         for others, sentence in (

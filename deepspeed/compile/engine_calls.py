@@ -36,7 +36,8 @@ def around_forward(engine, inputs, kwargs):
     """
     if engine.is_deepcompile_enabled() and not engine.is_compiled and torch.is_grad_enabled():
         _prepare_training(engine)
-    around = getattr(engine.optimizer, "_around_forward", None)
+    zero12 = getattr(engine.optimizer, "_zero12", None)
+    around = zero12 and zero12.around_forward
     return contextlib.nullcontext((inputs, kwargs)) if around is None else around(engine, inputs, kwargs)
 
 
@@ -70,7 +71,7 @@ def note_compile(engine, backend, compile_kwargs, schedule) -> None:
 def compile_module(engine, **compile_kwargs) -> None:
     """Does what ``engine.module.compile(**compile_kwargs)`` does, in ZeRO-1/2 within DeepCompile's own limit."""
     if engine.is_deepcompile_active() and _is_attached(engine):
-        engine.optimizer._limit.compile_module(engine.module, **compile_kwargs)
+        engine.optimizer._zero12.limit.compile_module(engine.module, **compile_kwargs)
     else:
         engine.module.compile(**compile_kwargs)
 
@@ -84,10 +85,10 @@ def drop_gradients(engine) -> None:
 def _is_attached(engine):
     if not engine.is_deepcompile_enabled():
         return False
-    # Not above: whoever trains without DeepCompile shall not wait for it to be imported.
-    from .gradient_partition import StepLocalGradients
+    # Imported here, so that training without DeepCompile does not wait for the import.
+    from .zero12.optimizer import is_attached
 
-    return isinstance(engine.optimizer, StepLocalGradients)
+    return is_attached(engine.optimizer)
 
 
 def _compiles_itself(engine):
@@ -104,8 +105,8 @@ def _is_due(engine):
     if not _compiles_itself(engine) or getattr(engine, "_compile_arguments", None) is not None:
         # A caller whose engine.compile() raised, and who goes on, has decided to train without DeepCompile.
         return False
-    from .gradient_partition import holds_its_parameters
-    from .zero_options import has_gradients
+    from .zero12.optimizer import holds_its_parameters
+    from .zero12.options import has_gradients
 
     # Gradients would be lost; they are gone behind the step. Parameters that a later engine has taken are its own.
     return not has_gradients(engine) and holds_its_parameters(engine.optimizer)
@@ -120,7 +121,7 @@ def _prepare_training(engine):
         _compile(engine, "before its first training forward")
         return
     # If this is training, the engine compiles itself behind the step, where it would be late to raise.
-    from .zero_options import refuse_options
+    from .zero12.options import refuse_options
 
     refuse_options(engine, get_accelerator().get_compile_backend())
 

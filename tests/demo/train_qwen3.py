@@ -145,7 +145,7 @@ def check_installation():
     except ImportError:
         raise SystemExit("The demo needs transformers 4.51 or newer: pip install -r requirements/demo.txt") from None
     try:
-        from deepspeed.compile.gradient_partition import gradient_counters  # noqa: F401
+        from deepspeed.compile.zero12 import gradient_counters  # noqa: F401
     except ImportError:
         raise SystemExit(f"deepspeed {deepspeed.__version__} is not this fork: run pip install . first.") from None
 
@@ -160,7 +160,7 @@ def main():
     if not on_gpus():
         torch.set_num_threads(max(1, os.cpu_count() // dist.get_world_size()))
     with announce("Loading DeepCompile's native code (the first time, it is built: up to a minute)"):
-        from deepspeed.compile.native import reducer_module
+        from deepspeed.compile.zero12.native import reducer_module
 
         reducer_module()
 

@@ -8,8 +8,7 @@ import logging
 
 import torch
 
-from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
-from deepspeed.compile.parameter_gather import wait_for_parameters
+from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.training import average_gradients, device, held, make_engine, make_optimizer, relative_error, total_error

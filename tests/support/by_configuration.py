@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 
 from support.beside import Beside, logged, warnings_logged
 from support.models import qwen3_config

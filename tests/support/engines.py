@@ -16,8 +16,7 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.compile.gradient_partition import gradient_counters
-from deepspeed.compile.parameter_gather import wait_for_parameters
+from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.faults import Fragile, Injected, in_backward, in_forward, raise_injected
@@ -353,7 +352,7 @@ def destroyed_at(moment, case):
     module = (BlocksWithin() if case.config else Fragile()).to(device())
     before = _hooks(module)
     engine = make_engine(module, case)
-    reducer = engine.optimizer._reducer
+    reducer = engine.optimizer._zero12.reducer
     kept = _reach(moment, engine)
     views = [view for views in engine.optimizer.averaged_gradients.values() for view in views or ()]
     gradients = [weakref.ref(view.untyped_storage()) for view in views if view.numel()]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.compile.zero12 import gradient_counters
 
 from support.models import Model
 from support.training import average_gradients, batch, device, held, make_engine, make_optimizer, relative_error

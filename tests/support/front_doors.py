@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.utils import logger as deepspeed_logger
 
 from support.models import qwen3_config

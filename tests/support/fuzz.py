@@ -12,8 +12,7 @@ import torch._functorch.config
 import torch._inductor.config
 import torch.distributed as dist
 
-from deepspeed.compile.gradient_partition import gradient_counters
-from deepspeed.compile.parameter_gather import wait_for_parameters
+from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.faults import Injected, in_backward, raise_injected

@@ -8,8 +8,8 @@ import torch
 import torch._functorch.config
 import torch.distributed as dist
 
-from deepspeed.compile import reduce_backend
-from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero12.graph import backend as reduce_backend
 
 from support.training import batch, build, make_engine
 

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from deepspeed.compile import loss_graph
-from deepspeed.compile.gradient_partition import gradient_counters
+from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero12.graph import loss as loss_graph
 
 from support.models import VOCABULARY
 from support.training import average_gradients, batch, build, device, make_engine, make_optimizer, relative_error

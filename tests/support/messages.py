@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 
 from support.models import Model
 from support.training import average_gradients, batch, device, held, make_engine, make_optimizer, relative_error

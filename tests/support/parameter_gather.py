@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed.compile import parameter_gather
-from deepspeed.compile.parameter_gather import wait_for_parameters
+from deepspeed.compile.zero12 import gather, gather_hooks, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from support.models import VOCABULARY, Block, Model
@@ -101,7 +100,7 @@ DELAY = 0.25
 @contextlib.contextmanager
 def one_rank_late(delay):
     """Each rank in turn sends its parameters ``delay`` seconds late. Yields the units that were waited for."""
-    start, wait = parameter_gather.OverlappedGather.start, parameter_gather.OverlappedGather.wait
+    start, wait = gather.OverlappedGather.start, gather.OverlappedGather.wait
     turns, waited = iter(range(10**6)), []
 
     def late(self):
@@ -118,11 +117,11 @@ def one_rank_late(delay):
         waited.extend(unit for unit in units if unit in self._works)
         wait(self, units)
 
-    parameter_gather.OverlappedGather.start, parameter_gather.OverlappedGather.wait = late, watched
+    gather.OverlappedGather.start, gather.OverlappedGather.wait = late, watched
     try:
         yield waited
     finally:
-        parameter_gather.OverlappedGather.start, parameter_gather.OverlappedGather.wait = start, wait
+        gather.OverlappedGather.start, gather.OverlappedGather.wait = start, wait
 
 
 def _make(case, model):
@@ -147,9 +146,9 @@ def train_with_a_late_rank(case, model, waits=True):
     module, plain, engine, optimizer = _make(case, model)
     worst = 0.0
     with one_rank_late(DELAY) as waited:
-        wait = parameter_gather.OverlappedGather.wait
+        wait = gather.OverlappedGather.wait
         if not waits:
-            parameter_gather.OverlappedGather.wait = lambda self, units: None
+            gather.OverlappedGather.wait = lambda self, units: None
         loss = engine(batch(0, 0, dist.get_rank(), 4))
         for step in range(case.steps):
             engine.backward(loss)
@@ -158,7 +157,7 @@ def train_with_a_late_rank(case, model, waits=True):
             loss = engine(batch(step + 1, 0, dist.get_rank(), 4))
             _step_plain(plain, optimizer, step)
             worst = max(worst, relative_error([loss], [plain(batch(step + 1, 0, dist.get_rank(), 4))]))
-        parameter_gather.OverlappedGather.wait = wait
+        gather.OverlappedGather.wait = wait
         wait_for_parameters(engine)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
@@ -261,27 +260,27 @@ def read_after_a_step(case, how):
 def order_of_waits(case):
     """Numbers of the units on their way when each block begins and when the forward is done; what becomes of hooks."""
     module, _, engine, _ = _make(case, "Around")
-    gather, pending = engine.optimizer._gather, []
-    enter = parameter_gather.Waiting.enter
+    in_use, pending = engine.optimizer._zero12.gather, []
+    enter = gather_hooks.Waiting.enter
 
     def watched(self, each):
         enter(self, each)
         if isinstance(each, Block):
-            pending.append(sorted(gather._works))
+            pending.append(sorted(in_use._works))
 
-    parameter_gather.Waiting.enter = watched
+    gather_hooks.Waiting.enter = watched
     try:
         for step in range(2):
             pending.clear()
             loss = engine(batch(step, 0, dist.get_rank(), 4))
-            pending.append(sorted(gather._works))
+            pending.append(sorted(in_use._works))
             engine.backward(loss)
             engine.step()
-            after_step = sorted(gather._works)
+            after_step = sorted(in_use._works)
     finally:
-        parameter_gather.Waiting.enter = enter
+        gather_hooks.Waiting.enter = enter
     copied = copy.deepcopy(module)
-    left = sorted(gather._works)
+    left = sorted(in_use._works)
     copied.state_dict()
     engine.destroy()
     hooks = [
@@ -289,7 +288,7 @@ def order_of_waits(case):
         for each in module.modules()
         for hook in (*each._forward_pre_hooks.values(), *each._state_dict_pre_hooks.values())
     ]
-    hooks = sum(isinstance(hook, parameter_gather._Hook) for hook in hooks)
+    hooks = sum(isinstance(hook, gather_hooks._Hook) for hook in hooks)
     return pending, after_step, left == after_step, hooks
 
 

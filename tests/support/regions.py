@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch._inductor import compile_fx, config
 
-from deepspeed.compile import reduce_backend
 from deepspeed.compile.fx import reduce_nodes
-from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero12.graph import backend as reduce_backend
 
 from support.lifetime import Raises
 from support.models import Block, Model

@@ -17,7 +17,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.native import reducer_module
+from deepspeed.compile.zero12.native import reducer_module
 
 from support.training import device
 

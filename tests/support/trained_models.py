@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
-from deepspeed.compile.gradient_partition import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 
 from support.architectures import ARCHITECTURES
 from support.training import compile_backend, device, engine_by_configuration, held, total_error

@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.gradient_partition import gradient_counters
-from deepspeed.compile.parameter_gather import wait_for_parameters
+from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
 from deepspeed.runtime import torch_autocast
 from deepspeed.utils import safe_get_full_fp32_param
 

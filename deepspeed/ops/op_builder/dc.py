@@ -6,9 +6,12 @@ Both define torch operators and both serve only their own stages, so they are se
 when first used (or at installation with ``DS_BUILD_DEEP_COMPILE=1``, ``DS_BUILD_DEEP_COMPILE_ZERO3=1``).
 """
 
-import os
+# Not its class: DeepSpeed takes every name of this module that ends with Builder for an operator of its own.
+from . import dc_base
+from .builder import OpBuilder
 
-from .builder import CUDAOpBuilder, OpBuilder
+# Where setup.py keeps the base's native code.
+ZERO3_FOLDER = "csrc/compile_zero3"
 
 
 class DeepCompileBuilder(OpBuilder):
@@ -38,31 +41,20 @@ class DeepCompileBuilder(OpBuilder):
 
     def load(self, verbose=False):
         """Returns the handle that the base's callers expect of ``get_deepcompile_handle()``."""
-        from deepspeed.compile.native import DeepCompileHandle
+        from deepspeed.compile.zero12.native import DeepCompileHandle
 
         return DeepCompileHandle()
 
 
-class DeepCompileZero3Builder(CUDAOpBuilder):
+class DeepCompileZero3Builder(dc_base.DeepCompileBuilder):
     """Builds ``csrc/compile_zero3``: the base's native code, unchanged, for ZeRO-3."""
 
     BUILD_VAR = "DS_BUILD_DEEP_COMPILE_ZERO3"
     NAME = "dc_zero3"
 
-    def __init__(self):
-        super().__init__(name=self.NAME)
-
-    def absolute_name(self):
-        return f"deepspeed.ops.{self.NAME}_op"
-
     def sources(self):
-        folder = "csrc/compile_zero3"
-        return [f"{folder}/{name}.cpp" for name in ("deepcompile", "init", "util", "z1", "z2", "z3")]
+        return [source.replace("csrc/compile/", f"{ZERO3_FOLDER}/") for source in super().sources()]
 
     def include_paths(self):
-        import torch.utils.cpp_extension as cpp_extension
-
-        toolkit = cpp_extension.ROCM_HOME if self.is_rocm_pytorch() else cpp_extension.CUDA_HOME
-        headers = [os.path.join(toolkit, "include")] if toolkit and not self.build_for_cpu else []
         # The base's own deepcompile.h lies beside its sources and is found before this fork's.
-        return ["csrc/compile_zero3", "csrc/includes", *headers]
+        return [ZERO3_FOLDER, *(path for path in super().include_paths() if path != "csrc/compile")]

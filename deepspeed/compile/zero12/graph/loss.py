@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
-from .fx import get_output_node
+from ...fx import get_output_node
 
 # Elements from which on zeros are worth avoiding: 32 MiB in bf16.
 LARGE_NUMEL = 2**24

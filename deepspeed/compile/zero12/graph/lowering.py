@@ -3,8 +3,8 @@
 """How Inductor calls the reducer's operators: without a copy, where a gradient's memory is nobody else's.
 
 Inductor uses a buffer's memory again once the buffer's last user has been called. A reduction reads its gradient
-later than that, so it copies, unless it takes the memory over: then the generated code forgets the buffer right
-behind the call, and no other buffer is given its memory.
+later than that, so the reducer copies, unless the gradient is donated: then the generated code forgets the buffer
+right behind the call, and Inductor gives its memory to no other buffer.
 """
 
 import torch
@@ -19,16 +19,16 @@ class ReduceGradKernel(ir.FallbackKernel):
 
     def codegen(self, wrapper):
         # Decided here and not when lowering, since only now every user of the buffer is known.
-        takes_over = self._is_sole_user_of_gradient()
-        self.constant_args = (*self.constant_args[:-1], takes_over)
+        donated = self._may_donate_gradient()
+        self.constant_args = (*self.constant_args[:-1], donated)
         super().codegen(wrapper)
-        if takes_over:
+        if donated:
             name = self.inputs[0].get_name()
-            wrapper.writeline(f"del {name}  # its memory belongs to the reducer now")
-            # Neither freed a second time nor used again for another buffer.
+            wrapper.writeline(f"del {name}  # donated: its memory belongs to the reducer now")
+            # So Inductor neither frees the buffer a second time nor uses its memory for another one.
             wrapper.freed.add(name)
 
-    def _is_sole_user_of_gradient(self):
+    def _may_donate_gradient(self):
         gradient = self.inputs[0]
         # Memory planning cuts buffers out of pools, where giving one away would give its neighbours' memory too.
         if V.graph.cpp_wrapper or config.memory_planning or isinstance(gradient, ir.ReinterpretView):
@@ -41,10 +41,10 @@ class ReduceGradKernel(ir.FallbackKernel):
         return len(users) == 1 and getattr(users[0], "node", None) is self
 
 
-def lower_reduce_grad(gradient, registrations, slot, after=None, may_keep=False):
-    """Lowers one call; whether memory is taken over is up to :class:`ReduceGradKernel`."""
+def lower_reduce_grad(gradient, registrations, slot, after=None, donated=False):
+    """Lowers one call. Whether the gradient is donated is up to :class:`ReduceGradKernel`."""
     operator = torch.ops.deepcompile.reduce_grad.default
-    outputs = ReduceGradKernel.create(operator, gradient, registrations, slot, after, may_keep)
+    outputs = ReduceGradKernel.create(operator, gradient, registrations, slot, after, donated)
     return pytree.tree_map(lambda node: ir.TensorBox.create(node) if isinstance(node, ir.IRNode) else node, outputs)
 
 
@@ -53,6 +53,7 @@ def register():
     operator = torch.ops.deepcompile.reduce_grad.default
     add_needs_realized_inputs(operator)
     register_lowering(operator, type_promotion_kind=None)(lower_reduce_grad)
-    # Inductor would call it as it stands, but torch 2.11 first writes a message with all of its operands, each with
-    # what it was made of. Reductions follow each other, so with many layers that takes longer than all the rest.
+    # Without a lowering Inductor calls the operator as well, but torch 2.11 first writes a message with all operands,
+    # each with what it was made of. Reductions follow each other, so with many layers that takes longer than all the
+    # rest of the compilation.
     make_fallback(torch.ops.deepcompile.end_backward.default)

@@ -4,8 +4,7 @@
 
 import functools
 import hashlib
-import inspect
-import sys
+from pathlib import Path
 from typing import Dict, List, Tuple
 
 import torch
@@ -15,12 +14,10 @@ from torch._inductor.utils import GPU_ALIGN_BYTES
 
 from deepspeed.utils import logger
 
-from . import fx, loss_graph, native, reduce_lowering
-from . import registrations as registrations_module
-from .fx import should_release_reduce_buckets
-from .passes import zero_1_and_2_compile
-from .passes.zero_1_and_2_compile import finish_backward_graph, give_gradients_away, insert_reductions
-from .registrations import Registrations, one_more_input, order_of_reductions, traced_registrations
+from ...fx import should_release_reduce_buckets
+from . import loss, lowering
+from .frames import Registrations, one_more_input, order_of_reductions, traced_registrations
+from .reductions import donate_gradients, finish_backward_graph, insert_reductions
 
 
 class GraphOrder:
@@ -48,6 +45,14 @@ class GraphOrder:
 NO_GRAPH = -1
 
 
+@functools.cache
+def cache_key() -> str:
+    """Hashes all that shapes generated code, so that torch's caches do not return what another version wrote."""
+    folder = Path(__file__).parent
+    shaping = [*sorted(folder.glob("*.py")), folder.parent / "native.py", *sorted(folder.parents[1].glob("fx*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in shaping)).hexdigest()
+
+
 class ReduceGradPartitioner(CustomPartitionerFn):
     """Inserts the reductions, then splits the joint graph as torch would."""
 
@@ -61,12 +66,9 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         self.names_lying_anywhere = None
 
     def uuid(self):
-        # Everything that shapes the generated code: torch's caches must not give us what another version wrote.
-        modules = (fx, native, reduce_lowering, registrations_module, zero_1_and_2_compile, sys.modules[__name__])
-        sources = [inspect.getsource(module) for module in modules]
         schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
         slots = sorted(self.slots.items())
-        key = (sources, schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere)
+        key = (cache_key(), schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere)
         return hashlib.sha256(repr(key).encode()).digest()
 
     def __call__(self, gm, joint_inputs, **kwargs):
@@ -76,31 +78,29 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
         if kwargs.get("compiler") != "inductor":
-            give_gradients_away(backward)
+            donate_gradients(backward)
         if self.debug_log:
             logger.info(f"DeepCompile graph {self.graph_id}, forward:\n{forward.graph}\nbackward:\n{backward.graph}")
         return forward, backward
 
 
-def make_backend(backend, parameters, registered, identity, limit, debug_log=False, waiting=None, dynamic=None):
+def make_backend(plan, parameters, registered, identity, limit, waiting=None):
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
 
     Args:
-        backend: "inductor", or "eager" to run the traced graphs without generating code.
+        plan: the ``Plan`` of the engine. With its backend "eager", graphs run as they are traced.
         parameters: those of ``registered`` that graphs may reduce, the same on every rank.
         registered: all that lie in the optimizer's flat tensors, in the reducer's order. They outlive the backend's
             graphs.
-        identity: the reducer's.
-        limit: the CompilationLimit of the engine.
-        debug_log: whether to log each pair of graphs.
+        identity: the reducer's number.
+        limit: the ``CompilationLimit`` of the engine.
         waiting: None, or a ``Waiting`` for parameters that may be on their way.
-        dynamic: as of ``torch.compile``, for a loss that is compiled by itself.
 
-    The backend takes as keyword arguments ``has_blocks``, whether the model has blocks that are compiled by
-    themselves, so that no graph ends with a flush; ``in_block``, whether a graph belongs to one of these, which may be
-    called for several layers; and the ``mode`` and ``options`` of ``torch.compile``.
+    The backend takes as keyword arguments ``in_block``, whether a graph belongs to a block, which may be called for
+    several layers; and the ``mode`` and ``options`` of ``torch.compile``.
     """
-    reduce_lowering.register()
+    backend, dynamic = plan.backend, plan.dynamic
+    lowering.register()
     registrations = Registrations(identity, registered)
     reducible = {id(parameter) for parameter in parameters}
     aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
@@ -113,7 +113,7 @@ def make_backend(backend, parameters, registered, identity, limit, debug_log=Fal
             return _run_as_traced(gm, inputs, partitioner)
         return _generate_code(gm, inputs, partitioner, mode, options)
 
-    def compile_frame(gm, example_inputs, in_block=False, has_blocks=False, mode=None, options=None):
+    def compile_frame(gm, example_inputs, in_block=False, mode=None, options=None):
         # Decided by the inputs alone, so that every rank decides alike whether or not it finds the graph in a cache.
         is_parameter = [id(value) in reducible for value in example_inputs]
         reduces = torch.is_grad_enabled() and any(
@@ -124,7 +124,8 @@ def make_backend(backend, parameters, registered, identity, limit, debug_log=Fal
             # Others, as those that log metrics by name, do not change what is reduced: Dynamo's own limit is theirs.
             limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1)
         graph_id = order.add(compile_id.frame_id) if reduces else NO_GRAPH
-        release = reduces and not has_blocks and should_release_reduce_buckets(order.as_list(), graph_id)
+        # Where blocks have graphs of their own, no graph runs last in every backward: finish_backward() releases.
+        release = reduces and not plan.blocks and should_release_reduce_buckets(order.as_list(), graph_id)
 
         def compile_graph(graph_module, inputs):
             reduced = (
@@ -132,7 +133,7 @@ def make_backend(backend, parameters, registered, identity, limit, debug_log=Fal
             )
             slots = {index: slot for slot, index in enumerate(reduced, start=1)}
             lies_anywhere = [id(value) in anywhere for value in inputs]
-            partitioner = ReduceGradPartitioner(slots, graph_id, release, debug_log, lies_anywhere)
+            partitioner = ReduceGradPartitioner(slots, graph_id, release, plan.debug_log, lies_anywhere)
             if not reduced:
                 return compile_with(partitioner, graph_module, inputs, mode, options)
             made = registrations.of([inputs[index] for index in reduced])
@@ -142,15 +143,15 @@ def make_backend(backend, parameters, registered, identity, limit, debug_log=Fal
             return lambda *args: compiled(*args, registrations.of([args[index] for index in reduced]))
 
         is_registered = [id(value) in registered for value in example_inputs]
-        split = loss_graph.split_loss(gm, is_registered) if reduces and not in_block else None
+        split = loss.split_loss(gm, is_registered) if reduces and not in_block else None
         if split is None:
             compiled = compile_graph(gm, example_inputs)
         else:
-            inputs = loss_graph.inputs_of_head(split, example_inputs)
-            loss_graph.replace(split, loss_graph.HEAD, lambda head: compile_graph(head, inputs))
+            inputs = loss.inputs_of_head(split, example_inputs)
+            loss.replace(split, loss.HEAD, lambda head: compile_graph(head, inputs))
             if backend != "eager":
                 arguments = {"backend": backend, "mode": mode, "options": options, "dynamic": dynamic}
-                loss_graph.replace(split, loss_graph.LOSS, lambda loss: loss_graph.compile_loss(loss, **arguments))
+                loss.replace(split, loss.LOSS, lambda part: loss.compile_loss(part, **arguments))
             compiled = split.forward
         before = waiting and waiting.before_graph(example_inputs)
         return _preceded(compiled, before) if before else compiled

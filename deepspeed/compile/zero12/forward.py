@@ -9,7 +9,7 @@ import contextlib
 
 import torch
 
-from .zero_options import acts_around_forward
+from .options import acts_around_forward
 
 
 class AroundForward:
@@ -24,18 +24,19 @@ class AroundForward:
         self._waiting = waiting
         self._acts = acts_around_forward(engine)
         if self._acts:
-            # The flops profiler would start there, on one rank: it replaces functions that the compiler looks at.
+            # DeepSpeed would start the flops profiler around the forward, on one rank. The profiler replaces functions
+            # at which the compiler looks.
             engine._config.flops_profiler_config.enabled = False
 
     @contextlib.contextmanager
     def __call__(self, engine, inputs, kwargs):
-        """Yields the inputs and kwargs for the module's forward. What is behind it is left out where it raises."""
-        optimizer = engine.optimizer
-        optimizer._reducer.follow_stream()
+        """Yields the inputs and kwargs for the module's forward. Where that raises, nothing is done behind it."""
+        zero12 = engine.optimizer._zero12
+        zero12.reducer.follow_stream()
         if torch.is_grad_enabled():
-            optimizer._progress.forward_begins()
+            zero12.backward.forward_begins()
         if self._waiting is not None:
-            # Whatever the forward does: what it may read by itself is there before it, and all is behind it.
+            # Parameters outside the blocks are complete before the forward starts; all parameters are when it ends.
             self._waiting.begin()
         acts = self._acts and engine.is_deepcompile_active()
         if acts:

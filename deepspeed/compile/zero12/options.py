@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which options DeepCompile ZeRO-1/2 honours.
+"""Which options DeepCompile ZeRO-1/2 honours, and what they choose: the :class:`Plan` of an engine.
 
 An option that would train differently, or in other memory, than its user asked for is refused in one sentence. An
 option that DeepSpeed 0.19.8 accepts in these stages and that has no effect there is warned of in one sentence.
@@ -9,8 +9,10 @@ option that DeepSpeed 0.19.8 accepts in these stages and that has no effect ther
 
 import inspect
 import logging
+from typing import List, NamedTuple, Optional
 
 import torch
+from torch.nn import Module
 from torch.torch_version import TorchVersion
 
 from deepspeed.moe.utils import is_moe_param
@@ -18,9 +20,9 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist
 
-from .gradient_partition import StepLocalGradients
-from .passes import zero_1_and_2_compile
-from .regions import choose_blocks
+from ..passes import zero_1_and_2_compile
+from .graph.choose_blocks import choose_blocks
+from .optimizer import is_attached
 
 OLDEST_TORCH = "2.11"
 
@@ -47,7 +49,81 @@ _ZERO3_ONLY = {
 }
 
 
-def overlaps_communication(engine, compile_config):
+class Plan(NamedTuple):
+    """What an engine's options choose.
+
+    Attributes:
+        stage: of ZeRO, 1 or 2.
+        backend: "inductor" or "eager".
+        blocks: the modules that become graphs of their own.
+        why_whole: if there are none, the reason why the model is compiled as a whole.
+        overlaps_reduction: whether a bucket may be on its way while the backward goes on.
+        overlaps_gather: whether the next forward begins while updated parameters are still being gathered.
+        synchronize_before, synchronize_after: whether to drain the device around each bucket.
+        compilations: how often one frame may be compiled for training.
+        fullgraph: whether the caller asks for one graph, so that too many compilations are an error.
+        dynamic: as of ``torch.compile``.
+        debug_log: whether rewritten graphs are logged.
+    """
+
+    stage: int
+    backend: str
+    blocks: List[Module]
+    why_whole: str
+    overlaps_reduction: bool
+    overlaps_gather: bool
+    synchronize_before: bool
+    synchronize_after: bool
+    compilations: int
+    fullgraph: bool
+    dynamic: Optional[bool]
+    debug_log: bool
+
+
+def make_plan(engine, backend, compile_config, compile_kwargs, schedule, stage: int) -> Plan:
+    """Checks the options of an engine and returns what they choose. The engine stays as it is.
+
+    Raises:
+        ValueError: for an option that cannot be honoured; options that have no effect in this stage are warned of.
+    """
+    _refuse_first(stage, _problems(engine, backend, compile_config, compile_kwargs, schedule, stage))
+    for ignored in _without_effect(engine, compile_config, compile_kwargs):
+        log_dist(_beginning(stage) + ignored, ranks=[0], level=logging.WARNING)
+    blocks, why_whole = choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs)
+    # All blocks of a class share a limit, so each of them may differ.
+    limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
+    return Plan(
+        stage=stage,
+        backend=backend,
+        blocks=blocks,
+        why_whole=why_whole,
+        overlaps_reduction=_overlaps_reduction(engine, compile_config),
+        overlaps_gather=bool(blocks) and compile_config.overlap_param_gather,
+        synchronize_before=compile_config.sync_before_reduce,
+        synchronize_after=compile_config.sync_after_reduce,
+        compilations=limit,
+        fullgraph=bool(compile_kwargs.get("fullgraph")),
+        dynamic=compile_kwargs.get("dynamic"),
+        debug_log=compile_config.debug_log,
+    )
+
+
+def refuse_options(engine, backend) -> None:
+    """Raises the ValueError that ``engine.compile(backend)`` would raise."""
+    stage = engine.zero_optimization_stage()
+    _refuse_first(stage, _problems(engine, backend, engine._config.compile_config, {}, None, stage))
+
+
+def _refuse_first(stage, problems):
+    for problem in problems:
+        raise ValueError(_beginning(stage) + problem)
+
+
+def _beginning(stage):
+    return f"DeepCompile with ZeRO stage {stage}: "
+
+
+def _overlaps_reduction(engine, compile_config):
     """Whether buckets may travel while the backward goes on: unless ``overlap_comm`` or ``double_buffer`` is false."""
     # The parsed section cannot tell "false" from "not given": its validator sets the field in both cases.
     section = engine._config._param_dict.get("zero_optimization")
@@ -67,26 +143,7 @@ def acts_around_forward(engine):
     )
 
 
-def check_options(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
-    """Raises ValueError for an option that cannot be honoured; warns of those that have no effect in this stage."""
-    for problem in _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
-        raise ValueError(_beginning(use_z2) + problem)
-    for ignored in _without_effect(engine, compile_config, compile_kwargs):
-        log_dist(_beginning(use_z2) + ignored, ranks=[0], level=logging.WARNING)
-
-
-def refuse_options(engine, backend):
-    """Raises the ValueError that ``engine.compile(backend)`` would raise."""
-    use_z2 = engine.zero_optimization_stage() == 2
-    for problem in _problems(engine, backend, engine._config.compile_config, {}, None, use_z2):
-        raise ValueError(_beginning(use_z2) + problem)
-
-
-def _beginning(use_z2):
-    return f"DeepCompile with ZeRO stage {2 if use_z2 else 1}: "
-
-
-def _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2):
+def _problems(engine, backend, compile_config, compile_kwargs, schedule, stage):
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
     yield from _unsupported_zero_options(engine)
@@ -95,9 +152,9 @@ def _problems(engine, backend, compile_config, compile_kwargs, schedule, use_z2)
     yield from _unsupported_reports(engine)
     yield from _unsupported_regions(engine.module, compile_config, compile_kwargs)
     yield from _unsupported_compile_kwargs(backend, compile_kwargs)
-    stage_pass = zero_1_and_2_compile.add_z2_reduce if use_z2 else zero_1_and_2_compile.add_z1_reduce
+    stage_pass = zero_1_and_2_compile.add_z2_reduce if stage == 2 else zero_1_and_2_compile.add_z1_reduce
     if schedule is not None and schedule != [(0, [stage_pass])]:
-        name = zero_1_and_2_compile.NAME_Z2 if use_z2 else zero_1_and_2_compile.NAME_Z1
+        name = zero_1_and_2_compile.NAME_Z2 if stage == 2 else zero_1_and_2_compile.NAME_Z1
         yield (
             f"`schedule` may only be [(0, ['{name}'])], because gradients are handled before the graphs that "
             "scheduled passes rewrite exist; leave `schedule` out"
@@ -196,7 +253,7 @@ def _unsupported_optimizers(engine):
             "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which "
             "accumulates in fp32, or grad_accum_dtype='bf16'"
         )
-    elif isinstance(optimizer, StepLocalGradients):
+    elif is_attached(optimizer):
         yield "an earlier engine.compile() failed half-way; create the engine anew"
     else:
         yield f"optimizer wrapper {name} is not supported; set compile.deepcompile to false"

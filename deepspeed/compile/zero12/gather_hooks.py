@@ -1,0 +1,117 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Who waits for parameters that an ``OverlappedGather`` still sends.
+
+What no block has for itself is sent first, then block after block, and the next forward waits for a block's parameters
+when it comes to the block. Reads that no hook sees, such as ``parameter.clone()`` between a step and the next forward,
+must be preceded by ``wait_for_parameters()``.
+"""
+
+from collections import defaultdict
+from typing import Callable, List, Optional
+
+import torch
+from torch.nn import Module, Parameter
+
+from deepspeed.utils import logger
+
+from .gather import OverlappedGather
+from .layout import registered_parameters
+
+# The unit of what no block holds, or more than one does.
+OUTSIDE = 0
+
+
+class Waiting:
+    """Has a model wait for parameters that are on their way wherever it uses them.
+
+    The engine's forward waits for what no block holds before it begins, and a block waits for its own parameters. All
+    parameters are complete when the blocks are through, and when a state dict is read or loaded. Where the caller
+    calls the module without its engine, other modules wait when they are called and graphs when they are run.
+
+    Args:
+        optimizer: a ZeRO-1/2 optimizer.
+        module: the model.
+        blocks: its blocks.
+    """
+
+    def __init__(self, optimizer, module: Module, blocks: List[Module]):
+        self._gather = OverlappedGather(optimizer, _units(optimizer, module, blocks))
+        self._units_of_block = {id(block): sorted(self._gather.units_of(block.parameters())) for block in blocks}
+        self._hooks = []
+        optimizer._zero12.undo.callback(self._remove_hooks)
+        outside = {id(each) for each in _modules_outside(module, blocks)}
+        for each in module.modules():
+            if isinstance(each, torch.jit.ScriptModule):
+                # A ScriptModule takes no hooks. The hooks of the modules and of the engine around it wait as well.
+                continue
+            self._hooks.append(each.register_state_dict_pre_hook(_Hook(self.leave)))
+            self._hooks.append(each.register_load_state_dict_pre_hook(_Hook(self.leave)))
+            own = self._gather.units_of(each.parameters(recurse=False))
+            if id(each) in outside and (own or each is module):
+                # Before other hooks, which may compute with parameters, as the hook of weight_norm() does.
+                self._hooks.append(each.register_forward_pre_hook(_Hook(self.begin), prepend=True))
+        optimizer._zero12.gather = self._gather
+
+    def begin(self) -> None:
+        """Called before a forward: waits for what no block holds."""
+        self._gather.wait([OUTSIDE])
+
+    def enter(self, module: Module) -> None:
+        """Called before the forward of a block, or of what calls the blocks."""
+        self._gather.wait(self._units_of_block.get(id(module), [OUTSIDE]))
+
+    def leave(self) -> None:
+        """Called behind the forward of what calls the blocks."""
+        self._gather.wait_all()
+
+    def before_graph(self, inputs) -> Optional[Callable[[], None]]:
+        """Returns a function to call before each run of a graph with these inputs, or None if it needs none."""
+        units = sorted(self._gather.units_of(value for value in inputs if isinstance(value, Parameter)))
+        return (lambda: self._gather.wait(units)) if units else None
+
+    def _remove_hooks(self):
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            self._gather.wait_all()
+        except RuntimeError as error:
+            logger.warning(f"The engine is destroyed, but parameters of the last step did not arrive: {error}")
+
+
+class _Hook:
+    """A hook of a module that calls ``wait()``. Copies of the module get one that does nothing, as do its pickles."""
+
+    def __init__(self, wait=None):
+        self._wait = wait
+
+    def __call__(self, *_args):
+        # The compiler leaves this out: before_graph() waits for the parameters of a whole graph.
+        if not torch.compiler.is_compiling() and self._wait is not None:
+            self._wait()
+
+    def __reduce__(self):
+        return _Hook, ()
+
+
+def _modules_outside(module, blocks):
+    inside = {id(each) for block in blocks for each in block.modules()}
+    return [each for each in module.modules() if id(each) not in inside]
+
+
+def _units(optimizer, module, blocks):
+    """Lists the units in the order in which they are sent: what no block has for itself, then each block's own."""
+    outside = {
+        id(parameter) for each in _modules_outside(module, blocks) for parameter in each.parameters(recurse=False)
+    }
+    holders = defaultdict(set)
+    for index, block in enumerate(blocks):
+        for parameter in block.parameters():
+            holders[id(parameter)].add(index)
+    units = [[] for _ in range(1 + len(blocks))]
+    # All of the optimizer's, also parameters that the module does not have.
+    for parameter in registered_parameters(optimizer):
+        held_by = holders[id(parameter)]
+        alone = len(held_by) == 1 and id(parameter) not in outside
+        units[1 + next(iter(held_by)) if alone else OUTSIDE].append(parameter)
+    return units

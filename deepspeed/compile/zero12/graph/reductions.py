@@ -1,0 +1,88 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Reductions in graphs: they go into the joint graph, their order and end into the backward graph."""
+
+from typing import List, Mapping
+
+import torch
+from torch._functorch._aot_autograd.fx_utils import get_all_input_and_grad_nodes
+from torch.fx import GraphModule, Node
+
+from ...fx import add_end_backward, get_output_node, reduce_nodes, replace_reduce_outputs_with_none
+
+# Where reduce_grad takes the slot.
+SLOT = 2
+
+
+def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node]:
+    """Puts ``reduce_grad(gradient, registrations, slot)`` behind each parameter gradient of a joint graph.
+
+    The graph learns with each call which parameters it was given, so that one graph serves several layers.
+
+    Args:
+        joint: forward and backward in one graph, as AOTAutograd traces them, with descriptors.
+        slots: for each input of the traced frame that is a parameter, by its index: where the frame's last input, the
+            registrations, says which parameter it is.
+
+    Returns:
+        The inserted nodes. The partitioner is told to keep them in the backward.
+    """
+    graph = joint.graph
+    output = get_output_node(graph)
+    results = list(output.args[0])
+    inserted = []
+    try:
+        pairs = get_all_input_and_grad_nodes(graph)
+    except RuntimeError:
+        # torch pairs nothing where an input is a tensor subclass. These gradients take autograd's way.
+        return inserted
+    inputs = {getattr(node.meta.get("desc"), "idx", None): node for node in graph.find_nodes(op="placeholder")}
+    places = {getattr(result, "grad_of", None): place for place, result in enumerate(output.meta["desc"])}
+    for descriptor, (_, gradient) in pairs.items():
+        slot = slots.get(getattr(descriptor, "idx", None))
+        if gradient is None or slot is None:
+            continue
+        registrations = inputs[max(index for index in inputs if index is not None)]
+        with graph.inserting_after(gradient):
+            reduction = graph.call_function(torch.ops.deepcompile.reduce_grad.default, (gradient, registrations, slot))
+        reduction.meta["val"] = gradient.meta["val"].new_empty(0)
+        reduction.meta["partitioner_tag"] = "must_be_in_backward"
+        # Two parameters may share one gradient, so the reduction replaces it in this parameter's place only.
+        results[places[descriptor]] = reduction
+        inserted.append(reduction)
+    output.args = (results,)
+    joint.recompile()
+    return inserted
+
+
+def finish_backward_graph(backward: GraphModule, graph_id: int, release_reduce_buckets: bool) -> None:
+    """Orders the reductions of a backward graph, ends it with ``end_backward`` and hides the reduced gradients."""
+    reductions = sorted(reduce_nodes(backward.graph), key=lambda node: node.args[SLOT])
+    if not reductions:
+        return
+    # Ranks may have compiled this frame for different shapes. Their graphs then compute gradients in different orders,
+    # and are scheduled differently: the gradient of a bias that was added to a batch of one, for example, needs no sum
+    # and is there earlier. Each reduction waits for the reduction of the slot before, so that all ranks reduce in the
+    # order of slots.
+    position = {node: index for index, node in enumerate(backward.graph.nodes)}
+    for earlier, later in zip(reductions, reductions[1:]):
+        if position[later] < position[earlier]:
+            earlier.append(later)
+            position[later] = position[earlier]
+        later.args = (*later.args[: SLOT + 1], earlier)
+    add_end_backward(backward.graph, graph_id, release_reduce_buckets)
+    replace_reduce_outputs_with_none(backward.graph)
+    backward.graph.lint()
+    backward.recompile()
+
+
+def donate_gradients(backward: GraphModule) -> None:
+    """Donates to each reduction a gradient that nothing else in the graph uses: the reducer may keep its memory.
+
+    For a graph that runs as it is traced, node by node. Inductor rearranges the graph first and decides for itself.
+    """
+    for reduction in reduce_nodes(backward.graph):
+        gradient = reduction.args[0]
+        if gradient.op == "call_function" and len(gradient.users) == 1:
+            reduction.kwargs = {**reduction.kwargs, "may_keep": True}
+    backward.recompile()

@@ -1,0 +1,189 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Where parameters lie in the flat tensors of a ZeRO-1/2 optimizer, and this rank's gradients cut to its partition.
+
+Each parameter group has one flat tensor. It is cut into as many partitions of equal size as there are ranks, and rank
+r owns partition r. A parameter may straddle several partitions: the native ``cut_at_partitions()`` cuts it into
+pieces, and everything here that speaks of pieces asks that function.
+"""
+
+from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch.nn import Parameter
+
+import deepspeed.comm as dist
+
+from .native import reducer_module
+
+
+class Piece(NamedTuple):
+    """A run of elements of one parameter that lies in one partition. Offsets and numel are in elements.
+
+    ``owner`` is a rank of the group's process group. ``offset`` counts from the beginning of the owner's partition.
+    """
+
+    parameter: Parameter
+    owner: int
+    offset: int
+    numel: int
+
+
+class Run(NamedTuple):
+    """The elements [first, last) of a parameter group's flat tensor, which lie in the partition of rank ``owner``."""
+
+    group: int
+    first: int
+    last: int
+    owner: int
+
+
+class ViewSpec(NamedTuple):
+    """One entry of ``averaged_gradients[group]``: a run of this rank's partition.
+
+    Offset and numel are in elements. ``shape`` is None for part of a parameter and for padding.
+    """
+
+    offset: int
+    numel: int
+    shape: Optional[torch.Size]
+    is_padding: bool = False
+
+
+def flat_layout(optimizer, group: int) -> Iterator[Tuple[Parameter, int]]:
+    """Yields (parameter, offset in elements) of a parameter group's flat tensor, in its order."""
+    return zip(optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group])
+
+
+def registered_parameters(optimizer) -> List[Parameter]:
+    """Lists the parameters of every group in the order in which a reducer numbers them."""
+    groups = range(len(optimizer.bit16_groups))
+    return [parameter for group in groups for parameter, _ in flat_layout(optimizer, group)]
+
+
+def pieces(optimizer, group: int) -> Iterator[Piece]:
+    """Yields the pieces of a group's parameters in the order of the flat tensor."""
+    cut, partition_numel = reducer_module().cut_at_partitions, int(optimizer.partition_size[group])
+    for parameter, offset in flat_layout(optimizer, group):
+        for owner, _, target_offset, numel in cut(offset, parameter.numel(), partition_numel):
+            yield Piece(parameter, owner, target_offset, numel)
+
+
+def view_specs(optimizer, group: int) -> List[ViewSpec]:
+    """Lists the runs of this rank's partition: parameters, or parts of them, and the padding between and behind."""
+    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+    specs, filled = [], 0
+    for piece in pieces(optimizer, group):
+        if piece.owner != rank:
+            continue
+        if piece.offset > filled:
+            specs.append(ViewSpec(filled, piece.offset - filled, None, is_padding=True))
+        is_whole = piece.numel == piece.parameter.numel()
+        specs.append(ViewSpec(piece.offset, piece.numel, piece.parameter.shape if is_whole else None))
+        filled = piece.offset + piece.numel
+    partition_numel = int(optimizer.partition_size[group])
+    if filled < partition_numel:
+        specs.append(ViewSpec(filled, partition_numel - filled, None, is_padding=True))
+    return specs
+
+
+def runs(optimizer, parameters: Iterable[Parameter]) -> List[Run]:
+    """Lists the runs that cover these parameters. Neighbours of one owner are one run, with the padding between."""
+    wanted, found = {id(parameter) for parameter in parameters}, []
+    for group, size in enumerate(optimizer.partition_size):
+        # The run that the next piece may make longer.
+        open_run = None
+        for piece in pieces(optimizer, group):
+            if id(piece.parameter) not in wanted:
+                open_run = None
+                continue
+            first = piece.owner * int(size) + piece.offset
+            if open_run is not None and open_run.owner == piece.owner:
+                open_run = found[-1] = open_run._replace(last=first + piece.numel)
+            else:
+                open_run = Run(group, first, first + piece.numel, piece.owner)
+                found.append(open_run)
+    return found
+
+
+def lies_in_flat_tensor(optimizer, group: int) -> bool:
+    """Whether the data of each parameter of a group still lies at its place in the group's flat tensor."""
+    flat = optimizer.bit16_groups_flat[group]
+    first, size = flat.data_ptr(), flat.element_size()
+    layout = ((parameter, offset) for parameter, offset in flat_layout(optimizer, group) if parameter.numel())
+    return all(parameter.data_ptr() == first + size * offset for parameter, offset in layout)
+
+
+class PartitionViews(list):
+    """``averaged_gradients[group]``: a gradient for each parameter in the partition, in partition order.
+
+    Attributes and methods have the names of the base's own entries, which its code and its users' code look for.
+
+    Args:
+        targets: offset -> 1-D tensor in the gradient accumulation dtype, for each parameter in the partition.
+        flat_partition: the 1-D tensor of ``partition_size`` elements in which all targets lie, or None if each lies
+            where it was reduced.
+        specs: a ViewSpec for each parameter and each run of padding.
+        padding: a tensor without elements, of the targets' dtype and on their device.
+        release: forgets the targets in the reducer.
+    """
+
+    def __init__(
+        self,
+        targets: Dict[int, torch.Tensor],
+        flat_partition: Optional[torch.Tensor],
+        specs: List[ViewSpec],
+        padding: torch.Tensor,
+        release: Callable[[], None],
+    ):
+        super().__init__()
+        self.flat_partition = flat_partition
+        self._targets = targets
+        self._specs = specs
+        self._padding = padding
+        self._release = release
+        self._cut()
+
+    def _cut(self):
+        views = []
+        for spec in self._specs:
+            if spec.is_padding:
+                # Nothing was reduced for padding, but the base finds parameters by their place in this list.
+                view = self._padding.detach()
+                # The norm skips what has this mark, so that views and parameters pair up.
+                view._zero_padding = True
+            else:
+                view = self._targets[spec.offset]
+                view = view if spec.shape is None else view.view(spec.shape)
+            views.append(view)
+        self[:] = views
+
+    def move_flat_partition(self, device, non_blocking: bool = False) -> None:
+        """Moves the gradients to ``device``, as ``offload_states()`` asks."""
+        self._padding = self._padding.to(device)
+        if self.flat_partition is None:
+            for target in self._targets.values():
+                target.data = target.data.to(device, non_blocking=non_blocking)
+        else:
+            flat = self.flat_partition
+            flat.data = flat.data.to(device, non_blocking=non_blocking)
+            for offset, target in self._targets.items():
+                target.data = flat.data.narrow(0, offset, target.numel())
+        self._cut()
+
+    def take(self) -> Iterator[Tuple[int, torch.Tensor]]:
+        """Yields (offset in elements, 1-D gradient) of each. Nothing here holds a gradient any longer.
+
+        The memory of a gradient is free again as soon as the caller drops it.
+        """
+        targets = self._targets
+        self.release_grad_buffers()
+        while targets:
+            yield targets.popitem()
+
+    def release_grad_buffers(self) -> None:
+        """Drops the gradients here and in the reducer. May be called more than once."""
+        self.clear()
+        self.flat_partition = None
+        self._targets = {}
+        self._release()
