@@ -99,7 +99,8 @@ def make_backend(plan, parameters, registered, identity, limit, waiting=None):
     The backend takes as keyword arguments ``in_block``, whether a graph belongs to a block, which may be called for
     several layers; and the ``mode`` and ``options`` of ``torch.compile``.
     """
-    backend, dynamic = plan.backend, plan.dynamic
+    # Not the plan itself, which holds the blocks: Dynamo's caches hold this backend after the engine is gone.
+    backend, dynamic, debug_log, has_blocks = plan.backend, plan.dynamic, plan.debug_log, bool(plan.blocks)
     lowering.register()
     registrations = Registrations(identity, registered)
     reducible = {id(parameter) for parameter in parameters}
@@ -115,17 +116,18 @@ def make_backend(plan, parameters, registered, identity, limit, waiting=None):
 
     def compile_frame(gm, example_inputs, in_block=False, mode=None, options=None):
         # Decided by the inputs alone, so that every rank decides alike whether or not it finds the graph in a cache.
-        is_parameter = [id(value) in reducible for value in example_inputs]
+        is_reducible = [id(value) in reducible for value in example_inputs]
         reduces = torch.is_grad_enabled() and any(
-            flag and value.requires_grad for flag, value in zip(is_parameter, example_inputs)
+            flag and value.requires_grad for flag, value in zip(is_reducible, example_inputs)
         )
         compile_id = torch._guards.CompileContext.current_compile_id()
-        if any(is_parameter):
-            # Others, as those that log metrics by name, do not change what is reduced: Dynamo's own limit is theirs.
+        if any(is_reducible):
+            # A frame without parameters, such as a function that logs metrics by name, does not change what is
+            # reduced: Dynamo's own limit applies to it.
             limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1)
         graph_id = order.add(compile_id.frame_id) if reduces else NO_GRAPH
         # Where blocks have graphs of their own, no graph runs last in every backward: finish_backward() releases.
-        release = reduces and not plan.blocks and should_release_reduce_buckets(order.as_list(), graph_id)
+        release = reduces and not has_blocks and should_release_reduce_buckets(order.as_list(), graph_id)
 
         def compile_graph(graph_module, inputs):
             reduced = (
@@ -133,7 +135,7 @@ def make_backend(plan, parameters, registered, identity, limit, waiting=None):
             )
             slots = {index: slot for slot, index in enumerate(reduced, start=1)}
             lies_anywhere = [id(value) in anywhere for value in inputs]
-            partitioner = ReduceGradPartitioner(slots, graph_id, release, plan.debug_log, lies_anywhere)
+            partitioner = ReduceGradPartitioner(slots, graph_id, release, debug_log, lies_anywhere)
             if not reduced:
                 return compile_with(partitioner, graph_module, inputs, mode, options)
             made = registrations.of([inputs[index] for index in reduced])

@@ -43,7 +43,7 @@ class Registrations:
         return made
 
 
-def order_of_reductions(gm: GraphModule, is_parameter: Sequence[bool]) -> List[int]:
+def order_of_reductions(gm: GraphModule, is_reducible: Sequence[bool]) -> List[int]:
     """Lists the inputs of a frame that are parameters, by index, in the order in which all ranks reduce them.
 
     That is about the order in which a backward computes their gradients: the reverse of that in which the frame first
@@ -54,7 +54,7 @@ def order_of_reductions(gm: GraphModule, is_parameter: Sequence[bool]) -> List[i
         for used in node.all_input_nodes:
             first_use.setdefault(used, position)
     placeholders = gm.graph.find_nodes(op="placeholder")
-    keys = {index: (first_use.get(placeholders[index], 0), index) for index, flag in enumerate(is_parameter) if flag}
+    keys = {index: (first_use.get(placeholders[index], 0), index) for index, flag in enumerate(is_reducible) if flag}
     return sorted(keys, key=keys.get, reverse=True)
 
 
@@ -66,7 +66,7 @@ def one_more_input(gm: GraphModule):
     """
     with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
         node = gm.graph.placeholder("registrations")
-    # AOTAutograd asks for the user's name of each input. This one has none, as inputs between parts of a frame.
+    # AOTAutograd asks for the user's name of each input. This input has none, and None says so.
     node._dynamo_source = None
     gm.recompile()
     try:
