@@ -80,6 +80,7 @@ bench: toolchain $(FORK) $(BENCH) $(BASE)
 lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy --no-error-summary
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: $(TOOLS)

@@ -167,7 +167,7 @@ def attach(engine, reducer, limit) -> Zero12:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
     keep_no_graph(optimizer)
-    optimizer.__class__ = _with_step_local_gradients(type(optimizer))
+    optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
     _attached.add(optimizer)
     return optimizer._zero12
 

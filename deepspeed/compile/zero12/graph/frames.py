@@ -55,7 +55,7 @@ def order_of_reductions(gm: GraphModule, is_reducible: Sequence[bool]) -> List[i
             first_use.setdefault(used, position)
     placeholders = gm.graph.find_nodes(op="placeholder")
     keys = {index: (first_use.get(placeholders[index], 0), index) for index, flag in enumerate(is_reducible) if flag}
-    return sorted(keys, key=keys.get, reverse=True)
+    return sorted(keys, key=lambda index: keys[index], reverse=True)
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
     inputs = {getattr(node.meta.get("desc"), "idx", None): node for node in graph.find_nodes(op="placeholder")}
     places = {getattr(result, "grad_of", None): place for place, result in enumerate(output.meta["desc"])}
     for descriptor, (_, gradient) in pairs.items():
-        slot = slots.get(getattr(descriptor, "idx", None))
+        slot = slots.get(getattr(descriptor, "idx", -1))
         if gradient is None or slot is None:
             continue
         registrations = inputs[max(index for index in inputs if index is not None)]
