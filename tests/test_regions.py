@@ -387,7 +387,7 @@ def test_blocks_of_another_engine():
 
 def test_belongs_to_zero_1_and_2():
     from deepspeed.compile.config import CompileConfig
-    from deepspeed.compile.zero12.native import DeepCompileHandle
+    from deepspeed.ops.op_builder.dc import DeepCompileHandle
 
     for option, value in (("regional_compilation", True), ("overlap_param_gather", True)):
         for others, sentence in (

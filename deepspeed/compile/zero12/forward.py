@@ -9,8 +9,6 @@ import contextlib
 
 import torch
 
-from .options import acts_around_forward
-
 
 class AroundForward:
     """A context for each forward.
@@ -22,7 +20,7 @@ class AroundForward:
 
     def __init__(self, engine, waiting):
         self._waiting = waiting
-        self._acts = acts_around_forward(engine)
+        self._acts = _acts_around_forward(engine)
         if self._acts:
             # DeepSpeed would start the flops profiler around the forward, on one rank. The profiler replaces functions
             # at which the compiler looks.
@@ -50,3 +48,15 @@ class AroundForward:
             engine._forward_epilogue()
         if self._waiting is not None:
             self._waiting.leave()
+
+
+def _acts_around_forward(engine):
+    """Whether an option makes the engine do something before and after each forward: take times, cast the inputs.
+
+    Reporting the throughput alone does not count, since that timer synchronizes the device in every step.
+    """
+    return (
+        engine.wall_clock_breakdown()
+        or engine.memory_breakdown()
+        or (engine.fp16_enabled() and engine.fp16_auto_cast())
+    )

@@ -40,36 +40,3 @@ def _reduce_grad_traced(grad, registrations, slot, after=None, may_keep=False):
 
 def _end_backward_traced(reductions_and_registrations, graph_id, release_reduce_buckets):
     pass
-
-
-class DeepCompileHandle:
-    """What ``deepspeed.compile.util.get_deepcompile_handle()`` returns to the base's code.
-
-    The base's engine tells its one native module when a backward starts and when to clean up. Under ZeRO-1/2
-    nothing is process-wide, so there is nothing to tell; every other call belongs to ZeRO-3, whose native
-    module is built and loaded by the first such call.
-    """
-
-    def __init__(self):
-        self._zero3 = None
-
-    def init(self, process_group, compile_config, reduce_bucket_size):
-        """Called by the engine when ZeRO-3 is compiled."""
-        for name in ("regional_compilation", "overlap_param_gather"):
-            if getattr(compile_config, name):
-                raise ValueError(f"compile.{name} goes with ZeRO-1 and ZeRO-2 only; leave it out or use one of these")
-        # Not found here, so that this asks for the native module of ZeRO-3.
-        self.__getattr__("init")(process_group, compile_config, reduce_bucket_size)
-
-    def start_backward(self, is_gradient_accumulation_boundary):
-        if self._zero3 is not None:
-            self._zero3.start_backward(is_gradient_accumulation_boundary)
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if self._zero3 is None:
-            from deepspeed.ops.op_builder.dc import DeepCompileZero3Builder
-
-            self._zero3 = DeepCompileZero3Builder().load()
-        return getattr(self._zero3, name)

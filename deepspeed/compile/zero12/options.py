@@ -131,18 +131,6 @@ def _overlaps_reduction(engine, compile_config):
     return compile_config.double_buffer and not asked_not_to
 
 
-def acts_around_forward(engine):
-    """Whether an option makes the engine do something before and after each forward: take times, cast the inputs.
-
-    Reporting the throughput alone does not count, since that timer synchronizes the device in every step.
-    """
-    return (
-        engine.wall_clock_breakdown()
-        or engine.memory_breakdown()
-        or (engine.fp16_enabled() and engine.fp16_auto_cast())
-    )
-
-
 def _problems(engine, backend, compile_config, compile_kwargs, schedule, stage):
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"

@@ -4,16 +4,13 @@
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Optional
+from typing import Optional
 
 from .backward import BackwardLife
+from .forward import AroundForward
 from .gather import AllGather
 from .layout import registered_parameters
 from .step import InterruptedStep
-
-if TYPE_CHECKING:
-    # It imports options.py, which imports this file's users.
-    from .forward import AroundForward
 
 
 class Zero12:
@@ -42,7 +39,7 @@ class Zero12:
         self.backward = BackwardLife(engine, reducer)
         self.interrupted_step = InterruptedStep()
         self.gather = AllGather(engine.optimizer)
-        self.around_forward: Optional["AroundForward"] = None
+        self.around_forward: Optional[AroundForward] = None
         self.undo = contextlib.ExitStack()
         self.taken_over = False
         # Optimizer states that were on the host when the rest was offloaded: (states of a parameter, name).
