@@ -6,9 +6,7 @@ import dataclasses
 
 import pytest
 
-from support.training import Case, train_beside_fp32, train_beside_plain_loop, train_under_default_dtypes
-
-NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
+from support.training import NOTHING, Case, train_beside_fp32, train_beside_plain_loop, train_under_default_dtypes
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -54,8 +52,8 @@ def test_autocast(ranks):
     case = Case(config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, steps=4)
     for result in ranks(2).run(train_beside_plain_loop, case):
         # Linear layers run, and their gradients travel, in bf16.
-        assert result["error"] < 0.02
-        assert result["held"][-1] == NOTHING
+        assert result.error < 0.02
+        assert result.held[-1] == NOTHING
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -68,5 +66,5 @@ def test_a_default_dtype_that_was_left_on(ranks, dtype, stage):
     for results in ranks(2).run(train_under_default_dtypes, cases, ["bfloat16", "float16", "float64"]):
         for as_ever, under in results:
             assert under == [as_ever] * len(under)
-            assert dtype != "fp32" or as_ever["error"] < 1e-5
-            assert as_ever["moved"] > 0
+            assert dtype != "fp32" or as_ever.error < 1e-5
+            assert as_ever.moved > 0

@@ -26,8 +26,8 @@ BOUND = 1e-5
 def test_trains_as_a_plain_loop(ranks, model, backend, stage, accumulation):
     case = Case(model=model, stage=stage, accumulation=accumulation, backend=backend, config=OVERLAPPED)
     for result in ranks(2).run(train_beside_plain_loop, case):
-        assert result["error"] < BOUND
-        assert result["moved"] > 1e-3
+        assert result.error < BOUND
+        assert result.moved > 1e-3
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_trains_as_a_plain_loop(ranks, model, backend, stage, accumulation):
 @pytest.mark.parametrize("world", [2, 3])
 def test_variations(ranks, world, varied):
     for result in ranks(world).run(train_beside_plain_loop, Case(config=OVERLAPPED, **varied)):
-        assert result["error"] < BOUND
+        assert result.error < BOUND
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -7,17 +7,7 @@ import itertools
 import pytest
 
 from support.models import CASES
-from support.training import Case, train_beside_plain_loop
-
-NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
-
-
-def check(results, bound=1e-5):
-    for result in results:
-        assert result["error"] < bound
-        assert result["moved"] > 1e-3, "the parameters hardly changed, so agreement shows nothing"
-        assert all(after == NOTHING for after in result["held"]), result["held"]
-    return results
+from support.training import Case, check_trained, train_beside_plain_loop
 
 
 @pytest.mark.parametrize(
@@ -30,7 +20,7 @@ def check(results, bound=1e-5):
 )
 def test_table(ranks, backend, model, stage, accumulation):
     case = Case(model=model, stage=stage, accumulation=accumulation, backend=backend)
-    check(ranks(2).run(train_beside_plain_loop, case))
+    check_trained(ranks(2).run(train_beside_plain_loop, case))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +35,9 @@ def test_table(ranks, backend, model, stage, accumulation):
 )
 def test_each_gradient_takes_the_way_it_should(ranks, model, from_graphs, from_autograd):
     # Autograd's way gives the same numbers, so only the counters tell that graphs reduce what they can.
-    for result in check(ranks(2).run(train_beside_plain_loop, Case(model=model, steps=1, bucket=10**6))):
-        assert result["counters"]["from_graphs"] == from_graphs
-        assert result["counters"]["from_autograd"] == from_autograd
+    for result in check_trained(ranks(2).run(train_beside_plain_loop, Case(model=model, steps=1, bucket=10**6))):
+        assert result.counters["from_graphs"] == from_graphs
+        assert result.counters["from_autograd"] == from_autograd
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -67,13 +57,13 @@ def test_each_gradient_takes_the_way_it_should(ranks, model, from_graphs, from_a
     ids=lambda varied: "-".join(varied),
 )
 def test_variations(ranks, stage, varied):
-    check(ranks(2).run(train_beside_plain_loop, Case(stage=stage, **varied)))
+    check_trained(ranks(2).run(train_beside_plain_loop, Case(stage=stage, **varied)))
 
 
 @pytest.mark.parametrize("model", ["TiedEmbedding", "WeightInTwoGraphs", "CompiledAndEager"])
 def test_contributions_to_one_parameter_in_one_bucket(ranks, model):
     for stage in (1, 2):
-        check(ranks(2).run(train_beside_plain_loop, Case(model=model, stage=stage, bucket=10**6)))
+        check_trained(ranks(2).run(train_beside_plain_loop, Case(model=model, stage=stage, bucket=10**6)))
 
 
 @pytest.mark.parametrize("model", ["OneGraph", "OddSizes", "FillsPartition", "FewParameters"])
@@ -83,4 +73,4 @@ def test_layouts(ranks, world, model):
     for stage in (1, 2):
         for groups in (1, 2):
             if model != "FewParameters" or groups == 1:
-                check(ranks(world).run(train_beside_plain_loop, Case(model=model, stage=stage, groups=groups)))
+                check_trained(ranks(world).run(train_beside_plain_loop, Case(model=model, stage=stage, groups=groups)))
