@@ -5,9 +5,9 @@
 import dataclasses
 from typing import NamedTuple
 
-import pytest
 import torch
 
+from support.ids import vary
 from support.options import ROUNDING, SMALL
 from support.training import Case, batch, build, make_engine, total_error
 
@@ -48,10 +48,10 @@ def load_with_and_without_deepcompile(folder, case):
     return Loaded(*(total_error(masters, saved) for masters in loaded), total_error(*continued))
 
 
-@pytest.mark.parametrize(
+@vary(
     "options, exact",
     [({}, True), ({"elastic_checkpoint": True}, True), ({"load_from_fp32_weights": False}, False)],
-    ids=["default", "elastic_checkpoint", "load_from_fp32_weights"],
+    expects="exact",
 )
 def test_loading(ranks, tmp_path, options, exact):
     for stage in (1, 2):

@@ -9,6 +9,7 @@ from typing import Any, Dict, List, NamedTuple
 import pytest
 import torch
 
+from support.ids import vary
 from support.options import SMALL, prepare, train_both_stages, train_prepared
 from support.training import Case, Trained, train_beside_plain_loop
 
@@ -16,7 +17,7 @@ from support.training import Case, Trained, train_beside_plain_loop
 ISOLATED = {name: True for name in inspect.signature(torch.compile).parameters if name == "isolate_recompiles"}
 
 
-@pytest.mark.parametrize(
+@vary(
     "kwargs, varied, from_graphs",
     [
         ({"dynamic": True}, {"vary_length": True}, True),
@@ -26,7 +27,7 @@ ISOLATED = {name: True for name in inspect.signature(torch.compile).parameters i
         ({"disable": True}, {}, False),
         ({"dynamic": False, "recompile_limit": 1}, {"vary_length": True}, None),
     ],
-    ids=["dynamic", "static", "fullgraph", "disable", "recompile_limit"],
+    expects="from_graphs",
 )
 def test_compile_kwargs(ranks, kwargs, varied, from_graphs):
     unknown = set(kwargs) - {*inspect.signature(torch.compile).parameters}
@@ -65,7 +66,7 @@ def train_and_collect_patches(case, seen):
         compile_fx.compile_fx = real
 
 
-@pytest.mark.parametrize(
+@vary(
     "kwargs, expected",
     [
         ({"mode": "max-autotune-no-cudagraphs"}, {"max_autotune": True, "coordinate_descent_tuning": True}),
@@ -74,7 +75,7 @@ def train_and_collect_patches(case, seen):
             {"epilogue_fusion": False, "max_fusion_size": 1},
         ),
     ],
-    ids=["mode", "options"],
+    expects="expected",
 )
 def test_inductor_gets(ranks, kwargs, expected):
     case = Case(model=SMALL, backend="inductor", steps=2, accumulation=2, compile_kwargs=kwargs)

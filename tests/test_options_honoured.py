@@ -9,9 +9,9 @@ import gc
 import re
 from typing import List, NamedTuple, Tuple
 
-import pytest
 import torch
 
+from support.ids import vary
 from support.options import SMALL, train_and_collect_output, train_both_stages
 from support.training import NOTHING, Case, Trained, batch, build, make_engine, train_beside_plain_loop
 
@@ -77,19 +77,18 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("name", HARMLESS)
+@vary("name", HARMLESS)
 def test_harmless(ranks, name):
     train_both_stages(ranks, **HARMLESS[name])
 
 
-@pytest.mark.parametrize(
+@vary(
     "config",
     [
         {"round_robin_gradients": True},
         {"parameter_alignment": True},
         {"round_robin_gradients": True, "parameter_alignment": True},
     ],
-    ids="-".join,
 )
 def test_layouts_of_the_flat_partition(ranks, config):
     # Clipping needs the norm, which must pair each view of the partition with its parameter and skip the padding.

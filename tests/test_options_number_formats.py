@@ -5,9 +5,9 @@
 import dataclasses
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
-import pytest
 import torch
 
+from support.ids import vary
 from support.options import ROUNDING, SMALL
 from support.training import NOTHING, Case, batch, build, held, make_engine, total_error
 
@@ -151,7 +151,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@vary("name", FORMATS)
 def test_formats(ranks, name):
     how = FORMATS[name]
     # One bucket, so that all gradients are on their way at the same time.

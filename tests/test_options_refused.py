@@ -5,8 +5,7 @@
 import dataclasses
 from typing import List, NamedTuple, Optional
 
-import pytest
-
+from support.ids import vary
 from support.options import SMALL, prepare, train_prepared
 from support.training import Case
 
@@ -241,7 +240,7 @@ def state_of(engine):
     }
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *ALSO_REFUSED])
+@vary("name", [*REFUSED, *ALSO_REFUSED])
 def test_refused(ranks, name):
     refusal = {**REFUSED, **ALSO_REFUSED}[name]
     for refused in ranks(2).run(refuse, refusal):

@@ -4,9 +4,9 @@
 
 from typing import List, NamedTuple, Optional
 
-import pytest
 import torch
 
+from support.ids import vary
 from support.options import SMALL, outcome, prepare, train_prepared
 from support.training import Case, average_gradients, batch, build, make_optimizer, total_error
 
@@ -43,8 +43,8 @@ def compile_in_the_middle(case):
     return CompiledInTheMiddle(raised, active, error)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype, accumulated_in", [("fp32", "fp32"), ("fp16", "fp32")])
+@vary("dtype, accumulated_in", [("fp32", "fp32"), ("fp16", "fp32")])
+@vary("stage", [1, 2])
 def test_refused_with_gradients_of_an_unfinished_step(ranks, stage, dtype, accumulated_in):
     case = Case(
         model=SMALL,

@@ -7,9 +7,9 @@ import inspect
 import re
 from typing import List, NamedTuple, Tuple
 
-import pytest
 import torch
 
+from support.ids import vary
 from support.options import SMALL, train_and_collect_output
 from support.training import Case, Trained
 
@@ -97,7 +97,7 @@ def train_and_collect_warnings(case):
     return WithWarnings(trained, warnings, "Profile Summary" in output)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@vary("stage", [1, 2])
 def test_warned(ranks, stage):
     expected = dict(WARNED)
     if WITHOUT_EFFECT.compile_kwargs is None:
