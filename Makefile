@@ -1,9 +1,10 @@
 # make test     lint, then all tests (WORKERS=14: by so many processes at once, for a machine with GPUs and many cores)
+# make quick    fast tests of each subject, which take less than two minutes on two cores
 # make demo     train the small model of tests/demo on two processes (DEMO_ARGS="..." reaches the script)
 # make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7 WORLD=3: how many, seed, ranks)
 # make models   train every architecture of tests/support/architectures.py with DeepCompile off and on (WORKERS=14)
 # make sanitize test the native code under gcc's sanitizers (SANITIZER=address, thread or undefined: only that one)
-# make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks/compare.py)
+# make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks.compare)
 # make lint     check the formatting and the usual mistakes; make format repairs what can be repaired
 # make clean    remove everything that was made here except the base's downloaded archive
 #
@@ -42,17 +43,17 @@ BASE := $(VENV)/base-$(call content,requirements/base.txt)
 SANITIZED = PATH='$(BIN)':"$$PATH" CUDA_VISIBLE_DEVICES= SANITIZER=$$sanitizer CXX='$(CURDIR)/tests/sanitizers/g++' \
 	TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/sanitized-'$$sanitizer-$(call content,tests/sanitizers) \
 	$$(setarch -R true 2>/dev/null && echo setarch -R) pytest -q -o timeout=0 \
-	tests/test_threads.py tests/test_lifetime.py tests/test_parity.py -k '$(SANITIZED_TESTS)'
-# Without those that take long and call nothing else in it, such as with Inductor.
-SANITIZED_TESTS = not inductor and not delayed and not overwritten and not layouts and not every_byte and not sent_before \
-	and not bf16 and not host_does_not_wait and not first2 and not backend
+	tests -m sanitized
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test fuzz models sanitize bench lint format clean toolchain
+.PHONY: demo test quick fuzz models sanitize bench lint format clean toolchain
 .NOTPARALLEL:
 
 test: toolchain lint $(FORK) $(BENCH) $(FRONTS)
 	$(RUN) pytest -q tests $(if $(WORKERS),-n $(WORKERS) --dist worksteal)
+
+quick: toolchain $(FORK)
+	$(RUN) pytest -q tests -m quick
 
 demo: toolchain $(FORK) $(DEMO)
 	$(RUN) deepspeed --log_level warning $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
@@ -75,7 +76,7 @@ sanitize: toolchain $(FORK)
 		--reports build/sanitizers/$$sanitizer || status=1; done; exit $$status
 
 bench: toolchain $(FORK) $(BENCH) $(BASE)
-	$(RUN) python benchmarks/compare.py --base $(BASE) $(BENCH_ARGS)
+	$(RUN) python -m benchmarks.compare --base $(BASE) $(BENCH_ARGS)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

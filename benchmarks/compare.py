@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measures this fork, the DeepSpeed it is built from, and PyTorch's FSDP2 one after the other on one host.
 
-    python benchmarks/compare.py                                        tiny on a CPU, Qwen3-8B on GPUs
-    python benchmarks/compare.py --base /tmp/base --cases plain checkpoint --out results -- --layers 8 --steps 16
+From the root of the repository::
 
-What stands behind `--` goes to train.py. `--base` is a folder with an unchanged DeepSpeed, made by
-`pip install --no-deps --target /tmp/base deepspeed==0.19.8`. Results are written as results.json and results.md, and
-drawn by pictures.py.
+    python -m benchmarks.compare                                        tiny on a CPU, Qwen3-8B on GPUs
+    python -m benchmarks.compare --base /tmp/base --cases plain checkpoint --out results -- --layers 8 --steps 16
+
+Arguments behind `--` go to benchmarks.measure. `--base` is a folder with an unchanged DeepSpeed, made by
+`pip install --no-deps --target /tmp/base deepspeed==0.19.8`. The results are written as results.json and results.md,
+and benchmarks.pictures draws them.
 """
 
 import argparse
@@ -18,9 +20,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import launch
-from report import is_measured, markdown
+from . import processes
+from .devices import visible_gpus
+from .results import NoResult, Result, is_measured, no_result
+from .tables import markdown
 
+# Arguments of benchmarks.measure for each case, for each system, and for each kind of machine.
 CASES = {
     "plain": [],
     "checkpoint": ["--checkpoint"],
@@ -28,7 +33,6 @@ CASES = {
 }
 FORK, OVERLAPPED, ONE_GRAPH = "fork", "fork, gather overlapped", "fork as one graph"
 BASE, ZERO, FSDP2 = "base", "fork without DeepCompile", "FSDP2"
-# What each is to train.py.
 SYSTEMS = {
     FORK: ["--system", "deepcompile"],
     OVERLAPPED: ["--system", "deepcompile", "--overlap-gather"],
@@ -39,16 +43,21 @@ SYSTEMS = {
 }
 ON_CPU = "--shape tiny --dtype fp32 --seq 64 --bucket 200000 --steps 12 --warm 4".split()
 ON_GPUS = "--shape qwen3-8b".split()
+# These arguments follow from the system, or belong to benchmarks.measure alone.
+NOT_FOR_ALL = {"--system", "--one-graph", "--overlap-gather", "--json", "--trace"}
 
 
-def parse_arguments():
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options of this command, and the arguments for benchmarks.measure."""
     arguments = sys.argv[1:]
     rest = []
     if "--" in arguments:
         rest = arguments[arguments.index("--") + 1 :]
         arguments = arguments[: arguments.index("--")]
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog="Arguments behind -- go to train.py, see train.py --help."
+        prog="python -m benchmarks.compare",
+        description=__doc__.splitlines()[0],
+        epilog="Arguments behind -- go to benchmarks.measure, see python -m benchmarks.measure --help.",
     )
     parser.add_argument("--base", metavar="DIR", help="folder with an unchanged DeepSpeed")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="which to measure; default: those that can be")
@@ -60,17 +69,16 @@ def parse_arguments():
     options = parser.parse_args(arguments)
     if options.base and not (Path(options.base) / "deepspeed").is_dir():
         parser.error(f"--base {options.base} has no deepspeed in it; pip install --no-deps --target puts one there")
-    ours = {"--system", "--one-graph", "--overlap-gather", "--json", "--trace"}
-    chosen = {argument.partition("=")[0] for argument in rest} & ours
+    chosen = {argument.partition("=")[0] for argument in rest} & NOT_FOR_ALL
     if chosen:
-        parser.error(f"{sorted(chosen)[0]} is chosen for each system here; use --systems, or train.py alone")
+        parser.error(f"{sorted(chosen)[0]} is chosen for each system here; use --systems, or benchmarks.measure alone")
     if options.processes is not None and options.processes < 1:
         parser.error("--processes must be at least 1")
     return options, rest
 
 
-def reason_against(system, case, gpus, options):
-    """Says why a system cannot be measured, or None."""
+def reason_against(system: str, case: str, gpus: list[str], options: argparse.Namespace) -> str | None:
+    """Returns why a system cannot be measured in a case, or None if it can."""
     if system == BASE and not options.base:
         return "--base was not given"
     if system == BASE and not gpus:
@@ -80,25 +88,34 @@ def reason_against(system, case, gpus, options):
     return None
 
 
-def checked(system, result):
-    """Returns a result, or none if it is not of the DeepSpeed that its name says."""
+def checked(system: str, result: Result | NoResult) -> Result | NoResult:
+    """Returns ``result``, or a failure if the run took this fork for the base or another DeepSpeed for this fork."""
     if not is_measured(result) or system == FSDP2 or result["environment"]["fork"] == (system != BASE):
         return result
     version = result["environment"]["deepspeed"]
     if system == BASE:
-        return launch.none(f"--base holds this fork ({version}); give a folder with an unchanged DeepSpeed", True)
+        return no_result(f"--base holds this fork ({version}); give a folder with an unchanged DeepSpeed", failed=True)
     why = f"deepspeed {version} of this environment is not this fork; pip install it, and mind PYTHONPATH"
-    return launch.none(why, failed=True)
+    return no_result(why, failed=True)
 
 
-def _slug(name):
+def _slug(name: str) -> str:
     return name.replace(",", "").replace(" ", "-")
 
 
-def measure(options, rest, out):
-    """Returns case -> system -> result, or what stands for it, after telling of each run."""
-    gpus = launch.devices()
-    processes = options.processes or len(gpus) or 2
+def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict[str, dict[str, Result | NoResult]]:
+    """Measures every system in every case, and prints and writes what is known after each run.
+
+    Args:
+        options: of this command.
+        rest: arguments for benchmarks.measure.
+        out: an existing folder for results.json and for what the runs print.
+
+    Returns:
+        case -> name of the system -> its result, or why there is none.
+    """
+    gpus = visible_gpus()
+    ranks = options.processes or len(gpus) or 2
     systems = options.systems or [name for name in SYSTEMS if name != ZERO or not gpus]
     results = {case: {} for case in options.cases}
     with tempfile.TemporaryDirectory(prefix="benchmark-caches-") as caches:
@@ -106,19 +123,19 @@ def measure(options, rest, out):
             for system in systems:
                 reason = reason_against(system, case, gpus, options)
                 if reason:
-                    results[case][system] = launch.none(reason)
+                    results[case][system] = no_result(reason)
                     continue
                 arguments = [*SYSTEMS[system], *(ON_GPUS if gpus else ON_CPU), *CASES[case], *rest]
                 site = options.base if system == BASE else None
                 compiled = Path(caches) / f"{case}-{_slug(system)}"
-                # Native code of one DeepSpeed must not be taken for another's.
+                # One DeepSpeed must not load native code that was compiled for another.
                 extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path(caches) / "extensions"))
                 extensions = extensions / "of-base" if site else extensions
                 for name in (system, f"{system} again")[: 1 + options.again]:
                     print(f"{case}: {name} ...", flush=True)
                     began = time.perf_counter()
                     log = out / f"{case}-{_slug(name)}.log"
-                    result = launch.run(arguments, gpus, processes, site, compiled, extensions, options.limit, log)
+                    result = processes.run(arguments, gpus, ranks, site, compiled, extensions, options.limit, log)
                     result = results[case][name] = checked(system, result)
                     told = f"{result['step_s']:.4f} s/step" if is_measured(result) else result["why"]
                     print(f"  {told} ({time.perf_counter() - began:.0f} s in all)", flush=True)
@@ -127,12 +144,13 @@ def measure(options, rest, out):
     return results
 
 
-def main():
+def main() -> int:
+    """Measures, writes and draws; returns the exit status."""
     options, rest = parse_arguments()
-    launch.end_on_signals()
+    processes.end_on_signals()
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
-    results = measure(options, rest, out)
+    results = measure_all(options, rest, out)
     tables = []
     for case, of_case in results.items():
         if any(map(is_measured, of_case.values())):
@@ -143,14 +161,14 @@ def main():
     (out / "results.md").write_text(table)
     print("\n" + table)
     try:
-        from pictures import draw
+        from .pictures import draw
     except ImportError:
-        print(f"No pictures without matplotlib; later: python {launch.TRAIN.with_name('pictures.py')} {out}")
+        print(f"No pictures without matplotlib; later: python -m benchmarks.pictures {out}")
     else:
         files = draw(out)
         print("Pictures: " + (", ".join(map(str, files)) or "none"))
     everything = [result for of_case in results.values() for result in of_case.values()]
-    # What cannot be measured here is no failure of what was.
+    # A system that cannot be measured here does not make the command fail, as long as another one was measured.
     return 1 if any(result.get("failed") for result in everything) or not any(map(is_measured, everything)) else 0
 
 

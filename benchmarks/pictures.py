@@ -1,30 +1,34 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what compare.py measured: memory through one step, and losses.
+"""Draws what benchmarks.compare measured: memory through one step, and losses.
 
-python benchmarks/pictures.py FOLDER    reads FOLDER/results.json and writes pictures beside it
+From the root of the repository::
+
+    python -m benchmarks.pictures FOLDER    reads FOLDER/results.json and writes pictures beside it
 """
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
 
 matplotlib.use("Agg")  # no display needed
 from matplotlib import pyplot  # noqa: E402
-from report import describe, is_measured, unit_of  # noqa: E402
+
+from .results import Result, describe, is_measured, unit_of  # noqa: E402
 
 GRADIENTS, REST, LINE = "#d1495b", "#c9d6df", "#30475e"
 COLOURS = ("#d1495b", "#30475e", "#edae49", "#66a182", "#8d6a9f", "#2e86ab")
 
 
-def draw_memory(results, rank_of, title, file):
-    """Draws allocated memory through one step, a panel for each result, on one scale.
+def draw_memory(results: Mapping[str, Result], which: int, title: str, file: Path) -> None:
+    """Draws allocated memory through one step, a panel for each result, all with the same scale of bytes.
 
     Args:
-        results: name -> result of a run.
-        rank_of: picks a rank from the list of those with a timeline.
+        results: name of a system -> its result.
+        which: of the ranks that have a timeline, 0 for the first and -1 for the last.
         title: above the panels.
         file: to write.
     """
@@ -33,7 +37,7 @@ def draw_memory(results, rank_of, title, file):
         1, len(results), figsize=(1.5 + 4 * len(results), 4.2), sharey=True, squeeze=False, layout="constrained"
     )
     for panel, (system, result) in zip(panels[0], results.items()):
-        rank = rank_of(sorted(result["timelines"], key=int))
+        rank = sorted(result["timelines"], key=int)[which]
         line = result["timelines"][rank]
         seconds = line["seconds"]
         gradients = [held / unit for held in line["gradients"]]
@@ -44,7 +48,8 @@ def draw_memory(results, rank_of, title, file):
         begins = sorted((begin, phase) for phase, ranges in line["phases"].items() for begin, _ in ranges)
         for index, (begin, phase) in enumerate(begins):
             panel.axvline(begin, color=LINE, linewidth=0.5, linestyle=":")
-            # One below the other, since a phase may be shorter than its name.
+            # A phase may be shorter than its name, so the names stand one below the other. With accumulation there are
+            # too many phases to name.
             if len(begins) <= 3:
                 height = 0.995 - 0.045 * index
                 panel.text(begin, height, f" {phase}", transform=panel.get_xaxis_transform(), va="top", fontsize=8)
@@ -66,15 +71,21 @@ def draw_memory(results, rank_of, title, file):
     pyplot.close(figure)
 
 
-def draw_losses(results, title, file):
-    """Draws the losses of all results, and below how far each is from the first."""
+def draw_losses(results: Mapping[str, Result], title: str, file: Path) -> None:
+    """Draws the losses of all results, and below them the difference of each result to the first one.
+
+    Args:
+        results: name of a system -> its result.
+        title: above the curves.
+        file: to write.
+    """
     figure, (curves, apart) = pyplot.subplots(
         2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
     )
     first = next(iter(results.values()))["losses"]
     for colour, (system, result) in zip(COLOURS, results.items(), strict=False):
         steps = range(1, len(result["losses"]) + 1)
-        # Curves that lie on each other are to be seen all the same: each is thinner than the one below it.
+        # The other curves often lie on the first one, which is thicker so that it shows below them.
         width = 3.0 if result["losses"] is first else 0.8
         curves.plot(steps, result["losses"], color=colour, linewidth=width, label=system)
         if result["losses"] is not first:
@@ -91,7 +102,7 @@ def draw_losses(results, title, file):
     pyplot.close(figure)
 
 
-def draw(folder):
+def draw(folder: Path) -> list[Path]:
     """Draws everything in ``folder``/results.json; returns the files written."""
     files = []
     for case, of_case in json.loads((folder / "results.json").read_text()).items():
@@ -100,9 +111,9 @@ def draw(folder):
         if not results:
             continue
         title = describe(next(iter(results.values())))
-        for which, rank_of in (("first", min), ("last", max)):
-            files.append(folder / f"memory-{case}-{which}-rank.png")
-            draw_memory(results, lambda ranks, pick=rank_of: pick(ranks, key=int), title, files[-1])
+        for name, which in (("first", 0), ("last", -1)):
+            files.append(folder / f"memory-{case}-{name}-rank.png")
+            draw_memory(results, which, title, files[-1])
         files.append(folder / f"losses-{case}.png")
         draw_losses(results, title, files[-1])
     return files
@@ -110,5 +121,5 @@ def draw(folder):
 
 if __name__ == "__main__":
     if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "results.json").is_file():
-        raise SystemExit("usage: python benchmarks/pictures.py FOLDER, where compare.py has left results.json")
+        raise SystemExit("usage: python -m benchmarks.pictures FOLDER, where benchmarks.compare has left results.json")
     print("\n".join(map(str, draw(Path(sys.argv[1])))))

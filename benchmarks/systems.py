@@ -1,60 +1,95 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The systems under comparison, behind the same few calls: DeepSpeed's ZeRO and PyTorch's FSDP2.
+"""How the compared systems train, behind the same few calls: DeepSpeed's ZeRO, and PyTorch's FSDP2."""
 
-    forward(ids) -> loss      backward(loss, boundary)      step(boundary)
-
-``boundary``: whether this is the last micro-batch before an optimizer step. Each call is made for every micro-batch.
-"""
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from typing import Protocol
 
 import torch
 
-SYSTEMS = ("deepcompile", "zero", "fsdp2")
+from .settings import Settings
+
+# The norm to which all systems clip gradients.
 CLIPPING = 1.0
+# This fork's module of gradient counters. The base has no such module.
+COUNTERS_MODULE = "deepspeed.compile.zero12"
 
 
-def make_system(run, model):
-    """Wraps ``model`` as ``run.system`` says; ``model`` is not to be used by itself from then on."""
-    return FSDP2(run, model) if run.system == "fsdp2" else DeepSpeed(run, model)
+class System(Protocol):
+    """A model with its optimizer. For every micro-batch: ``forward``, ``backward``, ``step``.
+
+    ``boundary`` says whether the micro-batch is the last one before an optimizer step.
+    """
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns the loss, a tensor [], of predicting each next token of ``ids``, int64 [micro_batch, seq]."""
+
+    def backward(self, loss: torch.Tensor, boundary: bool) -> None:
+        """Adds the micro-batch's share of the gradients."""
+
+    def step(self, boundary: bool) -> None:
+        """At a boundary: clips the gradients, steps the optimizer, and drops the gradients."""
+
+    def standing_gradients(self) -> list[torch.Tensor]:
+        """Returns the tensors that hold gradients between steps."""
+
+    def counters(self) -> dict[str, int] | None:
+        """Returns what the system itself counted of its gradients, mostly in bytes; None if it does not count."""
+
+    def reset_counters(self) -> None:
+        """Makes the peaks among the counters start from what is held now."""
 
 
-def _optimizer(run, parameters):
-    return torch.optim.AdamW(parameters, lr=run.learning_rate, **{run.adam: True})
+def make_system(settings: Settings, model: torch.nn.Module) -> System:
+    """Returns the system that ``settings`` names. The caller must not use ``model`` by itself from then on."""
+    return FSDP2(settings, model) if settings.system == "fsdp2" else DeepSpeed(settings, model)
+
+
+def is_fork() -> bool:
+    """Whether the installed DeepSpeed is this fork."""
+    return importlib.util.find_spec(COUNTERS_MODULE) is not None
+
+
+def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=settings.learning_rate, **{settings.adam: True})
 
 
 class DeepSpeed:
     """Whichever DeepSpeed is installed, with DeepCompile or without."""
 
-    def __init__(self, run, model):
+    def __init__(self, settings: Settings, model: torch.nn.Module):
         import deepspeed
 
         self._engine = deepspeed.initialize(
             model=model,
-            optimizer=_optimizer(run, model.parameters()),
+            optimizer=_optimizer(settings, model.parameters()),
             config={
-                "train_micro_batch_size_per_gpu": run.micro_batch,
-                "gradient_accumulation_steps": run.accumulation,
+                "train_micro_batch_size_per_gpu": settings.micro_batch,
+                "gradient_accumulation_steps": settings.accumulation,
                 "gradient_clipping": CLIPPING,
-                "bf16": {"enabled": run.dtype == "bf16"},
-                "zero_optimization": {"stage": run.stage, "reduce_bucket_size": run.bucket, "overlap_comm": True},
+                "bf16": {"enabled": settings.dtype == "bf16"},
+                "zero_optimization": {
+                    "stage": settings.stage,
+                    "reduce_bucket_size": settings.bucket,
+                    "overlap_comm": True,
+                },
                 "compile": {
-                    "deepcompile": run.system == "deepcompile",
-                    # The base does not know these.
-                    **({"regional_compilation": False} if run.one_graph else {}),
-                    **({"overlap_param_gather": True} if run.overlap_gather else {}),
+                    "deepcompile": settings.system == "deepcompile",
+                    # The base does not know these options, so they are there only where they are asked for.
+                    **({"regional_compilation": False} if settings.one_graph else {}),
+                    **({"overlap_param_gather": True} if settings.overlap_gather else {}),
                 },
                 "zero_allow_untested_optimizer": True,
                 "log_level": "warning",
             },
         )[0]
-        if run.system == "deepcompile":
-            self._engine.compile(backend=run.backend)
-        try:
-            from deepspeed.compile import zero12
-        except ImportError:
-            # The base keeps no count of what it holds.
-            zero12 = None
-        self._counts = zero12 if run.system == "deepcompile" else None
+        self._counting = None  # the module of counters, if this engine counts
+        if settings.system == "deepcompile":
+            self._engine.compile(backend=settings.backend)
+            if is_fork():
+                self._counting = importlib.import_module(COUNTERS_MODULE)
 
     def forward(self, ids):
         return self._engine(input_ids=ids, labels=ids).loss
@@ -66,56 +101,55 @@ class DeepSpeed:
         self._engine.step()
 
     def standing_gradients(self):
-        """Lists tensors that hold gradients between steps."""
         groups = self._engine.optimizer.averaged_gradients.values()
         return [gradient for group in groups for gradient in group or () if torch.is_tensor(gradient)]
 
     def counters(self):
-        """What the reducer says it holds and held, in bytes, or None if it does not say."""
-        return self._counts.gradient_counters(self._engine) if self._counts else None
+        return self._counting.gradient_counters(self._engine) if self._counting else None
 
     def reset_counters(self):
-        if self._counts:
-            self._counts.reset_gradient_counters(self._engine)
+        if self._counting:
+            self._counting.reset_gradient_counters(self._engine)
 
 
 class FSDP2:
     """``fully_shard`` on every block, with every block compiled, as PyTorch's own training code does.
 
     Parameters are kept from the first forward of a step to its last backward, so that each is gathered once a step, as
-    ZeRO-1 and ZeRO-2 do. Gradients are reduced in bf16, and once a step too, unless ``run.stage`` is 2.
+    ZeRO-1 and ZeRO-2 do. Gradients are reduced in ``settings.dtype``: once a step if ``settings.stage`` is 1, and in
+    every micro-batch if it is 2.
     """
 
-    def __init__(self, run, model):
+    def __init__(self, settings: Settings, model: torch.nn.Module):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        self._model, self._accumulation = model, run.accumulation
-        self._reduces_always = run.stage == 2
+        self._model, self._accumulation = model, settings.accumulation
+        self._reduces_always = settings.stage == 2
         self._vocabulary = model.config.vocab_size
         precision = MixedPrecisionPolicy()
-        if run.dtype == "bf16":
+        if settings.dtype == "bf16":
             precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
         device_type = next(model.parameters()).device.type
         mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
 
         def shard(*modules):
-            # The shards are the master weights, in fp32; they begin at the same values as ZeRO's.
+            # The shards are the fp32 master weights. They start from the same bf16 values as ZeRO's master weights.
             for module in modules:
                 module.float()
             fully_shard(list(modules), mesh=mesh, mp_policy=precision, reshard_after_forward=False)
 
-        backend = _torch_backend(run.backend)
+        backend = _torch_backend(settings.backend)
         for block in model.model.layers:
             block.compile(backend=backend)
             shard(block)
         if not model.config.tie_word_embeddings:
             shard(model.model.embed_tokens)
             shard(model.model.norm, model.lm_head)
-        # Tied, these belong to the root, with the norm.
+        # What no call above has sharded belongs to the root: tied embeddings and the norm.
         shard(model)
         self._loss = torch.compile(model.loss_function, backend=backend)
-        self._optimizer = _optimizer(run, model.parameters())
+        self._optimizer = _optimizer(settings, model.parameters())
 
     def forward(self, ids):
         return self._loss(logits=self._model(input_ids=ids).logits, labels=ids, vocab_size=self._vocabulary)
@@ -138,9 +172,9 @@ class FSDP2:
         return None
 
     def reset_counters(self):
-        """There are none."""
+        pass
 
 
-def _torch_backend(backend):
-    """DeepCompile's "eager" runs traced graphs, for which torch's own name is "aot_eager"."""
+def _torch_backend(backend: str) -> str:
+    """Returns torch's name of a backend. DeepCompile's "eager" runs traced graphs, which torch calls "aot_eager"."""
     return "aot_eager" if backend == "eager" else backend

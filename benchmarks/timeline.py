@@ -2,24 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Allocated memory through one step, with the bytes of gradients set apart, as torch's profiler sees it.
 
-Every allocation counts, on CPU and GPU alike. A gradient counts from the moment at which it is handed to whatever
-reduces or accumulates it until its memory is freed; what is allocated there for it (buckets, flat partitions, shards)
-counts too, and so does a copy of it in another format, such as an optimizer's in fp32.
+Every allocation counts, on CPU and GPU alike. These count as bytes of gradients:
+
+- a gradient, from when autograd hands it to whatever reduces or accumulates it until its memory is freed,
+- memory that the reduction or accumulation allocates for gradients: buckets, flat partitions, shards,
+- a copy of a gradient in another format, such as an optimizer's in fp32.
 """
 
 import dataclasses
-from typing import Dict, List, Tuple
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 PHASES = ("forward", "backward", "step")
+# How names of the profiler's events begin: of our own ranges with RANGE, and of what autograd runs with AUTOGRAD.
 RANGE = "benchmark."
 AUTOGRAD = "autograd::engine::evaluate_function: "
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-# Whose first operand is a gradient, or a list of them, given away.
+# Operators that are handed a gradient, or a list of gradients, as their first operand.
 TAKES_GRADIENT = {"deepcompile::reduce_grad", "dc::reduce_grad", "fsdp::chunk_cat", ACCUMULATE}
-# In which memory is allocated for gradients only; also what begins with FSDP.
+# All memory that these operators allocate is for gradients. The same is true of ranges that begin with FSDP_BACKWARD.
 HOLDS_GRADIENT = {
     "deepcompile::reduce_grad",
     "deepcompile::end_backward",
@@ -27,39 +30,43 @@ HOLDS_GRADIENT = {
     "dc::end_backward",
     AUTOGRAD + ACCUMULATE,
 }
+# If the first operand of these is a gradient, what they allocate is a copy of it.
 COPIES_GRADIENT = {"aten::_to_copy", "aten::clone"}
 FSDP_BACKWARD = ("FSDP::post_backward", "FSDP::root_post_backward")
 
 
 @dataclasses.dataclass
 class Timeline:
-    """Points in time, in the host's order.
+    """Memory at points in time, in the order in which the host reached them. The lists are equally long.
 
     Attributes:
         seconds: since the step began.
-        allocated: bytes; on a CPU, beyond what was allocated before the step and still is.
-        gradients: bytes among these.
-        phases: name -> [(begin, end) in seconds], once a micro-batch.
+        allocated: bytes. On a GPU, all that is allocated; on a CPU, what the step has allocated and not freed.
+        gradients: bytes of gradients. Gradients from before the step count too, also on a CPU.
+        phases: name -> (begin, end) in seconds, for each micro-batch.
     """
 
-    seconds: List[float]
-    allocated: List[int]
-    gradients: List[int]
-    phases: Dict[str, List[Tuple[float, float]]]
+    seconds: list[float]
+    allocated: list[int]
+    gradients: list[int]
+    phases: dict[str, list[tuple[float, float]]]
 
-    def allocated_in(self, phase):
-        """Returns the bytes allocated behind the last such phase, and the most in it."""
+    def allocated_in(self, phase: str) -> dict[str, int]:
+        """Returns how many bytes are allocated "after" the last micro-batch's ``phase``, and at the "peak" in it."""
         begin, end = self.phases[phase][-1]
         before = [bytes for bytes, second in zip(self.allocated, self.seconds) if second <= end]
         within = [bytes for bytes, second in zip(self.allocated, self.seconds) if begin <= second <= end]
         return {"after": before[-1], "peak": max(within, default=before[-1])}
 
-    def most_gradients(self):
+    def most_gradients(self) -> int:
         """Returns the most bytes of gradients at any time."""
         return max(self.gradients)
 
-    def thinned(self, points):
-        """Returns a timeline of about as many points, keeping the highest of every stretch of time."""
+    def thinned(self, points: int) -> "Timeline":
+        """Returns a timeline of about ``points`` points.
+
+        It divides the time into equal stretches, and keeps the highest point of each line in each stretch.
+        """
         if len(self.seconds) <= points:
             return self
         width = (self.seconds[-1] - self.seconds[0]) / (points // 2) or 1.0
@@ -78,20 +85,19 @@ class Timeline:
         )
 
 
-def phase(name):
-    """Marks a phase of the step for :func:`record`."""
+def phase(name: str) -> record_function:
+    """Returns a context that marks a phase of the step, one of ``PHASES``, for :func:`record`."""
     return record_function(RANGE + name)
 
 
-def record(step, device, standing=()):
-    """Runs ``step()``, whose phases are marked with :func:`phase`, and returns its Timeline.
-
-    Host and device are to meet at the end of each phase.
+def record(step: Callable[[], object], device: str, standing: Iterable[torch.Tensor] = ()) -> Timeline:
+    """Runs ``step()`` and returns its timeline.
 
     Args:
-        step: to run.
-        device: "cpu" or "cuda", whose memory is meant.
-        standing: tensors that hold gradients already.
+        step: trains one step. It must mark the phases with :func:`phase`, and the host must wait for the device at the
+            end of each phase.
+        device: whose memory to record, "cpu" or "cuda".
+        standing: tensors that hold gradients when the step begins.
     """
     blocks = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in standing}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
@@ -101,7 +107,13 @@ def record(step, device, standing=()):
 
 @dataclasses.dataclass
 class _Event:
-    """An event of the profiler, with what its ancestors say of it."""
+    """An event of the profiler, with what follows from the events around it.
+
+    Attributes:
+        event: of the profiler.
+        holds_gradient: whether memory that is allocated in it is for gradients.
+        in_autograd: whether autograd ran it.
+    """
 
     event: object
     holds_gradient: bool
@@ -109,21 +121,22 @@ class _Event:
 
 
 class _Memory:
-    """What is allocated since the recording began, by address.
+    """The blocks of memory that were allocated since the recording began, and standing gradients.
 
     Attributes:
-        held: bytes.
-        of_gradients: bytes among these.
+        held: bytes that were allocated since the recording began and not freed.
+        of_gradients: bytes of gradients, those of standing gradients included.
     """
 
-    def __init__(self, standing):
+    def __init__(self, standing: dict[int, int]):
         self.held, self.of_gradients = 0, sum(standing.values())
-        self._blocks = {}  # address -> (bytes, whether of a gradient)
-        self._standing = dict(standing)  # the same of gradients from before: address -> bytes
+        self._blocks = {}  # allocated since the recording began: address -> (bytes, whether of a gradient)
+        self._standing = dict(standing)  # gradients from before the recording: address -> bytes
 
-    def change(self, address, size, of_gradient):
-        """Counts an allocation, or a release (``size`` below 0) of something allocated here."""
-        # What a thread without a profiler frees, such as gloo's, shows only when its address is used again.
+    def change(self, address: int, size: int, of_gradient: bool) -> None:
+        """Counts an allocation, or a release (``size`` below 0)."""
+        # The profiler does not see what a thread without a profiler frees, such as one of gloo's. So a block that is
+        # still known at this address was freed unseen.
         self.of_gradients -= self._standing.pop(address, 0)
         freed, was_gradient = self._blocks.pop(address, (0, False))
         self.held -= freed
@@ -133,14 +146,15 @@ class _Memory:
             self.held += size
             self.of_gradients += size * of_gradient
 
-    def give_away(self, address):
-        """Counts a block as a gradient's from now on."""
+    def give_away(self, address: int | None) -> None:
+        """Counts the block at ``address`` as a gradient's from now on; nothing happens if no block is known there."""
         size, was_gradient = self._blocks.get(address, (0, True))
         if not was_gradient:
             self._blocks[address] = (size, True)
             self.of_gradients += size
 
-    def is_gradient(self, address):
+    def is_gradient(self, address: int | None) -> bool:
+        """Whether the block at ``address`` is known to be a gradient's."""
         return address in self._standing or self._blocks.get(address, (0, False))[1]
 
 
@@ -156,10 +170,13 @@ def _flatten(roots):
         stack.extend(_Event(child, holds, in_autograd) for child in reversed(entry.event.children))
 
 
-def read(roots, device, standing):
-    """Returns the Timeline of a profiler's event tree, in which phases are ranges.
+def read(roots: list, device: str, standing: dict[int, int]) -> Timeline:
+    """Returns the timeline of a profiler's event tree.
 
-    ``standing``: address -> bytes of the gradients that were there before.
+    Args:
+        roots: of the tree. Phases are ranges in it.
+        device: as in :func:`record`.
+        standing: address -> bytes of the gradients from before the recording.
     """
     entries = sorted(_flatten(roots), key=lambda entry: entry.event.start_time_ns)
     ranges = [entry.event for entry in entries if entry.event.name.startswith(RANGE)]
@@ -171,7 +188,7 @@ def read(roots, device, standing):
 
     memory = _Memory(standing)
     seconds, allocated, gradients = [0.0], [0], [memory.of_gradients]
-    copying_until = {}  # thread -> when it will have copied a gradient
+    copying_until = {}  # thread -> nanoseconds at which it ends its last copy of a gradient
 
     def note(moment, bytes):
         seconds.append(moment)
@@ -182,11 +199,12 @@ def read(roots, device, standing):
         event, fields = entry.event, entry.event.extra_fields
         moment = (event.start_time_ns - origin) / 1e9
         if event.tag == torch._C._profiler._EventType.Allocation and fields.device.type == device:
-            # What engine.backward() allocates around autograd's work is the reducer's too.
+            # In the backward phase, what is allocated outside of autograd is allocated by the engine, for gradients.
             around = not entry.in_autograd and any(begin <= moment <= end for begin, end in phases["backward"])
             copied = event.start_time_ns <= copying_until.get(event.start_tid, 0)
             memory.change(fields.ptr, fields.alloc_size, entry.holds_gradient or around or copied)
-            # A GPU's allocator knows of what was allocated before, and of what was freed unseen.
+            # A GPU's allocator keeps the total itself, with blocks from before the recording, and without blocks that
+            # were freed unseen.
             total = memory.held if device == "cpu" else fields.total_allocated
             if len(seconds) == 1 and device != "cpu":
                 allocated[0] = total - fields.alloc_size

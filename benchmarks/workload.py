@@ -13,7 +13,7 @@ import torch
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of a Qwen3. Sizes as transformers' ``Qwen3Config`` names them."""
+    """The sizes of a Qwen3, under the names that transformers' ``Qwen3Config`` has for them."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -32,13 +32,13 @@ SHAPES = {
 }
 
 
-def build_model(shape, dtype, device, checkpoint):
+def build_model(shape: Shape, dtype: torch.dtype, device: str, checkpoint: bool) -> torch.nn.Module:
     """Returns a causal language model whose weights are the same on every rank, for every system.
 
     Args:
-        shape: a Shape.
+        shape: of the model.
         dtype: in which the weights are drawn.
-        device: on which they lie.
+        device: on which the weights lie.
         checkpoint: whether every layer keeps only its input and computes the rest again in the backward.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -57,8 +57,11 @@ def build_model(shape, dtype, device, checkpoint):
     return model.train()
 
 
-def text(limit):
-    """Returns about ``limit`` characters of the source of Python's standard library, always the same ones."""
+def text(limit: int) -> str:
+    """Returns the source of Python's standard library, cut behind the file with which it reaches ``limit`` characters.
+
+    Every call in one Python installation returns the same text.
+    """
     folder, parts, length = Path(sysconfig.get_path("stdlib")), [], 0
     for file in sorted(folder.rglob("*.py")):
         if "site-packages" in file.parts or "dist-packages" in file.parts or length >= limit:
@@ -68,11 +71,11 @@ def text(limit):
     return "".join(parts)
 
 
-def tokens(vocabulary, limit=16_000_000):
-    """Returns that text as token ids, an int64 tensor [n] on the CPU.
+def tokens(vocabulary: int, limit: int = 16_000_000) -> torch.Tensor:
+    """Returns :func:`text` as token ids, an int64 tensor [n] on the CPU.
 
-    A token is a word, a run of blanks or a sign; its id is its rank by frequency, and the last id stands for all that
-    are rarer than the vocabulary is large.
+    A token is a word, a run of blanks or a sign. The most frequent token has id 0, the next one id 1, and so on. The
+    last of the ``vocabulary`` ids stands for all tokens that are too rare to have an id of their own.
     """
     pieces = re.findall(r"\w+|\s+|[^\w\s]", text(limit))
     ids = {piece: rank for rank, (piece, _) in enumerate(collections.Counter(pieces).most_common(vocabulary - 1))}
@@ -80,25 +83,26 @@ def tokens(vocabulary, limit=16_000_000):
 
 
 class Batches:
-    """Draws the batches of one rank, the same in every run with as many ranks.
+    """Draws the batches of one rank, the same in every run.
 
     Args:
         vocabulary: number of token ids.
-        micro_batch, seq: sequences in a batch, and tokens in a sequence.
-        rank: whose.
+        micro_batch: sequences in a batch.
+        seq: tokens in a sequence.
+        rank: whose batches these are; every rank has others.
         device: to which batches are copied.
     """
 
-    def __init__(self, vocabulary, micro_batch, seq, rank, device):
-        # Enough to draw from, without reading megabytes for a model that sees little of it.
+    def __init__(self, vocabulary: int, micro_batch: int, seq: int, rank: int, device: str):
+        # A model with few token ids is a small one, which sees little text: do not read megabytes for it.
         self._tokens = tokens(vocabulary, limit=16_000_000 if vocabulary > 10_000 else 500_000)
         self._shape, self._rank, self._device = (micro_batch, seq), rank, device
 
-    def draw(self, number):
-        """Returns batch ``number``: token ids, int64 [micro_batch, seq]."""
+    def draw(self, number: int) -> torch.Tensor:
+        """Returns batch ``number``: token ids, int64 [micro_batch, seq], on the device."""
         micro_batch, seq = self._shape
         generator = torch.Generator().manual_seed(1_000_000 * self._rank + number)
         starts = torch.randint(0, len(self._tokens) - seq, (micro_batch,), generator=generator)
         ids = torch.stack([self._tokens[start : start + seq] for start in starts])
-        # From pinned memory, so that the host need not wait for the copy.
+        # The host need not wait for a copy from pinned memory.
         return ids.pin_memory().to(self._device, non_blocking=True) if self._device != "cpu" else ids

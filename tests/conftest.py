@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from support import sanitizer  # noqa: E402
+from support import sanitizer, selection  # noqa: E402
 from support.pool import Ranks  # noqa: E402
 
 REPORTS = pytest.StashKey[Path]()
@@ -70,6 +70,12 @@ def pytest_configure(config):
         reports = config.stash[REPORTS] = config.option.reports.resolve()
         shutil.rmtree(reports, ignore_errors=True)
         reports.mkdir(parents=True)
+
+
+# Before pytest deselects by marks.
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    selection.mark(items)
 
 
 def pytest_sessionfinish(session):

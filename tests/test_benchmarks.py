@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark measures what it says: gradients apart from all else, all systems on the same training."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -12,22 +13,49 @@ from pathlib import Path
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+
+# Stands for DeepSpeed's launcher: instead of starting ranks, it writes what a rank would find as the result.
+LAUNCHER = """
+import importlib.util, json, sys
+import deepspeed
+
+arguments = sys.argv[1:]
+module = arguments[arguments.index("--module") + 1]
+found = {"deepspeed": deepspeed.__file__, "module": module, "file": importlib.util.find_spec(module).origin}
+with open(arguments[arguments.index("--json") + 1], "w") as file:
+    json.dump(found, file)
+"""
 
 
 @pytest.fixture(scope="module")
-def timeline():
-    spec = importlib.util.spec_from_file_location("timeline", BENCHMARKS / "timeline.py")
-    module = importlib.util.module_from_spec(spec)
+def package():
+    """Imports the package of benchmarks, and returns ``package(name)``, which imports a module of it.
+
+    The checkout does not come into this process's sys.path, where its folder deepspeed/ could hide the installed one.
+    """
+    file, search = BENCHMARKS / "__init__.py", [str(BENCHMARKS)]
+    spec = importlib.util.spec_from_file_location("benchmarks", file, submodule_search_locations=search)
+    sys.modules["benchmarks"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
+    yield lambda name: importlib.import_module(f"benchmarks.{name}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module")
+def timeline(package):
+    return package("timeline")
 
 
 def compare(*arguments):
-    """Runs compare.py on the CPU and returns the finished process."""
+    """Runs benchmarks.compare on the CPU, as a shell in the repository's root would; returns the finished process."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "compare.py"), *arguments],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
+        [sys.executable, "-m", "benchmarks.compare", *arguments],
+        cwd=ROOT,
+        env={**environment, "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,6 +109,28 @@ def test_timeline_follows_memory_that_is_freed_unseen(timeline):
     assert (memory.held, memory.of_gradients) == (0, 40)
     memory.change(512, -40, False)
     assert (memory.held, memory.of_gradients) == (0, 0)
+
+
+@pytest.mark.parametrize("safe_path", ["", "1"], ids=["plain_path", "safe_path"])
+@pytest.mark.parametrize("named_by", ["site", "environment"])
+def test_ranks_find_the_package_and_the_deepspeed_that_is_named(package, monkeypatch, tmp_path, named_by, safe_path):
+    for folder, launcher in (("named", LAUNCHER), ("current", "raise SystemExit(3)")):
+        (tmp_path / folder / "deepspeed" / "launcher").mkdir(parents=True)
+        (tmp_path / folder / "deepspeed" / "__init__.py").touch()
+        (tmp_path / folder / "deepspeed" / "launcher" / "runner.py").write_text(launcher)
+    # The current folder has a folder deepspeed/, as the checkout has, and the checkout may be on PYTHONPATH.
+    monkeypatch.chdir(tmp_path / "current")
+    searched = [str(ROOT)] if named_by == "site" else [str(ROOT), "../named"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(searched))
+    monkeypatch.setenv("PYTHONSAFEPATH", safe_path)
+    site = "../named" if named_by == "site" else None
+    log = tmp_path / "log"
+    found = package("processes").run([], [], 2, site, tmp_path / "caches", tmp_path / "extensions", 60, log)
+    assert "deepspeed" in found, log.read_text()
+    assert Path(found["deepspeed"]) == tmp_path / "named" / "deepspeed" / "__init__.py"
+    assert found["module"] == "benchmarks.measure"
+    assert Path(found["file"]).name == "measure.py"
+    assert not (tmp_path / "current" / "benchmarks").exists()
 
 
 @pytest.mark.slow

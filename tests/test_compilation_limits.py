@@ -4,13 +4,13 @@
 
 import re
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 from support.beside import Beside, check, warnings_logged
+from support.ids import vary
 from support.models import VOCABULARY, Block, Model
 from support.training import Case, batch
 
@@ -65,10 +65,10 @@ def check_given_up(results):
     assert all(result["from_graphs"] == results[0]["from_graphs"] for result in results), results
 
 
-@pytest.mark.parametrize("regional", [True, False], ids=["blocks", "whole"])
-@pytest.mark.parametrize("what", ["lengths", "branches"])
-@pytest.mark.parametrize("rank, stage", [(0, 1), (None, 2)], ids=["on one rank", "on all"])
-def test_limit_is_reached(ranks, rank, stage, what, regional):
+@vary("regional", [True, False])
+@vary("what", ["lengths", "branches"])
+@vary("stage, rank", [(1, 0), (2, None)])
+def test_limit_is_reached(ranks, stage, rank, what, regional):
     check_given_up(ranks(2).run(train, static(regional, stage=stage), what, rank, limit=2))
 
 
@@ -123,7 +123,7 @@ def evaluate_and_train(case, limit):
     return {**result, "given up": given_up(warnings)}
 
 
-@pytest.mark.parametrize("regional, from_graphs", [(True, 12), (False, 14)], ids=["blocks", "whole"])
+@vary("regional, from_graphs", [(True, 12), (False, 14)], expects="from_graphs")
 def test_evaluation_uses_nothing_up(ranks, regional, from_graphs):
     for result in check(ranks(2).run(evaluate_and_train, static(regional), limit=3)):
         assert result["from_graphs"] == [from_graphs] * 3
@@ -144,7 +144,7 @@ def make_engines(case, number, limit):
     return results
 
 
-@pytest.mark.parametrize("regional, from_graphs", [(True, 12), (False, 14)], ids=["blocks", "whole"])
+@vary("regional, from_graphs", [(True, 12), (False, 14)], expects="from_graphs")
 def test_engines_use_nothing_up(ranks, regional, from_graphs):
     # Twice as many as torch's limit would do for a model as a whole, and four times as many as for its two blocks.
     for results in ranks(2).run(make_engines, static(regional), number=7, limit=3):
@@ -213,9 +213,9 @@ def evaluate_first(make, case, mode):
     return pair.end()
 
 
-@pytest.mark.parametrize("mode, stage", [("evaluation", 1), ("training mode", 2)])
-@pytest.mark.parametrize("make", [TwoParts, ThreeGraphs])
-def test_one_rank_evaluates_first(ranks, make, mode, stage):
+@vary("make", [TwoParts, ThreeGraphs])
+@vary("stage, mode", [(1, "evaluation"), (2, "training mode")])
+def test_one_rank_evaluates_first(ranks, stage, mode, make):
     # All gradients fit in a bucket, so that it is a graph's end that sends it.
     results = check(ranks(2).run(evaluate_first, make, Case(stage=stage, bucket=10**6), mode))
     assert all(result["from_graphs"] == [4] * 3 for result in results)
@@ -260,7 +260,7 @@ def train_adapters(case, limit):
     return {**result, "given up": given_up(warnings)}
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@vary("stage", [1, 2])
 def test_blocks_that_differ_each_time(ranks, stage):
     results = ranks(2).run(train_adapters, static(True, stage=stage), limit=2)
     check_given_up(results)

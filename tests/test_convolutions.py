@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of images: convolutions under Inductor, which lays out their weights anew, and batches that are uneven."""
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from support.beside import Beside, check
+from support.ids import vary
 from support.models import Block
 from support.training import Case, device
 
@@ -111,18 +111,18 @@ def train(make, case, counts=(2, 2, 2)):
     return pair.end()
 
 
-@pytest.mark.parametrize(
-    "make, stage, regional, from_graphs",
+@vary(
+    "stage, make, regional, from_graphs",
     [
-        (Convolutions, 1, None, 7),
-        (ChannelsLast, 2, None, 7),
-        (make_resnet_of_batch_norm, 2, False, 14),
-        (make_resnet_of_group_norm, 1, True, 14),
-        (VisionTransformer, 2, None, 20),
+        (1, Convolutions, None, 7),
+        (2, ChannelsLast, None, 7),
+        (2, make_resnet_of_batch_norm, False, 14),
+        (1, make_resnet_of_group_norm, True, 14),
+        (2, VisionTransformer, None, 20),
     ],
-    ids=lambda value: getattr(value, "__name__", None),
+    expects="from_graphs",
 )
-def test_convolutions(ranks, make, stage, regional, from_graphs):
+def test_convolutions(ranks, stage, make, regional, from_graphs):
     config = {} if regional is None else {"compile": {"regional_compilation": regional}}
     case = Case(stage=stage, backend="inductor", config=config)
     for result in check(ranks(2).run(train, make, case)):
@@ -163,9 +163,9 @@ class WithQueries(nn.Module):
 UNEVEN = (4, (4, 1), 4, (1, 4), 4)
 
 
-@pytest.mark.parametrize("regional", [True, False], ids=["blocks", "whole"])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("make", [VisionTransformer, WithQueries])
+@vary("regional", [True, False])
+@vary("make", [VisionTransformer, WithQueries])
+@vary("stage", [1, 2])
 def test_a_batch_of_one_on_one_rank(ranks, make, stage, regional):
     case = Case(stage=stage, config={"compile": {"regional_compilation": regional}}, bucket=40)
     check(ranks(2).run(train, make, case, UNEVEN))

@@ -4,17 +4,14 @@
 
 import dataclasses
 
-import pytest
-
-from support.training import Case, train_beside_fp32, train_beside_plain_loop, train_under_default_dtypes
-
-NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
+from support.ids import vary
+from support.training import NOTHING, Case, train_beside_fp32, train_beside_plain_loop, train_under_default_dtypes
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@vary("backend", ["eager", "inductor"])
+@vary("dtype", ["bf16", "fp16"])
+@vary("accumulation", [1, 3])
+@vary("stage", [1, 2])
 def test_as_close_to_fp32_as_eager_zero(ranks, backend, dtype, stage, accumulation):
     case = Case(backend=backend, dtype=dtype, stage=stage, accumulation=accumulation, steps=6)
     for compiled, eager in ranks(2).run(train_beside_fp32, case):
@@ -25,8 +22,8 @@ def test_as_close_to_fp32_as_eager_zero(ranks, backend, dtype, stage, accumulati
         assert compiled["held"] == NOTHING
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("stage", [1, 2])
+@vary("accumulation", [1, 3])
+@vary("stage", [1, 2])
 def test_an_overflow_skips_the_step_and_releases(ranks, stage, accumulation):
     # A loss scale of 2^24 overflows fp16 until the scaler has halved it often enough.
     config = {"fp16": {"initial_scale_power": 24, "hysteresis": 1, "consecutive_hysteresis": False}}
@@ -54,12 +51,12 @@ def test_autocast(ranks):
     case = Case(config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, steps=4)
     for result in ranks(2).run(train_beside_plain_loop, case):
         # Linear layers run, and their gradients travel, in bf16.
-        assert result["error"] < 0.02
-        assert result["held"][-1] == NOTHING
+        assert result.error < 0.02
+        assert result.held[-1] == NOTHING
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@vary("dtype", ["fp32", "bf16", "fp16"])
+@vary("stage", [1, 2])
 def test_a_default_dtype_that_was_left_on(ranks, dtype, stage):
     # Neither bf16 nor fp16 holds the inverse of this scale. Of FewParameters one rank owns padding only.
     scaled = Case(model="FillsPartition", steps=2, config={"fp16": {"loss_scale": 1000}} if dtype == "fp16" else None)
@@ -68,5 +65,5 @@ def test_a_default_dtype_that_was_left_on(ranks, dtype, stage):
     for results in ranks(2).run(train_under_default_dtypes, cases, ["bfloat16", "float16", "float64"]):
         for as_ever, under in results:
             assert under == [as_ever] * len(under)
-            assert dtype != "fp32" or as_ever["error"] < 1e-5
-            assert as_ever["moved"] > 0
+            assert dtype != "fp32" or as_ever.error < 1e-5
+            assert as_ever.moved > 0

@@ -9,13 +9,13 @@ waits for its own, S ``engine.step()``, D dropping what there is, C clipping ``p
 import collections
 from typing import Callable, NamedTuple, Optional, Tuple
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
 from support.beside import Beside, warnings_logged
+from support.ids import vary
 from support.models import VOCABULARY
 from support.training import Case, batch, relative_error
 
@@ -131,12 +131,12 @@ def check(results):
     return results
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(
+@vary(
     "accumulation, script, counted",
     [(1, "FBDFBS", (1,)), (2, "FBSDFBS", (1,)), (2, "FBSFBDFBS", (2,))],
-    ids=["behind the only micro-batch", "between two", "behind the last of two"],
+    expects="counted",
 )
+@vary("stage", [1, 2])
 def test_dropped(ranks, accumulation, script, counted, stage):
     drops = {drop.__name__: Step(script, counted, drop) for drop in (DROPS if stage == 1 else OF_ENGINE)}
     check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), drops))
@@ -155,9 +155,9 @@ NOT_TAKEN = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("deepcompile", [True, False], ids=["DeepCompile", "DeepSpeed"])
+@vary("deepcompile", [True, False])
+@vary("accumulation", [1, 2])
+@vary("stage", [1, 2])
 def test_steps_that_are_not_taken(ranks, deepcompile, accumulation, stage):
     """A later backward at the boundary replaces what nobody stepped."""
     case = Case(stage=stage, accumulation=accumulation, deepcompile=deepcompile)
@@ -172,8 +172,8 @@ TOGETHER = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@vary("accumulation", [1, 2])
+@vary("stage", [1, 2])
 def test_forwards_before_their_backwards(ranks, accumulation, stage):
     check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), TOGETHER[accumulation]))
 
@@ -193,7 +193,7 @@ IN_BF16 = {
 }
 
 
-@pytest.mark.parametrize("deepcompile", [True, False], ids=["DeepCompile", "DeepSpeed"])
+@vary("deepcompile", [True, False])
 def test_in_bf16(ranks, deepcompile):
     case = Case(accumulation=2, dtype="bf16", deepcompile=deepcompile)
     for result in ranks(2).run(train, case, IN_BF16):

@@ -12,7 +12,12 @@ NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
 BOUND = 1e-5
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def sanitized(*values):
+    """A case that runs under sanitizers, of a test whose other cases call nothing else in the native code."""
+    return pytest.param(*values, marks=pytest.mark.sanitized)
+
+
+@pytest.mark.parametrize("dtype", [sanitized("fp32"), "bf16"])
 @pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_stages_of_a_target(ranks, stage, accumulation, dtype):
     case = Case(stage=stage, accumulation=accumulation, dtype=dtype)
@@ -39,7 +44,7 @@ def test_stages_of_a_target(ranks, stage, accumulation, dtype):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [sanitized("fp32"), "bf16"])
 def test_callers_of_the_base_find_its_names(ranks, dtype, stage):
     # Of FewParameters one rank owns padding only.
     case = Case(model="FewParameters", dtype=dtype, stage=stage)
@@ -53,6 +58,7 @@ def test_callers_of_the_base_find_its_names(ranks, dtype, stage):
         assert after_step == [None]
 
 
+@pytest.mark.sanitized
 def test_a_rank_binds_when_its_first_piece_arrives(ranks):
     # Gradients arrive from the last parameters to the first, which rank 0 owns.
     first_owner, last_owner = ranks(2).run(lifetime.binding_moments, Case(bucket=1))
@@ -60,12 +66,13 @@ def test_a_rank_binds_when_its_first_piece_arrives(ranks):
     assert last_owner[0] > 0
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", [sanitized("eager"), "inductor"])
 def test_activations_are_freed_behind_their_last_use(ranks, backend):
     for live in ranks(2).run(lifetime.activations_behind_their_last_use, Case(backend=backend)):
         assert live == [0, 0, 0]
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("how", ["zero_grad", "destroy"])
 def test_release(ranks, how, stage):
@@ -75,6 +82,7 @@ def test_release(ranks, how, stage):
         assert error < BOUND
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
 def test_a_backward_that_raises_leaves_nothing(ranks, stage, accumulation, direct):
@@ -88,8 +96,8 @@ def test_a_backward_that_raises_leaves_nothing(ranks, stage, accumulation, direc
 @pytest.mark.parametrize(
     "first, second",
     [
-        (Case(), Case(model="RepeatedLayers", stage=2)),
-        (Case(stage=1, accumulation=2), Case(stage=2, accumulation=3)),
+        sanitized(Case(), Case(model="RepeatedLayers", stage=2)),
+        sanitized(Case(stage=1, accumulation=2), Case(stage=2, accumulation=3)),
         (Case(backend="inductor"), Case(backend="inductor")),
     ],
 )
@@ -98,11 +106,13 @@ def test_two_engines_taking_turns(ranks, first, second):
         assert max(errors) < BOUND
 
 
+@pytest.mark.sanitized
 def test_two_engines_with_overlapping_windows(ranks):
     for errors in ranks(2).run(lifetime.overlapping_windows, Case(accumulation=2), Case(stage=2)):
         assert max(errors) < BOUND
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("bucket", [1, 100, 300, 10**6])
 def test_pending_bytes_stay_within_bucket_and_largest_gradient(ranks, bucket):
     for peak, bucket_bytes, largest, bucket_after in ranks(2).run(lifetime.pending_bytes, Case(bucket=bucket)):
@@ -110,12 +120,14 @@ def test_pending_bytes_stay_within_bucket_and_largest_gradient(ranks, bucket):
         assert bucket_after == 0
 
 
+@pytest.mark.sanitized
 def test_pending_bytes_of_equal_gradients(ranks):
     # Two are sent together; beside them a third fits into the bucket and a fourth does not.
     for peak, _, largest, _ in ranks(2).run(lifetime.pending_bytes, Case(bucket=160), equal=True):
         assert peak == 3 * largest
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("model", ["OneGraph", "OddSizes", "TiedEmbedding"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_full_gradients_between_backward_and_step(ranks, stage, model):
@@ -157,6 +169,7 @@ def test_buckets_are_sent_before_they_are_full(ranks):
         assert (sent, pending) == (3, 4 + 2)
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_that_were_given_other_memory(ranks, stage):
     for error in ranks(2).run(lifetime.swap_parameters, Case(stage=stage)):
@@ -177,12 +190,14 @@ def test_the_host_does_not_wait_before_the_optimizer(ranks, asked, regional, sta
         assert bool(waited) == asked, waited
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_kept_by_no_sync_and_coalescing(ranks, stage):
     for errors in ranks(2).run(lifetime.without_synchronization, Case(stage=stage)):
         assert max(errors) < BOUND
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("stage", [1, 2])
 def test_several_backwards_before_a_step(ranks, stage):
     for error, after in ranks(2).run(lifetime.several_backwards, Case(stage=stage)):
@@ -190,27 +205,32 @@ def test_several_backwards_before_a_step(ranks, stage):
         assert after == NOTHING
 
 
+@pytest.mark.sanitized
 def test_a_graph_of_a_destroyed_engine_says_so(ranks):
     for message in ranks(2).run(lifetime.use_after_destroy, Case()):
         assert "the engine was destroyed" in message
 
 
+@pytest.mark.sanitized
 def test_an_engine_made_again(ranks):
     assert max(ranks(2).run(lifetime.again_after_destroy, Case())) < BOUND
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("model", ["OneGraph", "EagerBlocks"])
 def test_a_second_engine_takes_a_module_over(ranks, model, stage):
     assert max(ranks(2).run(lifetime.taken_over, Case(stage=stage, model=model))) < BOUND
 
 
+@pytest.mark.sanitized
 def test_counters_may_be_read_from_another_thread(ranks):
     for reads, error in ranks(2).run(lifetime.polled_counters, Case(bucket=50), timeout=120):
         assert reads > 10
         assert error < BOUND
 
 
+@pytest.mark.sanitized
 def test_a_request_for_some_gradients_reduces_no_others(ranks):
     # As traced: torch does not let Inductor's backward run twice, which donates the buffers that it has saved.
     case = Case(model="SeveralGraphs", backend="eager")
@@ -219,6 +239,7 @@ def test_a_request_for_some_gradients_reduces_no_others(ranks):
         assert "use safe_get_full_grad()" in message
 
 
+@pytest.mark.sanitized
 def test_a_hook_on_one_rank(ranks):
     (watched, error), (not_watched, other_error) = ranks(2).run(lifetime.hook_on_one_rank, Case(), timeout=120)
     assert (watched, not_watched) == (2, 0)

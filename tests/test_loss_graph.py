@@ -4,20 +4,20 @@
 
 import operator
 
-import pytest
 import torch
 from torch.fx import Graph, GraphModule
 
 from support import loss_graph
+from support.ids import vary
 from support.training import Case
 
 SMALL = 1
 WHOLE = {"compile": {"regional_compilation": False}}
 
 
-@pytest.mark.parametrize("uses_logits", [False, True])
-@pytest.mark.parametrize("config", [None, WHOLE], ids=["blocks", "whole"])
-@pytest.mark.parametrize("stage, backend", [(1, "inductor"), (2, "eager")])
+@vary("uses_logits", [False, True])
+@vary("config", [None, WHOLE])
+@vary("stage, backend", [(1, "inductor"), (2, "eager")])
 def test_trains_as_a_plain_loop(ranks, stage, backend, config, uses_logits):
     case = Case(model="ReturnsLogits", stage=stage, backend=backend, config=config)
     for cuts, from_graphs, error in ranks(2).run(loss_graph.train, case, uses_logits, SMALL):
@@ -48,7 +48,7 @@ def test_small_tensors_stay(ranks):
         assert error < 1e-5
 
 
-@pytest.mark.parametrize("config", [None, WHOLE], ids=["blocks", "whole"])
+@vary("config", [None, WHOLE])
 def test_no_zeros_for_what_is_only_returned(ranks, config):
     case = Case(model="ReturnsLogits", backend="inductor", config=config)
     # The gradient of the logits; and zeros, which the caller might have put something into.
@@ -177,7 +177,7 @@ def too_small(traced):
     return traced.loss_of(traced.logits), traced.logits
 
 
-@pytest.mark.parametrize(
+@vary(
     "outputs",
     [
         returned_alone,

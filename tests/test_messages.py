@@ -5,9 +5,8 @@
 import pytest
 
 from support import messages
-from support.training import Case
+from support.training import NOTHING, Case
 
-NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
 BOUND = 1e-5
 ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 WHOLE_MODEL = 10**6  # elements of a bucket

@@ -8,6 +8,7 @@ A dozen in every run; ``make models`` trains all in both stages, and prints a ta
 import pytest
 
 from support.architectures import ARCHITECTURES, IN_EVERY_RUN
+from support.ids import case_ids
 from support.models_table import PROPERTY
 from support.trained_models import off_and_on
 
@@ -16,13 +17,14 @@ BOUND = 1e-5
 
 
 def pytest_generate_tests(metafunc):
-    both = [(name, stage) for name in ARCHITECTURES for stage in (1, 2)]
+    both = [(stage, name) for name in ARCHITECTURES for stage in (1, 2)]
     # One stage is enough for the dozen: what differs between the stages is tested elsewhere.
-    dozen = [(name, 1 + index % 2) for index, name in enumerate(IN_EVERY_RUN)]
-    metafunc.parametrize("name, stage", both if metafunc.config.option.every_model else dozen)
+    dozen = [(1 + index % 2, name) for index, name in enumerate(IN_EVERY_RUN)]
+    cases = both if metafunc.config.option.every_model else dozen
+    metafunc.parametrize("stage, name", cases, ids=case_ids("stage, name", cases))
 
 
-def test_trains_as_without_deepcompile(ranks, record_property, name, stage):
+def test_trains_as_without_deepcompile(ranks, record_property, stage, name):
     pytest.importorskip("transformers")
     found = {"name": name, "stage": stage}
     record_property(PROPERTY, found)

@@ -9,6 +9,7 @@ import pytest
 from deepspeed.compile.config import CompileConfig
 
 from support import parameter_gather
+from support.ids import vary
 from support.models import WITH_BLOCKS
 from support.parameter_gather import FORWARDS, MODELS, READS, Around
 from support.training import Case, train_beside_plain_loop
@@ -17,20 +18,20 @@ OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": 
 BOUND = 1e-5
 
 
-@pytest.mark.parametrize("stage, accumulation", [(1, 3), (2, 1)])
-@pytest.mark.parametrize(
+@vary(
     "model, backend",
     # What waits is around the generated code, so that of a few models shows it.
     [*((model, "eager") for model in WITH_BLOCKS), ("RepeatedLayers", "inductor"), ("TiedEmbedding", "inductor")],
 )
+@vary("stage, accumulation", [(1, 3), (2, 1)])
 def test_trains_as_a_plain_loop(ranks, model, backend, stage, accumulation):
     case = Case(model=model, stage=stage, accumulation=accumulation, backend=backend, config=OVERLAPPED)
     for result in ranks(2).run(train_beside_plain_loop, case):
-        assert result["error"] < BOUND
-        assert result["moved"] > 1e-3
+        assert result.error < BOUND
+        assert result.moved > 1e-3
 
 
-@pytest.mark.parametrize(
+@vary(
     "varied",
     [
         {"skip_on_odd_steps": True, "steps": 5},
@@ -38,15 +39,14 @@ def test_trains_as_a_plain_loop(ranks, model, backend, stage, accumulation):
         {"groups": 3},
         {"dtype": "fp32", "clipping": 0.1},
     ],
-    ids=lambda varied: "-".join(varied),
 )
-@pytest.mark.parametrize("world", [2, 3])
+@vary("world", [2, 3])
 def test_variations(ranks, world, varied):
     for result in ranks(world).run(train_beside_plain_loop, Case(config=OVERLAPPED, **varied)):
-        assert result["error"] < BOUND
+        assert result.error < BOUND
 
 
-@pytest.mark.parametrize("model", MODELS)
+@vary("model", MODELS)
 def test_a_forward_waits_for_a_late_rank(ranks, model):
     case = Case(config=OVERLAPPED, steps=4)
     for loss, parameters, waited in ranks(2).run(parameter_gather.train_with_a_late_rank, case, model):
@@ -61,7 +61,7 @@ def test_that_a_late_rank_is_seen(ranks):
     assert max(losses) > 100 * BOUND
 
 
-@pytest.mark.parametrize("how", [*READS, *FORWARDS])
+@vary("how", [*READS, *FORWARDS])
 def test_reads_after_a_step(ranks, how):
     for error in ranks(2).run(parameter_gather.read_after_a_step, Case(config=OVERLAPPED), how):
         assert error < BOUND

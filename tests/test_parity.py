@@ -2,38 +2,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training under DeepCompile gives the parameters of a plain loop, whatever the model's graphs are like."""
 
-import itertools
-
-import pytest
-
+from support.ids import vary
 from support.models import CASES
-from support.training import Case, train_beside_plain_loop
-
-NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
+from support.training import Case, check_trained, train_beside_plain_loop
 
 
-def check(results, bound=1e-5):
-    for result in results:
-        assert result["error"] < bound
-        assert result["moved"] > 1e-3, "the parameters hardly changed, so agreement shows nothing"
-        assert all(after == NOTHING for after in result["held"]), result["held"]
-    return results
-
-
-@pytest.mark.parametrize(
-    "backend, model, stage, accumulation",
+@vary(
+    "stage, accumulation, model, backend",
     [
         # The first of three micro-batches does what a single one does.
-        *(("eager", *varied) for varied in itertools.product(CASES, [1, 2], [3])),
-        *(("inductor", model, *varied) for model in CASES for varied in [(1, 3), (2, 1)]),
+        *((stage, 3, model, "eager") for model in CASES for stage in (1, 2)),
+        *((*varied, model, "inductor") for model in CASES for varied in [(1, 3), (2, 1)]),
     ],
 )
-def test_table(ranks, backend, model, stage, accumulation):
+def test_table(ranks, stage, accumulation, model, backend):
     case = Case(model=model, stage=stage, accumulation=accumulation, backend=backend)
-    check(ranks(2).run(train_beside_plain_loop, case))
+    check_trained(ranks(2).run(train_beside_plain_loop, case))
 
 
-@pytest.mark.parametrize(
+@vary(
     "model, from_graphs, from_autograd",
     [
         ("OneGraph", 20, 0),
@@ -42,16 +29,16 @@ def test_table(ranks, backend, model, stage, accumulation):
         ("NotCompilable", 0, 20),
         ("Hooked", 19, 1),
     ],
+    expects="from_graphs, from_autograd",
 )
 def test_each_gradient_takes_the_way_it_should(ranks, model, from_graphs, from_autograd):
     # Autograd's way gives the same numbers, so only the counters tell that graphs reduce what they can.
-    for result in check(ranks(2).run(train_beside_plain_loop, Case(model=model, steps=1, bucket=10**6))):
-        assert result["counters"]["from_graphs"] == from_graphs
-        assert result["counters"]["from_autograd"] == from_autograd
+    for result in check_trained(ranks(2).run(train_beside_plain_loop, Case(model=model, steps=1, bucket=10**6))):
+        assert result.counters["from_graphs"] == from_graphs
+        assert result.counters["from_autograd"] == from_autograd
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(
+@vary(
     "varied",
     [
         {"skip_on_odd_steps": True, "steps": 5},
@@ -64,23 +51,23 @@ def test_each_gradient_takes_the_way_it_should(ranks, model, from_graphs, from_a
         {"bucket": 1},
         {"bucket": 10**9},
     ],
-    ids=lambda varied: "-".join(varied),
 )
+@vary("stage", [1, 2])
 def test_variations(ranks, stage, varied):
-    check(ranks(2).run(train_beside_plain_loop, Case(stage=stage, **varied)))
+    check_trained(ranks(2).run(train_beside_plain_loop, Case(stage=stage, **varied)))
 
 
-@pytest.mark.parametrize("model", ["TiedEmbedding", "WeightInTwoGraphs", "CompiledAndEager"])
+@vary("model", ["TiedEmbedding", "WeightInTwoGraphs", "CompiledAndEager"])
 def test_contributions_to_one_parameter_in_one_bucket(ranks, model):
     for stage in (1, 2):
-        check(ranks(2).run(train_beside_plain_loop, Case(model=model, stage=stage, bucket=10**6)))
+        check_trained(ranks(2).run(train_beside_plain_loop, Case(model=model, stage=stage, bucket=10**6)))
 
 
-@pytest.mark.parametrize("model", ["OneGraph", "OddSizes", "FillsPartition", "FewParameters"])
+@vary("model", ["OneGraph", "OddSizes", "FillsPartition", "FewParameters"])
 # All of three ranks, then all of four: their processes take seconds to start.
-@pytest.mark.parametrize("world", [3, 4])
+@vary("world", [3, 4])
 def test_layouts(ranks, world, model):
     for stage in (1, 2):
         for groups in (1, 2):
             if model != "FewParameters" or groups == 1:
-                check(ranks(world).run(train_beside_plain_loop, Case(model=model, stage=stage, groups=groups)))
+                check_trained(ranks(world).run(train_beside_plain_loop, Case(model=model, stage=stage, groups=groups)))

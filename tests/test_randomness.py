@@ -6,7 +6,6 @@ Generated code draws other numbers than torch does uncompiled, so no plain loop 
 linear in each parameter: the product of a parameter and its gradient, summed up, is the loss.
 """
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -17,6 +16,7 @@ import deepspeed
 from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.utils import safe_get_full_grad
 
+from support.ids import vary
 from support.recipes import Gain
 from support.training import Case, device, make_engine
 
@@ -124,7 +124,7 @@ def train(run, block=Drops, regional=None, evaluation_mode=False):
     return worst, counters["from_graphs"], Drops.eager_calls
 
 
-@pytest.mark.parametrize(
+@vary(
     "varied",
     [
         {"run": run_reentrant},
@@ -133,7 +133,6 @@ def train(run, block=Drops, regional=None, evaluation_mode=False):
         {"run": run_deepspeeds},
         {"run": run_reentrant, "block": AlwaysDrops, "evaluation_mode": True},
     ],
-    ids=["reentrant", "reentrant without blocks", "not reentrant", "DeepSpeed's", "reentrant in evaluation mode"],
 )
 def test_checkpointed(ranks, varied):
     for worst, from_graphs, eager_calls in ranks(2).run(train, **varied):
@@ -165,7 +164,7 @@ def replay(regional):
     return max(differences), counters["from_graphs"], Drops.eager_calls
 
 
-@pytest.mark.parametrize("regional", [True, False], ids=["blocks", "whole"])
+@vary("regional", [True, False])
 def test_replayed_after_a_pass_without_gradients(ranks, regional):
     for difference, from_graphs, eager_calls in ranks(2).run(replay, regional):
         assert difference < 1e-5

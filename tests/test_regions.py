@@ -11,34 +11,30 @@ import torch
 from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Sequential
 
 from support import regions
+from support.ids import vary
 from support.models import WITH_BLOCKS, Block, BlocksWithin, BreakingBlock, EagerBlock, Model
-from support.training import Case, train_beside_plain_loop
+from support.training import Case, check_trained, train_beside_plain_loop
 
 REGIONAL = {"compile": {"regional_compilation": True}}
-NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
 
 
 def check(results):
-    for result in results:
+    for result in check_trained(results):
         # Autograd's way gives the same numbers.
-        assert result["counters"]["from_graphs"] > 0
-        assert result["error"] < 1e-5
-        assert result["moved"] > 1e-3
-        assert all(after == NOTHING for after in result["held"]), result["held"]
+        assert result.counters["from_graphs"] > 0
 
 
 # With graphs as they are traced, test_parameter_gather.py has the same table.
-@pytest.mark.parametrize(
-    "model, stage, accumulation",
-    [(model, *varied) for model, varied in zip(WITH_BLOCKS, itertools.cycle([(1, 3), (2, 1)]))],
+@vary(
+    "stage, accumulation, model",
+    [(*varied, model) for model, varied in zip(WITH_BLOCKS, itertools.cycle([(1, 3), (2, 1)]))],
 )
-def test_trains_as_a_plain_loop(ranks, model, stage, accumulation):
+def test_trains_as_a_plain_loop(ranks, stage, accumulation, model):
     case = Case(model=model, stage=stage, accumulation=accumulation, backend="inductor", config=REGIONAL)
     check(ranks(2).run(train_beside_plain_loop, case))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(
+@vary(
     "varied",
     [
         {"skip_on_odd_steps": True, "steps": 5, "accumulation": 2},
@@ -49,8 +45,8 @@ def test_trains_as_a_plain_loop(ranks, model, stage, accumulation):
         {"bucket": 10**6, "skip_on_odd_steps": True, "steps": 5},
         {"bucket": 10**6, "vary_length": True, "steps": 6},
     ],
-    ids=lambda varied: "-".join(varied),
 )
+@vary("stage", [1, 2])
 def test_variations(ranks, stage, varied):
     check(ranks(2).run(train_beside_plain_loop, Case(stage=stage, config=REGIONAL, **varied)))
 
@@ -82,8 +78,8 @@ def test_a_hook_keeps_its_gradient(ranks):
         assert of_hook < 1e-5 and error < 1e-5
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("model, aligned", [("OneGraph", True), ("OddSizes", False)])
+@vary("hooked", [False, True])
+@vary("model, aligned", [("OneGraph", True), ("OddSizes", False)], expects="aligned")
 def test_parameters_at_any_address(ranks, model, aligned, hooked):
     """Layers of odd sizes lie at odd addresses, and one graph serves them all."""
     case = Case(model=model, config=REGIONAL, backend="inductor")
@@ -150,7 +146,7 @@ def test_destroy_and_copies(ranks):
         assert error < 1e-5
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
+@vary("checkpoint", [False, True])
 def test_attention_stays_on_its_causal_path(ranks, checkpoint):
     pytest.importorskip("transformers", reason="the model is one of transformers': requirements/demo.txt")
     for layers, masks, error in ranks(2).run(regions.attention_of_qwen3, checkpoint):
@@ -225,21 +221,30 @@ def kept(block):
     return EagerBlock(4)
 
 
+def without_forward(block):
+    return ModuleDict({"block": block})
+
+
 class Final(Block):
     @classmethod
     def __init_subclass__(cls):
         raise TypeError("this one is final")
 
 
-@pytest.mark.parametrize(
+def final(block):
+    return Final(4)
+
+
+@vary(
     "change, why",
     [
         (jit, "it is a ScriptModule"),
         (replaced, "its forward was replaced on the instance"),
         (kept, "its forward is kept from the compiler"),
-        (lambda block: ModuleDict({"block": block}), "it has no forward"),
-        (lambda block: Final(4), r"its class cannot be subclassed \(this one is final\)"),
+        (without_forward, "it has no forward"),
+        (final, r"its class cannot be subclassed \(this one is final\)"),
     ],
+    expects="why",
 )
 def test_blocks_that_cannot_be_compiled(find_blocks, change, why):
     model = Lonely()
@@ -296,12 +301,13 @@ def test_blocks_that_are_named(find_blocks):
     assert find_blocks(nested, ["Linear", "Sequential"]) == [nested.stages, *nested.tail[:2]]
 
 
-@pytest.mark.parametrize(
+@vary(
     "wanted, sentence",
     [
         (True, "compile.regional_compilation=true found no blocks that repeat in Lonely"),
         (["Block", "Layer"], r"compile.regional_compilation names \['Layer'\], but Lonely has no such module"),
     ],
+    expects="sentence",
 )
 def test_no_blocks(find_blocks, wanted, sentence):
     with pytest.raises(ValueError, match=sentence):
@@ -336,13 +342,14 @@ def no_blocks(model):
     model.body.blocks = ModuleList([Block(8)])
 
 
-@pytest.mark.parametrize(
+@vary(
     "change, why",
     [
         (around_is_larger, "blocks are the smaller part of ['Body']"),
         (unlike, "parameters of ['Block'] are not alike"),
         (no_blocks, "no blocks repeat in BlocksWithin"),
     ],
+    expects="why",
 )
 def test_what_is_compiled_as_a_whole_by_default(change, why):
     model = BlocksWithin()
@@ -351,7 +358,7 @@ def test_what_is_compiled_as_a_whole_by_default(change, why):
     assert blocks == [] and why in reason
 
 
-@pytest.mark.parametrize("model", [Model, BlocksWithin])
+@vary("model", [Model, BlocksWithin])
 def test_blocks_that_were_compiled_by_themselves(model):
     from deepspeed.compile.zero12.graph.compile_blocks import take_over_compiled
 

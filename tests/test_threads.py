@@ -7,6 +7,8 @@ import torch
 
 from support import threads
 
+pytestmark = pytest.mark.sanitized
+
 
 @pytest.mark.parametrize("flat", [False, True], ids=["where-reduced", "flat"])
 @pytest.mark.parametrize("route", ["graph", "autograd"])

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import dataclasses
 import math
-from typing import Any, Dict, Optional
+from typing import Any, Dict, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -167,13 +167,45 @@ def total_error(actual, expected):
     return float(sum((a - e).square().sum() for a, e in pairs).sqrt() / sum(e.square().sum() for _, e in pairs).sqrt())
 
 
+# What held() returns when an engine holds no gradient memory.
+NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
+
+
 def held(counters):
     """What of the counters must be zero between steps."""
-    return {name: counters[name] for name in ("bound", "pending", "bucket", "unreduced")}
+    return {name: counters[name] for name in NOTHING}
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What came of a case that was trained beside a plain loop.
+
+    Attributes:
+        error: the largest relative error of a parameter, against the plain loop's.
+        moved: how far training moved the parameters, computed as ``error`` against the initial ones.
+        held: what was held after each step. Empty without DeepCompile.
+        counters: of the last backward. Empty without DeepCompile.
+        loss: of the last micro-batch.
+    """
+
+    error: float
+    moved: float
+    held: List[Dict[str, int]]
+    counters: Dict[str, Any]
+    loss: float
+
+
+def check_trained(results, bound=1e-5):
+    """Asserts that each of ``results`` trained as the plain loop and released its gradients; returns the results."""
+    for result in results:
+        assert result.error < bound, result
+        assert result.moved > 1e-3, "the parameters hardly changed, so agreement shows nothing"
+        assert all(after == NOTHING for after in result.held), result.held
+    return results
 
 
 def train_beside_plain_loop(case):
-    """Trains both; returns the relative error of the parameters and what the counters said."""
+    """Trains the engine of a case and a plain loop; returns what came of it as :class:`Trained`."""
     torch._dynamo.reset()
     rank = dist.get_rank()
     module = build(case)
@@ -207,13 +239,13 @@ def train_beside_plain_loop(case):
     if case.deepcompile:
         wait_for_parameters(engine)
     trained = [p.detach().clone() for p in module.parameters()]
-    result = {
-        "error": relative_error(trained, plain.parameters()),
-        "moved": relative_error(trained, build(case).parameters()),
-        "held": held_after_steps,
-        "counters": counters,
-        "loss": float(loss.detach()),
-    }
+    result = Trained(
+        error=relative_error(trained, plain.parameters()),
+        moved=relative_error(trained, build(case).parameters()),
+        held=held_after_steps,
+        counters=counters,
+        loss=float(loss.detach()),
+    )
     engine.destroy()
     return result
 

@@ -1,0 +1,27 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks of training: this fork, the DeepSpeed that it is built from (the base), and PyTorch's FSDP2.
+
+Commands, from the root of the repository::
+
+    python -m benchmarks.compare              measures several systems one after the other
+    deepspeed --module benchmarks.measure     measures one system
+    python -m benchmarks.pictures FOLDER      draws the results of benchmarks.compare once more
+
+The files, each of which imports only from those below it:
+
+=============  ========================================================================================
+compare.py     the command: which systems in which cases; writes the results
+processes.py   starts the rank processes of one run under DeepSpeed's launcher, and ends them
+pictures.py    draws memory through one step, and losses
+measure.py     what each rank process runs: trains one system and collects its figures
+tables.py      tables of one result and of several side by side
+results.py     what a result holds, and how to read figures from it
+steps.py       the training steps of a rank: to take their times, to read memory, to profile
+systems.py     how DeepSpeed and FSDP2 train: forward, backward and step behind the same calls
+settings.py    the settings of one run, and their command line
+workload.py    what is trained: the model and the batches
+timeline.py    memory through one step, with gradients set apart, from torch's profiler
+devices.py     whether to use GPUs, and which
+=============  ========================================================================================
+"""

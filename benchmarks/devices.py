@@ -1,0 +1,35 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Whether to use GPUs, and which."""
+
+import os
+
+import torch
+
+
+def on_gpus() -> bool:
+    """Whether to use GPUs: where there are any, unless ``DS_ACCELERATOR`` tells DeepSpeed to use the CPU."""
+    return os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
+
+
+def visible_gpus() -> list[str]:
+    """Returns the numbers of the GPUs to use, as DeepSpeed's launcher counts them; empty on a CPU.
+
+    Raises:
+        SystemExit: if ``CUDA_VISIBLE_DEVICES`` names GPUs by something else than numbers.
+    """
+    if not on_gpus():
+        return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return [str(index) for index in range(torch.cuda.device_count())]
+    named = visible.split(",")
+    if not all(name.isdecimal() for name in named):
+        raise SystemExit(f"CUDA_VISIBLE_DEVICES={visible}: DeepSpeed's launcher needs numbers; name GPUs by these.")
+    return named
+
+
+def synchronize() -> None:
+    """Has the host wait until the GPU has done its work; on a CPU there is nothing to wait for."""
+    if on_gpus():
+        torch.cuda.synchronize()

@@ -1,0 +1,150 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Trains a Qwen3 with random weights and measures time and memory.
+
+From the root of the repository::
+
+    deepspeed --module benchmarks.measure --shape qwen3-8b                      on all GPUs of this machine
+    deepspeed --num_accelerators 2 --module benchmarks.measure --shape tiny     on a CPU, in two processes
+
+It measures whichever DeepSpeed is installed. benchmarks.compare runs it once for each system.
+"""
+
+import dataclasses
+import datetime
+import gc
+import json
+import os
+import platform
+import statistics
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .devices import on_gpus
+from .results import Result
+from .settings import Settings, parse_command_line
+from .steps import Trainer, say
+from .systems import is_fork
+from .tables import print_run
+from .timeline import PHASES
+
+# DeepSpeed calls it by its older name, which torch 2.13 renames.
+warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.* is deprecated", category=FutureWarning)
+
+# A timeline is written with about this many points.
+TIMELINE_POINTS = 600
+
+
+def gather(value: Any) -> list:
+    """Returns every rank's ``value``, in rank order."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def environment() -> dict[str, Any]:
+    """Returns what the run ran on: the host, its devices, and versions."""
+    import transformers
+
+    import deepspeed
+
+    return {
+        "date": datetime.date.today().isoformat(),
+        "host": platform.node(),
+        "device": torch.cuda.get_device_name() if on_gpus() else "CPU",
+        "world": dist.get_world_size(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "deepspeed": deepspeed.__version__,
+        "fork": is_fork(),
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpus() else None,
+        "transformers": transformers.__version__,
+        "command": " ".join(["-m", f"{__package__}.measure", *sys.argv[1:]]),
+    }
+
+
+def measure(settings: Settings, device: str, trace: str | None) -> Result:
+    """Trains on this rank and measures; every rank calls it, and every rank returns the result of all ranks.
+
+    The steps whose times are taken come first. One more step is for memory, and one for the timeline, because reading
+    memory and profiling hold up the host.
+
+    Args:
+        settings: of the run.
+        device: this rank's, for example "cuda:0" or "cpu".
+        trace: the file for a trace of one step of rank 0, or None.
+    """
+    from torch._dynamo.utils import compilation_time_metrics
+
+    trainer = Trainer(settings, device)
+    say(f"{trainer.parameters / 1e6:,.1f} million parameters; set up in {trainer.setup_s:.1f} s")
+    seconds, losses = trainer.timed_steps()
+    # Totals by torch's own names, of which some contain others.
+    compilation = {name: round(sum(values), 3) for name, values in compilation_time_metrics.items()}
+    reserved = torch.cuda.max_memory_reserved() if on_gpus() else None
+    phases, counters = trainer.watched_step()
+    recorded = trainer.recorded_step()
+    if trace:
+        trainer.trace_step(trace)
+    of_rank = {
+        "setup_s": trainer.setup_s,
+        "first_step_s": seconds[0],
+        "step_s": statistics.median(seconds[settings.warm :]),
+        "compilation_s": compilation,
+        # A CPU's allocator keeps no count. There the profiler tells what the step adds.
+        "phases": phases or {name: recorded.allocated_in(name) for name in PHASES},
+        "reserved": reserved,
+        "most_gradients": recorded.most_gradients(),
+        "counters": counters,
+    }
+    shown = dist.get_rank() in (0, dist.get_world_size() - 1)
+    timelines = gather(dataclasses.asdict(recorded.thinned(TIMELINE_POINTS)) if shown else None)
+    # A step is over when its slowest rank is.
+    slowest = [max(of_ranks) for of_ranks in zip(*gather(seconds))]
+    return {
+        "run": dataclasses.asdict(settings),
+        "environment": environment(),
+        "parameters": trainer.parameters,
+        "first_step_s": slowest[0],
+        "step_s": statistics.median(slowest[settings.warm :]),
+        "steps_s": slowest,
+        "losses": [statistics.fmean(of_ranks) for of_ranks in zip(*gather(losses))],
+        "ranks": gather(of_rank),
+        "timelines": {str(rank): line for rank, line in enumerate(timelines) if line},
+    }
+
+
+def main() -> None:
+    settings, file, trace = parse_command_line(__doc__.splitlines()[0])
+    if on_gpus():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = f"cuda:{torch.cuda.current_device()}"
+    else:
+        device = "cpu"
+        torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["WORLD_SIZE"])))
+    if settings.system == "fsdp2":
+        on_gpu = {"backend": "nccl", "device_id": torch.device(device)}
+        dist.init_process_group(**({"backend": "gloo"} if device == "cpu" else on_gpu))
+    else:
+        import deepspeed
+
+        deepspeed.init_distributed()
+    result = measure(settings, device, trace)
+    if dist.get_rank() == 0:
+        print_run(result)
+        if file:
+            Path(file).write_text(json.dumps(result, indent=1) + "\n")
+    dist.barrier()
+    # Reference cycles still hold process groups, whose threads must end before the interpreter does. Otherwise the
+    # interpreter may abort at its end (pytorch/pytorch issue 190489).
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

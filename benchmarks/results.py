@@ -1,0 +1,118 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What a result holds, what stands where there is none, and how to read figures from results."""
+
+from collections.abc import Iterable
+from typing import Any, TypedDict, TypeGuard
+
+from .timeline import PHASES
+
+
+class RankResult(TypedDict):
+    """The figures of one rank. Times are in seconds, memory is in bytes.
+
+    Attributes:
+        setup_s: for building the model and wrapping it in the system.
+        first_step_s: the first step, which compiles.
+        step_s: the median of the steps that count.
+        compilation_s: torch's name of a part of compilation -> its seconds. Some parts contain others.
+        phases: "forward", "backward" or "step" -> {"after": allocated at its end, "peak": the most allocated in it}.
+            On a CPU, what the step adds to what was allocated before it.
+        reserved: the most that the CUDA allocator held of the device up to the last step whose time is taken. None on
+            a CPU.
+        most_gradients: the most bytes of gradients at any time of one step.
+        counters: phase -> what this fork's ``gradient_counters()`` says at its end. Empty for other systems.
+    """
+
+    setup_s: float
+    first_step_s: float
+    step_s: float
+    compilation_s: dict[str, float]
+    phases: dict[str, dict[str, int]]
+    reserved: int | None
+    most_gradients: int
+    counters: dict[str, dict[str, int]]
+
+
+class Result(TypedDict):
+    """The result of one run, as it is written to JSON. Times are in seconds; a step is as long as on its slowest rank.
+
+    Attributes:
+        run: the fields of ``settings.Settings``.
+        environment: the host, its devices, and versions.
+        parameters: the number of the model's parameters.
+        first_step_s: the first step, which compiles.
+        step_s: the median of the steps that count.
+        steps_s: every step.
+        losses: every step's loss, the mean over the ranks and over the micro-batches.
+        ranks: every rank's figures, in rank order.
+        timelines: number of a rank, the first and the last one -> the fields of ``timeline.Timeline``.
+    """
+
+    run: dict[str, Any]
+    environment: dict[str, Any]
+    parameters: int
+    first_step_s: float
+    step_s: float
+    steps_s: list[float]
+    losses: list[float]
+    ranks: list[RankResult]
+    timelines: dict[str, dict[str, Any]]
+
+
+class NoResult(TypedDict):
+    """Stands for the result of a system that was not measured.
+
+    Attributes:
+        why: the reason, as a part of a sentence.
+        failed: whether that is a failure. Something that cannot be measured on this machine is none.
+    """
+
+    why: str
+    failed: bool
+
+
+def no_result(why: str, failed: bool = False) -> NoResult:
+    """Returns what stands for a result that there is not."""
+    return {"why": why, "failed": failed}
+
+
+def is_measured(result: Result | NoResult) -> TypeGuard[Result]:
+    """Whether this is the result of a run, rather than the reason why there is none."""
+    return "why" not in result
+
+
+def highest(result: Result, *path: str) -> float | None:
+    """Returns the highest of all ranks' figures at ``path``, or None if a rank has no such figure.
+
+    Args:
+        result: of a run.
+        path: keys that lead to the figure from a rank's figures.
+    """
+    figures = []
+    for figure in result["ranks"]:
+        for name in path:
+            figure = figure.get(name) if figure else None
+        figures.append(figure)
+    return None if any(figure is None for figure in figures) else max(figures)
+
+
+def unit_of(results: Iterable[Result]) -> tuple[int, str]:
+    """Returns a unit that suits the memory of all ``results``: its number of bytes, and its name."""
+    most = max(highest(result, "phases", phase, "peak") for result in results for phase in PHASES)
+    return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
+
+
+def describe(result: Result) -> str:
+    """Returns one line that says what was trained, and on what."""
+    run, where = result["run"], result["environment"]
+    layers = f", {run['layers']} layers" if run["layers"] else ""
+    nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""
+    return (
+        f"{run['shape']}{layers}, {result['parameters'] / 1e6:,.1f} million parameters in {run['dtype']}; "
+        f"{where['world']} x {where['device']}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
+        f"{run['accumulation']}, {'every layer checkpointed' if run['checkpoint'] else 'no checkpointing'}, "
+        f"ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {run['adam']}; steps {run['warm']} to "
+        f"{run['steps'] - 1} timed; torch {where['torch']}{nccl}, transformers {where['transformers']}; "
+        f"{where['host']}, {where['date']}"
+    )

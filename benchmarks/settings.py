@@ -1,0 +1,117 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of one run, and the command line that gives them."""
+
+import argparse
+import dataclasses
+import os
+from typing import NamedTuple
+
+from .workload import SHAPES
+
+# "deepcompile" and "zero" are the installed DeepSpeed with and without DeepCompile.
+SYSTEMS = ("deepcompile", "zero", "fsdp2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What one run trains, and how.
+
+    Attributes:
+        system: one of ``SYSTEMS``.
+        shape: a key of ``workload.SHAPES``.
+        layers: number of layers; None: as many as the shape has.
+        dtype: of parameters and activations, "bf16" (with fp32 master weights) or "fp32".
+        seq: tokens in a sequence.
+        micro_batch: sequences in a micro-batch, on each rank.
+        accumulation: micro-batches in an optimizer step.
+        stage: of ZeRO, 1 or 2. With 2, FSDP2 reduces gradients in every micro-batch; with 1, in the last one only.
+        checkpoint: whether every layer keeps only its input and the backward computes the rest again.
+        one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
+        overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
+        adam: torch's implementation of AdamW, "foreach" or "fused".
+        backend: "inductor", or "eager" for graphs without generated code.
+        bucket: ZeRO's ``reduce_bucket_size``, in elements. FSDP2 reduces whole blocks instead.
+        learning_rate: of AdamW.
+        steps: optimizer steps whose times are taken, among them the first one, which compiles.
+        warm: how many of these come before the steps that count for the median.
+    """
+
+    system: str = "deepcompile"
+    shape: str = "tiny"
+    layers: int | None = None
+    dtype: str = "bf16"
+    seq: int = 4096
+    micro_batch: int = 1
+    accumulation: int = 1
+    stage: int = 1
+    checkpoint: bool = False
+    one_graph: bool = False
+    overlap_gather: bool = False
+    adam: str = "foreach"
+    backend: str = "inductor"
+    bucket: int = 500_000_000
+    learning_rate: float = 1e-5
+    steps: int = 31
+    warm: int = 10
+
+
+class CommandLine(NamedTuple):
+    """What the command line of benchmarks.measure asks for.
+
+    Attributes:
+        settings: of the run.
+        json: the file for the result, or None.
+        trace: the file for a trace of one step, or None.
+    """
+
+    settings: Settings
+    json: str | None
+    trace: str | None
+
+
+def parse_command_line(description: str) -> CommandLine:
+    """Reads the command line of benchmarks.measure; ends the process with a sentence if something is wrong with it."""
+    parser = argparse.ArgumentParser(prog="deepspeed --module benchmarks.measure", description=description)
+    parser.add_argument("--system", choices=SYSTEMS, help="zero: DeepSpeed without DeepCompile")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--layers", type=int, help="fewer or more than the shape has")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"))
+    parser.add_argument("--seq", type=int, help="tokens in a sequence")
+    parser.add_argument("--micro-batch", type=int, help="sequences per process")
+    parser.add_argument("--accumulation", type=int, help="micro-batches in a step")
+    parser.add_argument("--stage", type=int, choices=(1, 2), help="of ZeRO; 2: FSDP2 reduces in every micro-batch too")
+    parser.add_argument("--checkpoint", action="store_true", default=None, help="activations of every layer")
+    parser.add_argument(
+        "--one-graph", action="store_true", default=None, help="DeepCompile with one graph for the whole model"
+    )
+    parser.add_argument(
+        "--overlap-gather", action="store_true", default=None, help="DeepCompile's overlap_param_gather"
+    )
+    parser.add_argument("--adam", choices=("foreach", "fused"), help="which implementation of torch's AdamW")
+    parser.add_argument("--backend", choices=("inductor", "eager"), help="eager: graphs, but no generated code")
+    parser.add_argument("--bucket", type=int, help="ZeRO's reduce_bucket_size, elements; FSDP2 sends blocks")
+    parser.add_argument("--learning-rate", type=float)
+    parser.add_argument("--steps", type=int, help="steps in all, the compiling ones included")
+    parser.add_argument("--warm", type=int, help="steps before those whose times count")
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    parser.add_argument("--trace", metavar="FILE", help="write a trace of one step of rank 0 there, for Perfetto")
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
+    # Arguments that were not given keep the defaults of Settings.
+    arguments = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    arguments.pop("local_rank", None)
+    files = [arguments.pop(name, None) for name in ("json", "trace")]
+    settings = Settings(**arguments)
+    positive = ("layers", "seq", "micro_batch", "accumulation", "bucket", "steps")
+    for name in positive:
+        if getattr(settings, name) is not None and getattr(settings, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+    if not 1 <= settings.warm < settings.steps:
+        parser.error("--warm must be at least 1 and less than --steps, so that a step is left to be timed")
+    if (settings.one_graph or settings.overlap_gather) and settings.system != "deepcompile":
+        parser.error("--one-graph and --overlap-gather go with --system deepcompile")
+    if settings.one_graph and settings.overlap_gather:
+        parser.error("--overlap-gather needs the graphs of blocks; leave --one-graph out")
+    if "RANK" not in os.environ:
+        parser.error("start this with DeepSpeed's launcher: deepspeed --module benchmarks.measure")
+    return CommandLine(settings, *files)

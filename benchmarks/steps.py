@@ -1,0 +1,167 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The training steps of one rank: to take their times, to read memory after each phase, and to profile."""
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from . import timeline
+from .devices import on_gpus, synchronize
+from .settings import Settings
+from .systems import make_system
+from .workload import SHAPES, Batches, build_model
+
+
+def say(text: str) -> None:
+    """Prints on rank 0 only."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+class Clock:
+    """Takes the times of steps. On GPUs it uses CUDA events, so that the host may run ahead of the device."""
+
+    def __init__(self):
+        self._marks = []
+
+    def mark(self) -> None:
+        """Marks the end of one step and the beginning of the next."""
+        if not on_gpus():
+            self._marks.append(time.perf_counter())
+            return
+        self._marks.append(torch.cuda.Event(enable_timing=True))
+        self._marks[-1].record()
+
+    def seconds(self) -> list[float]:
+        """Returns the seconds from each mark to the next, after waiting for the device to reach the last mark."""
+        pairs = zip(self._marks, self._marks[1:])
+        if not on_gpus():
+            return [end - begin for begin, end in pairs]
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+
+
+class Trainer:
+    """Trains a system on this rank.
+
+    Attributes:
+        settings: of the run.
+        device: of this rank.
+        parameters: the number of the model's parameters.
+        batches: this rank's.
+        system: which holds the model.
+        setup_s: seconds that building the model and wrapping it in the system took.
+    """
+
+    def __init__(self, settings: Settings, device: str):
+        self.settings, self.device = settings, torch.device(device)
+        shape = SHAPES[settings.shape]
+        shape = dataclasses.replace(shape, num_hidden_layers=settings.layers or shape.num_hidden_layers)
+        dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
+        began = time.perf_counter()
+        model = build_model(shape, dtype, device, settings.checkpoint)
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.batches = Batches(shape.vocab_size, settings.micro_batch, settings.seq, dist.get_rank(), device)
+        self.system = make_system(settings, model)
+        self.setup_s = time.perf_counter() - began
+        self._drawn = 0  # batches so far
+        if on_gpus():
+            # The memory that setting up took must not count as memory that training takes.
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    def train_step(
+        self, around: Callable[[str], AbstractContextManager] = contextlib.nullcontext
+    ) -> torch.Tensor | float:
+        """Trains one optimizer step; returns its loss, a tensor [] on the device.
+
+        Args:
+            around: called with the name of each phase ("forward", "backward", "step"); returns a context for it.
+        """
+        total = 0.0
+        for micro_step in range(self.settings.accumulation):
+            boundary = micro_step == self.settings.accumulation - 1
+            ids = self.batches.draw(self._drawn)
+            self._drawn += 1
+            with around("forward"):
+                loss = self.system.forward(ids)
+            with around("backward"):
+                self.system.backward(loss, boundary)
+            with around("step"):
+                self.system.step(boundary)
+            total = total + loss.detach() / self.settings.accumulation
+        return total
+
+    def timed_steps(self) -> tuple[list[float], list[float]]:
+        """Trains ``settings.steps`` steps; returns the seconds and this rank's loss of each."""
+        clock, losses = Clock(), []
+        dist.barrier()
+        clock.mark()
+        for step in range(self.settings.steps):
+            losses.append(self.train_step())
+            clock.mark()
+            # The host waits for the device to read a loss, so it reads none in most steps that count for the median.
+            if step < 3 or (step + 1) % 100 == 0:
+                say(f"  step {step + 1:4} of {self.settings.steps}   loss {losses[-1].item():.4f}")
+        return clock.seconds(), [loss.item() for loss in losses]
+
+    def watched_step(self) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
+        """Trains a step in which the host waits for the device after each phase and reads its memory.
+
+        With accumulation, the figures of a phase are those of the last micro-batch.
+
+        Returns:
+            Two dicts. The first: phase -> {"after": bytes allocated at its end, "peak": the most bytes in it}, as the
+            CUDA allocator counts them; empty on a CPU. The second: phase -> the system's counters at its end; empty if
+            the system does not count.
+        """
+        phases, counters = {}, {}
+        self.system.reset_counters()
+
+        @contextlib.contextmanager
+        def watch(name):
+            if on_gpus():
+                torch.cuda.reset_peak_memory_stats()
+            yield
+            synchronize()
+            if on_gpus():
+                allocated, peak = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+                phases[name] = {"after": allocated, "peak": peak}
+            counted = self.system.counters()
+            if counted:
+                counters[name] = counted
+
+        self.train_step(watch)
+        return phases, counters
+
+    def recorded_step(self) -> timeline.Timeline:
+        """Trains a step under torch's profiler; returns the timeline of its memory."""
+
+        @contextlib.contextmanager
+        def mark(name):
+            with timeline.phase(name):
+                yield
+                synchronize()
+
+        standing = self.system.standing_gradients()
+        return timeline.record(lambda: self.train_step(mark), self.device.type, standing)
+
+    def trace_step(self, file: str | Path) -> None:
+        """Trains a step under torch's profiler; on rank 0, writes a trace of it to ``file``."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if on_gpus():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities) as profiler:
+            self.train_step()
+            synchronize()
+        if dist.get_rank() == 0:
+            profiler.export_chrome_trace(str(file))

@@ -1,0 +1,143 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Tables of one run and of several side by side."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import NamedTuple
+
+from .results import NoResult, Result, describe, highest, is_measured, unit_of
+
+# What a figure is, which decides how it is written.
+SECONDS, BYTES, LOSS = "s", "bytes", "loss"
+
+
+class Row(NamedTuple):
+    """A row of a table.
+
+    Attributes:
+        name: without a unit.
+        read: reads the figure from a result. Memory is the highest of all ranks. None: the result has no such figure.
+        kind: SECONDS, BYTES or LOSS.
+    """
+
+    name: str
+    read: Callable[[Result], float | None]
+    kind: str
+
+
+def _timed(result: Result) -> list[float]:
+    """Returns the seconds of the steps that count."""
+    return result["steps_s"][result["run"]["warm"] :]
+
+
+def _counted(phase: str, *names: str) -> Callable[[Result], int | None]:
+    """Returns a function that reads each rank's sum of the counters at the end of a phase, and returns the highest."""
+
+    def read(result):
+        counters = [rank["counters"].get(phase) for rank in result["ranks"]]
+        return max(sum(of_rank[name] for name in names) for of_rank in counters) if all(counters) else None
+
+    return read
+
+
+ROWS = [
+    Row("step, median", lambda r: r["step_s"], SECONDS),
+    Row("step, fastest", lambda r: min(_timed(r)), SECONDS),
+    Row("step, slowest", lambda r: max(_timed(r)), SECONDS),
+    Row("first step", lambda r: r["first_step_s"], SECONDS),
+    Row("after the forward", lambda r: highest(r, "phases", "forward", "after"), BYTES),
+    Row("peak of the forward", lambda r: highest(r, "phases", "forward", "peak"), BYTES),
+    Row("peak of the backward", lambda r: highest(r, "phases", "backward", "peak"), BYTES),
+    Row("after the backward", lambda r: highest(r, "phases", "backward", "after"), BYTES),
+    Row("peak of the step", lambda r: highest(r, "phases", "step", "peak"), BYTES),
+    Row("at rest", lambda r: highest(r, "phases", "step", "after"), BYTES),
+    Row("reserved", lambda r: highest(r, "reserved"), BYTES),
+    Row("most gradients", lambda r: highest(r, "most_gradients"), BYTES),
+    Row("counted: most pending", _counted("backward", "peak_pending"), BYTES),
+    Row("counted: most in buckets", _counted("backward", "peak_bucket"), BYTES),
+    Row("counted: bound after the backward", _counted("backward", "bound"), BYTES),
+    Row("counted: held after the step", _counted("step", "bound", "pending", "bucket", "unreduced"), BYTES),
+    Row("loss of the first step", lambda r: r["losses"][0], LOSS),
+    Row("loss of the last step", lambda r: r["losses"][-1], LOSS),
+]
+
+
+def _write(figure: float | None, kind: str, unit: tuple[int, str]) -> str:
+    """Returns a figure as a table shows it; ``unit`` is the one for bytes, see :func:`unit_of`."""
+    if figure is None:
+        return "-"
+    if kind == LOSS:
+        return f"{figure:.5f}"
+    if kind == BYTES:
+        return f"{figure / unit[0]:.3f}" if figure else "0"
+    return f"{figure:.4f}" if figure < 10 else f"{figure:.1f}"
+
+
+def _name(row: Row, unit: tuple[int, str]) -> str:
+    """Returns the row's name with its unit."""
+    return row.name if row.kind == LOSS else f"{row.name}, {unit[1] if row.kind == BYTES else 's'}"
+
+
+def _meaning_of_memory(result: Result) -> str:
+    """Returns the sentences below a table that say what its memory is."""
+    what = "allocated"
+    if result["environment"]["device"] == "CPU":
+        what = "allocated since the step began and not seen to be freed (what a thread of gloo frees is not seen)"
+    return (
+        f"Memory: {what}, the highest of any rank. Gradients: from when they are handed over until they are freed, "
+        "with the buckets, partitions and fp32 copies made for them."
+    )
+
+
+def print_run(result: Result) -> None:
+    """Prints one run's figures: the highest of all ranks, and beside it each rank's."""
+    unit = unit_of([result])
+    print(f"\n{describe(result)}\n{result['run']['system']}, deepspeed {result['environment']['deepspeed']}")
+    ranks = [f"rank {index}" for index in range(len(result["ranks"]))]
+    print(f"  {'':38}{'highest':>11}" + "".join(f"{rank:>11}" for rank in ranks))
+    for row in ROWS:
+        figure = row.read(result)
+        if figure is None:
+            continue
+        # All ranks together have a fastest and a slowest step and losses; a rank alone has none of these figures.
+        alone = [] if row.kind == LOSS or row.name in ("step, fastest", "step, slowest") else result["ranks"]
+        figures = [figure, *(row.read({**result, **rank, "ranks": [rank]}) for rank in alone)]
+        print(f"  {_name(row, unit):38}" + "".join(f"{_write(figure, row.kind, unit):>11}" for figure in figures))
+    print(_meaning_of_memory(result), flush=True)
+
+
+def markdown(results: Mapping[str, Result | NoResult], beside: Collection[str]) -> str:
+    """Returns a table of results side by side, as Markdown.
+
+    Args:
+        results: name of a system -> its result, or why there is none. At least one system must have a result.
+        beside: names of systems. For each that was measured, a column divides the first system's figures by its own.
+    """
+    measured = {name: result for name, result in results.items() if is_measured(result)}
+    unit = unit_of(measured.values())
+    first, *_ = results
+    ratios = [name for name in beside if name in measured and name != first and first in measured]
+    lines = [
+        describe(next(iter(measured.values()))),
+        "",
+        "| | " + " | ".join([*measured, *(f"{first} / {name}" for name in ratios)]) + " |",
+        "| --- |" + " --- |" * (len(measured) + len(ratios)),
+        "| deepspeed | "
+        + " | ".join(
+            "" if result["run"]["system"] == "fsdp2" else result["environment"]["deepspeed"]
+            for result in measured.values()
+        )
+        + " |" * (1 + len(ratios)),
+    ]
+    for row in ROWS:
+        figures = {column: row.read(result) for column, result in measured.items()}
+        if all(figure is None for figure in figures.values()):
+            continue
+        cells = [_write(figure, row.kind, unit) for figure in figures.values()]
+        for other in ratios:
+            known = row.kind != LOSS and figures[first] is not None and figures[other]
+            cells.append(f"{figures[first] / figures[other]:.3f}" if known else "")
+        lines.append(f"| {_name(row, unit)} | " + " | ".join(cells) + " |")
+    lines += ["", _meaning_of_memory(next(iter(measured.values())))]
+    lines += [f"\nNot measured: {name}, {of['why']}" for name, of in results.items() if not is_measured(of)]
+    return "\n".join(lines) + "\n"

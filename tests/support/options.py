@@ -1,0 +1,103 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What the tests of options share: a small model, and engines that are trained beside a plain loop."""
+
+import contextlib
+import copy
+import dataclasses
+import io
+import logging
+from typing import NamedTuple
+
+import torch
+
+from support.training import (
+    Case,
+    Trained,
+    average_gradients,
+    batch,
+    build,
+    check_trained,
+    make_engine,
+    make_optimizer,
+    relative_error,
+    train_beside_plain_loop,
+)
+
+# Two parameters, quickly compiled. What options do to gradients does not depend on more; layouts have their own tests.
+SMALL = "FillsPartition"
+# Both ways round gradients at the same places, but sum micro-batches and ranks in one order or another, and where
+# DeepSpeed stores a sum in the parameters' format, it is here in the format asked for. So parameters differ by what
+# one rounding of the coarsest format involved makes of the distance that they have moved.
+ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
+
+
+def train_each_beside_plain_loop(cases):
+    """Trains one case after the other; returns the results in their order."""
+    return [train_beside_plain_loop(case) for case in cases]
+
+
+def train_both_stages(ranks, **varied):
+    """Results by stage of rank 0, after comparing every rank's parameters with the plain loop's."""
+    cases = [Case(**{"model": SMALL, "steps": 2, "accumulation": 2, "stage": stage, **varied}) for stage in (1, 2)]
+    results = ranks(2).run(train_each_beside_plain_loop, cases)
+    for of_rank in results:
+        check_trained(of_rank)
+    return results[0]
+
+
+class WithOutput(NamedTuple):
+    trained: Trained
+    output: str  # the lines that DeepSpeed logged or printed meanwhile
+
+
+def train_and_collect_output(case):
+    """Trains a case beside a plain loop."""
+    logger, printed, logged = logging.getLogger("DeepSpeed"), io.StringIO(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logger.addHandler(handler)
+    level = logger.level
+    try:
+        with contextlib.redirect_stdout(printed):
+            result = train_beside_plain_loop(case)
+    finally:
+        logger.removeHandler(handler)
+        # DeepSpeed keeps it for the life of the process.
+        logger.setLevel(level)
+    return WithOutput(result, "\n".join([*logged, printed.getvalue()]))
+
+
+def prepare(case):
+    """A module and its engine, on which engine.compile() has not been called."""
+    torch._dynamo.reset()
+    config = {"compile": {}, **(case.config or {})}
+    config["compile"] = {"deepcompile": True, **config["compile"]}
+    module = build(case)
+    return module, make_engine(module, dataclasses.replace(case, config=config, deepcompile=False))
+
+
+def train_prepared(case, module, engine):
+    """Trains for two steps; returns the error of the parameters against a plain loop. Destroys the engine."""
+    plain, rank = copy.deepcopy(module), torch.distributed.get_rank()
+    plain_optimizer = make_optimizer(plain, case)
+    for step in range(2):
+        ids = batch(step, 0, rank, 4)
+        engine.backward(engine(ids))
+        engine.step()
+        plain(ids).backward()
+        average_gradients(plain)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error
+
+
+def outcome(function, *args, **kwargs):
+    """What a call raised, as text; None if it returned."""
+    try:
+        function(*args, **kwargs)
+    except Exception as exception:
+        return f"{type(exception).__name__}: {exception}"
+    return None

@@ -1,0 +1,85 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""``docs/options.md`` lists every option, says of each what the tests show, and names these tests.
+
+The page is held against the tables of the tests and the fields that DeepSpeed has.
+"""
+
+import inspect
+import re
+from pathlib import Path
+from typing import List, NamedTuple
+
+import torch
+from test_options_refused import REFUSED
+from test_options_refused_by_deepspeed import REFUSED_BY_DEEPSPEED
+from test_options_refused_engines import REFUSED_ENGINES
+from test_options_warned import ALSO_WARNED, WARNED
+
+TESTS = Path(__file__).resolve().parent
+
+
+class Row(NamedTuple):
+    text: str
+    tests: List[str]
+
+
+def documented():
+    """The rows of the tables of docs/options.md, by the full name of each option."""
+    rows, prefix = {}, ""
+    for line in (TESTS.parent / "docs" / "options.md").read_text().splitlines():
+        if line.startswith("#"):
+            section = re.fullmatch(r"#+ Section `(\w+)`", line)
+            prefix = f"{section[1]}." if section else ""
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == 3 and cells[0].startswith("`"):
+            for name in re.findall(r"`([^`]+)`", cells[0]):
+                assert prefix + name not in rows, f"{prefix}{name} has two rows"
+                rows[prefix + name] = Row(cells[1], re.findall(r"\btest_\w+", cells[2]))
+    return rows
+
+
+def test_every_field_is_documented():
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    names = set(documented())
+    for section, config in (
+        ("zero_optimization", DeepSpeedZeroConfig),
+        ("compile", CompileConfig),
+        ("bf16", DeepSpeedBF16Config),
+        ("fp16", DeepSpeedFP16Config),
+    ):
+        fields = {f"{section}.{field.alias or name}" for name, field in config.model_fields.items()}
+        there = {name for name in names if name.startswith(f"{section}.")}
+        assert fields - there == set(), "docs/options.md lacks these"
+        assert there - fields == set(), "docs/options.md has these, which DeepSpeed does not know"
+
+
+def test_every_argument_of_compile_is_documented():
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    names = set(documented())
+    assert {*inspect.signature(DeepSpeedEngine.compile).parameters} - {"self", "compile_kwargs"} - names == set()
+    arguments = {f"compile_kwargs.{name}" for name in inspect.signature(torch.compile).parameters}
+    assert arguments - {"compile_kwargs.model"} - names == set(), "docs/options.md lacks these"
+
+
+def test_what_is_warned_of_is_documented_as_warned():
+    rows = documented()
+    assert {name for name, row in rows.items() if "Warned" in row.text} == {*WARNED, *ALSO_WARNED}
+
+
+def test_what_is_refused_is_documented_as_refused():
+    rows = documented()
+    refused = {name for name, row in rows.items() if re.search("refused(?! by DeepSpeed)", row.text, re.IGNORECASE)}
+    assert refused == {*REFUSED, *REFUSED_ENGINES}
+    by_deepspeed = {name for name, row in rows.items() if re.search("refused by DeepSpeed", row.text, re.IGNORECASE)}
+    assert by_deepspeed == {*REFUSED_BY_DEEPSPEED}
+
+
+def test_the_documentation_names_tests():
+    sources = "".join(path.read_text() for path in TESTS.glob("test_*.py"))
+    tests = {*re.findall(r"^def (test_\w+)", sources, re.MULTILINE)}
+    assert {name for name, row in documented().items() if not row.tests or not tests.issuperset(row.tests)} == set()

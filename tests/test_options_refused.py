@@ -1,0 +1,253 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Options that ``engine.compile()`` refuses. Refusing leaves the engine as it was."""
+
+import dataclasses
+from typing import List, NamedTuple, Optional
+
+from support.ids import vary
+from support.options import SMALL, prepare, train_prepared
+from support.training import Case
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A configuration, or arguments of engine.compile(), with which that raises ``says``."""
+
+    says: str
+    stage: int = 1
+    dtype: str = "fp32"
+    config: dict = dataclasses.field(default_factory=dict)
+    arguments: dict = dataclasses.field(default_factory=dict)
+    # What of the section `compile` to change so that engine.compile() works; None: nothing helps but a new engine.
+    amends: Optional[dict] = None
+    trains: bool = True  # whether the engine can train on this test's model without DeepCompile
+
+
+def zero_options(**options):
+    return {"zero_optimization": options}
+
+
+def of_compile_kwargs(says, compile_kwargs, backend="inductor"):
+    """Without these arguments engine.compile() works."""
+    return Refusal(says, arguments={"backend": backend, "compile_kwargs": compile_kwargs}, amends={})
+
+
+RANDOM_LTD = {
+    "enabled": True,
+    "total_layer_num": 1,
+    "random_ltd_layer_num": 1,
+    "random_ltd_layer_id": [0],
+    "model_mask_name": None,
+    "model_type": "decoder",
+    "hidden_state_order": "batch_seq_dim",
+    "random_ltd_schedule": {
+        "min_value": 2,
+        "max_value": 4,
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"require_steps": 2, "seq_per_step": 2},
+    },
+    "layer_token_lr_schedule": {"enabled": False, "total_layer_tokens": 1, "warmup_layer_tokens": 1},
+}
+
+# By the name under which docs/options.md has them.
+REFUSED = {
+    "zero_optimization.offload_optimizer": Refusal(
+        "zero_optimization.offload_optimizer is not supported; remove it or use stage 3",
+        config={**zero_options(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": False},
+    ),
+    "zero_optimization.cpu_offload": Refusal(
+        "zero_optimization.cpu_offload is not supported; remove it or use stage 3",
+        stage=2,
+        config={**zero_options(cpu_offload=True), "zero_force_ds_cpu_optimizer": False},
+    ),
+    "zero_optimization.zenflow": Refusal(
+        "zero_optimization.zenflow is not supported; remove it",
+        stage=2,
+        config={
+            **zero_options(
+                offload_optimizer={"device": "cpu", "pin_memory": False},
+                zenflow={"select_strategy": "step", "select_interval": 1, "update_interval": 1},
+            ),
+            "zero_force_ds_cpu_optimizer": False,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        },
+        trains=False,
+    ),
+    "data_types.grad_accum_dtype": Refusal(
+        "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which accumulates in "
+        "fp32, or grad_accum_dtype='bf16'",
+        dtype="bf16",
+        config={"data_types": {"grad_accum_dtype": "fp32"}},
+    ),
+    "data_efficiency": Refusal(
+        "data_efficiency.data_routing.random_ltd is not supported, because its layers load native code and change "
+        "their shapes inside of what is compiled; set random_ltd.enabled to false",
+        config={"data_efficiency": {"data_routing": {"random_ltd": RANDOM_LTD}}},
+    ),
+    "autotuning": Refusal(
+        "autotuning.enabled=true is not supported, because compiled code does not call the functions that the flops "
+        "profiler counts for it; set it to false or tune without engine.compile()",
+        config={"autotuning": {"enabled": True, "start_profile_step": 100}},
+    ),
+    "hybrid_engine": Refusal(
+        "hybrid_engine.enabled=true is not supported, because generation swaps the modules that were compiled; set it "
+        "to false",
+        config={"hybrid_engine": {"enabled": True}},
+    ),
+    "compile.regional_compilation": Refusal(
+        "compile.regional_compilation=true found no blocks that repeat in FillsPartition; name their classes in a "
+        "list, or set it to false",
+        config={"compile": {"regional_compilation": True}},
+        amends={"regional_compilation": ["Linear"]},
+    ),
+    "compile.overlap_param_gather": Refusal(
+        "compile.overlap_param_gather needs blocks that wait for their parameters, and the model is compiled as a "
+        "whole, because no blocks repeat in FillsPartition; name its blocks' classes in compile.regional_compilation, "
+        "or leave this out",
+        config={"compile": {"overlap_param_gather": True}},
+        amends={"regional_compilation": ["Linear"]},
+    ),
+    "compile_kwargs.mode": of_compile_kwargs(
+        "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
+        "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
+        {"mode": "reduce-overhead"},
+    ),
+    "compile_kwargs.options": of_compile_kwargs(
+        "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
+        "reductions; remove it",
+        {"options": {"custom_partitioner_fn": len}},
+    ),
+    "schedule": Refusal(
+        "`schedule` may only be [(0, ['zero2_compile'])], because gradients are handled before the graphs that "
+        "scheduled passes rewrite exist; leave `schedule` out",
+        stage=2,
+        arguments={"backend": "eager", "schedule": [(0, [len])]},
+        amends={},
+    ),
+}
+
+# The same options in other words.
+ALSO_REFUSED = {
+    "regional_compilation-unknown-class": Refusal(
+        "compile.regional_compilation names ['Layer'], but FillsPartition has no such module outside of another "
+        "block; use the names of its blocks' classes",
+        config={"compile": {"regional_compilation": ["Linear", "Layer"]}},
+        amends={"regional_compilation": ["Linear"]},
+    ),
+    "regional_compilation-fullgraph": Refusal(
+        "compile_kwargs['fullgraph'] contradicts compile.regional_compilation, which makes a graph of every block; "
+        "leave one of them out",
+        config={"compile": {"regional_compilation": ["Linear"]}},
+        arguments={"backend": "eager", "compile_kwargs": {"fullgraph": True}},
+        amends={"regional_compilation": False},
+    ),
+    "mode-max-autotune": of_compile_kwargs(
+        "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
+        "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
+        {"mode": "max-autotune"},
+    ),
+    "option-cudagraphs": of_compile_kwargs(
+        "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
+        "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
+        {"options": {"triton.cudagraphs": True}},
+    ),
+    "mode-lite": of_compile_kwargs(
+        "the option selective_decompose of torch.compile (which compile_kwargs mode 'lite' sets) drops the notes that "
+        "say which gradient is whose; remove it or use another mode",
+        {"mode": "lite"},
+    ),
+    "unknown-mode": of_compile_kwargs(
+        "compile_kwargs['mode']='fastest' is not a mode of torch.compile; use one of ",
+        {"mode": "fastest"},
+    ),
+    "mode-and-options": of_compile_kwargs(
+        "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either",
+        {"mode": "default", "options": {}},
+    ),
+    "options-for-eager": of_compile_kwargs(
+        "`mode` and `options` of compile_kwargs go with backend 'inductor', not 'eager'; remove them",
+        {"options": {"epilogue_fusion": False}},
+        backend="eager",
+    ),
+    "unknown-option": of_compile_kwargs(
+        "compile_kwargs['options'] holds 'epilog_fusion', which is not an option of this torch; remove it",
+        {"options": {"epilog_fusion": False}},
+    ),
+    "unknown-compile-kwarg": of_compile_kwargs(
+        "compile_kwargs['full_graph'] is not an argument of this torch's torch.compile(); remove it",
+        {"full_graph": True},
+        backend="eager",
+    ),
+    "offload-of-both": Refusal(
+        "zero_optimization.offload_optimizer is not supported; remove it or use stage 3",
+        stage=2,
+        config={
+            **zero_options(offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+            "zero_force_ds_cpu_optimizer": False,
+        },
+    ),
+}
+
+
+class Refused(NamedTuple):
+    raised: str  # by engine.compile()
+    changed: List[str]  # what of the engine's state
+    error: Optional[float]  # of training the engine thereafter; None where it cannot train
+
+
+def refuse(refusal):
+    """Calls engine.compile() on an engine that is to refuse, and goes on with that engine."""
+    from deepspeed import comm
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    case = Case(model=SMALL, stage=refusal.stage, dtype=refusal.dtype, config=refusal.config)
+    try:
+        module, engine = prepare(case)
+        before = state_of(engine)
+        try:
+            engine.compile(**{"backend": "eager", **refusal.arguments})
+            return Refused("nothing: it compiled", changed=[], error=None)
+        except Exception as exception:
+            raised = f"{type(exception).__name__}: {exception}"
+        changed = [name for name, value in state_of(engine).items() if value != before[name]]
+        error = None
+        if refusal.amends is not None:
+            for name, value in refusal.amends.items():
+                setattr(engine._config.compile_config, name, value)
+            engine.compile(backend="eager")
+            assert engine.is_deepcompile_active()
+        if refusal.trains:
+            error = train_prepared(case, module, engine)
+        assert isinstance(engine, DeepSpeedEngine)
+        return Refused(raised, changed, error)
+    finally:
+        # DeepSpeed has one logger of communication for all engines.
+        comm.comm.comms_logger.enabled = False
+
+
+def state_of(engine):
+    """What engine.compile() changes when it succeeds."""
+    return {
+        "optimizer": type(engine.optimizer),
+        "gradient hooks": len(getattr(engine.optimizer, "_grad_acc_hooks", [])),
+        "contiguous_gradients": getattr(engine.optimizer, "contiguous_gradients", None),
+        "active": engine.is_deepcompile_active(),
+        "compiled": engine.is_compiled,
+        "module compiled": engine.module._compiled_call_impl,
+        "forward hooks": (len(engine.module._forward_pre_hooks), len(engine.module._forward_hooks)),
+        "engine hooks": (len(engine._forward_pre_hooks), len(engine._forward_hooks)),
+    }
+
+
+@vary("name", [*REFUSED, *ALSO_REFUSED])
+def test_refused(ranks, name):
+    refusal = {**REFUSED, **ALSO_REFUSED}[name]
+    for refused in ranks(2).run(refuse, refusal):
+        said = f"ValueError: DeepCompile with ZeRO stage {refusal.stage}: {refusal.says}"
+        assert refused.raised == said if not said.endswith(" ") else refused.raised.startswith(said)
+        assert "\n" not in refused.raised
+        assert refused.changed == []
+        if refusal.trains:
+            # Twice the rounding of the parameters' format, in which they are compared.
+            assert refused.error < {"fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7}[refusal.dtype]

@@ -1,0 +1,199 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that ``engine.compile()`` refuses for what they are or for when it is called."""
+
+from typing import List, NamedTuple, Optional
+
+import torch
+
+from support.ids import vary
+from support.options import SMALL, outcome, prepare, train_prepared
+from support.training import Case, average_gradients, batch, build, make_optimizer, total_error
+
+
+class CompiledInTheMiddle(NamedTuple):
+    raised: List[Optional[str]]  # by each engine.compile()
+    active: bool  # whether DeepCompile was, at the end
+    error: float  # of the parameters, against a plain loop's
+
+
+def compile_in_the_middle(case):
+    """Calls engine.compile() after each micro-batch of the first step, and after that step; trains for two steps."""
+    rank, raised = torch.distributed.get_rank(), []
+    module, engine = prepare(case)
+    # In training mode the engine would compile itself before the first of them.
+    engine.eval()
+    plain = build(case)
+    plain_optimizer = make_optimizer(plain, case)
+    for step in range(2):
+        for micro_step in range(case.accumulation):
+            ids = batch(step, micro_step, rank, 4)
+            engine.backward(engine(ids))
+            if step == 0:
+                raised.append(outcome(engine.compile, backend="eager"))
+            engine.step()
+            (plain(ids) / case.accumulation).backward()
+        raised.append(outcome(engine.compile, backend="eager"))
+        average_gradients(plain)
+        plain_optimizer.step()
+        plain_optimizer.zero_grad()
+    error = total_error(module.parameters(), plain.parameters())
+    active = engine.is_deepcompile_active()
+    engine.destroy()
+    return CompiledInTheMiddle(raised, active, error)
+
+
+@vary("dtype, accumulated_in", [("fp32", "fp32"), ("fp16", "fp32")])
+@vary("stage", [1, 2])
+def test_refused_with_gradients_of_an_unfinished_step(ranks, stage, dtype, accumulated_in):
+    case = Case(
+        model=SMALL,
+        stage=stage,
+        dtype=dtype,
+        accumulation=2,
+        config={"data_types": {"grad_accum_dtype": accumulated_in}},
+    )
+    for result in ranks(2).run(compile_in_the_middle, case):
+        refused = (
+            f"ValueError: DeepCompile with ZeRO stage {stage}: gradients computed before engine.compile() would be "
+            "lost; call it before the first backward or after engine.step() at the gradient accumulation boundary"
+        )
+        assert result.raised == [refused, refused, None, None]
+        assert result.active
+        assert result.error < {"fp32": 1e-5, "fp16": 2**-10}[dtype]
+
+
+class CompiledWithAnOldTorch(NamedTuple):
+    raised: Optional[str]  # by engine.compile()
+    error: float  # of training the engine thereafter
+
+
+def compile_with_an_old_torch():
+    from deepspeed.compile.zero12 import options as zero_options
+
+    case, oldest = Case(model=SMALL), zero_options.OLDEST_TORCH
+    module, engine = prepare(case)
+    zero_options.OLDEST_TORCH = "99.1"
+    try:
+        raised = outcome(engine.compile, backend="eager")
+    finally:
+        zero_options.OLDEST_TORCH = oldest
+    return CompiledWithAnOldTorch(raised, train_prepared(case, module, engine))
+
+
+def test_refused_with_an_old_torch(ranks):
+    for result in ranks(2).run(compile_with_an_old_torch):
+        assert result.raised == (
+            f"ValueError: DeepCompile with ZeRO stage 1: torch {torch.__version__} is too old; install torch 99.1 or "
+            "newer"
+        )
+        assert result.error < 1e-5
+
+
+class CompiledTwice(NamedTuple):
+    first: Optional[str]  # what the first engine.compile(), in which torch.compile fails, raised
+    second: Optional[str]  # what another one raised
+    error: float  # of training the engine thereafter
+
+
+def compile_twice_after_torch_failed(stage):
+    case = Case(model=SMALL, stage=stage)
+    module, engine = prepare(case)
+    compiles, torch.compile = torch.compile, len  # Not to be called with these arguments.
+    try:
+        first = outcome(engine.compile, backend="eager")
+    finally:
+        torch.compile = compiles
+    second = outcome(engine.compile, backend="eager")
+    return CompiledTwice(first, second, train_prepared(case, module, engine))
+
+
+def test_refused_after_torch_failed(ranks):
+    for stage in (1, 2):
+        for result in ranks(2).run(compile_twice_after_torch_failed, stage):
+            assert result.first == "TypeError: len() takes no keyword arguments"
+            assert result.second == (
+                f"ValueError: DeepCompile with ZeRO stage {stage}: an earlier engine.compile() failed half-way; "
+                "create the engine anew"
+            )
+            assert result.error < 1e-5
+
+
+def compile_engines_of_other_kinds():
+    """What engine.compile() raises on engines that shard or replicate parameters in other ways; by kind."""
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+    from deepspeed.pipe import LayerSpec, PipelineModule
+    from deepspeed.utils import groups
+
+    def raised(module, parameters=None, optimizer=torch.optim.SGD, mesh=None, **config):
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 1},
+            "compile": {"deepcompile": True},
+            **config,
+        }
+        optimizer = optimizer(parameters or module.parameters(), lr=0.1)
+        engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mesh_param=mesh)[0]
+        return outcome(engine.compile, backend="eager")
+
+    said = {"muon": raised(torch.nn.Linear(4, 4, bias=False), optimizer=torch.optim.Muon)}
+    # From here on, process groups stay behind; in this order they do not stand in each other's way.
+    said["sequence"] = raised(torch.nn.Linear(4, 4), mesh=(1, 2))
+    groups.mesh_device = None
+    experts = torch.nn.Sequential(torch.nn.Linear(4, 4), MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=1))
+    named = {"params": list(experts.parameters()), "name": "all"}
+    said["experts"] = raised(experts, split_params_into_different_moe_groups_for_optimizer(named))
+    # Experts of one's own, marked as those of DeepSpeed's layers are.
+    marked = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    for parameter in marked[1].parameters():
+        parameter.allreduce, parameter.group_name = False, "ep_size_1"
+    named = {"params": list(marked.parameters()), "name": "all"}
+    said["marked experts"] = raised(marked, split_params_into_different_moe_groups_for_optimizer(named))
+    sharded = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    specs = [
+        {"patterns": [r".*0\.weight$"], "partition_type": "column"},
+        {"patterns": [r".*1\.weight$"], "partition_type": "row"},
+    ]
+    partition = {"use_default_specs": False, "layer_specs": specs}
+    said["tensor"] = raised(sharded, tensor_parallel={"autotp_size": 2, "partition_config": partition})
+    layers = [LayerSpec(torch.nn.Linear, 4, 4), LayerSpec(torch.nn.Linear, 4, 4)]
+    said["pipeline"] = raised(PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss))
+    return said
+
+
+# By the name under which docs/options.md has them.
+REFUSED_ENGINES = {
+    "optimizer": (
+        "muon",
+        "optimizer Muon needs whole gradients, which no rank holds; use another optimizer or set compile.deepcompile "
+        "to false",
+    ),
+    "tensor_parallel": (
+        "tensor",
+        "tensor_parallel.autotp_size=2 is only supported with the pass 'autotp'; set compile.passes to ['autotp']",
+    ),
+    "sequence_parallel_size": (
+        "sequence",
+        "sequence parallelism over 2 ranks is only supported with the pass 'autosp'; set compile.passes to ['autosp'] "
+        "and use stage 1",
+    ),
+    "expert_parallel": (
+        "experts",
+        "mixture-of-experts layers, whose experts have process groups of their own, are not supported; set "
+        "compile.deepcompile to false",
+    ),
+    "pipeline": ("pipeline", "pipeline parallelism is not supported; set compile.deepcompile to false"),
+}
+
+
+def test_refused_engines(ranks):
+    try:
+        results = ranks(2).run(compile_engines_of_other_kinds)
+    finally:
+        ranks(2).stop()
+    expected = {kind: f"ValueError: DeepCompile with ZeRO stage 1: {says}" for kind, says in REFUSED_ENGINES.values()}
+    expected["marked experts"] = expected["experts"]
+    assert results == [expected, expected]

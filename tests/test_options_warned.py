@@ -1,0 +1,116 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Options that have no effect: ``engine.compile()`` warns of each, and training is as without it."""
+
+import dataclasses
+import inspect
+import re
+from typing import List, NamedTuple, Tuple
+
+import torch
+
+from support.ids import vary
+from support.options import SMALL, train_and_collect_output
+from support.training import Case, Trained
+
+
+def only_in_stage_3(section, **options):
+    return {
+        f"{section}.{name}": f"{section}.{name}={value} has no effect in this stage, only in stage 3"
+        for name, value in options.items()
+    }
+
+
+ONLY_IN_STAGE_3 = {
+    "zero_optimization": {
+        "zero_quantized_weights": True,
+        "zero_quantized_nontrainable_weights": True,
+        "zero_quantized_gradients": True,
+        "zero_hpz_partition_size": 2,
+    },
+    "compile": {
+        "free_activation": True,
+        "offload_activation": True,
+        "offload_opt_states": True,
+        "offload_parameters": True,
+        "symmetric_memory": True,
+        "sync_before_allgather": True,
+        "sync_after_allgather": True,
+        "keep_int_input_tensors": False,
+        "keep_all_input_tensors": True,
+    },
+}
+OFFLOADS = "zero_optimization.{} has no effect in this stage, only in stage 3"
+# What is said of each, by the name under which docs/options.md has it. All are given at once.
+WARNED = {
+    **only_in_stage_3("zero_optimization", **ONLY_IN_STAGE_3["zero_optimization"]),
+    **only_in_stage_3("compile", **ONLY_IN_STAGE_3["compile"]),
+    "zero_optimization.offload_param": OFFLOADS.format("offload_param"),
+    "compile.passes": "compile.passes holds 'z3', which has no effect in this stage",
+    "gradient_predivide_factor": "gradient_predivide_factor=2.0 has no effect, because gradients are divided by the "
+    "number of ranks before they are summed",
+    "flops_profiler": "flops_profiler.enabled=true has no effect, because compiled code does not call the functions "
+    "that the flops profiler counts; profile without engine.compile()",
+    "comms_logger": "comms_logger.enabled=true has no effect on the reductions of gradients, which the log leaves "
+    "out; use torch.profiler for those",
+    "compile_kwargs.name": "compile_kwargs['name'] has no effect, because torch gives it to its own backend only",
+}
+# The same option in another word.
+ALSO_WARNED = {"zero_optimization.cpu_offload_param": OFFLOADS.format("cpu_offload_param")}
+WITHOUT_EFFECT = Case(
+    model=SMALL,
+    accumulation=2,
+    config={
+        "zero_optimization": {
+            **ONLY_IN_STAGE_3["zero_optimization"],
+            "offload_param": {"device": "cpu"},
+            # DeepSpeed itself declines gradient_predivide_factor in stage 2 otherwise.
+            "reduce_scatter": False,
+        },
+        "compile": {**ONLY_IN_STAGE_3["compile"], "passes": ["z1", "z3"]},
+        "gradient_predivide_factor": 2.0,
+        "flops_profiler": {"enabled": True, "profile_step": 1},
+        "comms_logger": {"enabled": True},
+        # The engine does something around the forward then.
+        "memory_breakdown": True,
+    },
+    compile_kwargs={"name": "region"} if "name" in inspect.signature(torch.compile).parameters else None,
+)
+
+
+class WithWarnings(NamedTuple):
+    trained: Trained
+    warnings: List[Tuple[str, str]]  # the stage and the sentence of each that is about an option
+    profiled: bool  # whether the flops profiler ran
+
+
+def train_and_collect_warnings(case):
+    """Trains a case beside a plain loop, and looks for warnings in what DeepSpeed logged."""
+    from deepspeed import comm
+
+    try:
+        trained, output = train_and_collect_output(case)
+    finally:
+        # DeepSpeed has one logger of communication for all engines.
+        comm.comm.comms_logger.enabled = False
+    warnings = re.findall(r"DeepCompile with ZeRO stage (\d): (.+)", output)
+    return WithWarnings(trained, warnings, "Profile Summary" in output)
+
+
+@vary("stage", [1, 2])
+def test_warned(ranks, stage):
+    expected = dict(WARNED)
+    if WITHOUT_EFFECT.compile_kwargs is None:
+        del expected["compile_kwargs.name"]
+    results = ranks(2).run(train_and_collect_warnings, dataclasses.replace(WITHOUT_EFFECT, stage=stage))
+    for rank, result in enumerate(results):
+        assert result.trained.error < 1e-5 < result.trained.moved
+        assert not result.profiled
+        assert sorted(result.warnings) == sorted((str(stage), says) for says in expected.values() if rank == 0)
+
+
+def test_warned_in_another_word(ranks):
+    case = Case(model=SMALL, steps=1, config={"zero_optimization": {"cpu_offload_param": True}})
+    result, _ = ranks(2).run(train_and_collect_warnings, case)
+    assert result.trained.error < 1e-5
+    assert result.warnings == [("1", *ALSO_WARNED.values())]
