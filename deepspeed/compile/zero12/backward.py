@@ -1,10 +1,10 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a backward, and of the step to which it belongs.
+"""The life of a backward, and of the step to which the backward belongs.
 
-:class:`BackwardLife` owns this state for one engine, and is the only code here that writes the base's own flags of a
+:class:`BackwardLife` owns this state for one engine. No other code of this fork writes the base's own flags of a
 backward. A step is in one :class:`Phase` at a time, and ``TRANSITIONS`` says which event leads from which phase to
-which; ``docs/life_of_a_gradient.md`` draws it.
+which. ``docs/life_of_a_gradient.md`` draws the transitions.
 """
 
 import enum
@@ -43,26 +43,27 @@ class Event(enum.Enum):
 _BETWEEN = (Phase.EMPTY, Phase.ACCUMULATING, Phase.COMPLETE)
 _WITHIN = (Phase.RUNNING, Phase.ENDING)
 
-# event -> phase before -> phase after. What is not here cannot happen.
+# event -> phase before -> phase after. A pair that is not listed cannot occur.
 TRANSITIONS = {
-    # Within a backward too: several losses, or outputs that are computed again, in one engine.backward().
+    # Also within a backward: one engine.backward() may have several losses, or recompute outputs (checkpointing).
     Event.BEGIN: dict.fromkeys(Phase, Phase.RUNNING),
     Event.GRAPH_ENDED: dict.fromkeys(_WITHIN, Phase.ENDING),
-    # Between backwards: a loss without parameters has an epilogue, but no gradient announces its backward.
+    # Also between backwards: the backward of a loss without parameters has an epilogue, but no gradient begins it.
     Event.FINISH: dict.fromkeys(Phase, Phase.ACCUMULATING),
     Event.HAND_OVER: dict.fromkeys((Phase.ACCUMULATING, Phase.COMPLETE), Phase.COMPLETE),
     Event.ABANDON: dict.fromkeys(Phase, Phase.EMPTY),
-    # A hook may call zero_grad() within a backward, which goes on.
+    # A hook may call zero_grad() within a backward. The backward goes on.
     Event.RELEASE: {**dict.fromkeys(_BETWEEN, Phase.EMPTY), **{phase: phase for phase in _WITHIN}},
 }
 
 
 class BackwardLife:
-    """Which backwards make up the step of an engine that is under way, and what becomes of it when one raises.
+    """Tracks the backwards of an engine's current step, and decides what remains of the step when a backward raises.
 
-    Where DeepSpeed counts micro-batches, a step that lost one begins anew by itself. Where the caller says what
-    belongs to a step (``no_sync()``, ``coalesce_grad_reduction()``, ``set_gradient_accumulation_boundary()``), only
-    the caller knows what has to come again, and the step has to raise.
+    If DeepSpeed counts micro-batches, a step that lost a backward restarts by itself: the next micro-batch is the
+    first of a step. If the caller decides which backwards belong to a step (``no_sync()``,
+    ``coalesce_grad_reduction()``, ``set_gradient_accumulation_boundary()``), only the caller knows which micro-batches
+    must run again. Then the step raises an error.
 
     Args:
         engine: the DeepSpeedEngine. Its optimizer is the ZeRO-1/2 optimizer.
@@ -75,21 +76,23 @@ class BackwardLife:
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
         self._view_specs = [view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
-        # A thread of the device may hold a backward that raised for a moment.
+        # On an accelerator, autograd's device thread may hold the graph task of a backward that raised for a moment.
         self._held_by_threads = not optimizer.bit16_groups_flat[0].is_cpu
         self.phase = Phase.EMPTY
-        # The autograd graph task of the backward that runs. The serial differs between backwards, and an abandoned one
-        # has none: watches of earlier backwards know by it that they are out of date.
+        # The id of the running backward's autograd graph task.
         self._graph_task: Optional[int] = None
+        # Changes when a backward begins or is abandoned, so that watches of earlier backwards know they are outdated.
         self._serial = 0
-        # Of the step: backwards that ended, and whether the caller said what belongs to it.
+        # How many backwards of the step have ended, and whether the caller decides which backwards belong to the step.
         self._finished = 0
         self._told_by_caller = False
         self._forward_since_hand_over = False
-        # Backwards that the step lacks because a later one raised, and where DeepSpeed's count begins anew.
+        # How many of the step's backwards were dropped because a later one raised, and the value to which the next
+        # backward resets `engine.micro_steps`.
         self._lost = 0
         self._restarts_at: Optional[int] = None
-        # Of engine.coalesce_grad_reduction(): whether a backward began within one, and whether one left gradients.
+        # A region is the scope of engine.coalesce_grad_reduction(). Whether a backward has begun in the current
+        # region, and whether an earlier region of the step has left gradients.
         self._in_region = False
         self._region_left_gradients = False
         self._has_warned = False
@@ -104,13 +107,17 @@ class BackwardLife:
     # A backward, in the order of the calls -----------------------------------------------------------------------
 
     def forward_begins(self) -> None:
-        """Called before a forward with gradients."""
+        """Called before a forward for which gradients are enabled."""
         self._forward_since_hand_over = True
 
     def enter(self, enter_backward: Callable[[], None]) -> None:
         """Called for each output through which autograd enters a backward.
 
-        A backward of several outputs enters for each of them but leaves once, so only the first may be counted.
+        A backward of several outputs enters once for each output, but leaves only once. So only the first entry
+        counts.
+
+        Args:
+            enter_backward: the base optimizer's own ``enter_backward``.
         """
         optimizer = self._optimizer()
         if optimizer._backward_active_depth == 0:
@@ -127,13 +134,15 @@ class BackwardLife:
         """
         engine = self._engine()
         graph_task = torch._C._current_graph_task_id()
-        # engine.backward() runs several graphs where outputs are computed again in it.
+        # Within engine.backward(), another graph task belongs to the same backward: checkpointing with
+        # use_reentrant=True runs one for each output that it recomputes.
         if graph_task != self._graph_task and not engine._running_engine_backward:
             self.abandon_interrupted()
         if self._begins_step_anew():
             self.release()
         if self._restarts_at is not None:
-            # After a backward that raised, the caller may have called engine.step(), which counted a micro-batch.
+            # After a backward that raised, the caller may have called engine.step(), which counted a micro-batch:
+            # reset the count.
             engine.micro_steps, self._restarts_at = self._restarts_at, None
         base_prologue()
         self._reducer.begin_backward(self._reduces(), hooked)
@@ -146,7 +155,7 @@ class BackwardLife:
             torch.autograd.Variable._execution_engine.queue_callback(_Watch(self, self._serial))
 
     def finish(self) -> None:
-        """Called behind every backward: reduces what no graph has reduced, and hands over what completes the step."""
+        """Called after every backward: reduces what no graph reduced, and hands over if the step is complete."""
         reduces = self._reduces()
         self._reduce_rest(reduces)
         self._advance(Event.FINISH)
@@ -155,11 +164,11 @@ class BackwardLife:
         if reduces and self._engine().is_gradient_accumulation_boundary():
             self._hand_over()
         elif any(views is not None for views in self._optimizer().averaged_gradients.values()):
-            # The optimizer keeps what an earlier backward of the step has handed over.
+            # The optimizer still holds gradients that an earlier backward of the step handed over.
             self._advance(Event.HAND_OVER)
 
     def end_region(self) -> None:
-        """Called at the end of ``engine.coalesce_grad_reduction()``: reduces what its backwards kept on this rank."""
+        """Called at the end of a region: reduces the gradients that the region's backwards kept on this rank."""
         try:
             self.abandon_unfinished()
             if self._finished:
@@ -172,10 +181,10 @@ class BackwardLife:
     # A step ------------------------------------------------------------------------------------------------------
 
     def require_complete(self) -> None:
-        """Called before a step.
+        """Called before a step: checks that the optimizer has all gradients of the step.
 
         Raises:
-            RuntimeError: if gradients of the step were lost, or none are there.
+            RuntimeError: if gradients of the step were dropped, or if the step has none.
         """
         self.abandon_unfinished()
         lost = self.forget_lost()
@@ -194,13 +203,13 @@ class BackwardLife:
             )
 
     def begin_anew(self) -> None:
-        """Has the next micro-batch be the first of a step, where DeepSpeed counts them."""
+        """Resets DeepSpeed's count of micro-batches, so that the next micro-batch is the first of a step."""
         engine = self._engine()
         self._restarts_at = engine.micro_steps - engine.micro_steps % engine.gradient_accumulation_steps()
         engine.micro_steps = self._restarts_at
 
     def forget_lost(self) -> int:
-        """Returns how many backwards the step lacks because a later one raised, and forgets them."""
+        """Returns how many of the step's backwards were dropped because a later one raised, and resets the number."""
         lost, self._lost = self._lost, 0
         return lost
 
@@ -219,24 +228,26 @@ class BackwardLife:
     # A backward that raised --------------------------------------------------------------------------------------
 
     def abandon_interrupted(self) -> None:
-        """Called when another backward begins: abandons one that has begun and will not come to its end."""
-        # On CUDA we cannot tell an enclosing backward from one that raised.
+        """Called when a backward begins: abandons an earlier backward that raised or was interrupted."""
+        # In ENDING, the earlier backward's graph has ended, so that backward does not enclose the new one. In RUNNING
+        # on CUDA, we cannot tell an enclosing backward from one that raised.
         if self.phase is Phase.ENDING or (self._runs and self._held_by_threads):
             self.abandon_unfinished()
 
     def abandon_unfinished(self) -> None:
-        """Called between backwards: abandons one that has not come to its end.
+        """Called between backwards: abandons the last backward if its epilogue has not run.
 
-        Either it raised, and a thread of the device still holds its graph task, or it was interrupted behind its last
-        gradient.
+        Either the backward raised and autograd's device thread still holds its graph task, or the backward was
+        interrupted after its last gradient.
         """
         if self._runs:
             logger.warning("The backward before did not come to its end; its gradients are dropped")
             self.abandon()
 
     def abandon(self) -> None:
-        """Drops a backward that raised, and with its gradients those of the step's earlier backwards."""
-        # First, so that the watch, which a thread of the device may drop at any moment, does not come here too.
+        """Drops the gradients of a backward that raised, and those of the step's earlier backwards."""
+        # Change the serial first: autograd's device thread may drop the watch at any moment, and the watch must not
+        # abandon the backward a second time.
         self._serial += 1
         self._graph_task = None
         self._advance(Event.ABANDON)
@@ -251,7 +262,7 @@ class BackwardLife:
                 )
         self._reducer.abandon_backward()
         self.release()
-        # The base's epilogue, which would have left the backward and stopped its timers, did not run.
+        # The base's epilogue did not run, so leave the backward and reset its timers here.
         self._optimizer()._backward_active_depth = 0
         engine = self._engine()
         timers = engine.engine_timers
@@ -259,38 +270,38 @@ class BackwardLife:
             engine.timers(name).reset()
 
     def graph_ended(self) -> None:
-        """Called when autograd is through with the graph of the backward, which is not the end of the backward yet."""
+        """Called when autograd has run the graph of the backward. The backward ends later, with its epilogue."""
         if self._runs:
             self._advance(Event.GRAPH_ENDED)
 
     def is_current(self, serial: int) -> bool:
-        """Whether no backward has begun since the one with this serial, and that one was not abandoned."""
+        """Whether the backward with this serial is the last that began, and was not abandoned."""
         return self._serial == serial
 
     # -------------------------------------------------------------------------------------------------------------
 
     @property
     def in_region(self) -> bool:
-        """Whether a backward has begun within a ``coalesce_grad_reduction()`` that goes on."""
+        """Whether a backward has begun in the current region of ``coalesce_grad_reduction()``."""
         return self._in_region
 
     def _reduces(self):
-        """Whether a backward reduces what it computes, and does not keep it on this rank for a later one."""
+        """Whether the current backward reduces its gradients instead of keeping them on this rank for a later one."""
         engine = self._engine()
         if engine.inside_no_sync_ctxt:
             return False
         return self._optimizer().partition_gradients or engine.is_gradient_accumulation_boundary()
 
     def _begins_step_anew(self):
-        """Whether a backward that begins replaces gradients that are held, and does not add to them."""
+        """Whether the backward that begins replaces the gradients that are held instead of adding to them."""
         if self._optimizer()._coalesce_grad_reduction and not self._in_region:
             self._in_region = True
             if self._region_left_gradients:
-                # A region has all backwards of a step, so the caller has begun the step anew.
+                # One region contains all backwards of a step. With a second region the caller restarts the step.
                 self._lost = 0
                 return True
-        # DeepSpeed without DeepCompile has a backward at the boundary replace what no step has used. Backwards of
-        # forwards that had all begun before the first of these backwards belong together, and add up.
+        # As in DeepSpeed without DeepCompile, a backward at the accumulation boundary replaces gradients that no step
+        # has used. But several backwards add up if all their forwards began before the first of the backwards.
         replaces = self.phase is Phase.COMPLETE and self._forward_since_hand_over
         if replaces and not self._has_warned:
             self._has_warned = True
@@ -309,11 +320,11 @@ class BackwardLife:
             raise
 
     def _hand_over(self):
-        """Makes what is bound the optimizer's ``averaged_gradients``."""
+        """Puts views of the bound targets into the optimizer's ``averaged_gradients``."""
         optimizer = self._optimizer()
         with torch.profiler.record_function("deepcompile::hand_over"):
             for group, specs in enumerate(self._view_specs):
-                # The dict is never replaced: parameters hold a reference to it for safe_get_full_grad().
+                # Keep the dict and set its entries: parameters hold a reference to the dict for safe_get_full_grad().
                 optimizer.averaged_gradients[group] = PartitionViews(
                     self._reducer.targets(group),
                     self._reducer.flat_partition(group),
@@ -326,16 +337,18 @@ class BackwardLife:
 
 
 class _Watch:
-    """Tells a :class:`BackwardLife` when autograd is through with the graph of a backward, or when that raised.
+    """Tells a :class:`BackwardLife` that autograd has run the graph of a backward, or that the backward raised.
 
-    Queued as a callback of the running autograd graph task. The task calls it at the end of a backward. Where the
-    backward raised, the task drops it uncalled; no other extension point of autograd tells of that.
+    ``BackwardLife.begin()`` queues the watch as a callback of the running autograd graph task. The task calls the
+    watch when the graph has run. If the backward raises, the task drops the watch without calling it. No other
+    extension point of autograd tells of a backward that raised.
     """
 
     def __init__(self, life, serial):
         self._life, self._serial = weakref.ref(life), serial
-        # Not a __del__: Python code that runs while the graph task is dropped would raise a pending KeyboardInterrupt
-        # there, where nobody can catch it. Where the backward did not raise, no code is to run then.
+        # A finalizer, because __call__() can detach a finalizer and cannot detach a __del__(). After a backward that
+        # did not raise, no Python code may run while the graph task is dropped: a pending KeyboardInterrupt would be
+        # raised there, where nobody can catch it.
         self._dropped = weakref.finalize(self, _abandon, self._life, serial)
         self._dropped.atexit = False
 

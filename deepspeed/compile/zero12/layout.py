@@ -1,10 +1,10 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Where parameters lie in the flat tensors of a ZeRO-1/2 optimizer, and this rank's gradients cut to its partition.
+"""Where parameters lie in the flat tensors of a ZeRO-1/2 optimizer, and the views of this rank's gradients.
 
-Each parameter group has one flat tensor. It is cut into as many partitions of equal size as there are ranks, and rank
-r owns partition r. A parameter may straddle several partitions: the native ``cut_at_partitions()`` cuts it into
-pieces, and everything here that speaks of pieces asks that function.
+Each parameter group has one flat tensor. The flat tensor is cut into as many partitions of equal size as there are
+ranks, and rank r owns partition r. A parameter may straddle several partitions. The native ``cut_at_partitions()``
+cuts a parameter into pieces, and all code of this file gets pieces from that function.
 """
 
 from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
@@ -18,9 +18,10 @@ from .native import reducer_module
 
 
 class Piece(NamedTuple):
-    """A run of elements of one parameter that lies in one partition. Offsets and numel are in elements.
+    """A run of elements of one parameter that lies in one partition.
 
-    ``owner`` is a rank of the group's process group. ``offset`` counts from the beginning of the owner's partition.
+    ``owner`` is the rank, in the group's process group, that owns the partition. ``offset`` (from the beginning of the
+    partition) and ``numel`` are in elements.
     """
 
     parameter: Parameter
@@ -41,7 +42,8 @@ class Run(NamedTuple):
 class ViewSpec(NamedTuple):
     """One entry of ``averaged_gradients[group]``: a run of this rank's partition.
 
-    Offset and numel are in elements. ``shape`` is None for part of a parameter and for padding.
+    ``offset`` (from the beginning of the partition) and ``numel`` are in elements. ``shape`` is the parameter's shape,
+    or None if the run is padding or only a part of a parameter.
     """
 
     offset: int
@@ -51,12 +53,12 @@ class ViewSpec(NamedTuple):
 
 
 def flat_layout(optimizer, group: int) -> Iterator[Tuple[Parameter, int]]:
-    """Yields (parameter, offset in elements) of a parameter group's flat tensor, in its order."""
+    """Yields (parameter, its offset in elements) for a parameter group, in the order of the group's flat tensor."""
     return zip(optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group])
 
 
 def registered_parameters(optimizer) -> List[Parameter]:
-    """Lists the parameters of every group in the order in which a reducer numbers them."""
+    """Lists the registered parameters: those of every group, in the order in which the reducer numbers them."""
     groups = range(len(optimizer.bit16_groups))
     return [parameter for group in groups for parameter, _ in flat_layout(optimizer, group)]
 
@@ -70,7 +72,7 @@ def pieces(optimizer, group: int) -> Iterator[Piece]:
 
 
 def view_specs(optimizer, group: int) -> List[ViewSpec]:
-    """Lists the runs of this rank's partition: parameters, or parts of them, and the padding between and behind."""
+    """Lists the runs that fill this rank's partition of a group: pieces, and the padding between and after them."""
     rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
     specs, filled = [], 0
     for piece in pieces(optimizer, group):
@@ -88,10 +90,13 @@ def view_specs(optimizer, group: int) -> List[ViewSpec]:
 
 
 def runs(optimizer, parameters: Iterable[Parameter]) -> List[Run]:
-    """Lists the runs that cover these parameters. Neighbours of one owner are one run, with the padding between."""
+    """Lists the runs that cover ``parameters``, in the order of the flat tensors.
+
+    Adjacent pieces of one owner form one run, which includes the padding between the pieces.
+    """
     wanted, found = {id(parameter) for parameter in parameters}, []
     for group, size in enumerate(optimizer.partition_size):
-        # The run that the next piece may make longer.
+        # The run that the next piece extends if the piece has the same owner.
         open_run = None
         for piece in pieces(optimizer, group):
             if id(piece.parameter) not in wanted:
@@ -115,17 +120,18 @@ def lies_in_flat_tensor(optimizer, group: int) -> bool:
 
 
 class PartitionViews(list):
-    """``averaged_gradients[group]``: a gradient for each parameter in the partition, in partition order.
+    """``averaged_gradients[group]``: views of the targets in this rank's partition, in partition order.
 
-    Attributes and methods have the names of the base's own entries, which its code and its users' code look for.
+    The list also has an entry without elements for each run of padding. Attributes and methods have the names of the
+    base's own entries, because the base's code and users' code look these names up.
 
     Args:
-        targets: offset -> 1-D tensor in the gradient accumulation dtype, for each parameter in the partition.
-        flat_partition: the 1-D tensor of ``partition_size`` elements in which all targets lie, or None if each lies
-            where it was reduced.
-        specs: a ViewSpec for each parameter and each run of padding.
-        padding: a tensor without elements, of the targets' dtype and on their device.
-        release: forgets the targets in the reducer.
+        targets: offset in the partition, in elements -> 1-D target in the gradient accumulation dtype, for each piece.
+        flat_partition: the 1-D tensor of ``partition_size`` elements in which all targets lie, or None if targets do
+            not share one tensor.
+        specs: what :func:`view_specs` returned for the group.
+        padding: a tensor without elements, in the dtype and on the device of the targets.
+        release: a function that makes the reducer forget the targets.
     """
 
     def __init__(
@@ -148,9 +154,9 @@ class PartitionViews(list):
         views = []
         for spec in self._specs:
             if spec.is_padding:
-                # Nothing was reduced for padding, but the base finds parameters by their place in this list.
+                # Padding has no target, but an entry must keep its place: the base finds parameters by position.
                 view = self._padding.detach()
-                # The norm skips what has this mark, so that views and parameters pair up.
+                # The norm skips views with this mark, so that the other views pair up with the parameters.
                 view._zero_padding = True
             else:
                 view = self._targets[spec.offset]
@@ -158,8 +164,8 @@ class PartitionViews(list):
             views.append(view)
         self[:] = views
 
-    def move_flat_partition(self, device, non_blocking: bool = False) -> None:
-        """Moves the gradients to ``device``, as ``offload_states()`` asks."""
+    def move_flat_partition(self, device: torch.device, non_blocking: bool = False) -> None:
+        """Moves the gradients to ``device``. The base calls this in ``offload_states()`` and ``reload_states()``."""
         self._padding = self._padding.to(device)
         if self.flat_partition is None:
             for target in self._targets.values():
@@ -172,9 +178,10 @@ class PartitionViews(list):
         self._cut()
 
     def take(self) -> Iterator[Tuple[int, torch.Tensor]]:
-        """Yields (offset in elements, 1-D gradient) of each. Nothing here holds a gradient any longer.
+        """Yields (offset in elements, 1-D target) for each target, and leaves this list empty.
 
-        The memory of a gradient is free again as soon as the caller drops it.
+        This object and the reducer drop their references, so the memory of a target is free as soon as the caller
+        drops the target.
         """
         targets = self._targets
         self.release_grad_buffers()
@@ -182,7 +189,7 @@ class PartitionViews(list):
             yield targets.popitem()
 
     def release_grad_buffers(self) -> None:
-        """Drops the gradients here and in the reducer. May be called more than once."""
+        """Makes this object and the reducer drop the gradients. Repeated calls are allowed."""
         self.clear()
         self.flat_partition = None
         self._targets = {}
