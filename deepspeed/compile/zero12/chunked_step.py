@@ -1,19 +1,23 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The optimizer over a flat partition, a chunk at a time.
+"""Steps an optimizer over a flat partition chunk by chunk, to save memory.
 
-A partition has fp32 gradients of twice its bf16 gradients' size, and an optimizer may need temporaries of that size
-again. Where it treats each element by itself, they need never exist all at once.
+The fp32 gradients of a partition need twice the memory of its bf16 gradients, and the temporaries of an optimizer may
+need as much again. If the optimizer treats each element by itself, the fp32 gradients and the temporaries need to
+exist only for one chunk at a time.
 """
+
+from typing import Optional
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from deepspeed.ops.adam import FusedAdam
 
-# Elements of a chunk: 512 MiB of fp32. Kernels over that many run at the memory's full speed.
+# Elements of a chunk: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 CHUNK_NUMEL = 2**27
 
+# Optimizers that treat each element by itself.
 _ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
     *(torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, FusedAdam),
@@ -21,23 +25,24 @@ _ELEMENTWISE = (
 
 
 class MasterGradient:
-    """The gradient of a partition in the dtype of its master weights, made as it is asked for.
+    """The scaled gradient of a partition in the dtype of its master weights, made range by range.
 
     Args:
-        views: PartitionViews, which are empty from now on.
-        factor: what to multiply gradients with, a tensor [1] in the master weights' dtype, or None for 1.
+        views: the PartitionViews of the partition. This object takes the gradients out of them.
+        factor: a tensor [1] in the master weights' dtype with which to multiply gradients, or None for 1.
         like: a tensor of the dtype and on the device of the master weights.
     """
 
-    def __init__(self, views, factor, like):
-        # The last one in the list is the next.
+    def __init__(self, views, factor: Optional[torch.Tensor], like: torch.Tensor):
+        # (offset, gradient), with the lowest offset last, so that pop() takes it.
         self._rest = sorted(views.take(), key=lambda entry: entry[0], reverse=True)
         self._factor, self._like = factor, like
 
-    def take(self, first, last):
-        """Returns elements [first, last); those in front of ``last`` must not be asked for again.
+    def take(self, first: int, last: int) -> torch.Tensor:
+        """Returns elements [first, last) of the partition's scaled gradient as a new 1-D tensor. Padding is zero.
 
-        Gradients are dropped as soon as all of their elements have been taken. Padding between them is zero.
+        Calls must ask for ranges in ascending order. A gradient is dropped as soon as all its elements have been
+        taken.
         """
         gradient, filled = self._like.new_empty(last - first), first
         while self._rest and self._rest[-1][0] < last:
@@ -56,16 +61,18 @@ class MasterGradient:
         if self._factor is None:
             target.copy_(source)
         else:
-            # A factor of one dimension, not of none, has the product computed in its own dtype.
+            # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
+            # dimensions, torch would compute in the dtype of `source`.
             torch.mul(source, self._factor, out=target)
 
 
-def may_step_in_chunks(optimizer, parameter):
-    """Whether stepping ``parameter`` in chunks is the same as stepping it whole, and nobody would see it."""
+def may_step_in_chunks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether stepping ``parameter`` in chunks gives the same result as one step, and no hook would see the chunks."""
     return (
         type(optimizer) in _ELEMENTWISE
         and _is_complete(optimizer.state.get(parameter), parameter)
-        # Replaced, it may count its calls. A learning rate's schedule replaces it to see whether there was one.
+        # A step() that was replaced on the instance may count its calls. The one that a learning rate's schedule puts
+        # there only notes that a call was made.
         and ("step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched"))
         and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
@@ -73,20 +80,20 @@ def may_step_in_chunks(optimizer, parameter):
 
 
 def _is_complete(state, parameter):
-    # The first step makes the state, and a later one what has been asked for since.
+    # The first step makes the state. A later step makes an entry that is still None, if an option now asks for it.
     return bool(state) and all(
         _is_per_element(value, parameter) or (value.numel() == 1 if torch.is_tensor(value) else value is not None)
         for value in state.values()
     )
 
 
-def step_in_chunks(optimizer, index, gradient):
-    """Steps the only parameter of ``optimizer.param_groups[index]``.
+def step_in_chunks(optimizer: torch.optim.Optimizer, index: int, gradient: MasterGradient) -> None:
+    """Steps the only parameter of ``optimizer.param_groups[index]`` chunk by chunk.
 
     Args:
-        optimizer: for which :func:`may_step_in_chunks` is true.
-        index: of the parameter group.
-        gradient: the MasterGradient.
+        optimizer: an optimizer for which :func:`may_step_in_chunks` is true.
+        index: the index of the parameter group.
+        gradient: the gradient of the parameter.
     """
     groups = optimizer.param_groups
     (whole,) = groups[index]["params"]
@@ -104,7 +111,7 @@ def step_in_chunks(optimizer, index, gradient):
         finally:
             optimizer.param_groups = groups
             of_chunk = optimizer.state.pop(chunk)
-    # Counts of steps: every chunk has counted this one.
+    # The other states are counts of steps. Each chunk has counted this step, so take the counts of the last chunk.
     for name, value in state.items():
         if torch.is_tensor(value) and not _is_per_element(value, whole):
             value.copy_(of_chunk[name])

@@ -26,12 +26,12 @@ from . import step
 from .layout import registered_parameters
 from .state import Zero12
 
-# Optimizers of engines that train.
+# The attached optimizers whose parameters no later engine has taken over.
 _attached = weakref.WeakSet()
 
 
 def _with_current_parameters(name):
-    """Returns the base class's method ``name``, preceded by waiting for parameters that are on their way."""
+    """Returns a method that waits until all parameters have arrived and calls the base class's method ``name``."""
 
     def method(self, *args, **kwargs):
         self._zero12.gather.wait_all()
@@ -42,12 +42,16 @@ def _with_current_parameters(name):
 
 
 class StepLocalGradients:
-    """Mixed into the optimizer's class by :func:`attach`, as FSDP2 does with modules. ``_zero12`` holds all state."""
+    """The methods of the base's ZeRO-1/2 optimizer that work differently while an engine's reducer reduces.
+
+    :func:`attach` mixes this class into the class of the optimizer, as FSDP2 does with the classes of modules. The
+    attribute ``_zero12`` holds all state.
+    """
 
     # Backward, in the order in which the base calls ---------------------------------------------------------------
 
     def scale_if_loss(self, value):
-        # engine.backward() begins with this call. A backward that is unfinished then was interrupted behind its graph.
+        # engine.backward() begins with this call. An earlier backward that is still unfinished was interrupted.
         self._zero12.backward.abandon_interrupted()
         return super().scale_if_loss(value)
 
@@ -65,8 +69,8 @@ class StepLocalGradients:
 
     def overlapping_partition_gradients_reduce_epilogue(self):
         backward = self._zero12.backward
-        # engine.coalesce_grad_reduction() ends with this call. An engine whose compile() failed makes it at the end of
-        # a backward as well, which backward_epilogue() finishes.
+        # engine.coalesce_grad_reduction() ends with this call. An engine whose compile() failed also makes this call
+        # at the end of each backward: do nothing then, because backward_epilogue() finishes the backward.
         if backward.in_region or not self._backward_active_depth:
             backward.end_region()
 
@@ -74,7 +78,7 @@ class StepLocalGradients:
         """Does nothing: the reducer has its own buckets."""
 
     def reduce_ready_partitions_and_remove_grads(self, *_):
-        """Does nothing: the reducer takes what parameters hold when ``coalesce_grad_reduction()`` ends."""
+        """Does nothing: when a region ends, the reducer takes the gradients that parameters hold."""
 
     # Step --------------------------------------------------------------------------------------------------------
 
@@ -98,14 +102,14 @@ class StepLocalGradients:
     def load_state_dict(self, *args, **kwargs):
         self._zero12.gather.wait_all()
         super().load_state_dict(*args, **kwargs)
-        # Whatever the parameters were, they are the checkpoint's now, and a step begins.
+        # All parameters have the checkpoint's values now, and a new step begins.
         self._zero12.interrupted_step.forget()
         backward = self._zero12.backward
         backward.forget_lost()
         backward.begin_anew()
         backward.release()
 
-    # These read parameters or write them.
+    # These methods of the base read or write parameters.
     update_lp_params = _with_current_parameters("update_lp_params")
     refresh_fp32_params = _with_current_parameters("refresh_fp32_params")
 
@@ -123,8 +127,8 @@ class StepLocalGradients:
     def reload_states(self, *args, **kwargs):
         self._zero12.gather.wait_all()
         super().reload_states(*args, **kwargs)
-        # The base has moved every tensor to the device. Optimizers of torch keep their counts of steps on the host and
-        # read them there, so each step would wait for the device.
+        # The base has moved every tensor to the device. Torch's optimizers keep their counts of steps on the host:
+        # from the device, each step would have to wait for the counts.
         for state, name in self._zero12.states_on_host:
             state[name] = state[name].cpu()
 
@@ -144,12 +148,12 @@ def _with_step_local_gradients(cls):
 
 
 def attach(engine, reducer, limit) -> Zero12:
-    """Lets an engine's optimizer take its gradients from ``reducer``. Returns the state that the optimizer now holds.
+    """Makes an engine's optimizer take its gradients from ``reducer``. Returns the optimizer's new state.
 
     Args:
         engine: a DeepSpeedEngine whose optimizer is the ZeRO-1/2 optimizer.
         reducer: the engine's native reducer.
-        limit: the engine's ``CompilationLimit``, which learns in each step what the ranks agree on.
+        limit: the engine's ``CompilationLimit``, which learns in each step whether ranks agreed to stop compiling.
     """
     optimizer = engine.optimizer
     optimizer._zero12 = Zero12(engine, reducer, limit)
@@ -158,11 +162,11 @@ def attach(engine, reducer, limit) -> Zero12:
     def begin_unannounced_backward():
         attached = reference()
         if isinstance(attached, StepLocalGradients):
-            # DeepSpeed announces only the first backward through the outputs of a forward.
+            # DeepSpeed calls this prologue only for the first backward through the outputs of a forward.
             attached._zero12.engine._backward_prologue()
 
     reducer.on_unannounced_backward(begin_unannounced_backward)
-    # The reducer does the work of the base's hooks now, and holds the memory that contiguous_gradients stands for.
+    # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
@@ -172,18 +176,19 @@ def attach(engine, reducer, limit) -> Zero12:
     return optimizer._zero12
 
 
-def detach(optimizer) -> None:
-    """Undoes :func:`attach` but for the base's hooks; for an optimizer that will not train again."""
+def detach(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Undoes :func:`attach`, but the base's gradient hooks stay removed: the optimizer must not train again."""
     optimizer.__class__ = optimizer.plain_class
     _attached.discard(optimizer)
     del optimizer._zero12
 
 
-def keep_no_graph(optimizer) -> None:
+def keep_no_graph(optimizer: DeepSpeedZeroOptimizer) -> None:
     """Detaches the views of parameters that the base keeps for ``safe_get_full_*``.
 
-    The graph of these views holds the parameters' accumulation nodes. Autograd runs such a node on the stream where it
-    was made, and these were made on the stream of ``deepspeed.initialize()``, whatever stream trains the model.
+    The autograd graph of these views holds the parameters' accumulation nodes. Autograd runs an accumulation node on
+    the stream on which the node was made. These nodes were made on the stream of ``deepspeed.initialize()``, but the
+    model may be trained on another stream.
     """
     for group in optimizer.bit16_groups:
         for parameter in group:
@@ -192,10 +197,11 @@ def keep_no_graph(optimizer) -> None:
                 mapping.lp_fragment = mapping.lp_fragment.detach()
 
 
-def take_over_parameters(optimizer) -> None:
-    """Has earlier engines that train any of these parameters give way: the parameters lie in this optimizer's memory.
+def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Stops each earlier engine that trains any of this optimizer's parameters.
 
-    DeepSpeed does the same without DeepCompile.
+    The parameters lie in this optimizer's memory now, so the earlier engine would no longer step them. Without
+    DeepCompile, too, the later of two engines trains the parameters.
     """
     own = {id(parameter) for parameter in registered_parameters(optimizer)}
     for earlier in list(_attached):
@@ -206,7 +212,10 @@ def take_over_parameters(optimizer) -> None:
 
 
 def holds_its_parameters(optimizer) -> bool:
-    """Whether parameters lie in the memory of this ZeRO-1/2 optimizer, and not in that of one that was made later."""
+    """Whether an optimizer's parameters lie in its own flat tensors, and not in those of a later ZeRO-1/2 optimizer.
+
+    True for an optimizer other than the ZeRO-1/2 optimizer.
+    """
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return True
     return all(
@@ -221,6 +230,6 @@ def is_attached(optimizer) -> bool:
     return isinstance(optimizer, StepLocalGradients)
 
 
-def has_hooks(parameter) -> bool:
-    """Whether a user's hook wants to see this parameter's gradient, which then has to take autograd's way."""
+def has_hooks(parameter: torch.nn.Parameter) -> bool:
+    """Whether a parameter has a user's hook. Autograd must then deliver the gradient, so no graph may reduce it."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

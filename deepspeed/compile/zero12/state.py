@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""All that DeepCompile ZeRO-1/2 keeps of one engine."""
+"""The state that DeepCompile ZeRO-1/2 keeps for one engine."""
 
 import contextlib
 import weakref
@@ -14,7 +14,7 @@ from .step import InterruptedStep
 
 
 class Zero12:
-    """The state of an engine under DeepCompile ZeRO-1/2. Its optimizer holds it as ``_zero12`` while it is attached.
+    """The state of an engine under DeepCompile ZeRO-1/2. An attached optimizer holds this object as ``_zero12``.
 
     Args:
         engine: a DeepSpeedEngine whose optimizer is the ZeRO-1/2 optimizer.
@@ -22,12 +22,12 @@ class Zero12:
         limit: the engine's ``CompilationLimit``.
 
     Attributes:
-        registered: the optimizer's parameters, in the order in which the reducer numbers them.
+        registered: the registered parameters, in the order in which the reducer numbers them.
         backward: the ``BackwardLife``.
-        interrupted_step: what a step leaves that raised while it changed parameters.
-        gather: how parameters get their new values after a step.
-        around_forward: None, or the context of each forward of the engine.
-        undo: what to call when the engine is destroyed, the last addition first.
+        interrupted_step: refuses to go on after a step that an exception ended while it changed parameters.
+        gather: distributes the stepped parameters to all ranks: an ``AllGather`` or an ``OverlappedGather``.
+        around_forward: None, or the ``AroundForward`` that makes the context of each forward of the engine.
+        undo: functions to call when the engine is destroyed, the one added last first.
         taken_over: whether a later engine trains the parameters.
     """
 
@@ -42,16 +42,16 @@ class Zero12:
         self.around_forward: Optional[AroundForward] = None
         self.undo = contextlib.ExitStack()
         self.taken_over = False
-        # Optimizer states that were on the host when the rest was offloaded: (states of a parameter, name).
+        # Optimizer states that were already on the host when the others were offloaded: (states of a parameter, name).
         self.states_on_host = []
 
     @property
     def engine(self):
-        """The engine, which is gone where only its optimizer is still held."""
+        """The engine, or None if only the engine's optimizer still exists."""
         return self._engine()
 
     def refuse(self) -> None:
-        """Raises RuntimeError where this engine must not train: it was taken over, or a step was interrupted."""
+        """Raises RuntimeError if this engine must not train: a later engine does, or a step was interrupted."""
         if self.taken_over:
             raise RuntimeError(
                 "a later engine has been compiled for this engine's parameters and trains them now; use that one, and "
@@ -60,7 +60,7 @@ class Zero12:
         self.interrupted_step.refuse()
 
     def let_go(self) -> None:
-        """Drops gradients, leaves the parameters to whoever comes next, and undoes the engine's compilation."""
+        """Drops all gradients, unregisters the parameters, and undoes the setup of the engine."""
         self.backward.release()
         self.interrupted_step.forget()
         self.reducer.close()

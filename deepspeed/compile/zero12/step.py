@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer step of ZeRO-1/2 on gradients that a reducer has bound.
 
-:func:`run` does what the ZeRO optimizer's own step does, in as few passes over memory as it takes. One pass reads the
-gradients for their norm, from which overflow is told too. One makes the scaled fp32 gradient and releases what it has
-read. The optimizer follows, chunk by chunk where it can, and then the write-back into this rank's partition of the
-parameters.
+:func:`run` does what the ZeRO optimizer's own step does, in as few passes over memory as possible:
+
+1. One pass reads the gradients and computes their norm. The norm also says whether gradients overflowed.
+2. One pass makes the scaled fp32 gradient and releases the gradients that it has read.
+3. The optimizer steps the fp32 master weights, chunk by chunk where ``chunked_step.py`` allows chunks.
+4. One pass writes the master weights back into this rank's partition of the parameters.
 """
 
 import contextlib
@@ -30,12 +32,13 @@ from .layout import lies_in_flat_tensor
 
 
 def run(optimizer) -> None:
-    """Steps a ZeRO-1/2 optimizer whose ``averaged_gradients`` are PartitionViews, and releases these.
+    """Steps a ZeRO-1/2 optimizer whose ``averaged_gradients`` are PartitionViews, and releases the gradients.
 
-    On overflow nothing is stepped: ``optimizer.overflow`` says so, and the loss scale has been updated.
+    On overflow the parameters stay as they are: ``optimizer.overflow`` is true then, and the loss scale is updated.
 
     Raises:
-        RuntimeError: if the step has no gradients, or lost some.
+        RuntimeError: if the step has no gradients, if gradients were dropped, or if ranks sent different gradients.
+        DistBackendError: if a collective failed, for example because another rank died.
     """
     backward = optimizer._zero12.backward
     backward.require_complete()
@@ -43,7 +46,7 @@ def run(optimizer) -> None:
         with torch.profiler.record_function("deepcompile::step"):
             _run(optimizer)
     except BaseException:
-        # The step is not counted, and its gradients are gone.
+        # The step does not count and its gradients are dropped: the next micro-batch is the first of a step.
         backward.begin_anew()
         raise
     finally:
@@ -54,8 +57,8 @@ def _run(optimizer):
     zero12, device = optimizer._zero12, optimizer.bit16_groups_flat[0].device
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
-    # Whether ranks sent the same gradients. With `check_grad_overflow: false` the previous step did not wait for its
-    # answer, so that is checked first.
+    # Ask whether all ranks sent the same gradients. Check the previous step's answer first: with
+    # `check_grad_overflow: false` that step did not wait for it.
     zero12.reducer.check_others()
     zero12.reducer.ask_others()
     zero12.reducer.use_targets_here()
@@ -65,7 +68,7 @@ def _run(optimizer):
         zero12.reducer.check_others()
     zero12.limit.follow_others(zero12.reducer)
 
-    # Gradients carry the scale of their backward, which may change now.
+    # Gradients carry the loss scale of their backward: read the scale before _update_scale() changes it.
     optimizer.overflow, norm = _overflow(optimizer, norm) if waits else (False, norm)
     scale = optimizer.loss_scale
     optimizer._update_scale(optimizer.overflow)
@@ -96,26 +99,26 @@ def _run(optimizer):
 
 
 def _global_norm(optimizer):
-    """Returns the 2-norm of all gradients over all ranks, fp32 and 0-dimensional; infinite if it is invalid."""
+    """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid."""
     groups = range(len(optimizer.bit16_groups))
     return combine_grad_norm_groups([_group_norm(optimizer, group) for group in groups], norm_type=2)
 
 
 def _group_norm(optimizer, group):
-    """Returns the same of one parameter group, and -1 if it is not finite, as the base does."""
+    """Returns the 2-norm of one group's gradients over all ranks, fp32 [], and as in the base -1 if not finite."""
     views = optimizer.averaged_gradients[group]
     whole = (view for view in views if not getattr(view, "_zero_padding", False))
     counted = [
         gradient
         for gradient, parameter in zip(whole, optimizer.params_in_partition[group], strict=True)
-        # With model parallelism some parameters lie on several ranks, of which one counts.
+        # With model parallelism some parameters lie on several ranks, and one of these ranks counts the gradient.
         if not getattr(parameter, PIPE_REPLICATED, False)
         and (optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(parameter))
     ]
-    # With a dtype, like every tensor made here: the caller may have left torch.set_default_dtype() on.
+    # As for every new tensor in this file, name the dtype: the caller may have changed torch's default dtype.
     total = torch.zeros((), dtype=torch.float32, device=optimizer.bit16_groups_flat[0].device)
     if counted:
-        # Each norm is accumulated in fp32 while its gradient is read, without a copy in another dtype.
+        # _foreach_norm() accumulates in fp32 while it reads a gradient, so it makes no fp32 copy.
         norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32))
         total = norms.double().square().sum().float()
     with collective("add up the norm of the gradients"):
@@ -126,27 +129,30 @@ def _group_norm(optimizer, group):
 
 
 def _host_waits(optimizer, norm):
-    """Whether the host waits for the device: where asked to look and, as in DeepSpeed's own step, except in bf16."""
+    """Whether the host waits for the device, to learn whether gradients overflowed.
+
+    The host waits with ``check_grad_overflow: true``. Otherwise the host waits, as in DeepSpeed's own step, if there
+    is a norm and parameters are not in bf16.
+    """
     return optimizer.check_grad_overflow or (norm is not None and optimizer.dtype != torch.bfloat16)
 
 
 def _overflow(optimizer, norm):
-    """Returns whether gradients overflowed, and their norm, computed anew if only the norm is invalid."""
+    """Returns whether gradients overflowed, and their norm. Computes an invalid norm again, in fp64."""
     if norm is None:
         optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
         return optimizer.overflow, None
     if is_invalid_grad_norm(norm):
-        # The square of a norm may leave fp32's range where the gradients do not. The base squares in
-        # fp64.
+        # A squared norm may overflow fp32 although no gradient does. The base squares in fp64.
         norm = optimizer.scaled_global_norm()
     return is_invalid_grad_norm(norm), norm
 
 
 def _factor(norm, scale, clip, device) -> Optional[torch.Tensor]:
-    """Returns what gradients are to be multiplied with, fp32 [1] on ``device``, or None for 1."""
+    """Returns the factor that unscales and clips gradients, fp32 [1] on ``device``, or None for 1."""
     if clip == 0.0:
         return None if scale == 1.0 else torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
-    # An infinite norm makes this zero. The small number is part of what torch's clip_grad_norm_() computes too.
+    # With an infinite norm the factor is zero. Torch's clip_grad_norm_() adds 1e-6 to the norm too.
     excess = ((norm / scale + 1e-6) / clip).clamp(min=1.0)
     return (1.0 / (excess * scale)).reshape(1)
 
@@ -161,7 +167,7 @@ def _step_group(optimizer, group, factor):
     if views.flat_partition is None and not scaler and may_step_in_chunks(optimizer.optimizer, master):
         with _timed(optimizer, OPTIMIZER_STEP_TIMER):
             step_in_chunks(optimizer.optimizer, group, MasterGradient(views, factor, master.data))
-            # As _optimizer_step() does: a state that was loaded is first stepped here.
+            # As _optimizer_step() does after a step. With a loaded state, the first step may run here.
             optimizer._lazy_init_hp_params_optimizer_state()
     else:
         with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
@@ -171,7 +177,8 @@ def _step_group(optimizer, group, factor):
             with _timed(optimizer, OPTIMIZER_STEP_TIMER):
                 optimizer._optimizer_step(group)
         finally:
-            # It steps one group by hiding the others, and a checkpoint is loaded into all of them.
+            # _optimizer_step() hides the other groups, and leaves them hidden if it raises. A checkpoint that is
+            # loaded then needs all groups.
             optimizer.optimizer.param_groups = param_groups
             master.grad = None
     rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
@@ -179,7 +186,7 @@ def _step_group(optimizer, group, factor):
 
 
 def _whole_gradient(views, factor, master):
-    """Returns the scaled gradient of a partition; the views are empty then."""
+    """Returns the scaled gradient of a whole partition, 1-D in the dtype of ``master``, and empties ``views``."""
     flat = views.flat_partition
     if flat is None:
         return MasterGradient(views, factor, master.data).take(0, master.numel())
@@ -197,9 +204,9 @@ def _timed(optimizer, name):
 
 
 class InterruptedStep:
-    """What a step leaves that raised while it changed parameters: these may differ between ranks.
+    """Remembers that a step was interrupted: an exception ended the step while it changed parameters.
 
-    Refuses to go on with such parameters until others are loaded.
+    Parameters may differ between ranks then. So the engine refuses to go on until a checkpoint is loaded.
     """
 
     def __init__(self):
@@ -208,7 +215,10 @@ class InterruptedStep:
 
     @contextlib.contextmanager
     def changing_parameters(self, engine):
-        """Within it an exception is remembered, and the engine and its module refuse to be called or exported."""
+        """Context of the code that changes parameters.
+
+        After an exception in this context, calls of the engine and state dicts of its module raise RuntimeError.
+        """
         try:
             yield
         except BaseException as error:
@@ -229,7 +239,7 @@ class InterruptedStep:
             )
 
     def forget(self) -> None:
-        """Called when parameters are whole again."""
+        """Called when all ranks have the same parameters again."""
         self._error = None
         while self._hooks:
             self._hooks.pop().remove()
