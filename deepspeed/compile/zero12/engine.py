@@ -1,10 +1,10 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How an engine is set up for DeepCompile ZeRO-1/2, and what its end undoes."""
+"""Sets an engine up for DeepCompile ZeRO-1/2, and undoes the setup when the engine is destroyed."""
 
 import functools
 import weakref
-from typing import Callable, List
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 from torch.nn import Parameter
@@ -24,27 +24,30 @@ from .native import reducer_module
 from .optimizer import attach, has_hooks, take_over_parameters
 from .options import Plan, make_plan
 
-# How a module was called before each of the engines that were made for it, in order: module -> [_Compilation].
+# module -> [_Compilation]: one entry for each engine that has compiled the module and still exists, oldest first.
 _compilations = weakref.WeakKeyDictionary()
 _last_identity = 0
 
 
-def compile_engine(engine, backend, compile_config, compile_kwargs, schedule, stage: int) -> Callable:
+def compile_engine(
+    engine, backend: str, compile_config, compile_kwargs: Dict[str, Any], schedule: Optional[List], stage: int
+) -> Callable:
     """Prepares an engine and returns the backend with which its module is to be compiled.
 
-    Each step from ``attach()`` on that changes the engine or its module leaves on ``undo`` what takes it back.
+    From ``attach()`` on, each step that changes how the engine or its module runs adds a function to ``undo`` that
+    reverts the change. An earlier ``compile()`` of a part of the module is not restored.
 
     Args:
         engine: a DeepSpeedEngine with this ZeRO stage.
         backend: "inductor" or "eager".
         compile_config: the ``compile`` section of ``ds_config``.
         compile_kwargs: what ``engine.compile()`` passes on to ``module.compile()``.
-        schedule: None, or this stage's own pass at step 0, which is the default.
+        schedule: None, or the default schedule, which runs this stage's own pass at step 0.
         stage: 1 or 2.
 
     Raises:
-        ValueError: naming an option that ZeRO-1/2 under DeepCompile cannot honour, and what to do. The engine is
-            then unchanged.
+        ValueError: if ZeRO-1/2 under DeepCompile cannot honour an option. The message names the option and says what
+            to do. The engine is then unchanged.
     """
     plan = make_plan(engine, backend, compile_config, compile_kwargs, schedule, stage)
     optimizer, module = engine.optimizer, engine.module
@@ -57,7 +60,7 @@ def compile_engine(engine, backend, compile_config, compile_kwargs, schedule, st
     zero12 = attach(engine, reducer, limit)
     undo = zero12.undo.callback
     undo(restore_call(engine))
-    # What another engine has compiled is that engine's own.
+    # Leave out the modules that another engine has compiled.
     parts = [each for each in module.modules() if each is not module and not _compilations.get(each)]
     compile_blocks.take_over_compiled(parts)
     undo(train_without_cache(module))
@@ -79,9 +82,10 @@ def compile_engine(engine, backend, compile_config, compile_kwargs, schedule, st
 
 
 def keep_timeout_of_world(optimizer) -> None:
-    """Has the optimizer's process groups give up on another rank when the world's would, if that is sooner.
+    """Shortens the timeout of the optimizer's process groups to the timeout of the world's process group.
 
-    DeepSpeed makes them with torch's default, half an hour with gloo, whatever ``init_distributed()`` was given.
+    DeepSpeed makes these groups with torch's default timeout, which is half an hour with gloo, and ignores the timeout
+    given to ``init_distributed()``. A timeout that is already shorter stays as it is.
     """
     device = optimizer.bit16_groups_flat[0].device
     world = _communicating_backend(dist.get_world_group(), device)
@@ -101,7 +105,7 @@ def _communicating_backend(group, device):
 
 
 def make_reducer(engine, plan: Plan):
-    """Creates the native reducer of an engine, with every parameter registered empty."""
+    """Creates the native reducer of an engine and registers every parameter. No gradient memory is allocated."""
     optimizer = engine.optimizer
     reducer = reducer_module().Reducer(
         identity=_next_identity(optimizer),
@@ -116,8 +120,8 @@ def make_reducer(engine, plan: Plan):
             int(optimizer.partition_size[group]),
             optimizer.gradient_accumulation_dtype,
             optimizer.bit16_groups_flat[group].device,
-            # The step needs a copy in the dtype of the master weights. Where the targets have that dtype, they are the
-            # copy, and must lie in one flat tensor.
+            # The step needs the gradients in the master weights' dtype. Targets of that dtype serve the step without
+            # a copy, so they must lie in one flat tensor.
             optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
         )
         for parameter, offset in flat_layout(optimizer, group):
@@ -130,7 +134,8 @@ def make_reducer(engine, plan: Plan):
 def _next_identity(optimizer):
     """Returns a number that no other engine of this process has and that is the same on every rank.
 
-    Engines may share a process group, which matches messages by their order alone.
+    Engines may share a process group, which matches messages by their order alone. Each rank's fingerprint begins with
+    the number, so ranks find out if they have sent gradients of different engines.
     """
     global _last_identity
     identity = torch.tensor([_last_identity + 1], dtype=torch.int64, device=optimizer.bit16_groups_flat[0].device)
@@ -141,9 +146,10 @@ def _next_identity(optimizer):
 
 
 def parameters_reduced_by_graphs(optimizer) -> List[Parameter]:
-    """Lists the parameters whose gradients compiled graphs may reduce: those without a hook on any rank.
+    """Lists the reducible parameters: those without a user's hook on any rank.
 
-    A hook changes which graphs reduce what, and all ranks must reduce in one order.
+    Graphs do not reduce a parameter that has a hook. All ranks must reduce in the same order, so a hook on one rank
+    counts on all ranks.
     """
     registered = registered_parameters(optimizer)
     hooked = torch.tensor([has_hooks(parameter) for parameter in registered], dtype=torch.int32)
@@ -154,12 +160,14 @@ def parameters_reduced_by_graphs(optimizer) -> List[Parameter]:
 
 
 class _Compilation:
+    """How a module was called before an engine compiled it."""
+
     def __init__(self, before):
         self.before = before
 
 
 def restore_call(engine) -> Callable[[], None]:
-    """Returns a function that has the engine's module called as it is called now, once the engine is destroyed."""
+    """Notes how the engine's module is called now. Returns a function that restores this call."""
     module, compilation = engine.module, _Compilation(engine.module._compiled_call_impl)
     reference = weakref.ref(engine)
     _compilations.setdefault(module, []).append(compilation)
@@ -170,12 +178,14 @@ def restore_call(engine) -> Callable[[], None]:
         if compilation is engines[-1]:
             module._compiled_call_impl = compilation.before
         else:
-            # A later engine has compiled the module since; what it leaves must not be this one's.
+            # A later engine has compiled the module since. When the later engine is destroyed, it must not restore the
+            # compiled call of this engine.
             engines[index + 1].before = compilation.before
         del engines[index]
         destroyed = reference()
         if destroyed is not None:
-            # While this is set, DeepSpeed ends by giving the module the hooks of an engine without DeepCompile.
+            # If this flag stayed set, DeepSpeed's destroy() would give the module the hooks of an engine without
+            # DeepCompile.
             destroyed._deepcompile_active = False
 
     return restore

@@ -1,8 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What happens around each forward of an engine under DeepCompile ZeRO-1/2.
+"""What an engine under DeepCompile ZeRO-1/2 does before and after each forward.
 
-DeepSpeed does some of it in hooks of the module, which it removes, because they would be compiled with the module.
+Without DeepCompile, DeepSpeed does a part of this in hooks of the module. With DeepCompile, DeepSpeed removes these
+hooks, because the compiler would compile them with the module.
 """
 
 import contextlib
@@ -11,10 +12,10 @@ import torch
 
 
 class AroundForward:
-    """A context for each forward.
+    """Makes the context of each forward of an engine.
 
     Args:
-        engine: whose forwards these are; its optimizer is attached already.
+        engine: the engine. Its optimizer is already attached.
         waiting: None, or the ``Waiting`` for parameters that are on their way.
     """
 
@@ -22,24 +23,25 @@ class AroundForward:
         self._waiting = waiting
         self._acts = _acts_around_forward(engine)
         if self._acts:
-            # DeepSpeed would start the flops profiler around the forward, on one rank. The profiler replaces functions
-            # at which the compiler looks.
+            # _forward_prologue() would start the flops profiler, on one rank. The profiler replaces functions that the
+            # compiler traces.
             engine._config.flops_profiler_config.enabled = False
 
     @contextlib.contextmanager
     def __call__(self, engine, inputs, kwargs):
-        """Yields the inputs and kwargs for the module's forward. Where that raises, nothing is done behind it."""
+        """Yields the inputs and kwargs for the module's forward. If the forward raises, nothing runs after it."""
         zero12 = engine.optimizer._zero12
         zero12.reducer.follow_stream()
         if torch.is_grad_enabled():
             zero12.backward.forward_begins()
         if self._waiting is not None:
-            # Parameters outside the blocks are complete before the forward starts; all parameters are when it ends.
+            # Parameters outside the blocks are complete before the forward starts; all parameters are complete when
+            # the forward ends.
             self._waiting.begin()
         acts = self._acts and engine.is_deepcompile_active()
         if acts:
             for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:
-                # Neither a forward nor a step is under way here, but one may have raised.
+                # No forward or step is under way here, so a timer that runs belongs to a forward or step that raised.
                 if engine.timers(name).started_:
                     engine.timers(name).reset()
             inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
@@ -51,9 +53,9 @@ class AroundForward:
 
 
 def _acts_around_forward(engine):
-    """Whether an option makes the engine do something before and after each forward: take times, cast the inputs.
+    """Whether an option makes the engine act before and after each forward: take times, cast the inputs.
 
-    Reporting the throughput alone does not count, since that timer synchronizes the device in every step.
+    The report of the throughput alone does not count, because its timer would synchronize the device in every step.
     """
     return (
         engine.wall_clock_breakdown()

@@ -1,9 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How parameters get their new values after a ZeRO-1/2 step, of which each rank has computed a partition.
+"""Distributes the new values of parameters after a ZeRO-1/2 step, in which each rank stepped its own partition.
 
-:class:`AllGather` is done when the step is. :class:`OverlappedGather` (``compile.overlap_param_gather``) sends while
-the next forward runs; ``gather_hooks.py`` says where the forward waits.
+:class:`AllGather` ends before the step returns. :class:`OverlappedGather` (``compile.overlap_param_gather``) still
+sends parameters while the next forward runs, and ``gather_hooks.py`` makes the forward wait for them.
 """
 
 import weakref
@@ -27,7 +27,11 @@ class AllGather:
         self._optimizer = weakref.ref(optimizer)
 
     def start(self) -> None:
-        """Called on every rank when the partitions hold their new values."""
+        """Called on every rank when the partitions hold their new values.
+
+        Raises:
+            DistBackendError: if the collective failed, for example because another rank died.
+        """
         optimizer = self._optimizer()
         with collective(PURPOSE):
             all_gather_dp_groups(
@@ -39,7 +43,7 @@ class AllGather:
             )
 
     def wait_all(self) -> None:
-        """There is nothing to wait for."""
+        """Does nothing: no parameter is on its way after ``start()``."""
 
 
 class OverlappedGather:
@@ -47,19 +51,23 @@ class OverlappedGather:
 
     Args:
         optimizer: a ZeRO-1/2 optimizer.
-        units: parameters that are waited for together, in the order in which they are sent; each of the optimizer's is
-            in one. A unit is sent as few contiguous runs, each by the rank that owns it.
+        units: lists of parameters, in the order in which units are sent. Each registered parameter is in one unit. A
+            unit is sent as few contiguous runs, each by the run's owner, and a forward waits for a whole unit.
     """
 
     def __init__(self, optimizer, units: List[List[Parameter]]):
         self._optimizer = weakref.ref(optimizer)
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
         self._runs = [runs(optimizer, unit) for unit in units]
-        # Of each unit that is on its way.
+        # Number of a unit that is on its way -> its broadcasts that nobody has waited for.
         self._works: Dict[int, list] = {}
 
     def start(self) -> None:
-        """Called on every rank when the partitions hold their new values. Returns while they are being sent."""
+        """Called on every rank when the partitions hold their new values. Returns while parameters are being sent.
+
+        Raises:
+            DistBackendError: if a collective failed, for example because another rank died.
+        """
         self.wait_all()
         optimizer = self._optimizer()
         with collective(PURPOSE):
@@ -72,26 +80,31 @@ class OverlappedGather:
                         async_op=True,
                     )
                     for group, first, last, owner in unit
-                    # A rank that is alone has nobody to send to.
+                    # A single rank has nobody to send to.
                     if dist.get_world_size(optimizer.real_dp_process_group[group]) > 1
                 ]
 
     def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:
-        """Returns the numbers of the units in which these are; frozen parameters are in none."""
+        """Returns the numbers of the units that hold any of ``parameters``. Frozen parameters are in no unit."""
         return {self._unit_of[id(parameter)] for parameter in parameters if id(parameter) in self._unit_of}
 
     def wait(self, units: Iterable[int]) -> None:
-        """Has the current stream, and on a CPU the caller, wait for these units."""
+        """Makes the current stream, and on a CPU the calling thread, wait for these units.
+
+        Raises:
+            DistBackendError: if the parameters could not be received.
+        """
         if self._works:
             for index in units:
                 works = self._works.get(index, [])
                 while works:
-                    # One whose wait raised is asked again: its parameters must not be used.
+                    # Drop a broadcast only after its wait succeeded. If a wait raised, every later wait must raise
+                    # too, because the parameters must not be used.
                     with collective(PURPOSE):
                         works[-1].wait()
                     works.pop()
                 self._works.pop(index, None)
 
     def wait_all(self) -> None:
-        """Waits for all that is on its way."""
+        """Waits for every unit that is on its way."""
         self.wait(sorted(self._works))

@@ -1,14 +1,14 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Who waits for parameters that an ``OverlappedGather`` still sends.
+"""Makes a model wait for parameters that an ``OverlappedGather`` still sends.
 
-What no block has for itself is sent first, then block after block, and the next forward waits for a block's parameters
-when it comes to the block. Reads that no hook sees, such as ``parameter.clone()`` between a step and the next forward,
-must be preceded by ``wait_for_parameters()``.
+The unit ``OUTSIDE`` is sent first, then the unit of each block. The next forward waits for a block's unit when the
+forward reaches the block. No hook sees reads such as ``parameter.clone()`` between a step and the next forward: before
+such a read, the caller must call ``wait_for_parameters()``.
 """
 
 from collections import defaultdict
-from typing import Callable, List, Optional
+from typing import Callable, Iterable, List, Optional
 
 import torch
 from torch.nn import Module, Parameter
@@ -18,16 +18,17 @@ from deepspeed.utils import logger
 from .gather import OverlappedGather
 from .layout import registered_parameters
 
-# The unit of what no block holds, or more than one does.
+# The number of the unit of all parameters that lie outside the blocks or in several blocks.
 OUTSIDE = 0
 
 
 class Waiting:
-    """Has a model wait for parameters that are on their way wherever it uses them.
+    """Makes a model wait for parameters that are on their way, wherever the model uses them.
 
-    The engine's forward waits for what no block holds before it begins, and a block waits for its own parameters. All
-    parameters are complete when the blocks are through, and when a state dict is read or loaded. Where the caller
-    calls the module without its engine, other modules wait when they are called and graphs when they are run.
+    The engine's forward waits for the unit ``OUTSIDE`` before the forward begins, and each block waits for its own
+    unit. All parameters are complete when the last block has run, and when a state dict is read or loaded. If the
+    caller calls the module without its engine, the modules outside the blocks wait when they are called, and graphs
+    wait when they run.
 
     Args:
         optimizer: a ZeRO-1/2 optimizer.
@@ -43,30 +44,33 @@ class Waiting:
         outside = {id(each) for each in _modules_outside(module, blocks)}
         for each in module.modules():
             if isinstance(each, torch.jit.ScriptModule):
-                # A ScriptModule takes no hooks. The hooks of the modules and of the engine around it wait as well.
+                # A ScriptModule takes no hooks. The engine's forward and the modules around the ScriptModule wait too.
                 continue
             self._hooks.append(each.register_state_dict_pre_hook(_Hook(self.leave)))
             self._hooks.append(each.register_load_state_dict_pre_hook(_Hook(self.leave)))
             own = self._gather.units_of(each.parameters(recurse=False))
             if id(each) in outside and (own or each is module):
-                # Before other hooks, which may compute with parameters, as the hook of weight_norm() does.
+                # Run before other hooks: they may compute with parameters, as the hook of weight_norm() does.
                 self._hooks.append(each.register_forward_pre_hook(_Hook(self.begin), prepend=True))
         optimizer._zero12.gather = self._gather
 
     def begin(self) -> None:
-        """Called before a forward: waits for what no block holds."""
+        """Called before a forward: waits for the unit ``OUTSIDE``."""
         self._gather.wait([OUTSIDE])
 
     def enter(self, module: Module) -> None:
-        """Called before the forward of a block, or of what calls the blocks."""
+        """Called before the forward of a block (waits for its unit) or of a module that calls blocks (``OUTSIDE``)."""
         self._gather.wait(self._units_of_block.get(id(module), [OUTSIDE]))
 
     def leave(self) -> None:
-        """Called behind the forward of what calls the blocks."""
+        """Called after the forward of a module that calls blocks: waits for all units."""
         self._gather.wait_all()
 
-    def before_graph(self, inputs) -> Optional[Callable[[], None]]:
-        """Returns a function to call before each run of a graph with these inputs, or None if it needs none."""
+    def before_graph(self, inputs: Iterable) -> Optional[Callable[[], None]]:
+        """Returns a function to call before each run of a graph, which waits for parameters among ``inputs``.
+
+        Returns None if the graph has no parameter to wait for.
+        """
         units = sorted(self._gather.units_of(value for value in inputs if isinstance(value, Parameter)))
         return (lambda: self._gather.wait(units)) if units else None
 
@@ -80,13 +84,13 @@ class Waiting:
 
 
 class _Hook:
-    """A hook of a module that calls ``wait()``. Copies of the module get one that does nothing, as do its pickles."""
+    """A hook of a module that calls ``wait()``. In copies and pickles of the module, the hook does nothing."""
 
     def __init__(self, wait=None):
         self._wait = wait
 
     def __call__(self, *_args):
-        # The compiler leaves this out: before_graph() waits for the parameters of a whole graph.
+        # A compiled graph does not call `wait()`: before_graph() waits for all parameters of the graph.
         if not torch.compiler.is_compiling() and self._wait is not None:
             self._wait()
 
@@ -100,7 +104,7 @@ def _modules_outside(module, blocks):
 
 
 def _units(optimizer, module, blocks):
-    """Lists the units in the order in which they are sent: what no block has for itself, then each block's own."""
+    """Lists the units in the order in which they are sent: ``OUTSIDE``, then the parameters of each block alone."""
     outside = {
         id(parameter) for each in _modules_outside(module, blocks) for parameter in each.parameters(recurse=False)
     }
@@ -109,7 +113,7 @@ def _units(optimizer, module, blocks):
         for parameter in block.parameters():
             holders[id(parameter)].add(index)
     units = [[] for _ in range(1 + len(blocks))]
-    # All of the optimizer's, also parameters that the module does not have.
+    # Go through the registered parameters: the optimizer may have parameters that the module does not have.
     for parameter in registered_parameters(optimizer):
         held_by = holders[id(parameter)]
         alone = len(held_by) == 1 and id(parameter) not in outside

@@ -1,15 +1,15 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which options DeepCompile ZeRO-1/2 honours, and what they choose: the :class:`Plan` of an engine.
+"""Checks an engine's options for DeepCompile ZeRO-1/2, and makes the engine's :class:`Plan` from them.
 
-An option that would train differently, or in other memory, than its user asked for is refused in one sentence. An
-option that DeepSpeed 0.19.8 accepts in these stages and that has no effect there is warned of in one sentence.
-``docs/options.md`` lists every option with what happens to it.
+:func:`make_plan` refuses an option if the engine would train in another way, or in other memory, than the user asked
+for, and warns of an option that DeepSpeed 0.19.8 accepts in these stages and ignores. Each error and each warning is
+one sentence. ``docs/options.md`` lists every option with what happens to it.
 """
 
 import inspect
 import logging
-from typing import List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
 from torch.nn import Module
@@ -26,8 +26,8 @@ from .optimizer import is_attached
 
 OLDEST_TORCH = "2.11"
 
-# Options that only ZeRO-3 implements, by section: name -> the values that ask for nothing. Nobody is warned of options
-# that merely tune ZeRO-3 (sizes, thresholds): configurations keep them when they change the stage.
+# Options that only ZeRO-3 implements: section -> name -> the values that switch the option off. Options that merely
+# tune ZeRO-3 (sizes, thresholds) cause no warning: users leave them in a configuration when they change the stage.
 _ZERO3_ONLY = {
     "zero_optimization": {
         "zero_quantized_weights": (False,),
@@ -50,19 +50,19 @@ _ZERO3_ONLY = {
 
 
 class Plan(NamedTuple):
-    """What an engine's options choose.
+    """The choices that an engine's options make.
 
     Attributes:
-        stage: of ZeRO, 1 or 2.
+        stage: the ZeRO stage, 1 or 2.
         backend: "inductor" or "eager".
         blocks: the modules that become graphs of their own.
-        why_whole: if there are none, the reason why the model is compiled as a whole.
+        why_whole: if there are no blocks, the reason why the model is compiled as a whole.
         overlaps_reduction: whether a bucket may be on its way while the backward goes on.
         overlaps_gather: whether the next forward begins while updated parameters are still being gathered.
-        synchronize_before, synchronize_after: whether to drain the device around each bucket.
+        synchronize_before, synchronize_after: whether to drain the device before and after each bucket.
         compilations: how often one frame may be compiled for training.
         fullgraph: whether the caller asks for one graph, so that too many compilations are an error.
-        dynamic: as of ``torch.compile``.
+        dynamic: the argument of this name of ``torch.compile``.
         debug_log: whether rewritten graphs are logged.
     """
 
@@ -80,17 +80,21 @@ class Plan(NamedTuple):
     debug_log: bool
 
 
-def make_plan(engine, backend, compile_config, compile_kwargs, schedule, stage: int) -> Plan:
-    """Checks the options of an engine and returns what they choose. The engine stays as it is.
+def make_plan(
+    engine, backend: str, compile_config, compile_kwargs: Dict[str, Any], schedule: Optional[List], stage: int
+) -> Plan:
+    """Checks the options of an engine and returns its plan. The engine stays as it is.
+
+    Logs a warning for each option that has no effect in this stage. The arguments are those of ``compile_engine()``.
 
     Raises:
-        ValueError: for an option that cannot be honoured; options that have no effect in this stage are warned of.
+        ValueError: for the first option that cannot be honoured.
     """
     _refuse_first(stage, _problems(engine, backend, compile_config, compile_kwargs, schedule, stage))
     for ignored in _without_effect(engine, compile_config, compile_kwargs):
         log_dist(_beginning(stage) + ignored, ranks=[0], level=logging.WARNING)
     blocks, why_whole = choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs)
-    # All blocks of a class share a limit, so each of them may differ.
+    # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
     limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
     return Plan(
         stage=stage,
@@ -108,7 +112,7 @@ def make_plan(engine, backend, compile_config, compile_kwargs, schedule, stage: 
     )
 
 
-def refuse_options(engine, backend) -> None:
+def refuse_options(engine, backend: str) -> None:
     """Raises the ValueError that ``engine.compile(backend)`` would raise."""
     stage = engine.zero_optimization_stage()
     _refuse_first(stage, _problems(engine, backend, engine._config.compile_config, {}, None, stage))
@@ -132,6 +136,7 @@ def _overlaps_reduction(engine, compile_config):
 
 
 def _problems(engine, backend, compile_config, compile_kwargs, schedule, stage):
+    """Yields a sentence for each option that cannot be honoured."""
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
     yield from _unsupported_zero_options(engine)
@@ -152,7 +157,7 @@ def _problems(engine, backend, compile_config, compile_kwargs, schedule, stage):
 
 def _unsupported_zero_options(engine):
     zero_config = engine._config.zero_config
-    # Needs offload_optimizer, so it comes before that.
+    # zenflow needs offload_optimizer, so name zenflow first.
     if zero_config.zenflow is not None:
         yield "zero_optimization.zenflow is not supported; remove it"
     if _offloads(zero_config.offload_optimizer):
@@ -165,7 +170,7 @@ def _offloads(offload):
 
 
 def _without_effect(engine, compile_config, compile_kwargs):
-    """What 0.19.8 accepts in these stages, trains with, and does not act upon."""
+    """Yields a sentence for each option that DeepSpeed 0.19.8 accepts in these stages and ignores."""
     config = engine._config
     zero_config = config.zero_config
     if _offloads(zero_config.offload_param):
@@ -178,7 +183,7 @@ def _without_effect(engine, compile_config, compile_kwargs):
                 yield f"{section}.{name}={value} has no effect in this stage, only in stage 3"
     if "z3" in (compile_config.passes or ()):
         yield "compile.passes holds 'z3', which has no effect in this stage"
-    # With prescale_gradients DeepSpeed does not read the factor.
+    # With prescale_gradients, DeepSpeed itself does not read the factor.
     if config.gradient_predivide_factor != 1.0 and not config.prescale_gradients:
         yield (
             f"gradient_predivide_factor={config.gradient_predivide_factor} has no effect, because gradients are "
@@ -248,7 +253,7 @@ def _unsupported_optimizers(engine):
 
 
 def _unsupported_reports(engine):
-    """What would leave out the compiled code, and layers that change their shapes as they run."""
+    """Yields a sentence for random_ltd, whose layers change shapes, and for autotuning, which needs a profiler."""
     if engine.random_ltd_enabled():
         yield (
             "data_efficiency.data_routing.random_ltd is not supported, because its layers load native code and change "
@@ -282,7 +287,7 @@ def _unsupported_regions(module, compile_config, compile_kwargs):
 def _unsupported_compile_kwargs(backend, compile_kwargs):
     from torch._inductor import config, list_mode_options
 
-    # DeepSpeed warns of a `backend` in here.
+    # Accept `backend` among the arguments: DeepSpeed itself warns of it.
     known = {*inspect.signature(torch.compile).parameters} - {"model"}
     for name in compile_kwargs:
         if name not in known:
@@ -291,7 +296,7 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
     if mode is not None and options is not None:
         yield "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either"
     mode, options = None if mode == "default" else mode, dict(options or {})
-    # This one is Dynamo's and goes with any backend.
+    # guard_filter_fn is an option of Dynamo and goes with any backend.
     options.pop("guard_filter_fn", None)
     if backend == "eager":
         if mode or options:
