@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""DeepCompile for ZeRO-1 and ZeRO-2. What users import is here; ``docs/architecture.md`` has a map of the rest."""
+"""DeepCompile for ZeRO-1 and ZeRO-2. This file has the functions for users; ``docs/architecture.md`` maps the rest."""
 
 from typing import Dict
 
@@ -10,14 +10,24 @@ __all__ = ["gradient_counters", "reset_gradient_counters", "wait_for_parameters"
 
 
 def gradient_counters(engine) -> Dict[str, int]:
-    """Returns what an engine's reducer holds on this rank.
+    """Returns the counters of an engine's reducer on this rank: name -> value.
 
-    Bytes: ``bound`` of gradient targets, ``pending`` of gradients on their way to their owners, ``bucket`` of memory
-    allocated for those, ``unreduced`` of gradients kept between the micro-batches of ZeRO-1 or until the last of
-    several contributions to a parameter has come, and ``peak_...`` for the highest of each. Counts: ``registered``
-    parameters; gradients received ``from_graphs`` that reduce and ``from_autograd``, for code that was not compiled;
-    ``buckets_sent``, and ``messages_sent`` in them, each to one owner. Peaks, gradients, buckets and messages count
-    since ``reset_gradient_counters()``.
+    Bytes that the reducer holds now; ``peak_`` before the name gives the most that it held since
+    ``reset_gradient_counters()``:
+
+    - ``bound``: gradient targets.
+    - ``pending``: gradients that wait in a bucket or are on their way to their owners.
+    - ``bucket``: memory that was allocated for pending gradients.
+    - ``unreduced``: gradients that stay on this rank, between the micro-batches of ZeRO-1 or until the last of several
+      contributions to a parameter has come.
+
+    Numbers since ``reset_gradient_counters()``, except the first:
+
+    - ``registered``: registered parameters.
+    - ``from_graphs``: gradients received from graphs that reduce.
+    - ``from_autograd``: gradients received from code that was not compiled.
+    - ``buckets_sent``: buckets.
+    - ``messages_sent``: messages in these buckets, each to one owner.
 
     Raises:
         ValueError: if the engine has not been compiled with DeepCompile ZeRO-1/2.
@@ -26,15 +36,20 @@ def gradient_counters(engine) -> Dict[str, int]:
 
 
 def reset_gradient_counters(engine) -> None:
-    """Makes the peaks of :func:`gradient_counters` start from what is held now, and its other counts from zero."""
+    """Restarts the peaks of :func:`gradient_counters` from what is held now, and the other numbers from zero.
+
+    Raises:
+        ValueError: if the engine has not been compiled with DeepCompile ZeRO-1/2.
+    """
     _reducer_of(engine).reset_counters()
 
 
 def wait_for_parameters(engine) -> None:
-    """Makes every parameter of an engine current: whatever the current stream reads from now on has its new value.
+    """Makes every parameter of an engine current: the current stream reads the new values from now on.
 
-    Needed before parameters are read or written directly between ``engine.step()`` and the next forward, and only
-    with ``compile.overlap_param_gather``; without that option this does nothing. Does not wait for the device.
+    With ``compile.overlap_param_gather``, the caller must call this function before it reads or writes parameters
+    directly between ``engine.step()`` and the next forward. Without that option the function does nothing. The host
+    does not wait for the device.
     """
     if is_attached(engine.optimizer):
         engine.optimizer._zero12.gather.wait_all()

@@ -1,23 +1,30 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What a collective's error says to whoever reads it."""
+"""Errors of collectives that say what this rank could not do."""
 
 import contextlib
+from typing import Iterator
 
 import torch
 
 
 @contextlib.contextmanager
-def collective(purpose):
-    """Around a collective: raises its error anew, as DistBackendError, with what this rank could not do.
+def collective(purpose: str) -> Iterator[None]:
+    """Context of a collective that raises the collective's error again, as DistBackendError, with its purpose.
 
-    gloo's errors are plain RuntimeErrors, from which others that arise there are not told. The native code does the
-    same around its own collectives (``throw_for_other_ranks()``).
+    gloo raises plain RuntimeErrors, so the context converts every RuntimeError but those of this rank's own device.
+    The native code does the same around its own collectives (``throw_for_other_ranks()``).
+
+    Args:
+        purpose: what completes "DeepCompile could not" in the message.
+
+    Raises:
+        DistBackendError: if the collective raised.
     """
     try:
         yield
     except (torch.OutOfMemoryError, torch.AcceleratorError):
-        # This rank's own.
+        # The error is about this rank's own device, not about another rank.
         raise
     except RuntimeError as error:
         raise torch.distributed.DistBackendError(

@@ -167,7 +167,7 @@ class _Compilation:
 
 
 def restore_call(engine) -> Callable[[], None]:
-    """Notes how the engine's module is called now. Returns a function that restores this call."""
+    """Notes how the engine's module is called now. Returns a function that restores it at the engine's end."""
     module, compilation = engine.module, _Compilation(engine.module._compiled_call_impl)
     reference = weakref.ref(engine)
     _compilations.setdefault(module, []).append(compilation)

@@ -1,9 +1,10 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Has training forwards of transformers' models keep no cache of keys and values.
+"""Makes training forwards of transformers' models run without the cache of keys and values.
 
-A training forward has no use for the cache, but with it each layer is compiled by itself, because each finds it filled
-by the layers before. transformers switches it off under gradient checkpointing.
+A training forward has no use for the cache. With the cache, each layer would be compiled again, because each layer
+finds the cache filled by another number of layers. Under gradient checkpointing, transformers itself switches the
+cache off.
 """
 
 import inspect
@@ -18,10 +19,11 @@ from deepspeed.utils import log_dist
 
 
 def train_without_cache(module: Module) -> Callable[[], None]:
-    """Adds hooks to the outermost models of transformers in ``module``. Returns a function to remove them.
+    """Adds hooks to the outermost models of transformers in ``module``. Returns a function that removes the hooks.
 
-    A model that is ``module`` itself gets ``use_cache=False`` in each training forward that does not say otherwise. A
-    model inside of another module gets it if called with labels: otherwise it may be called for the cache.
+    If ``module`` is such a model, the hook passes ``use_cache=False`` to each training forward whose caller has not
+    chosen. In a model inside ``module``, the hook does so only for calls with labels: without labels, the code around
+    the model may want the cache.
     """
     models = [each for each in _outermost(module) if _has_switch(each)]
     if models:
@@ -54,15 +56,15 @@ def _outermost(module) -> List[Module]:
 
 
 def _has_switch(model):
-    """Whether a forward keeps a cache unless it is told not to, and can be told."""
+    """Whether a model's forward keeps a cache by default, and takes the argument ``use_cache``."""
     keeps = any(getattr(getattr(each, "config", None), "use_cache", None) is True for each in model.modules())
     parameters = inspect.signature(model.forward).parameters
-    # Models that generate hand other arguments on to the model within that has the layers.
+    # Models that generate pass unknown keyword arguments on to their inner model, which has the layers.
     hands_on = model.can_generate() and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return keeps and ("use_cache" in parameters or hands_on)
 
 
-# Functions of the module, so that a model can be copied and pickled with its hooks.
+# The hooks are functions at the top level of this file, so that a model can be copied and pickled with its hooks.
 def _without(model, inputs, kwargs):
     said = len(inputs) > 1 or kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
     if said or not (model.training and torch.is_grad_enabled()):

@@ -3,16 +3,19 @@
 """Access to DeepCompile's native code."""
 
 import functools
+from types import ModuleType
 
 import torch
 
 
 @functools.lru_cache(maxsize=1)
-def reducer_module():
-    """Returns the native module of ZeRO-1/2, built at first use; loading it registers ``torch.ops.deepcompile``.
+def reducer_module() -> ModuleType:
+    """Returns the native module of ZeRO-1/2, built at first use.
+
+    Loading the module registers the operators ``torch.ops.deepcompile``.
 
     Raises:
-        RuntimeError: if it cannot be built; the compiler's output is chained to it.
+        RuntimeError: if the module cannot be built. The cause is the error of the build.
     """
     from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
@@ -23,7 +26,7 @@ def reducer_module():
             "DeepCompile could not build its native code: check that a C++ compiler and ninja are installed "
             "(`ds_report` lists what is missing) and see the output above"
         ) from error
-    # Nobody uses their results, and dead-code elimination must leave them all the same.
+    # Nothing uses the results of these operators, but dead-code elimination must keep their calls.
     for operator in (torch.ops.deepcompile.reduce_grad.default, torch.ops.deepcompile.end_backward.default):
         torch.fx.node.has_side_effect(operator)
     torch.library.register_fake("deepcompile::reduce_grad", _reduce_grad_traced)
@@ -31,7 +34,7 @@ def reducer_module():
     return module
 
 
-# What the operators return while they are traced, when registrations are on the host and gradients need not be.
+# What the operators return while a graph is traced. Registrations are on the host then, even if gradients are not.
 
 
 def _reduce_grad_traced(grad, registrations, slot, after=None, may_keep=False):

@@ -5,7 +5,7 @@
 import functools
 import hashlib
 from pathlib import Path
-from typing import Dict, List, Tuple
+from typing import Callable, Dict, Iterable, List, Tuple
 
 import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -21,12 +21,12 @@ from .reductions import donate_gradients, finish_backward_graph, insert_reductio
 
 
 class GraphOrder:
-    """The frames of one engine that reduce, in forward order.
+    """The frames of one engine that reduce, in forward order, and their graph ids.
 
-    Frames are told apart by Dynamo's frame number, which recompilations of a frame share. A frame takes its place when
-    it is first compiled for training: a rank that evaluates by itself before meets other frames, or in another order.
-    Ids are small and count from 0, so that the same model gets the same graphs, and finds them in torch's caches, in
-    every run.
+    Dynamo's frame number identifies a frame, and recompilations of a frame share the number. A frame gets its place
+    when it is first compiled for training. Evaluation does not count, because a rank that evaluates alone may run
+    other frames, or run frames in another order. Graph ids count from 0, so that a model gets the same graphs in every
+    run and finds them in torch's caches.
     """
 
     def __init__(self):
@@ -37,7 +37,7 @@ class GraphOrder:
         return self._ids.setdefault(frame, len(self._ids))
 
     def as_list(self) -> List[Tuple[int, bool]]:
-        """Returns (graph id, True) of each frame, in forward order, as ``should_release_reduce_buckets()`` asks."""
+        """Returns (graph id, True) for each frame, in forward order, for ``should_release_reduce_buckets()``."""
         return [(graph_id, True) for graph_id in self._ids.values()]
 
 
@@ -47,14 +47,22 @@ NO_GRAPH = -1
 
 @functools.cache
 def cache_key() -> str:
-    """Hashes all that shapes generated code, so that torch's caches do not return what another version wrote."""
+    """Hashes all source that shapes generated code, so that torch's caches return no code of another version."""
     folder = Path(__file__).parent
     shaping = [*sorted(folder.glob("*.py")), folder.parent / "native.py", *sorted(folder.parents[1].glob("fx*.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in shaping)).hexdigest()
 
 
 class ReduceGradPartitioner(CustomPartitionerFn):
-    """Inserts the reductions, then splits the joint graph as torch would."""
+    """Inserts the reductions, then splits the joint graph as torch would.
+
+    Args:
+        slots: index of a graph's input that is reduced -> its slot in the registrations.
+        graph_id: the frame's graph id.
+        release_reduce_buckets: whether the backward of this graph is the last that reduces.
+        debug_log: whether to log the split graphs.
+        lies_anywhere: for each input of the graph, whether it may lie at an address of any alignment.
+    """
 
     def __init__(self, slots, graph_id, release_reduce_buckets, debug_log, lies_anywhere):
         self.slots = dict(slots)
@@ -62,7 +70,8 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         self.release_reduce_buckets = release_reduce_buckets
         self.debug_log = debug_log
         self.lies_anywhere = tuple(lies_anywhere)
-        # Unknown until the partitioner runs, which it does for graphs with a backward.
+        # Names of the inputs that may lie at any address. None until the partitioner runs, which happens only for
+        # graphs with a backward.
         self.names_lying_anywhere = None
 
     def uuid(self):
@@ -84,22 +93,25 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         return forward, backward
 
 
-def make_backend(plan, parameters, registered, identity, limit, waiting=None):
+def make_backend(
+    plan, parameters: Iterable[torch.nn.Parameter], registered, identity: int, limit, waiting=None
+) -> Callable:
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
 
     Args:
         plan: the ``Plan`` of the engine. With its backend "eager", graphs run as they are traced.
-        parameters: those of ``registered`` that graphs may reduce, the same on every rank.
-        registered: all that lie in the optimizer's flat tensors, in the reducer's order. They outlive the backend's
-            graphs.
+        parameters: the reducible parameters, the same on every rank.
+        registered: the registered parameters, in the reducer's order. They outlive the backend's graphs.
         identity: the reducer's number.
         limit: the ``CompilationLimit`` of the engine.
         waiting: None, or a ``Waiting`` for parameters that may be on their way.
 
-    The backend takes as keyword arguments ``in_block``, whether a graph belongs to a block, which may be called for
-    several layers; and the ``mode`` and ``options`` of ``torch.compile``.
+    Returns:
+        The backend. Besides a frame's graph and example inputs, it takes the keyword arguments ``in_block`` (whether
+        the frame is a block's, so that one graph may serve several layers), and ``mode`` and ``options`` as in
+        ``torch.compile``.
     """
-    # Not the plan itself, which holds the blocks: Dynamo's caches hold this backend after the engine is gone.
+    # Do not keep the plan, which holds the blocks: Dynamo's caches hold this backend after the engine is gone.
     backend, dynamic, debug_log, has_blocks = plan.backend, plan.dynamic, plan.debug_log, bool(plan.blocks)
     lowering.register()
     registrations = Registrations(identity, registered)
@@ -115,18 +127,18 @@ def make_backend(plan, parameters, registered, identity, limit, waiting=None):
         return _generate_code(gm, inputs, partitioner, mode, options)
 
     def compile_frame(gm, example_inputs, in_block=False, mode=None, options=None):
-        # Decided by the inputs alone, so that every rank decides alike whether or not it finds the graph in a cache.
+        # Decide by the inputs alone, so that all ranks decide alike, whether or not a rank finds the graph in a cache.
         is_reducible = [id(value) in reducible for value in example_inputs]
         reduces = torch.is_grad_enabled() and any(
             flag and value.requires_grad for flag, value in zip(is_reducible, example_inputs)
         )
         compile_id = torch._guards.CompileContext.current_compile_id()
         if any(is_reducible):
-            # A frame without parameters, such as a function that logs metrics by name, does not change what is
-            # reduced: Dynamo's own limit applies to it.
+            # Count only frames with reducible parameters. Other frames, such as a function that logs metrics by name,
+            # do not change what is reduced, so Dynamo's own limit applies to them.
             limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1)
         graph_id = order.add(compile_id.frame_id) if reduces else NO_GRAPH
-        # Where blocks have graphs of their own, no graph runs last in every backward: finish_backward() releases.
+        # If blocks have graphs of their own, no graph runs last in every backward: finish_backward() then releases.
         release = reduces and not has_blocks and should_release_reduce_buckets(order.as_list(), graph_id)
 
         def compile_graph(graph_module, inputs):
@@ -173,7 +185,7 @@ def _run_as_traced(gm, example_inputs, partitioner):
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
-    # A graph that boxed_nop runs drops each of its inputs behind the last use, so a backward frees activations early.
+    # With boxed_nop, a graph drops each of its inputs after the last use, so a backward frees activations early.
     return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partitioner)(gm, example_inputs)
 
 
@@ -189,17 +201,19 @@ def _generate_code(gm, example_inputs, partitioner, mode, options):
 
 
 def _compile_for_any_address(partitioner, gm, example_inputs, **kwargs):
-    """Compiles a forward or backward graph that may be given a parameter at an address of any alignment.
+    """Compiles a forward or backward graph that may be called with parameters at addresses of any alignment.
 
-    A graph that serves several layers is compiled for one of them, and Inductor takes it that parameters of the others
-    lie as well aligned. In a flat tensor they lie behind each other, whatever their sizes.
+    A graph that serves several layers is compiled for one layer, and Inductor assumes that the other layers'
+    parameters are aligned in the same way. This is not so in a flat tensor, where parameters of all sizes lie side by
+    side.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
     placeholders = gm.graph.find_nodes(op="placeholder")
     names = partitioner.names_lying_anywhere
     if names is None:
-        # A forward without gradients, as of checkpointing: its inputs are those of the frame.
+        # The partitioner did not run: this is a forward without gradients, for example under checkpointing. The
+        # graph's inputs are those of the frame.
         names = {node.name for node, flag in zip(placeholders, partitioner.lies_anywhere) if flag}
     inputs = [
         _at_any_address(value) if node.name in names and isinstance(value, torch.Tensor) else value
@@ -209,7 +223,7 @@ def _compile_for_any_address(partitioner, gm, example_inputs, **kwargs):
 
 
 def _at_any_address(example):
-    """Returns a fake tensor like ``example`` that begins one element behind the beginning of its memory."""
+    """Returns a fake tensor like ``example`` that begins one element after the beginning of its memory."""
     numel = 1 + sum((size - 1) * stride for size, stride in zip(example.size(), example.stride()))
     with example.fake_mode:
         memory = torch.empty(numel + 1, dtype=example.dtype, device=example.device)
