@@ -3,8 +3,8 @@
 """Makes training forwards of transformers' models run without the cache of keys and values.
 
 A training forward has no use for the cache. With the cache, each layer would be compiled again, because each layer
-finds the cache filled by another number of layers. Under gradient checkpointing, transformers itself switches the
-cache off.
+finds the cache filled by a different number of earlier layers. Under gradient checkpointing, transformers itself
+switches the cache off.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The class that a module has while a block is compiled by itself, and the class that the module had before."""
+"""Classes that blocks, and the modules that call blocks, have while blocks are compiled by themselves."""
 
 import copyreg
 
@@ -8,7 +8,7 @@ from torch.nn import Module
 
 
 def plain_class(module: Module) -> type:
-    """Returns the class that a module had before :func:`compile_blocks`."""
+    """Returns the class that a module had before ``compile_blocks()``, or else the module's class."""
     return getattr(type(module), "class_before_compiling", type(module))
 
 
@@ -17,12 +17,13 @@ def _new(cls, *arguments):
 
 
 def subclass(plain: type, **members) -> type:
-    """Returns a subclass of ``plain`` with these members, whose instances are copied and pickled as ``plain``."""
+    """Returns a subclass of ``plain`` with ``members``, whose instances have copies and pickles of class ``plain``."""
 
     def as_plain(self, protocol):
-        # A copy belongs to no engine, whose graphs would reduce its gradients, and this class cannot be pickled.
+        # A copy must not have this class, whose graphs reduce: the copy belongs to no engine. And pickle cannot find
+        # this class by name.
         function, arguments, *rest = plain.__reduce_ex__(self, protocol)
-        # Which insists on an object's own class.
+        # copyreg.__newobj__() insists on the object's own class, so use a function that does not.
         function = _new if function is copyreg.__newobj__ else function
         return function, tuple(plain if argument is type(self) else argument for argument in arguments), *rest
 

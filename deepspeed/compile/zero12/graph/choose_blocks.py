@@ -1,38 +1,41 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which repeated blocks of a model become graphs of their own.
+"""Chooses the blocks of a model that become graphs of their own.
 
-A reduction learns at run time which parameter it is for, so one graph reduces every layer's gradients.
+A reduction learns at run time whose gradient it gets, so one graph can reduce the gradients of every layer.
 """
 
 import inspect
 from collections import defaultdict
-from typing import List, Tuple
+from typing import Any, Dict, List, Tuple, Union
 
 import torch
 from torch.nn import Embedding, Module, ModuleDict, ModuleList, Sequential
 
 from .block_classes import plain_class, subclass
 
-# They hold modules and are no part of a model's depth themselves.
+# Modules that only hold other modules. A container is not a block itself.
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
 
-def choose_blocks(module: Module, wanted, compile_kwargs) -> Tuple[List[Module], str]:
+def choose_blocks(
+    module: Module, wanted: Union[bool, List[str], None], compile_kwargs: Dict[str, Any]
+) -> Tuple[List[Module], str]:
     """Decides which blocks become graphs of their own.
 
     Args:
         module: the model.
-        wanted: the option ``compile.regional_compilation``. None for the blocks that repeat, if they are alike, can be
-            compiled, and are called by a module inside of the model, of whose parameters they have most. What is
-            around that one, usually head and loss, is still compiled.
+        wanted: the option ``compile.regional_compilation``. None chooses the blocks that repeat if all of this is
+            true: their parameters are alike, torch can compile the blocks, a module inside the model calls them, and
+                they
+            hold most of that module's parameters. The code around that module, usually head and loss, is compiled too.
         compile_kwargs: further arguments of ``torch.compile``.
 
     Returns:
-        The blocks, and if there are none the reason why the model is compiled as a whole.
+        The blocks, and if there are no blocks the reason why the model is compiled as a whole.
 
     Raises:
-        ValueError: as :func:`find_blocks`, if they were asked for.
+        ValueError: if ``wanted`` is True or a list, in the cases of :func:`find_blocks`.
     """
     if wanted is False:
         return [], "compile.regional_compilation is false"
@@ -42,13 +45,14 @@ def choose_blocks(module: Module, wanted, compile_kwargs) -> Tuple[List[Module],
         return [], "compile_kwargs['fullgraph'] asks for one graph"
     blocks = _each_once(_repeated(module))
     if blocks and all(block._compiled_call_impl is not None for block in blocks) and not _obstacle(module, blocks):
-        # Somebody has chosen already, as Accelerate does when it is asked for regional compilation.
+        # The caller has compiled exactly these blocks, as Accelerate does for its option of regional compilation.
         return blocks, ""
     why = _reason_for_whole(module, blocks)
     return ([], why) if why else (blocks, "")
 
 
 def _reason_for_whole(module, blocks):
+    """Says why the model is compiled as a whole, or returns None if ``blocks`` become graphs of their own."""
     if not blocks:
         return f"no blocks repeat in {type(module).__name__}"
     obstacle = _obstacle(module, blocks)
@@ -67,7 +71,7 @@ def _reason_for_whole(module, blocks):
     around = {
         parameter: parameter.numel()
         for each in {part for owner in owners for part in owner.modules()}
-        # The rows of an embedding are looked up, so there is nothing to gain from compiling that.
+        # Do not count embeddings: they only look rows up, so compiling them gains nothing.
         if not isinstance(each, Embedding)
         for parameter in each.parameters(recurse=False)
         if parameter not in inside
@@ -77,16 +81,16 @@ def _reason_for_whole(module, blocks):
     return None
 
 
-def find_blocks(module: Module, wanted) -> List[Module]:
+def find_blocks(module: Module, wanted: Union[bool, List[str]]) -> List[Module]:
     """Lists the blocks of a model, outermost only, each once, in the model's order.
 
     Args:
         module: the model.
-        wanted: True for blocks that repeat: modules of one class, with submodules and parameters, of which a
-            ``ModuleList`` or a ``Sequential`` holds several. Or the names of their classes.
+        wanted: the names of the blocks' classes, or True for blocks that repeat. These are modules with submodules and
+            parameters, of which a ``ModuleList`` or a ``Sequential`` holds several of one class.
 
     Raises:
-        ValueError: in a sentence, if there is none, none of a class that is named, or one that cannot be compiled.
+        ValueError: if no block repeats, if a named class has no block, or if torch cannot compile a block by itself.
     """
     candidates = _repeated(module) if wanted is True else _of_classes(module, set(wanted))
     found = _each_once(candidates)
@@ -145,7 +149,7 @@ def _of_classes(module, names):
 
 
 def _kept_from_compiler(module):
-    # Looked up without asking the class, whose forward may be something else, as a ScriptModule's is.
+    # A static lookup runs no descriptor: `forward` is a descriptor in some classes, for example in ScriptModule.
     return getattr(inspect.getattr_static(plain_class(module), "forward"), "_torchdynamo_disable", False)
 
 
@@ -164,7 +168,7 @@ def _reason_against(module):
 
 
 def owners_of(module: Module, blocks: List[Module]) -> List[Module]:
-    """Lists the modules whose forward calls blocks: the nearest around each that has a forward of its own."""
+    """Lists the modules whose forward calls blocks: for each block, the nearest module around it with a forward."""
     ids = {id(block) for block in blocks}
 
     def walk(parent, owner):

@@ -1,14 +1,14 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Each block of a model is a graph of its own, compiled once for all layers of its class.
+"""Compiles each block of a model as a graph of its own, once for all layers of the block's class.
 
-What calls the blocks runs uncompiled, and what lies further out is compiled as ever.
+Modules that call blocks run uncompiled. The code around these modules is compiled as usual.
 """
 
 import inspect
 import logging
 from collections import defaultdict
-from typing import Iterable, List
+from typing import Any, Callable, Dict, Iterable, List
 
 import torch
 from torch.nn import Module, Parameter
@@ -21,9 +21,10 @@ from .compilation_limit import own_code
 
 
 def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> List[Parameter]:
-    """Leaves out of ``parameters`` those whose like in another block of the class is not among them.
+    """Returns ``parameters`` without those that are not reducible in all blocks of a class.
 
-    The graph that serves all blocks of a class reduces what it reduced in the block for which it was compiled.
+    One graph serves all blocks of a class, so a parameter of a block is left out if ``parameters`` lacks the parameter
+    of the same name in another block of the class.
     """
     parameters = list(parameters)
     reducible = {id(parameter) for parameter in parameters}
@@ -33,44 +34,47 @@ def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> L
             alike[type(block), name].append(parameter)
     left_out = set()
     for group in alike.values():
-        # One that is frozen has another graph compiled for its block.
+        # Frozen parameters do not count: a block with another set of frozen parameters gets another graph.
         trained = [id(parameter) for parameter in group if parameter.requires_grad]
         if not reducible.issuperset(trained):
             left_out.update(trained)
     return [parameter for parameter in parameters if id(parameter) not in left_out]
 
 
-def compile_blocks(module: Module, blocks: List[Module], backend, compile_kwargs, limit, waiting=None) -> List[Module]:
-    """Has each block's forward compiled, one graph for all blocks of a class; what calls the blocks stays eager.
+def compile_blocks(
+    module: Module, blocks: List[Module], backend: Callable, compile_kwargs: Dict[str, Any], limit, waiting=None
+) -> List[Module]:
+    """Compiles each block's forward, with one graph for all blocks of a class. Modules that call blocks stay eager.
 
-    Modules get a class of their own, as FSDP2 does with those that it shards; copies of them have the class they had
-    before. Hooks and checkpointing stay outside of the graphs.
+    Each changed module gets a subclass of its class, as FSDP2 does with the modules that it shards. A copy of a
+    changed module has the former class. Hooks and checkpointing stay outside the graphs.
 
     Args:
         module: the model.
         blocks: what :func:`choose_blocks` returned.
-        backend: of ``torch.compile``.
+        backend: the backend for ``torch.compile``.
         compile_kwargs: further arguments of ``torch.compile``.
         limit: the ``CompilationLimit`` of ``backend``.
-        waiting: None, or a ``Waiting`` that is told before all these forwards, and behind those of what calls blocks.
+        waiting: None, or a ``Waiting``. A changed module calls ``enter()`` before its forward, and a module that calls
+            blocks also calls ``leave()`` after its forward.
 
     Returns:
         The modules that were changed, for :func:`restore`.
     """
     owners, classes = owners_of(module, blocks), {}
     for owner in owners:
-        # A compiler that followed it to the blocks would look into each of them, again and again, and some models
-        # ask whether they are traced: attention then gets a mask in memory instead of the word "causal".
+        # If the compiler traced the owner, it would trace into each block again and again. Also, some models ask
+        # whether they are traced, and attention then gets a mask in memory instead of the word "causal".
         plain = type(owner)
         classes[plain] = subclass(plain, forward=_uncompiled(plain.forward, waiting))
     for plain in {type(block): None for block in blocks}:
         classes[plain] = subclass(
             plain,
             forward=_compiled(plain.forward, backend, compile_kwargs, limit, waiting),
-            # For code other than the owner's.
+            # Code other than the owner may be compiled and call a block: keep the block out of that code's graph.
             __call__=torch.compiler.disable(plain.__call__),
         )
-    # Only when there is a class for each: a model is changed as a whole or not at all.
+    # Change modules only after all classes were made: a model is changed as a whole or not at all.
     changed = [*owners, *blocks]
     for each in changed:
         each.__class__ = classes[type(each)]
@@ -92,15 +96,16 @@ def _uncompiled(forward, waiting):
 
 
 def _compiled(forward, backend, compile_kwargs, limit, waiting):
-    # torch.compile takes entries out of the options that it is given.
+    # Copy the options, because torch.compile removes entries from the dict that it is given.
     options = compile_kwargs.get("options")
     own = {**compile_kwargs, "options": dict(options)} if options is not None else dict(compile_kwargs)
-    # The limit is kept for all ranks.
+    # `limit` holds for all ranks, so torch.compile gets none of its own.
     own.pop("recompile_limit", None)
     compiled = torch.compile(own_code(forward), **{**own, "backend": backend})
 
-    # Without the marks of torch.compile, by which the compiler would take this method for the one that it compiles:
-    # layers of transformers compare the two to see which of them is to checkpoint.
+    # Do not give this method the attributes that torch.compile gives `compiled`. With these attributes, the compiler
+    # would take this method for `forward`, and layers of transformers compare the two to find out which one
+    # checkpoints.
     def method(self, *args, **kwargs):
         if waiting is not None:
             waiting.enter(self)
@@ -111,7 +116,7 @@ def _compiled(forward, backend, compile_kwargs, limit, waiting):
 
 
 def take_over_compiled(modules: Iterable[Module]) -> None:
-    """Has these modules run as if their ``compile()`` had never been called: their graphs would reduce nothing."""
+    """Makes ``modules`` run as if their ``compile()`` had never been called: their graphs would reduce nothing."""
     compiled = [each for each in modules if getattr(each, "_compiled_call_impl", None) is not None]
     if compiled:
         names = sorted({plain_class(each).__name__ for each in compiled})

@@ -3,7 +3,7 @@
 """How a compiled graph learns whose gradients it computes, and in which order it reduces them."""
 
 import contextlib
-from typing import Dict, List, Sequence, Tuple
+from typing import Dict, Iterable, Iterator, List, Sequence, Tuple
 
 import torch
 from torch._guards import detect_fake_mode
@@ -11,25 +11,29 @@ from torch.fx import GraphModule
 
 
 class Registrations:
-    """Tells a graph, with each call, which of an engine's parameters it was given.
+    """Makes the input that tells a graph in each call which of an engine's parameters the graph was given.
 
-    The graph gets one more input for that, and reductions name parameters by their slot in it. The parameters
-    themselves would not do: Inductor may hand its backward a copy in another layout, and saving them for the backward
-    would forbid to change them in between.
+    This input is a tensor, and a reduction names its parameter by a slot in the tensor. A reduction cannot take the
+    parameter itself: Inductor may give the backward a copy of a parameter in another layout, and a parameter that is
+    saved for the backward must not be changed in between.
 
     Args:
         identity: the engine's number.
-        parameters: those that the reducer knows, in its order. They outlive the engine's graphs.
+        parameters: the registered parameters, in the reducer's order. They outlive the engine's graphs.
     """
 
-    def __init__(self, identity, parameters):
+    def __init__(self, identity: int, parameters: Iterable[torch.Tensor]):
         self._identity = identity
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
-        # One for each layer that a graph serves. Graphs keep them for their backwards.
+        # Ids of parameters -> their tensor: one for each layer that a graph serves. Graphs save it for the backward.
         self._made: Dict[Tuple[int, ...], torch.Tensor] = {}
 
-    def of(self, parameters) -> torch.Tensor:
-        """Returns int64 [1 + n] on the host: the engine's number, and the index of each of n parameters."""
+    def of(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Returns int64 [1 + n] on the host: the engine's number, and the index of each of n parameters.
+
+        Raises:
+            RuntimeError: if a parameter is not registered.
+        """
         key = tuple(map(id, parameters))
         made = self._made.get(key)
         if made is None:
@@ -44,10 +48,10 @@ class Registrations:
 
 
 def order_of_reductions(gm: GraphModule, is_reducible: Sequence[bool]) -> List[int]:
-    """Lists the inputs of a frame that are parameters, by index, in the order in which all ranks reduce them.
+    """Lists the indices of a frame's reducible inputs, in the order in which all ranks reduce them.
 
-    That is about the order in which a backward computes their gradients: the reverse of that in which the frame first
-    uses them, as Dynamo traced it, which shapes do not change.
+    A backward computes gradients roughly in the reverse of the order in which the frame first uses the parameters, so
+    that is the order here. Dynamo's trace gives the order, and shapes do not change it.
     """
     first_use = {}
     for position, node in enumerate(gm.graph.nodes):
@@ -59,14 +63,14 @@ def order_of_reductions(gm: GraphModule, is_reducible: Sequence[bool]) -> List[i
 
 
 @contextlib.contextmanager
-def one_more_input(gm: GraphModule):
-    """Within it a frame's graph has one more input, the last, for the :class:`Registrations` of a call.
+def one_more_input(gm: GraphModule) -> Iterator[None]:
+    """Context in which a frame's graph has one more input, the last, for the :class:`Registrations` of a call.
 
-    Dynamo goes on with the graph when it is compiled, and knows only its own inputs.
+    The context removes the input at its end, because Dynamo goes on with the graph and knows only its own inputs.
     """
     with gm.graph.inserting_after(gm.graph.find_nodes(op="placeholder")[-1]):
         node = gm.graph.placeholder("registrations")
-    # AOTAutograd asks for the user's name of each input. This input has none, and None says so.
+    # AOTAutograd asks for the user's name of each input. None says that this input has no name.
     node._dynamo_source = None
     gm.recompile()
     try:
@@ -77,6 +81,6 @@ def one_more_input(gm: GraphModule):
 
 
 def traced_registrations(made: torch.Tensor, example_inputs: Sequence) -> torch.Tensor:
-    """Returns what stands for ``made`` while a frame is traced: its size is no symbol, whatever is dynamic."""
+    """Returns the tensor that stands for ``made`` while a frame is traced, of constant size even if others vary."""
     fake_mode = detect_fake_mode(example_inputs)
     return made if fake_mode is None else fake_mode.from_tensor(made, static_shapes=True)

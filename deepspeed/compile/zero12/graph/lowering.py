@@ -1,10 +1,10 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How Inductor calls the reducer's operators: without a copy, where a gradient's memory is nobody else's.
+"""How Inductor calls the reducer's operators, and which gradients the generated code donates.
 
-Inductor uses a buffer's memory again once the buffer's last user has been called. A reduction reads its gradient
-later than that, so the reducer copies, unless the gradient is donated: then the generated code forgets the buffer
-right behind the call, and Inductor gives its memory to no other buffer.
+Inductor reuses a buffer's memory once the buffer's last user has been called. The reducer reads a gradient later, so
+it has to copy the gradient unless the gradient is donated. For a donated gradient, the generated code drops the buffer
+right after the call, and Inductor gives the buffer's memory to no other buffer.
 """
 
 import torch
@@ -18,19 +18,19 @@ class ReduceGradKernel(ir.FallbackKernel):
     """A call of ``reduce_grad`` in generated code."""
 
     def codegen(self, wrapper):
-        # Decided here and not when lowering, since only now every user of the buffer is known.
+        # Decide here and not in the lowering, because only now all users of the buffer are known.
         donated = self._may_donate_gradient()
         self.constant_args = (*self.constant_args[:-1], donated)
         super().codegen(wrapper)
         if donated:
             name = self.inputs[0].get_name()
             wrapper.writeline(f"del {name}  # donated: its memory belongs to the reducer now")
-            # So Inductor neither frees the buffer a second time nor uses its memory for another one.
+            # Mark the buffer as freed, so that Inductor neither frees it again nor reuses its memory.
             wrapper.freed.add(name)
 
     def _may_donate_gradient(self):
         gradient = self.inputs[0]
-        # Memory planning cuts buffers out of pools, where giving one away would give its neighbours' memory too.
+        # With memory planning, buffers are parts of a pool, so donating one would donate its neighbours' memory too.
         if V.graph.cpp_wrapper or config.memory_planning or isinstance(gradient, ir.ReinterpretView):
             return False
         name = gradient.get_name()
@@ -42,18 +42,18 @@ class ReduceGradKernel(ir.FallbackKernel):
 
 
 def lower_reduce_grad(gradient, registrations, slot, after=None, donated=False):
-    """Lowers one call. Whether the gradient is donated is up to :class:`ReduceGradKernel`."""
+    """Lowers one call of ``reduce_grad``. :class:`ReduceGradKernel` decides later whether the gradient is donated."""
     operator = torch.ops.deepcompile.reduce_grad.default
     outputs = ReduceGradKernel.create(operator, gradient, registrations, slot, after, donated)
     return pytree.tree_map(lambda node: ir.TensorBox.create(node) if isinstance(node, ir.IRNode) else node, outputs)
 
 
-def register():
-    """Makes Inductor use these lowerings. The operators must have been loaded."""
+def register() -> None:
+    """Makes Inductor use these lowerings. ``reducer_module()`` must have loaded the operators."""
     operator = torch.ops.deepcompile.reduce_grad.default
     add_needs_realized_inputs(operator)
     register_lowering(operator, type_promotion_kind=None)(lower_reduce_grad)
-    # Without a lowering Inductor calls the operator as well, but torch 2.11 first writes a message with all operands,
-    # each with what it was made of. Reductions follow each other, so with many layers that takes longer than all the
-    # rest of the compilation.
+    # Without a lowering, Inductor would call the operator too, but torch 2.11 would first write a message that spells
+    # out how each operand was made. Each reduction is an operand of the next one, so with many layers the message
+    # would take longer than the rest of the compilation.
     make_fallback(torch.ops.deepcompile.end_backward.default)

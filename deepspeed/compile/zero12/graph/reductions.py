@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions in graphs: they go into the joint graph, their order and end into the backward graph."""
+"""Inserts reductions into joint graphs, and orders and ends them in backward graphs."""
 
 from typing import List, Mapping
 
@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Node
 
 from ...fx import add_end_backward, get_output_node, reduce_nodes, replace_reduce_outputs_with_none
 
-# Where reduce_grad takes the slot.
+# The position of the slot among the arguments of reduce_grad.
 SLOT = 2
 
 
@@ -21,8 +21,8 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
 
     Args:
         joint: forward and backward in one graph, as AOTAutograd traces them, with descriptors.
-        slots: for each input of the traced frame that is a parameter, by its index: where the frame's last input, the
-            registrations, says which parameter it is.
+        slots: index of a frame's input that is a reducible parameter -> slot in the registrations, which are the
+            frame's last input.
 
     Returns:
         The inserted nodes. The partitioner is told to keep them in the backward.
@@ -34,7 +34,7 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
     try:
         pairs = get_all_input_and_grad_nodes(graph)
     except RuntimeError:
-        # torch pairs nothing where an input is a tensor subclass. These gradients take autograd's way.
+        # Torch cannot pair inputs with gradients if an input is a tensor subclass. Leave the gradients to autograd.
         return inserted
     inputs = {getattr(node.meta.get("desc"), "idx", None): node for node in graph.find_nodes(op="placeholder")}
     places = {getattr(result, "grad_of", None): place for place, result in enumerate(output.meta["desc"])}
@@ -47,7 +47,7 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
             reduction = graph.call_function(torch.ops.deepcompile.reduce_grad.default, (gradient, registrations, slot))
         reduction.meta["val"] = gradient.meta["val"].new_empty(0)
         reduction.meta["partitioner_tag"] = "must_be_in_backward"
-        # Two parameters may share one gradient, so the reduction replaces it in this parameter's place only.
+        # Two parameters may share one gradient, so the reduction replaces only this parameter's output.
         results[places[descriptor]] = reduction
         inserted.append(reduction)
     output.args = (results,)
@@ -56,14 +56,14 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
 
 
 def finish_backward_graph(backward: GraphModule, graph_id: int, release_reduce_buckets: bool) -> None:
-    """Orders the reductions of a backward graph, ends it with ``end_backward`` and hides the reduced gradients."""
+    """Orders the reductions of a backward graph by slot, adds ``end_backward``, and returns no reduced gradient."""
     reductions = sorted(reduce_nodes(backward.graph), key=lambda node: node.args[SLOT])
     if not reductions:
         return
-    # Ranks may have compiled this frame for different shapes. Their graphs then compute gradients in different orders,
-    # and are scheduled differently: the gradient of a bias that was added to a batch of one, for example, needs no sum
-    # and is there earlier. Each reduction waits for the reduction of the slot before, so that all ranks reduce in the
-    # order of slots.
+    # Ranks may have compiled this frame for different shapes. Their graphs then compute gradients in different orders
+    # and are scheduled differently: for example, the gradient of a bias that was added to a batch of one needs no sum
+    # and is there earlier. Each reduction takes the reduction of the previous slot as an operand, so that all ranks
+    # reduce in the order of slots.
     position = {node: index for index, node in enumerate(backward.graph.nodes)}
     for earlier, later in zip(reductions, reductions[1:]):
         if position[later] < position[earlier]:
@@ -77,9 +77,10 @@ def finish_backward_graph(backward: GraphModule, graph_id: int, release_reduce_b
 
 
 def donate_gradients(backward: GraphModule) -> None:
-    """Donates to each reduction a gradient that nothing else in the graph uses: the reducer may keep its memory.
+    """Donates each gradient that only its reduction uses: the reducer may keep the gradient's memory.
 
-    For a graph that runs as it is traced, node by node. Inductor rearranges the graph first and decides for itself.
+    This is for graphs that run as traced, node by node. Inductor rearranges a graph first, so for Inductor
+    ``lowering.py`` decides.
     """
     for reduction in reduce_nodes(backward.graph):
         gradient = reduction.args[0]
