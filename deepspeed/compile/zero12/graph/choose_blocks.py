@@ -7,7 +7,7 @@ A reduction learns at run time whose gradient it gets, so one graph can reduce t
 
 import inspect
 from collections import defaultdict
-from typing import Any, Dict, List, Tuple, Union
+from typing import Any, Dict, List, Literal, Tuple, Union
 
 import torch
 from torch.nn import Embedding, Module, ModuleDict, ModuleList, Sequential
@@ -81,7 +81,7 @@ def _reason_for_whole(module, blocks):
     return None
 
 
-def find_blocks(module: Module, wanted: Union[bool, List[str]]) -> List[Module]:
+def find_blocks(module: Module, wanted: Union[Literal[True], List[str]]) -> List[Module]:
     """Lists the blocks of a model, outermost only, each once, in the model's order.
 
     Args:

@@ -1,12 +1,12 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How often code is compiled anew, and what happens when that is too often.
+"""Limits how often code is compiled again, for all ranks together.
 
-Dynamo compiles a frame again for other shapes, other layers and other branches, and beyond a limit leaves it
-uncompiled. By itself it reaches the limit on one rank and not on another, and gradients then arrive in other orders.
-Evaluation, generation and earlier engines use up what training needs, and nobody is told. So Dynamo's limit is lifted
-here. Compilations are counted for each engine, apart for training and evaluation, and training stops using compiled
-code on all ranks in one step.
+Dynamo compiles a frame again for other shapes, other layers and other branches, and runs the frame uncompiled once a
+limit is reached. Dynamo's own limit does not suit training. One rank may reach the limit before another, and gradients
+then arrive in different orders on these ranks. Evaluation, generation and earlier engines use up compilations that
+training needs, without a message. So this file lifts Dynamo's limit. A :class:`CompilationLimit` counts compilations
+for one engine, separately for training and evaluation, and all ranks stop using compiled code in the same step.
 """
 
 import collections
@@ -14,6 +14,7 @@ import contextlib
 import logging
 import types
 import weakref
+from typing import Any, Callable, ContextManager, Dict, Tuple
 
 import torch
 
@@ -21,12 +22,12 @@ from deepspeed.utils import log_dist, logger
 
 # More than any program compiles.
 _UNLIMITED = 10**6
-# Compilations of one frame behind which DeepCompile says that blocks differ.
+# After more compilations of one frame than this, DeepCompile warns that blocks or inputs differ.
 _MANY = 4
 
 
-def own_code(function):
-    """Returns a copy of ``function`` of which Dynamo, which counts by code objects, knows nothing yet."""
+def own_code(function) -> types.FunctionType:
+    """Returns a copy of ``function`` with its own code object, for which Dynamo has counted no compilation yet."""
     copied = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -38,28 +39,32 @@ def own_code(function):
     return copied
 
 
-def limit_lifted():
-    """Returns a context in which Dynamo compiles a frame however often it was compiled before."""
+def limit_lifted() -> ContextManager[None]:
+    """Returns a context in which Dynamo compiles frames again without a limit."""
     return torch._dynamo.config.patch(recompile_limit=_UNLIMITED, accumulated_recompile_limit=_UNLIMITED)
 
 
 class CompilationLimit:
-    """Says whether an engine's module, or one of its blocks, runs compiled.
+    """Decides whether an engine's module, or one of its blocks, runs compiled.
 
     Args:
-        limit: compilations of one frame for training, and the same number again for evaluation.
-        reducer: of the engine. Its ranks agree in the optimizer step on going on without compiled code.
+        limit: how often one frame may be compiled for training, and as often again for evaluation.
+        reducer: the engine's native reducer, through which ranks agree in a step to stop using compiled code.
         raises: whether too many compilations are an error, as ``fullgraph`` asks.
+
+    Attributes:
+        has_stopped: whether all ranks have stopped using compiled code.
     """
 
-    # Frames of functions that several engines call, as those behind a graph break, have been compiled that often.
+    # Whether some frame comes near Dynamo's limit. All engines share this flag: several engines may call one function,
+    # for example the rest of a function after a graph break, and Dynamo counts all compilations of its frame.
     _is_near = False
 
-    def __init__(self, limit, reducer, raises=False):
+    def __init__(self, limit: int, reducer, raises: bool = False):
         self._limit = limit
         self._reducer = weakref.ref(reducer)
         self._raises = raises
-        # Read here, because it is lifted while frames are compiled.
+        # Read Dynamo's limit now, because the limit is lifted while frames are compiled.
         self._limit_of_dynamo = torch._dynamo.config.recompile_limit
         self._compilations = collections.defaultdict(collections.Counter)
         self._evaluating = False
@@ -68,31 +73,33 @@ class CompilationLimit:
         self._has_warned = False
         self.has_stopped = False
 
-    def trains(self, module) -> bool:
+    def trains(self, module: torch.nn.Module) -> bool:
         """Whether a call of ``module`` belongs to training, and not to evaluation or generation.
 
-        Checkpointing runs a forward without gradients, and once more with them in the backward. Both must run the same
-        code, or they would draw different random numbers. So gradient mode alone does not decide.
+        Gradient mode alone does not decide: checkpointing runs a forward without gradients, and runs the forward again
+        with gradients in the backward. Both runs must use the same code, or they would draw different random numbers.
         """
         if torch.is_grad_enabled():
             self._trains_in_eval_mode = self._trains_in_eval_mode or not module.training
             return True
         return module.training or self._trains_in_eval_mode
 
-    def call_block(self, block, compiled, uncompiled, args, kwargs):
-        """Calls the forward of a block, which evaluation and generation run uncompiled."""
+    def call_block(
+        self, block: torch.nn.Module, compiled: Callable, uncompiled: Callable, args: Tuple, kwargs: Dict[str, Any]
+    ) -> Any:
+        """Calls the forward of a block: ``compiled`` in training, and ``uncompiled`` in evaluation and generation."""
         if self.has_stopped or not self.trains(block):
             return uncompiled(block, *args, **kwargs)
         with self._room():
             return compiled(block, *args, **kwargs)
 
-    def compile_module(self, module, **compile_kwargs):
-        """Does what ``module.compile(**compile_kwargs)`` does, within this limit."""
+    def compile_module(self, module: torch.nn.Module, **compile_kwargs) -> None:
+        """Compiles a module as ``module.compile(**compile_kwargs)`` does, but within this limit."""
 
         def call(*args, **kwargs):
             return module._call_impl(*args, **kwargs)
 
-        # The limit is kept here, for all ranks.
+        # This limit holds for all ranks, so torch.compile gets none of its own.
         compile_kwargs.pop("recompile_limit", None)
         compiled = torch.compile(own_code(call), **compile_kwargs)
 
@@ -104,11 +111,11 @@ class CompilationLimit:
                     return compiled(*args, **kwargs)
                 return self._evaluate(compiled, args, kwargs)
 
-        # A caller's own torch.compile would make the module part of the caller's graphs, which reduce nothing.
+        # Keep the call out of a caller's own torch.compile: the caller's graphs reduce nothing.
         module._compiled_call_impl = torch.compiler.disable(call_within_limit)
 
     def _room(self):
-        # Lifting the limit takes longer than a small block, and most models never come near it.
+        # Lift the limit only if needed: lifting takes longer than a small block, and most models stay far below it.
         return limit_lifted() if CompilationLimit._is_near else contextlib.nullcontext()
 
     def _evaluate(self, compiled, args, kwargs):
@@ -125,13 +132,16 @@ class CompilationLimit:
         """Called when a frame is compiled.
 
         Args:
-            frame: Dynamo's number of it.
-            compilations: how often it was compiled in this process, by whomever, this time included.
+            frame: Dynamo's number of the frame.
+            compilations: how often this process has compiled the frame for any engine, this time included.
+
+        Raises:
+            RuntimeError: if the frame was compiled too often for training, and the caller wants an error then.
         """
         near = 2 * compilations >= self._limit_of_dynamo
         CompilationLimit._is_near = CompilationLimit._is_near or near
         if compilations == 1:
-            # torch._dynamo.reset() has dropped what was compiled before.
+            # The frame is new, or torch._dynamo.reset() has dropped its compilations.
             self._compilations[frame].clear()
         # A forward without gradients, of checkpointing or of generation in training mode, has a count of its own.
         purpose = self._evaluating, torch.is_grad_enabled()
@@ -149,7 +159,7 @@ class CompilationLimit:
                 raise RuntimeError(f"DeepCompile compiled one frame more than {self._limit} times; {_REMEDY}")
             reducer = self._reducer()
             if reducer is not None:
-                # This step is still compiled whatever comes, as on the other ranks.
+                # This step still uses compiled code, as on the other ranks. All ranks stop together in a later step.
                 reducer.ask_to_stop_compiling()
         elif count > _MANY and not self._has_warned:
             self._has_warned = True
@@ -161,7 +171,7 @@ class CompilationLimit:
             )
 
     def follow_others(self, reducer) -> None:
-        """Called in every step when ranks have agreed: stops using compiled code if some rank has asked for that."""
+        """Called in every step: stops using compiled code if some rank asked to stop when ranks last agreed."""
         if self.has_stopped or not reducer.stops_compiling():
             return
         self.has_stopped = True

@@ -1,10 +1,11 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""A loss that is computed from a large tensor which the model returns as well, as logits are, gets a graph of its own.
+"""Gives a loss its own graph if a model computes the loss from a large tensor, such as logits, and returns both.
 
-Otherwise autograd hands the one graph two gradients: that of the loss, and that of the returned tensor. If the caller
-does nothing with the tensor, the second is zeros, allocated in its size. Between two graphs there is only the loss's,
-and the tensor's memory is free as soon as the loss's graph has run backward.
+With one graph, autograd would pass two gradients into the backward: the gradient of the loss, and the gradient of the
+returned tensor. If the caller does not use the returned tensor, its gradient would be zeros, allocated in full size.
+With two graphs, autograd passes only the gradient that the loss's backward computes, and the returned tensor's memory
+is free as soon as that backward has run.
 """
 
 import operator
@@ -16,27 +17,27 @@ from torch.fx.passes.split_module import split_module
 
 from ...fx import get_output_node
 
-# Elements from which on zeros are worth avoiding: 32 MiB in bf16.
+# From this number of elements on (32 MiB in bf16), avoiding the zeros is worth a second graph.
 LARGE_NUMEL = 2**24
-# What the two graphs are called: up to the returned tensor, and behind it.
+# Names of the two graphs: the graph up to the returned tensor, and the graph after that tensor.
 HEAD, LOSS = "submod_0", "submod_1"
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor".split()
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
 
 
 def split_loss(gm: GraphModule, is_registered: Sequence[bool]) -> Optional[GraphModule]:
-    """Cuts a graph behind the last large tensor that it returns and computes a loss from.
+    """Cuts a graph after the last large tensor that the graph returns and from which it computes a loss.
 
-    Whether that is done must not change the order in which ranks reduce, since it depends on a rank's own shapes. So
-    nothing is cut where gradients would come from behind the tensor.
+    The decision to cut depends on a rank's own shapes, so the cut must not change the order in which ranks reduce.
+    Therefore a graph that uses parameters after the tensor is not cut.
 
     Args:
-        gm: as Dynamo traced it, for training.
-        is_registered: for each of its inputs, whether it is a parameter that the optimizer owns.
+        gm: a graph for training, as Dynamo traced it.
+        is_registered: for each input of the graph, whether it is a registered parameter.
 
     Returns:
-        A module that calls its submodules ``HEAD`` and ``LOSS``, or None where there is no such tensor, where
-        parameters are used or something is changed in place behind it.
+        A module that calls its submodules ``HEAD`` and ``LOSS``. None if the graph has no such tensor, or if the graph
+        uses parameters or changes something in place after the tensor.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     parameters = {node for node, flag in zip(placeholders, is_registered) if flag}
@@ -49,6 +50,7 @@ def split_loss(gm: GraphModule, is_registered: Sequence[bool]) -> Optional[Graph
 
 
 def _last_returned(graph, parameters):
+    """Returns the node of the tensor after which the graph can be cut, or None."""
     output = get_output_node(graph)
     has_loss, left_behind = False, set()
     for node in reversed(graph.nodes):
@@ -58,7 +60,7 @@ def _last_returned(graph, parameters):
             return node if has_loss and not left_behind else None
         if parameters.intersection(node.all_input_nodes) or _changes_in_place(node):
             return None
-        # An autocast region must not begin in one graph and end in the other.
+        # An autocast context must not begin in one graph and end in the other.
         if node.target is torch.amp.autocast_mode._exit_autocast:
             left_behind.update(node.all_input_nodes)
         left_behind.discard(node)
@@ -88,7 +90,7 @@ def _is_large(node: Node) -> bool:
     if node.op == "placeholder" or value is None or not value.requires_grad:
         return False
     numel = value.numel() if isinstance(value.numel(), int) else value.numel().node.hint
-    # What was changed in place is known to one graph only.
+    # Exclude tensors that were changed in place: only one of the two graphs would know of the change.
     return numel is not None and numel >= LARGE_NUMEL and value._version == 0
 
 
@@ -98,7 +100,7 @@ def replace(split: GraphModule, name: str, compile_graph: Callable) -> None:
     output = get_output_node(graph_module.graph)
     alone = isinstance(output.args[0], Node)
     if alone:
-        # Compilers want a tuple.
+        # Compilers expect a graph that returns a tuple.
         output.args = ((output.args[0],),)
         graph_module.recompile()
     compiled = compile_graph(graph_module)
@@ -107,7 +109,7 @@ def replace(split: GraphModule, name: str, compile_graph: Callable) -> None:
 
 
 def inputs_of_head(split: GraphModule, example_inputs: Sequence) -> list:
-    """Picks from the inputs of the graph that was cut those of ``HEAD``, in its order."""
+    """Picks the inputs of ``HEAD``, in the order of its arguments, from the inputs of the graph that was cut."""
     placeholders = split.graph.find_nodes(op="placeholder")
     values = dict(zip(placeholders, example_inputs, strict=True))
     (call,) = split.graph.find_nodes(op="call_module", target=HEAD)
@@ -115,12 +117,12 @@ def inputs_of_head(split: GraphModule, example_inputs: Sequence) -> list:
 
 
 def compile_loss(loss: GraphModule, **arguments) -> Callable:
-    """Returns what ``torch.compile`` with these arguments makes of a graph without reductions, when it is called."""
+    """Returns a function that runs the graph of a loss, compiled by ``torch.compile(**arguments)`` when called."""
 
-    # A graph module that Dynamo has made is left uncompiled by torch 2.11, a function that calls it is not.
+    # torch 2.11 does not compile a graph module that Dynamo has made, but compiles a function that calls the module.
     def compute_loss(*args):
         return loss(*args)
 
-    # Torch counts compilations by code objects, so each graph gets one of its own.
+    # Dynamo counts compilations by code object, so each graph gets a code object of its own.
     compute_loss.__code__ = compute_loss.__code__.replace()
     return torch.compile(compute_loss, **arguments)
