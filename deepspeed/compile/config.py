@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section ``compile`` of ``ds_config``: the base's options, and those that this fork adds.
 
-``docs/options.md`` says what each option does under ZeRO-1 and ZeRO-2. In these stages, ``deepcompile`` has an engine
-compile itself before its first training forward.
+``docs/options.md`` says what each option does under ZeRO-1 and ZeRO-2. In these stages, an engine with ``deepcompile``
+compiles itself before its first training forward.
 """
 
 from typing import List, Union
@@ -17,15 +17,15 @@ class CompileConfig(BaseCompileConfig):
     """Settings of ``engine.compile()``. The options here are for ZeRO-1 and ZeRO-2."""
 
     regional_compilation: Union[bool, List[str], None] = None
-    """Whether each repeated block of the model becomes a graph of its own, compiled once for all its layers. A list
-    names the blocks by their classes instead of finding them. By default so where blocks are found that are alike and
-    that a module inside of the model calls, of whose parameters they have most, as in language models of
+    """Whether each repeated block of the model becomes a graph of its own, compiled once for all layers. A list names
+    the classes of the blocks. By default (null), blocks become graphs of their own if they are alike, if a module
+    inside the model calls them, and if they hold most of that module's parameters, as in language models of
     transformers."""
 
     overlap_param_gather: bool = False
-    """Off by default, because code that reads a parameter between a step and the next forward must first call
-    ``deepspeed.compile.parameter_gather.wait_for_parameters(engine)``. Whether the next forward begins while updated
-    parameters are still being gathered, each block waiting for its own. Needs regional compilation."""
+    """Whether the next forward begins while updated parameters are still being gathered. Each block then waits for its
+    own parameters, so this option needs regional compilation. Off by default, because code that reads a parameter
+    between a step and the next forward must first call ``deepspeed.compile.zero12.wait_for_parameters(engine)``."""
 
     @model_validator(mode="after")
     def _regions_belong_to_zero_1_and_2(self):

@@ -3,13 +3,14 @@
 """The functions that DeepSpeed's engine calls in the lines that ``setup.py`` adds to it.
 
 An engine with ZeRO-1 or ZeRO-2 whose configuration says ``compile.deepcompile`` compiles itself, so that no trainer
-has to call ``engine.compile()``. All ranks must compile at the same time, so an engine does it only in calls that all
-ranks make.
+has to call ``engine.compile()``. All ranks must compile at the same time, so an engine compiles itself only in calls
+that all ranks make.
 """
 
 import contextlib
 import inspect
 import logging
+from typing import Any, ContextManager, Dict, List, Optional, Tuple
 
 import torch
 
@@ -21,18 +22,18 @@ def awaits_its_user(engine) -> bool:
     """Whether an engine with DeepCompile is not compiled because its user has not called ``engine.compile()``."""
     if not engine.is_deepcompile_enabled() or engine.is_deepcompile_active() or engine.is_compiled:
         return False
-    # An engine without an optimizer, as that of a reference model, is not trained, and there is nothing to compile.
+    # An engine without an optimizer, such as that of a reference model, does not train: DeepCompile has no task there.
     return engine.optimizer is not None and not _compiles_itself(engine)
 
 
-def around_forward(engine, inputs, kwargs):
-    """Returns a context for the module's forward within the engine's. Its target is (inputs, kwargs) of that forward.
+def around_forward(engine, inputs: Tuple, kwargs: Dict[str, Any]) -> ContextManager[Tuple[Tuple, Dict[str, Any]]]:
+    """Returns the context in which an engine calls its module. The context yields (inputs, kwargs) for that call.
 
-    Compiles an engine before its first training forward. A rank may evaluate alone, also with gradients, so a forward
-    in evaluation mode does not count as one.
+    Before its first training forward, an engine compiles itself here. A forward in evaluation mode does not count as a
+    training forward, because a rank may evaluate alone, even with gradients.
 
     Raises:
-        ValueError: naming an option that DeepCompile cannot honour, as ``engine.compile()`` does.
+        ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.
     """
     if engine.is_deepcompile_enabled() and not engine.is_compiled and torch.is_grad_enabled():
         _prepare_training(engine)
@@ -42,17 +43,17 @@ def around_forward(engine, inputs, kwargs):
 
 
 def after_step(engine) -> None:
-    """Called on all ranks behind an optimizer step. Compiles an engine that had no training forward before it.
+    """Called on all ranks after an optimizer step. Compiles an engine that no training forward has compiled.
 
-    So it is where the module was in evaluation mode, was called without the engine, or held gradients before the
-    engine's first forward.
+    A forward does not compile the engine if the module was in evaluation mode, if the module was called without the
+    engine, or if gradients were held before the forward.
     """
     if not engine.is_compiled and _is_due(engine):
         _compile(engine, "behind its first step")
 
 
-def note_compile(engine, backend, compile_kwargs, schedule) -> None:
-    """Called when ``engine.compile()`` begins. Warns if the engine is compiled already, in another way."""
+def note_compile(engine, backend, compile_kwargs: Dict[str, Any], schedule: Optional[List]) -> None:
+    """Called when ``engine.compile()`` begins. Warns if the engine is already compiled with other arguments."""
     arguments = backend, dict(compile_kwargs), schedule
     if not engine.is_compiled:
         engine._compile_arguments = arguments
@@ -69,7 +70,7 @@ def note_compile(engine, backend, compile_kwargs, schedule) -> None:
 
 
 def compile_module(engine, **compile_kwargs) -> None:
-    """Does what ``engine.module.compile(**compile_kwargs)`` does, in ZeRO-1/2 within DeepCompile's own limit."""
+    """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does; ZeRO-1/2 add a ``CompilationLimit``."""
     if engine.is_deepcompile_active() and _is_attached(engine):
         engine.optimizer._zero12.limit.compile_module(engine.module, **compile_kwargs)
     else:
@@ -77,7 +78,7 @@ def compile_module(engine, **compile_kwargs) -> None:
 
 
 def drop_gradients(engine) -> None:
-    """Has ``engine.zero_grad()`` drop what was reduced too, which parameters no longer hold."""
+    """Called by ``engine.zero_grad()``: drops reduced gradients too, which parameters no longer hold."""
     if _is_attached(engine):
         engine.optimizer.zero_grad()
 
@@ -96,23 +97,26 @@ def _compiles_itself(engine):
         engine.is_deepcompile_enabled()
         and engine.optimizer is not None
         and engine.zero_optimization_stage() in (1, 2)
-        # The passes of AutoSP and AutoTP want inputs that their users prepare.
+        # The passes of AutoSP and AutoTP need inputs that the user prepares, so the user calls engine.compile().
         and not engine.uses_parallelization_pass_only()
     )
 
 
 def _is_due(engine):
     if not _compiles_itself(engine) or getattr(engine, "_compile_arguments", None) is not None:
-        # A caller whose engine.compile() raised, and who goes on, has decided to train without DeepCompile.
+        # The caller called engine.compile() already. If that call raised and the caller goes on, the caller has
+        # decided to train without DeepCompile.
         return False
     from .zero12.optimizer import holds_its_parameters
     from .zero12.options import has_gradients
 
-    # Gradients would be lost; they are gone behind the step. Parameters that a later engine has taken are its own.
+    # Compiling would lose gradients that no step has used, so wait for a step. And leave parameters that a later
+    # engine has taken over to that engine.
     return not has_gradients(engine) and holds_its_parameters(engine.optimizer)
 
 
-# A caller's torch.compile would trace it, and what it compiles would then be part of the caller's graph.
+# Otherwise a caller's torch.compile would trace this function, and the compiled module would become part of the
+# caller's graph.
 @torch.compiler.disable
 def _prepare_training(engine):
     if not _is_due(engine):
@@ -120,7 +124,8 @@ def _prepare_training(engine):
     if engine.module.training:
         _compile(engine, "before its first training forward")
         return
-    # If this is training, the engine compiles itself behind the step, where it would be late to raise.
+    # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
+    # too late for an error: check the options now.
     from .zero12.options import refuse_options
 
     refuse_options(engine, get_accelerator().get_compile_backend())
@@ -136,6 +141,6 @@ def _compile(engine, when):
     try:
         engine.compile(backend=backend)
     except BaseException:
-        # Nobody has asked for it, so the next training forward raises again.
+        # The caller has not called engine.compile(), so the next training forward tries again and raises again.
         engine._compile_arguments = None
         raise

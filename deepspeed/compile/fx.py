@@ -5,11 +5,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base's helpers on FX graphs, with this fork's end of a backward.
 
-The base's ZeRO-3, AutoSP and AutoTP passes import these names as well, so ZeRO-3 shares the overrides: they know the
-reductions of either native module, and release buckets behind the last graph that really reduces.
+The base's ZeRO-3, AutoSP and AutoTP passes import these names too, so the overrides also serve ZeRO-3. The overrides
+know the reductions of both native modules, and release buckets after the last graph that really reduces.
 """
 
-from typing import Any, List, Optional
+from typing import Any, Iterable, List, Optional, Tuple
 
 import torch
 from torch.fx import Graph, Node
@@ -20,7 +20,7 @@ from .fx_base import _make_node_meta, get_output_node  # noqa: F401 (the base's 
 
 
 def _namespace(node: Any) -> Optional[str]:
-    """Returns the operator namespace of a reduction, ours or that of the base's ZeRO-3, or None for anything else."""
+    """Returns the operator namespace of a reduction (this fork's or ZeRO-3's), or None if a node is no reduction."""
     if not isinstance(node, Node):
         return None
     for namespace in ("deepcompile", "dc"):
@@ -39,8 +39,8 @@ def reduce_nodes(graph: Graph) -> List[Node]:
 def _reduces(graph_id: int, needs_backward: bool) -> bool:
     """Whether a forward graph of ``graph_order`` has a backward that reduces.
 
-    ZeRO-3's passes record only that a backward is needed. An input that requires grad suffices for that, but a
-    graph without trainable parameters has nothing to reduce.
+    ZeRO-3's passes record only whether a graph needs a backward. One input that requires grad makes a graph need a
+    backward, but a graph without trainable parameters has nothing to reduce.
     """
     from .backend import param_manager
 
@@ -49,11 +49,11 @@ def _reduces(graph_id: int, needs_backward: bool) -> bool:
     return any(entry.param.requires_grad for entry in param_manager[graph_id].params.values())
 
 
-def should_release_reduce_buckets(graph_order, graph_id: int) -> bool:
+def should_release_reduce_buckets(graph_order: Iterable[Tuple[int, bool]], graph_id: int) -> bool:
     """Whether the backward of ``graph_id`` is the last one that reduces.
 
-    Backwards run in the reverse of forward order, so that is the first forward graph that reduces. All forward
-    graphs of a step are known when the first backward is compiled.
+    Backwards run in the reverse of forward order, so the last backward that reduces belongs to the first forward graph
+    that reduces. All forward graphs of a step are known when the first backward is compiled.
 
     Args:
         graph_order: (graph id, whether it needs a backward or, under ZeRO-1/2, whether it reduces) of each
@@ -65,13 +65,13 @@ def should_release_reduce_buckets(graph_order, graph_id: int) -> bool:
 
 
 def add_end_backward(graph: Graph, graph_id: int, release_reduce_buckets: bool = True) -> None:
-    """Inserts ``end_backward`` behind every reduction of a backward graph; does nothing where none reduces."""
+    """Inserts one ``end_backward`` after all reductions of a backward graph. Does nothing if there is no reduction."""
     reductions = reduce_nodes(graph)
     if not reductions:
         return
     namespace, operands = _namespace(reductions[-1]), list(reductions)
     if namespace == "deepcompile":
-        # Our operator learns from the registrations whose buckets are meant.
+        # This fork's operator finds the engine's reducer by the engine's number in the registrations.
         operands.append(reductions[-1].args[1])
     with graph.inserting_before(get_output_node(graph)):
         end_backward = getattr(torch.ops, namespace).end_backward.default
@@ -79,6 +79,6 @@ def add_end_backward(graph: Graph, graph_id: int, release_reduce_buckets: bool =
 
 
 def replace_reduce_outputs_with_none(graph: Graph) -> None:
-    """Lets autograd see no gradient where the graph has reduced it."""
+    """Replaces each reduced gradient among the outputs of a backward graph by None, so that autograd gets no copy."""
     output = get_output_node(graph)
     output.args = (map_aggregate(output.args[0], lambda value: None if _namespace(value) else value),)

@@ -3,7 +3,7 @@
 # Names and contracts of the passes are the base's, which is
 # Copyright (c) Microsoft Corporation.
 # SPDX-License-Identifier: Apache-2.0
-"""The passes ``z1`` and ``z2`` of the base's schedules. Graphs get reductions before schedules begin."""
+"""The passes ``z1`` and ``z2`` of the base's schedules. Graphs get their reductions before a schedule begins."""
 
 from .zero_1_and_2_compile_base import CONTRACT_Z1, CONTRACT_Z2, NAME_Z1, NAME_Z2
 
@@ -17,12 +17,13 @@ def _refuse(*_args, **_kwargs):
     )
 
 
-# The engine registers these names, and a schedule may hold them alone; zero12/options.py recognises them there.
+# The base's engine registers these passes. A schedule may hold only the pass of its stage, and zero12/options.py
+# compares the schedule with these functions.
 def add_z1_reduce(*args, **kwargs):
-    """Stands for ZeRO-1 in a schedule. Not called."""
+    """Stands for ZeRO-1 in a schedule. Raises NotImplementedError if a schedule runs it."""
     _refuse()
 
 
 def add_z2_reduce(*args, **kwargs):
-    """Stands for ZeRO-2 in a schedule. Not called."""
+    """Stands for ZeRO-2 in a schedule. Raises NotImplementedError if a schedule runs it."""
     _refuse()

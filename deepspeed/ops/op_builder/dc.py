@@ -2,11 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builders of DeepCompile's native code: this fork's for ZeRO-1/2, the base's for ZeRO-3.
 
-Both define torch operators and both serve only their own stages, so they are separate modules, built
-when first used (or at installation with ``DS_BUILD_DEEP_COMPILE=1``, ``DS_BUILD_DEEP_COMPILE_ZERO3=1``).
+Each builder builds a module with its own torch operators, which serves only its own stages. A module is built when
+first used, or at installation with ``DS_BUILD_DEEP_COMPILE=1`` or ``DS_BUILD_DEEP_COMPILE_ZERO3=1``.
 """
 
-# Not its class: DeepSpeed takes every name of this module that ends with Builder for an operator of its own.
+# Import the file and not its class: DeepSpeed takes each name here that ends with Builder for another operator.
 from . import dc_base
 from .builder import OpBuilder
 
@@ -36,7 +36,7 @@ class DeepCompileBuilder(OpBuilder):
         return ["-O2", "-g0"]
 
     def load_reducer(self):
-        """Builds (at first use) and returns the module that holds ``Reducer``."""
+        """Returns the native module that holds ``Reducer``, built at first use."""
         return super().load(verbose=False)
 
     def load(self, verbose=False):
@@ -61,20 +61,23 @@ class DeepCompileZero3Builder(dc_base.DeepCompileBuilder):
 class DeepCompileHandle:
     """What ``deepspeed.compile.util.get_deepcompile_handle()`` returns to the base's code.
 
-    The base's engine tells its one native module when a backward starts and when to clean up. Under ZeRO-1/2
-    nothing is process-wide, so there is nothing to tell; every other call belongs to ZeRO-3, whose native
-    module is built and loaded by the first such call.
+    The base calls ``start_backward()`` in all stages. ZeRO-1/2 keeps no state for the whole process, so the call then
+    does nothing. Every other call belongs to ZeRO-3, and the first one builds and loads ZeRO-3's native module.
     """
 
     def __init__(self):
         self._zero3 = None
 
     def init(self, process_group, compile_config, reduce_bucket_size):
-        """Called by the engine when ZeRO-3 is compiled."""
+        """Called by the engine when ZeRO-3 is compiled.
+
+        Raises:
+            ValueError: if an option is set that only ZeRO-1/2 have.
+        """
         for name in ("regional_compilation", "overlap_param_gather"):
             if getattr(compile_config, name):
                 raise ValueError(f"compile.{name} goes with ZeRO-1 and ZeRO-2 only; leave it out or use one of these")
-        # Not found here, so that this asks for the native module of ZeRO-3.
+        # __getattr__() loads the native module of ZeRO-3. A plain `self.init` would be this method again.
         self.__getattr__("init")(process_group, compile_config, reduce_bucket_size)
 
     def start_backward(self, is_gradient_accumulation_boundary):
