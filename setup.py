@@ -9,8 +9,8 @@ The steps, each a function below:
 3. unpack it under build/, keep its ZeRO-3 native sources beside ours, lay our files over it, and make EDITS,
 4. run the base's own setup.py in that tree with the arguments this script was given.
 
-A wheel gets copies of our files. An editable install gets symbolic links, so that edits are live; only a file that
-is new needs one more install. Whatever the user has to know about a failure is one sentence on standard error.
+A wheel gets copies of our files. An editable install gets symbolic links, so that edits are live; only a new file
+needs one more install. If the build fails, one sentence on standard error tells the user why and what to do.
 """
 
 import hashlib
@@ -23,6 +23,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from typing import Iterator, List, NoReturn, Tuple
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build"
@@ -43,11 +44,12 @@ REPLACED = {
     "deepspeed/ops/op_builder/dc.py",
 }
 
-# Those of them that import the base's file and override what is ours: it is kept beside them as <name>_base.py.
+# Files of REPLACED that import the base's file and override a part of it. Beside each, the base's file is kept as
+# <name>_base.py.
 KEPT = REPLACED - {"csrc/includes/deepcompile.h", "deepspeed/compile/init_z1_and_2.py"}
 
-# Lines of base files that are changed: (file, name of the edit, the anchor, what takes its place). The anchor must
-# occur once. What the new lines call is in deepspeed/compile/engine_calls.py.
+# Changes of lines in base files: (file, name of the edit, anchor, replacement). The anchor must occur exactly once in
+# the file. The functions that the new lines call are in deepspeed/compile/engine_calls.py.
 ENGINE = "deepspeed/runtime/engine.py"
 EDITS = (
     (
@@ -104,16 +106,17 @@ CSRC_COPIES = ("csrc", "deepspeed/ops/csrc")
 OP_BUILDER_COPIES = ("deepspeed/ops/op_builder", "op_builder")
 
 
-def stop(sentence):
+def stop(sentence: str) -> NoReturn:
+    """End the build with this sentence on standard error."""
     raise SystemExit(f"Cannot build deepspeed: {sentence}")
 
 
-def release(version):
-    """The leading major.minor of a version string, as numbers that compare."""
+def release(version: str) -> Tuple[int, ...]:
+    """Return (major, minor) of a version string, as numbers that compare."""
     return tuple(int(part) for part in re.match(r"(\d+)\.(\d+)", version).groups())
 
 
-def check_setuptools():
+def check_setuptools() -> None:
     import setuptools
 
     if release(setuptools.__version__) < release(SETUPTOOLS_MINIMUM):
@@ -123,8 +126,8 @@ def check_setuptools():
         )
 
 
-def check_torch():
-    """Say whether torch can be imported here; an isolated build has none, and leaves the check to pip."""
+def check_torch() -> bool:
+    """Say whether torch can be imported here. An isolated build has no torch, so pip has to check the version then."""
     try:
         import torch
     except ImportError:
@@ -139,23 +142,24 @@ def check_torch():
     return True
 
 
-def read_pin():
-    """Version and sha256 of the base, from requirements/base.txt."""
+def read_pin() -> Tuple[str, str]:
+    """Return the version and the sha256 of the base, from requirements/base.txt."""
     pins = re.findall(r"(?m)^deepspeed==(\S+) --hash=sha256:([0-9a-f]{64})$", BASE_PIN.read_text())
     if len(pins) != 1:
         stop(f"{BASE_PIN} must pin deepspeed once, by version and by one sha256.")
     return pins[0]
 
 
-def fetch_base(version, sha256):
-    """Path of the base's verified source archive, downloaded by pip unless a former build left it."""
+def fetch_base(version: str, sha256: str) -> Path:
+    """Return the path of the base's verified source archive. pip downloads it unless an earlier build has left it."""
     folder = Path(os.environ.get(ARCHIVE_DIR_VARIABLE) or BUILD / "archive").expanduser().resolve()
     archive = folder / f"deepspeed-{version}.tar.gz"
     if not archive.is_file():
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-build-isolation"]
         command += ["--no-binary", ":all:", "--require-hashes", "--no-input", "--dest", str(folder)]
         command += ["--requirement", str(BASE_PIN)]
-        # pip reads the archive's metadata by running its setup.py, whose DS_BUILD_* switches are meant for our build.
+        # To read the archive's metadata, pip runs the archive's setup.py. The DS_BUILD_* switches are meant for our
+        # build and not for this one.
         env = {name: value for name, value in os.environ.items() if not name.startswith("DS_BUILD_")}
         result = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -174,8 +178,8 @@ def fetch_base(version, sha256):
     return archive
 
 
-def our_files():
-    """Every source file of ours below deepspeed/ and csrc/, relative to the repository."""
+def our_files() -> Iterator[str]:
+    """Yield every source file of ours below deepspeed/ and csrc/, relative to the repository."""
     for top in ("csrc", "deepspeed"):
         for path in sorted((ROOT / top).rglob("*")):
             relative = path.relative_to(ROOT)
@@ -184,16 +188,16 @@ def our_files():
                 yield relative.as_posix()
 
 
-def places(name):
-    """Where a file of ours goes in the composed tree; some go to two places."""
+def places(name: str) -> List[str]:
+    """Return where a file of ours goes in the composed tree. Some files go to two places."""
     for copies in (CSRC_COPIES, OP_BUILDER_COPIES):
         if name.startswith(copies[0] + "/"):
             return [copy + name[len(copies[0]) :] for copy in copies]
     return [name]
 
 
-def check_overlay(tree, ours, version):
-    """Stop if our files and the base's do not meet exactly where REPLACED says that they do."""
+def check_overlay(tree: Path, ours: List[str], version: str) -> None:
+    """Stop if a file of REPLACED is missing among our files or in the base."""
     for name in sorted(REPLACED):
         if name not in ours:
             stop(f"{name} is listed in setup.py as replacing a base file, but this repository has no such file.")
@@ -202,7 +206,7 @@ def check_overlay(tree, ours, version):
                 stop(f"{name} is meant to replace a base file, but deepspeed {version} has no {place}.")
 
 
-def keep_zero3_sources(tree, version):
+def keep_zero3_sources(tree: Path, version: str) -> None:
     """Move the base's native DeepCompile code from compile/ to compile_zero3/, with the header it was written for."""
     for copy in CSRC_COPIES:
         csrc = tree / copy
@@ -212,7 +216,8 @@ def keep_zero3_sources(tree, version):
         shutil.copy2(csrc / "includes" / "deepcompile.h", csrc / "compile_zero3")
 
 
-def lay_over(tree, ours, version, link):
+def lay_over(tree: Path, ours: List[str], version: str, link: bool) -> None:
+    """Copy or link our files into the tree. Stop if a file that is not in REPLACED meets a file of the base."""
     for name in ours:
         for place in places(name):
             target = tree / place
@@ -232,7 +237,7 @@ def lay_over(tree, ours, version, link):
     shutil.copy2(ROOT / "NOTICE", tree)
 
 
-def edit(tree, version):
+def edit(tree: Path, version: str) -> None:
     """Make the changes of EDITS."""
     for name, what, anchor, replacement in EDITS:
         path = tree / name
@@ -245,7 +250,7 @@ def edit(tree, version):
         path.write_text(text.replace(anchor, replacement))
 
 
-def require_torch(tree):
+def require_torch(tree: Path) -> None:
     """Raise the base's requirement on torch to ours and leave its other requirements alone."""
     path = tree / "requirements" / "requirements.txt"
     text, count = re.subn(r"(?m)^torch(?![\w.-]).*$", f"torch>={TORCH_MINIMUM}", path.read_text())
@@ -254,8 +259,8 @@ def require_torch(tree):
     path.write_text(text)
 
 
-def compose(archive, version, tree, link):
-    """Make the tree anew; the former one stays as it is until the new one is complete."""
+def compose(archive: Path, version: str, tree: Path, link: bool) -> None:
+    """Make a new tree in place of the former tree, which stays as it is until the new one is complete."""
     BUILD.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
         with tarfile.open(archive) as tar:
@@ -271,11 +276,11 @@ def compose(archive, version, tree, link):
         fresh.rename(tree)
 
 
-def offer_native_code_on_cpu():
+def offer_native_code_on_cpu() -> None:
     """Let DS_BUILD_DEEP_COMPILE work without a GPU.
 
-    The base collects what it can compile ahead of time into ALL_OPS. On a CPU that is a fixed list of builders, which
-    DeepCompile is not in, so ours is added before the base's setup.py reads it.
+    The base compiles the builders in ALL_OPS ahead of time. On a CPU, ALL_OPS is a fixed list without DeepCompile, so
+    this function adds our builder before the base's setup.py reads the list.
     """
     from op_builder import all_ops
 
@@ -286,13 +291,13 @@ def offer_native_code_on_cpu():
         all_ops.ALL_OPS.setdefault(builder.name, builder)
 
 
-def main():
+def main() -> None:
     check_setuptools()
     have_torch = check_torch()
     version, sha256 = read_pin()
     archive = fetch_base(version, sha256)
 
-    # Two trees, so that building a wheel leaves the tree of an editable install as it is.
+    # Keep two trees, so that building a wheel leaves the tree of an editable install as it is.
     editable = not {"editable_wheel", "develop"}.isdisjoint(sys.argv)
     tree = BUILD / ("editable" if editable else "wheel")
     compose(archive, version, tree, link=editable)

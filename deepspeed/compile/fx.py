@@ -79,6 +79,6 @@ def add_end_backward(graph: Graph, graph_id: int, release_reduce_buckets: bool =
 
 
 def replace_reduce_outputs_with_none(graph: Graph) -> None:
-    """Replaces each reduced gradient among the outputs of a backward graph by None, so that autograd gets no copy."""
+    """Replaces each reduced gradient in the outputs of a backward graph by None, so autograd accumulates nothing."""
     output = get_output_node(graph)
     output.args = (map_aggregate(output.args[0], lambda value: None if _namespace(value) else value),)
