@@ -161,6 +161,7 @@ def _factor(norm, scale, clip, device) -> Optional[torch.Tensor]:
 
 
 def _step_group(optimizer, group, factor):
+    """Steps the master weights of one group, and writes them back into this rank's partition of the parameters."""
     master, views = optimizer.single_partition_of_fp32_groups[group], optimizer.averaged_gradients[group]
     optimizer.averaged_gradients[group] = None
     scaler = optimizer.torch_autocast_gradscaler

@@ -61,8 +61,8 @@ class DeepCompileZero3Builder(dc_base.DeepCompileBuilder):
 class DeepCompileHandle:
     """What ``deepspeed.compile.util.get_deepcompile_handle()`` returns to the base's code.
 
-    The base calls ``start_backward()`` in all stages. ZeRO-1/2 keeps no state for the whole process, so the call then
-    does nothing. Every other call belongs to ZeRO-3, and the first one builds and loads ZeRO-3's native module.
+    The base calls ``start_backward()`` in all stages. Every other call belongs to ZeRO-3, and the first of these calls
+    builds and loads ZeRO-3's native module. ZeRO-1/2 keeps no state for the whole process and needs no call.
     """
 
     def __init__(self):
@@ -81,6 +81,7 @@ class DeepCompileHandle:
         self.__getattr__("init")(process_group, compile_config, reduce_bucket_size)
 
     def start_backward(self, is_gradient_accumulation_boundary):
+        """Called by the base when a backward begins. Does nothing unless the native module of ZeRO-3 is loaded."""
         if self._zero3 is not None:
             self._zero3.start_backward(is_gradient_accumulation_boundary)
 

@@ -74,7 +74,8 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         # graphs with a backward.
         self.names_lying_anywhere = None
 
-    def uuid(self):
+    def uuid(self) -> bytes:
+        """Identifies this partitioner in the keys of torch's caches."""
         schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
         slots = sorted(self.slots.items())
         key = (cache_key(), schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere)
@@ -101,7 +102,7 @@ def make_backend(
     Args:
         plan: the ``Plan`` of the engine. With its backend "eager", graphs run as they are traced.
         parameters: the reducible parameters, the same on every rank.
-        registered: the registered parameters, in the reducer's order. They outlive the backend's graphs.
+        registered: the registered parameters, in the reducer's order, which outlive the backend's graphs.
         identity: the reducer's number.
         limit: the ``CompilationLimit`` of the engine.
         waiting: None, or a ``Waiting`` for parameters that may be on their way.

@@ -21,7 +21,7 @@ from .compilation_limit import own_code
 
 
 def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> List[Parameter]:
-    """Returns ``parameters`` without those that are not reducible in all blocks of a class.
+    """Returns those of ``parameters`` that are reducible in all blocks of their class.
 
     One graph serves all blocks of a class, so a parameter of a block is left out if ``parameters`` lacks the parameter
     of the same name in another block of the class.

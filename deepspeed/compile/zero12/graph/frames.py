@@ -19,7 +19,7 @@ class Registrations:
 
     Args:
         identity: the engine's number.
-        parameters: the registered parameters, in the reducer's order. They outlive the engine's graphs.
+        parameters: the registered parameters, in the reducer's order, which outlive the engine's graphs.
     """
 
     def __init__(self, identity: int, parameters: Iterable[torch.Tensor]):

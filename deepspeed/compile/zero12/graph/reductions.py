@@ -15,9 +15,9 @@ SLOT = 2
 
 
 def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node]:
-    """Puts ``reduce_grad(gradient, registrations, slot)`` behind each parameter gradient of a joint graph.
+    """Puts ``reduce_grad(gradient, registrations, slot)`` after each parameter gradient of a joint graph.
 
-    The graph learns with each call which parameters it was given, so that one graph serves several layers.
+    The registrations tell the graph in each call which parameters it was given, so one graph serves several layers.
 
     Args:
         joint: forward and backward in one graph, as AOTAutograd traces them, with descriptors.
