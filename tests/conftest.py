@@ -74,8 +74,8 @@ def pytest_configure(config):
 
 # Before pytest deselects by marks.
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    selection.mark(items)
+def pytest_collection_modifyitems(config, items):
+    selection.mark(config, items)
 
 
 def pytest_sessionfinish(session):

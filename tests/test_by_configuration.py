@@ -2,24 +2,93 @@
 # SPDX-License-Identifier: Apache-2.0
 """``compile.deepcompile`` alone makes an engine train under DeepCompile; nobody has to call ``engine.compile()``."""
 
-import pytest
+import dataclasses
+import functools
+import gc
+import logging
+import weakref
+from typing import List, NamedTuple
 
-from support import by_configuration
-from support.training import Case
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
+
+from support.beside import Beside, logged, warnings_logged
+from support.ids import vary
+from support.training import Case, batch, build, compile_backend, device, engine_by_configuration, held, make_engine
 
 ITSELF = "DeepCompile compiles the engine with backend 'eager'"
 BECAUSE = "compile.deepcompile is true"
 TOO_LATE = "The arguments of engine.compile() have no effect"
 
 
+class Loop(Beside):
+    """An engine whose ``compile()`` the caller does not call, beside a plain loop.
+
+    Attributes:
+        compiled: whether the engine was compiled, in each micro-batch.
+    """
+
+    def __init__(self, case):
+        config = {**(case.config or {}), "compile": {"deepcompile": True, **(case.config or {}).get("compile", {})}}
+        # make_engine() calls engine.compile() where the case asks for DeepCompile; the sections of config come last.
+        super().__init__(build(case), dataclasses.replace(case, config=config, deepcompile=False))
+        self.compiled = []
+
+    def micro_batch(self, step, micro_step, call=None):
+        ids = batch(step, micro_step, dist.get_rank(), 4)
+        if self.engine.is_compiled:
+            reset_gradient_counters(self.engine)
+        self.engine.backward((call or self.engine)(ids))
+        self.compiled.append(self.engine.is_compiled)
+        self.from_graphs.append(gradient_counters(self.engine)["from_graphs"] if self.engine.is_compiled else 0)
+        self.engine.step()
+        (self.plain(ids) / self.case.accumulation).backward()
+
+    def step(self, step, call=None):
+        for micro_step in range(self.case.accumulation):
+            self.micro_batch(step, micro_step, call)
+        self.plain_step()
+
+    def end(self):
+        """Destroys the engine; returns the parameters' error."""
+        assert sum(held(gradient_counters(self.engine)).values()) == 0
+        return super().end().error
+
+
+class Found(NamedTuple):
+    error: float  # of the parameters
+    compiled: List[bool]  # whether the engine was, in each micro-batch
+    from_graphs: List[int]  # how many gradients graphs reduced in each micro-batch
+    texts: List[str]  # what DeepSpeed logged
+    warnings: List[str]  # those of the texts that are warnings
+
+
+def trains(case, before=None, during=None, steps=3):
+    """Trains an engine that compiles itself.
+
+    Args:
+        before: called with the loop before the first step.
+        during: called by a micro-batch with the loop and the ids, in place of the engine.
+    """
+    with logged(logging.INFO) as texts, warnings_logged() as warnings, compile_backend("eager"):
+        loop = Loop(case)
+        if before is not None:
+            before(loop)
+        call = functools.partial(during, loop) if during is not None else None
+        for step in range(steps):
+            loop.step(step, call)
+        return Found(loop.end(), loop.compiled, loop.from_graphs, texts, warnings)
+
+
 def trained(ranks, case, *how, **kwargs):
-    """Returns (compiled, from_graphs, texts, warnings) of each rank, whose parameters are those of a plain loop."""
-    results = []
-    for error, *found in ranks(2).run(by_configuration.trains, case, *how, **kwargs):
-        compiled, from_graphs, texts, warnings = found
-        assert error < 1e-5
-        assert not [text for text in texts if "engine.compile() has not been called" in text]
-        results.append((compiled, from_graphs, texts, warnings))
+    """Returns what was found on each rank, after comparing its parameters with those of a plain loop."""
+    results = ranks(2).run(trains, case, *how, **kwargs)
+    for found in results:
+        assert found.error < 1e-5
+        assert not [text for text in found.texts if "engine.compile() has not been called" in text]
     return results
 
 
@@ -27,103 +96,211 @@ def said(texts, beginning):
     return [text for text in texts if beginning in text]
 
 
-@pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 2), (2, 1), (2, 2)])
+def rank_0_evaluates(loop):
+    """With and without gradients, before any training."""
+    loop.engine.eval()
+    if dist.get_rank() == 0:
+        ids = batch(9, 0, 0, 4)
+        loop.engine(ids)
+        with torch.no_grad():
+            loop.engine(ids)
+    loop.engine.train()
+    dist.barrier()
+    assert not loop.engine.is_compiled
+
+
+@vary("stage, accumulation", [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_before_the_first_training_forward(ranks, stage, accumulation):
     case = Case(stage=stage, accumulation=accumulation)
-    results = trained(ranks, case, "rank_0_evaluates")
-    for rank, (compiled, from_graphs, texts, warnings) in enumerate(results):
-        assert all(compiled) and all(from_graphs)
+    results = trained(ranks, case, rank_0_evaluates)
+    for rank, found in enumerate(results):
+        assert all(found.compiled) and all(found.from_graphs)
         # One line, on one rank, and no warning.
-        (line, *rest) = said(texts, ITSELF) if rank == 0 else [None]
+        (line, *rest) = said(found.texts, ITSELF) if rank == 0 else [None]
         assert not rest and (rank != 0 or line.endswith("before its first training forward, because " + BECAUSE))
-        assert not said(warnings, "DeepCompile compiles")
+        assert not said(found.warnings, "DeepCompile compiles")
+
+
+def in_evaluation_mode(loop):
+    loop.engine.eval()
 
 
 def test_a_module_trained_in_evaluation_mode(ranks):
-    for rank, (compiled, from_graphs, texts, _) in enumerate(trained(ranks, Case(), "in_evaluation_mode")):
-        assert compiled == [False, True, True] and from_graphs[0] == 0 and all(from_graphs[1:])
-        assert rank != 0 or len(said(texts, "behind its first step, because " + BECAUSE)) == 1
+    for rank, found in enumerate(trained(ranks, Case(), in_evaluation_mode)):
+        assert found.compiled == [False, True, True]
+        assert found.from_graphs[0] == 0 and all(found.from_graphs[1:])
+        assert rank != 0 or len(said(found.texts, "behind its first step, because " + BECAUSE)) == 1
+
+
+def of_the_module(loop, ids):
+    return loop.module(ids)
 
 
 def test_a_module_that_is_called_without_its_engine(ranks):
-    for compiled, _, _, _ in trained(ranks, Case(accumulation=2), during="of_the_module"):
-        assert compiled == [False, False, True, True, True, True]
+    for found in trained(ranks, Case(accumulation=2), during=of_the_module):
+        assert found.compiled == [False, False, True, True, True, True]
+
+
+def with_gradients_already(loop):
+    """The first micro-batch of a step goes to the module by itself."""
+    loop.micro_batch(5, 0, loop.module)
+    loop.micro_batch(5, 1)
+    loop.plain_step()
 
 
 def test_an_engine_that_holds_gradients_waits_for_the_step(ranks):
     case = Case(accumulation=2)
-    for compiled, from_graphs, _, _ in trained(ranks, case, "with_gradients_already"):
-        assert compiled == [False, False, True, True, True, True, True, True] and all(from_graphs[2:])
+    for found in trained(ranks, case, with_gradients_already):
+        assert found.compiled == [False, False, True, True, True, True, True, True]
+        assert all(found.from_graphs[2:])
+
+
+def compiled_by_caller(loop):
+    loop.engine.compile(backend="eager", compile_kwargs={"dynamic": False})
 
 
 def test_the_callers_compile_wins(ranks):
-    for compiled, from_graphs, texts, warnings in trained(ranks, Case(), "compiled_by_caller"):
-        assert all(compiled) and all(from_graphs)
-        assert not said(texts, ITSELF) and not said(warnings, TOO_LATE)
+    for found in trained(ranks, Case(), compiled_by_caller):
+        assert all(found.compiled) and all(found.from_graphs)
+        assert not said(found.texts, ITSELF) and not said(found.warnings, TOO_LATE)
+
+
+def compiled_too_late(loop):
+    loop.step(5)
+    loop.engine.compile()
+    loop.engine.compile(backend="inductor", compile_kwargs={"dynamic": False})
 
 
 def test_a_compile_that_comes_too_late_is_told(ranks):
-    for rank, (_, _, _, warnings) in enumerate(trained(ranks, Case(), "compiled_too_late")):
-        assert len(said(warnings, TOO_LATE)) == (1 if rank == 0 else 0)
+    for rank, found in enumerate(trained(ranks, Case(), compiled_too_late)):
+        assert len(said(found.warnings, TOO_LATE)) == (1 if rank == 0 else 0)
+
+
+class Refused(NamedTuple):
+    said: List[str]  # what forwards with gradients and engine.compile() raised
+    compiled: bool  # whether the engine is, afterwards
+    optimizer: str  # the name of its class
+    loss: float  # of an evaluation
+
+
+def refused(case):
+    """Calls an engine whose configuration is refused, in training and in evaluation, and ``engine.compile()``."""
+    loop = Loop(case)
+    said = []
+    for training in (True, True, False, None):
+        call = loop.engine if training is not None else lambda _: loop.engine.compile()
+        loop.module.train(training is not False)
+        try:
+            call(batch(0, 0, dist.get_rank(), 4))
+        except ValueError as error:
+            said.append(str(error))
+    compiled, optimizer = loop.engine.is_compiled, type(loop.engine.optimizer).__name__
+    with torch.no_grad():
+        evaluated = float(loop.engine.eval() or loop.engine(batch(0, 0, 0, 4)))
+    loop.engine.destroy()
+    return Refused(said, compiled, optimizer, evaluated)
 
 
 def test_refused_as_by_compile(ranks):
     case = Case(config={"compile": {"regional_compilation": ["Unheard"]}})
-    for raised, (compiled, optimizer), evaluated in ranks(2).run(by_configuration.refused, case):
+    for result in ranks(2).run(refused, case):
         sentence = "DeepCompile with ZeRO stage 1: compile.regional_compilation names ['Unheard'], but OneGraph"
-        assert len(raised) == 4 and len(set(raised)) == 1 and raised[0].startswith(sentence)
-        assert not compiled and optimizer == "DeepSpeedZeroOptimizer" and evaluated > 0
+        assert len(result.said) == 4 and len(set(result.said)) == 1 and result.said[0].startswith(sentence)
+        assert not result.compiled and result.optimizer == "DeepSpeedZeroOptimizer" and result.loss > 0
+
+
+class Told(NamedTuple):
+    texts: List[str]  # that an engine logged in a forward that could train it
+    compiled: bool
+
+
+def told_in_a_forward(stage):
+    """Calls an engine that does not compile itself, in a forward that could train it.
+
+    Its stage is 3, or 0 without an optimizer: DeepSpeed takes no other without one.
+    """
+    # DeepSpeed says it once in a process.
+    deepspeed.utils.logging._log_dist_once_cached.cache_clear()
+    torch._dynamo.reset()
+    linear = torch.nn.functional.linear
+    module = torch.nn.Linear(4, 1).to(device())
+    engine = engine_by_configuration(module, True, zero_optimization={"stage": stage})
+    with logged(logging.INFO) as texts:
+        engine(torch.ones(2, 4, device=device()))
+    result = Told(texts, engine.is_compiled)
+    engine.destroy()
+    # ZeRO-3 leaves one of its own, which torch 2.11 compiles wrongly, with or without DeepSpeed.
+    torch.nn.functional.linear = linear
+    return result
 
 
 def test_an_engine_without_an_optimizer_is_left_alone(ranks):
-    for texts, compiled in ranks(2).run(by_configuration.told_in_a_forward, 0):
+    for texts, compiled in ranks(2).run(told_in_a_forward, 0):
         assert not texts and not compiled
 
 
 def test_zero3_is_told_as_by_the_base(ranks):
-    for rank, (texts, compiled) in enumerate(ranks(2).run(by_configuration.told_in_a_forward, 3)):
+    for rank, (texts, compiled) in enumerate(ranks(2).run(told_in_a_forward, 3)):
         assert not compiled
         assert rank != 0 or said(texts, "engine.compile() has not been called")
 
 
+def gone_when_destroyed(case):
+    """Whether nothing holds an engine that compiled itself, once it is destroyed."""
+    with compile_backend("eager"):
+        loop = Loop(case)
+        loop.step(0)
+    loop.engine.destroy()
+    reference = weakref.ref(loop.engine)
+    del loop
+    gc.collect()
+    return reference() is None
+
+
 def test_a_destroyed_engine_is_not_held(ranks):
-    assert all(ranks(2).run(by_configuration.gone_when_destroyed, Case()))
+    assert all(ranks(2).run(gone_when_destroyed, Case()))
+
+
+class TracedByTheCaller(NamedTuple):
+    error: float  # of the parameters
+    from_graphs: int  # gradients of the last step that graphs reduced
+
+
+def traced_by_the_caller(case):
+    """Trains where the caller compiles its own function around the engine."""
+    with compile_backend("eager"):
+        loop = Loop(case)
+        call = torch.compile(lambda ids: loop.engine(ids) * 1.0, backend="eager")
+        for step in range(2):
+            loop.step(step, call)
+    return TracedByTheCaller(loop.end(), loop.from_graphs[-1])
 
 
 def test_a_function_that_its_caller_compiles(ranks):
-    for error, from_graphs in ranks(2).run(by_configuration.traced_by_the_caller, Case()):
+    for error, from_graphs in ranks(2).run(traced_by_the_caller, Case()):
         assert error < 1e-5 and from_graphs > 0
 
 
+class TwoEngines(NamedTuple):
+    earlier_compiled: bool
+    later_compiled: bool
+    error: float  # of the parameters
+
+
+def of_parameters_that_were_taken(case):
+    """Makes two engines for one module, of which the first was never compiled, and trains the later one."""
+    with compile_backend("eager"):
+        loop = Loop(case)
+        earlier, loop.engine = loop.engine, make_engine(loop.module, loop.case)
+        loop.step(0)
+        earlier(batch(0, 0, dist.get_rank(), 4))
+        loop.step(1)
+        compiled = earlier.is_compiled, loop.engine.is_compiled
+        error = loop.end()
+        earlier.destroy()
+    return TwoEngines(*compiled, error)
+
+
 def test_an_engine_whose_parameters_a_later_one_has_is_left_alone(ranks):
-    for compiled, error in ranks(2).run(by_configuration.of_parameters_that_were_taken, Case()):
-        assert compiled == (False, True) and error < 1e-5
-
-
-# The cache of keys and values of transformers ------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def first_steps(ranks):
-    pytest.importorskip("transformers")
-    step = by_configuration.first_step
-    results = {use_cache: ranks(2).run(step, use_cache) for use_cache in (True, None, False)}
-    return {**results, "asked for": ranks(2).run(step, None, asked={"use_cache": True})}
-
-
-def test_training_forwards_keep_no_cache(first_steps):
-    for with_cache, default, without, asked_for in zip(*first_steps.values(), strict=True):
-        for each in (with_cache, default):
-            assert each["graphs"] <= without["graphs"] and each["loss"] == without["loss"]
-            assert not each["cache in training"] and each["cache in evaluation"] and each["use_cache"] is True
-            assert each["generated"] == without["generated"]
-        assert without["use_cache"] is False and not without["cache in evaluation"]
-        # The test could not fail if the cache cost no graphs.
-        assert asked_for["cache in training"] and asked_for["graphs"] > without["graphs"]
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_cache_that_a_model_reads_stays(ranks, checkpointed):
-    pytest.importorskip("transformers")
-    for off, on in ranks(2).run(by_configuration.with_memory, checkpointed):
-        assert on == pytest.approx(off, rel=1e-5) and off[-1] < off[0]
+    for result in ranks(2).run(of_parameters_that_were_taken, Case()):
+        assert (result.earlier_compiled, result.later_compiled) == (False, True) and result.error < 1e-5

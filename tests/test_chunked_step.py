@@ -3,15 +3,20 @@
 """A flat partition stepped in chunks is what it is stepped whole."""
 
 import copy
+import tempfile
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.compile.zero12 import chunked_step
 from deepspeed.compile.zero12.chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-from support.lifetime import chunks_of_a_loaded_state, chunks_of_a_step
-from support.training import Case
+from support.ids import vary
+from support.lifetime import backward, start
+from support.training import Case, relative_error
 
 NUMEL = 50
 OPTIMIZERS = {
@@ -44,8 +49,8 @@ def views(seed):
     return Views({offset: flat[offset : offset + numel].bfloat16() for offset, numel in runs}), flat
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7, 32, 50, 100])
-@pytest.mark.parametrize("factor", [None, 1 / 3])
+@vary("chunk", [1, 3, 7, 32, 50, 100])
+@pytest.mark.parametrize("factor", [None, 1 / 3], ids=["unscaled", "scaled"])
 def test_gradient(chunk, factor):
     given, flat = views(0)
     gradient = MasterGradient(given, factor and torch.tensor([factor]), torch.empty(0))
@@ -114,12 +119,78 @@ def test_what_must_be_stepped_whole():
     assert not may_step_in_chunks(hooked, parameter)
 
 
+class Chunks(NamedTuple):
+    """How an engine was stepped whose chunks are small."""
+
+    later: int  # pieces of the fp32 gradient in steps 1 and 2
+    first: int  # pieces in step 0
+    error: float  # beside an engine that steps whole
+
+
+def chunks_of_a_step(case):
+    """Trains for three steps with chunks of 50 elements, and again with chunks of the default size."""
+    trained, calls, default = [], [], chunked_step.CHUNK_NUMEL
+    take = chunked_step.MasterGradient.take
+
+    def taken(self, first, last):
+        calls.append((numel, step))
+        return take(self, first, last)
+
+    chunked_step.MasterGradient.take = taken
+    for numel in (50, default):
+        chunked_step.CHUNK_NUMEL = numel
+        try:
+            module, engine = start(case)
+            for step in range(3):
+                backward(engine, step)
+                engine.step()
+            trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
+            engine.destroy()
+        finally:
+            chunked_step.CHUNK_NUMEL = default
+    chunked_step.MasterGradient.take = take
+    later = sum(call[0] == 50 and call[1] > 0 for call in calls)
+    return Chunks(later, calls.count((50, 0)), relative_error(*trained))
+
+
 def test_an_engine_steps_in_chunks(ranks):
     """bf16 gradients are scaled into one chunk of fp32 after the other, and a parameter may lie in several."""
-    for chunks, whole, error in ranks(2).run(chunks_of_a_step, Case(dtype="bf16", clipping=0.1)):
-        assert whole == 1, "the first step makes the optimizer's state"
-        assert chunks > 10
-        assert error == 0
+    for chunks in ranks(2).run(chunks_of_a_step, Case(dtype="bf16", clipping=0.1)):
+        assert chunks.first == 1, "the first step makes the optimizer's state"
+        assert chunks.later > 10
+        assert chunks.error == 0
+
+
+def chunks_of_a_loaded_state(case):
+    """Trains 2 steps, saves, and trains 2 more, there and in a new engine that loads; the largest difference."""
+    default, chunked_step.CHUNK_NUMEL = chunked_step.CHUNK_NUMEL, 50
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    seen = []
+    try:
+        for loads in (False, True):
+            module, engine = start(case)
+            if loads:
+                engine.load_checkpoint(folder[0], tag="two")
+            for step in range(2 if loads else 0, 4):
+                if step == 2 and not loads:
+                    engine.save_checkpoint(folder[0], tag="two")
+                backward(engine, step)
+                engine.step()
+            seen.append(
+                [
+                    read(parameter).clone()
+                    for parameter in module.parameters()
+                    for read in (
+                        safe_get_full_fp32_param,
+                        lambda parameter: safe_get_full_optimizer_state(parameter, "momentum_buffer"),
+                    )
+                ]
+            )
+            engine.destroy()
+    finally:
+        chunked_step.CHUNK_NUMEL = default
+    return relative_error(*seen)
 
 
 def test_a_loaded_state_is_stepped_in_chunks(ranks):

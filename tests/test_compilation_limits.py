@@ -2,14 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """torch's limit of compilations: what uses it up, and what becomes of training when it is reached."""
 
+import dataclasses
 import re
+from typing import List
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from support.beside import Beside, check, warnings_logged
+from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
 from support.models import VOCABULARY, Block, Model
 from support.training import Case, batch
@@ -30,6 +32,13 @@ def ids_of(step, length=4):
 
 def given_up(warnings):
     return [warning for warning in warnings if GAVE_UP.search(warning)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Limited(Outcome):
+    """``given_up``: the warnings that training goes on without compiling."""
+
+    given_up: List[str]
 
 
 class Branching(Model):
@@ -54,15 +63,15 @@ def train(case, what, rank, limit, steps=8):
                     block.branch = str(step) if differs and what == "branches" else "0"
             pair.step(ids_of(step, 3 + step if differs and what == "lengths" else 4))
         result = pair.end()
-    return {**result, "given up": given_up(warnings)}
+    return Limited(**vars(result), given_up=given_up(warnings))
 
 
 def check_given_up(results):
     check(results)
     # One warning, and no rank compiles what another does not.
-    assert len(results[0]["given up"]) == 1, results
-    assert all(len(result["given up"]) <= 1 for result in results)
-    assert all(result["from_graphs"] == results[0]["from_graphs"] for result in results), results
+    assert len(results[0].given_up) == 1, results
+    assert all(len(result.given_up) <= 1 for result in results)
+    assert all(result.from_graphs == results[0].from_graphs for result in results), results
 
 
 @vary("regional", [True, False])
@@ -88,6 +97,13 @@ class Logging(Model):
         self.logged = {name: value.detach() * len(name)}
 
 
+@dataclasses.dataclass(frozen=True)
+class WithWarnings(Limited):
+    """``warnings``: all of DeepSpeed."""
+
+    warnings: List[str]
+
+
 def train_logging(case):
     torch.manual_seed(0)
     with warnings_logged() as warnings:
@@ -96,13 +112,13 @@ def train_logging(case):
             pair.module.step = pair.plain.step = str(step) * (step + 1)
             pair.step(ids_of(step))
         result = pair.end()
-    return {**result, "given up": given_up(warnings), "warnings": warnings}
+    return WithWarnings(**vars(result), given_up=given_up(warnings), warnings=warnings)
 
 
 def test_frames_without_parameters_do_not_count(ranks):
     for result in check(ranks(2).run(train_logging, static(False))):
-        assert not result["given up"] and result["from_graphs"][-1] > 0, result
-        assert not [warning for warning in result["warnings"] if "again and again" in warning], result
+        assert not result.given_up and result.from_graphs[-1] > 0, result
+        assert not [warning for warning in result.warnings if "again and again" in warning], result
 
 
 def test_limit_is_reached_in_generated_code(ranks):
@@ -120,14 +136,14 @@ def evaluate_and_train(case, limit):
                     pair.evaluate(ids_of(step, length + 6 * step))
             pair.step(ids_of(step))
         result = pair.end()
-    return {**result, "given up": given_up(warnings)}
+    return Limited(**vars(result), given_up=given_up(warnings))
 
 
 @vary("regional, from_graphs", [(True, 12), (False, 14)], expects="from_graphs")
 def test_evaluation_uses_nothing_up(ranks, regional, from_graphs):
     for result in check(ranks(2).run(evaluate_and_train, static(regional), limit=3)):
-        assert result["from_graphs"] == [from_graphs] * 3
-        assert not result["given up"]
+        assert result.from_graphs == [from_graphs] * 3
+        assert not result.given_up
 
 
 def make_engines(case, number, limit):
@@ -149,7 +165,7 @@ def test_engines_use_nothing_up(ranks, regional, from_graphs):
     # Twice as many as torch's limit would do for a model as a whole, and four times as many as for its two blocks.
     for results in ranks(2).run(make_engines, static(regional), number=7, limit=3):
         check(results)
-        assert [result["from_graphs"] for result in results] == [[from_graphs] * 2] * 7
+        assert [result.from_graphs for result in results] == [[from_graphs] * 2] * 7
 
 
 # Ranks that differ before they train -----------------------------------------------------------------------------
@@ -218,7 +234,7 @@ def evaluate_first(make, case, mode):
 def test_one_rank_evaluates_first(ranks, stage, mode, make):
     # All gradients fit in a bucket, so that it is a graph's end that sends it.
     results = check(ranks(2).run(evaluate_first, make, Case(stage=stage, bucket=10**6), mode))
-    assert all(result["from_graphs"] == [4] * 3 for result in results)
+    assert all(result.from_graphs == [4] * 3 for result in results)
 
 
 # Blocks that differ each time ------------------------------------------------------------------------------------
@@ -257,7 +273,7 @@ def train_adapters(case, limit):
                     block.used = tuple(SUBSETS[(step + index) % len(SUBSETS)])
             pair.step(ids_of(step))
         result = pair.end()
-    return {**result, "given up": given_up(warnings)}
+    return Limited(**vars(result), given_up=given_up(warnings))
 
 
 @vary("stage", [1, 2])
@@ -265,4 +281,4 @@ def test_blocks_that_differ_each_time(ranks, stage):
     results = ranks(2).run(train_adapters, static(True, stage=stage), limit=2)
     check_given_up(results)
     for result in results:
-        assert result["from_graphs"][0] > 0 and result["from_graphs"][-1] == 0
+        assert result.from_graphs[0] > 0 and result.from_graphs[-1] == 0

@@ -127,7 +127,7 @@ def test_convolutions(ranks, stage, make, regional, from_graphs):
     case = Case(stage=stage, backend="inductor", config=config)
     for result in check(ranks(2).run(train, make, case)):
         # Were they not compiled, they would train as well.
-        assert result["from_graphs"] == [from_graphs] * 3
+        assert result.from_graphs == [from_graphs] * 3
 
 
 # Uneven batches --------------------------------------------------------------------------------------------------

@@ -2,10 +2,83 @@
 # SPDX-License-Identifier: Apache-2.0
 """In bf16 and fp16, training comes as close to fp32 as ZeRO without DeepCompile does."""
 
+import copy
 import dataclasses
+from typing import Dict, List, NamedTuple, Optional
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.utils import safe_get_full_fp32_param
 
 from support.ids import vary
-from support.training import NOTHING, Case, train_beside_fp32, train_beside_plain_loop, train_under_default_dtypes
+from support.training import (
+    NOTHING,
+    Case,
+    Trained,
+    batch,
+    build,
+    default_dtype,
+    held,
+    make_engine,
+    make_optimizer,
+    step_plain,
+    total_error,
+    train_beside_plain_loop,
+)
+
+
+@dataclasses.dataclass
+class LowPrecision:
+    """What came of training in low precision. Errors compare fp32 master parameters."""
+
+    error: float  # against a plain fp32 loop
+    moved: float  # how far training moved the parameters
+    skipped: int  # steps
+    scale: float  # of the loss, at the end
+    held: Optional[Dict[str, int]]  # at the end; None without DeepCompile
+    held_after_a_skipped_step: Optional[Dict[str, int]]  # the last one; None without DeepCompile or a skipped step
+
+
+class WithAndWithout(NamedTuple):
+    compiled: LowPrecision
+    eager: LowPrecision
+
+
+def train(case):
+    """Trains in ``case.dtype`` beside a plain fp32 loop without the steps that were skipped for an overflow."""
+    torch._dynamo.reset()
+    module, rank, after_skipped = build(case), dist.get_rank(), None
+    plain = copy.deepcopy(module)
+    engine = make_engine(module, case)
+    for step in range(case.steps):
+        for micro_step in range(case.accumulation):
+            engine.backward(engine(batch(step, micro_step, rank, 4)))
+            engine.step()
+        if case.deepcompile and engine.optimizer.overflow:
+            after_skipped = held(gradient_counters(engine))
+    optimizer = make_optimizer(plain, case)
+    for step in range(engine.skipped_steps, case.steps):
+        for micro_step in range(case.accumulation):
+            (plain(batch(step, micro_step, rank, 4)) / case.accumulation).backward()
+        step_plain(plain, optimizer)
+    trained = [safe_get_full_fp32_param(parameter) for parameter in module.parameters()]
+    result = LowPrecision(
+        error=total_error(trained, plain.parameters()),
+        moved=total_error(trained, build(case).parameters()),
+        skipped=engine.skipped_steps,
+        scale=engine.optimizer.loss_scale,
+        held=held(gradient_counters(engine)) if case.deepcompile else None,
+        held_after_a_skipped_step=after_skipped,
+    )
+    engine.destroy()
+    return result
+
+
+def train_beside_fp32(case):
+    """Trains in ``case.dtype`` with DeepCompile and without."""
+    return WithAndWithout(*(train(dataclasses.replace(case, deepcompile=flag)) for flag in (True, False)))
 
 
 @vary("backend", ["eager", "inductor"])
@@ -15,11 +88,11 @@ from support.training import NOTHING, Case, train_beside_fp32, train_beside_plai
 def test_as_close_to_fp32_as_eager_zero(ranks, backend, dtype, stage, accumulation):
     case = Case(backend=backend, dtype=dtype, stage=stage, accumulation=accumulation, steps=6)
     for compiled, eager in ranks(2).run(train_beside_fp32, case):
-        assert compiled["skipped"] == eager["skipped"] == 0
+        assert compiled.skipped == eager.skipped == 0
         # Both are off by rounding, in different orders of summation, so neither is always the closer one.
-        assert compiled["error"] < 1.5 * eager["error"]
-        assert eager["error"] < 0.1 * compiled["moved"]
-        assert compiled["held"] == NOTHING
+        assert compiled.error < 1.5 * eager.error
+        assert eager.error < 0.1 * compiled.moved
+        assert compiled.held == NOTHING
 
 
 @vary("accumulation", [1, 3])
@@ -29,22 +102,22 @@ def test_an_overflow_skips_the_step_and_releases(ranks, stage, accumulation):
     config = {"fp16": {"initial_scale_power": 24, "hysteresis": 1, "consecutive_hysteresis": False}}
     case = Case(dtype="fp16", stage=stage, accumulation=accumulation, steps=14, config=config)
     for compiled, eager in ranks(2).run(train_beside_fp32, case):
-        assert 0 < compiled["skipped"] == eager["skipped"] < case.steps
-        assert compiled["scale"] == eager["scale"]
-        assert compiled["held after a skipped step"] == NOTHING
-        assert compiled["error"] < 1.5 * eager["error"] < compiled["moved"]
+        assert 0 < compiled.skipped == eager.skipped < case.steps
+        assert compiled.scale == eager.scale
+        assert compiled.held_after_a_skipped_step == NOTHING
+        assert compiled.error < 1.5 * eager.error < compiled.moved
 
 
 def test_communication_in_fp32_under_bf16(ranks):
     case = Case(dtype="bf16", config={"communication_data_type": "fp32"}, steps=6)
     for compiled, eager in ranks(2).run(train_beside_fp32, case):
-        assert compiled["error"] < 1.5 * eager["error"]
+        assert compiled.error < 1.5 * eager.error
 
 
 def test_fp32_accumulation_under_bf16_in_stage_2(ranks):
     case = Case(dtype="bf16", stage=2, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}, steps=6)
     for compiled, eager in ranks(2).run(train_beside_fp32, case):
-        assert compiled["error"] < 1.5 * eager["error"]
+        assert compiled.error < 1.5 * eager.error
 
 
 def test_autocast(ranks):
@@ -53,6 +126,27 @@ def test_autocast(ranks):
         # Linear layers run, and their gradients travel, in bf16.
         assert result.error < 0.02
         assert result.held[-1] == NOTHING
+
+
+class UnderDefaults(NamedTuple):
+    as_ever: Trained
+    under: List[Trained]  # under each default dtype
+
+
+def train_under_default_dtypes(cases, names):
+    """Trains each case beside a plain loop as ever, and under each default dtype, of which ``names`` are the names.
+
+    Whatever is the default, models have parameters in fp32.
+    """
+    results = []
+    for case in cases:
+        as_ever = train_beside_plain_loop(case)
+        under = []
+        for name in names:
+            with default_dtype(getattr(torch, name)):
+                under.append(train_beside_plain_loop(case))
+        results.append(UnderDefaults(as_ever, under))
+    return results
 
 
 @vary("dtype", ["fp32", "bf16", "fp16"])

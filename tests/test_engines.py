@@ -1,25 +1,42 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Several engines, forwards, backwards and threads; the end of an engine at any moment; a long run."""
+"""Several engines, steps in other threads, process groups that torch wraps, and a long run."""
 
-import itertools
+import copy
+import gc
+import random
+import threading
+from typing import List, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from support import engines
-from support.training import Case
+from deepspeed.compile.zero12 import gradient_counters
 
-BOUND = 1e-5
-# As close to fp32 as rounding allows: bf16 has 8 bits.
-ROUNDING = {"fp32": BOUND, "bf16": 3e-2}
-NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0, "registered": 0}
+from support.engines import BOUND, OVERLAPPED, Beside, Errors, check
+from support.lifetime import allocated_bytes
+from support.training import (
+    Case,
+    average_gradients,
+    batch,
+    build,
+    device,
+    held,
+    make_engine,
+    make_optimizer,
+    relative_error,
+)
 
 
-def check(results, cases):
-    for errors in results:
-        for (worst, total), case in zip(errors, cases, strict=True):
-            assert (worst if case.dtype == "fp32" else total) < ROUNDING[case.dtype]
+def take_turns(cases, steps=4):
+    """Engines of one process train step by step in turns; returns each one's errors."""
+    torch._dynamo.reset()
+    pairs = [Beside(case, seed) for seed, case in enumerate(cases)]
+    for step in range(steps):
+        for pair in pairs:
+            pair.step(step)
+    return [pair.end() for pair in pairs]
 
 
 @pytest.mark.parametrize(
@@ -34,121 +51,240 @@ def check(results, cases):
             Case(stage=2, model="BlocksWithin"),
         ],
     ],
-    ids=["stages", "dtypes", "inductor", "one without DeepCompile", "blocks"],
+    ids=["stages", "dtypes", "inductor", "one-without-DeepCompile", "blocks"],
 )
 def test_two_engines_of_different_kinds(ranks, cases):
-    check(ranks(2).run(engines.take_turns, cases), cases)
+    check(ranks(2).run(take_turns, cases), cases)
+
+
+class Turns(NamedTuple):
+    """What came of engines that ranks stepped in different orders."""
+
+    raised: List[str]
+    moved: List[bool]  # for each engine, whether its parameters changed
+
+
+def turns_in_another_order(case):
+    """Each rank steps two engines of one kind, every other rank in the other order."""
+    torch._dynamo.reset()
+    pairs, raised = [Beside(case) for _ in range(2)], []
+    ids = batch(0, 0, dist.get_rank(), 4)
+    for pair in reversed(pairs) if dist.get_rank() % 2 else pairs:
+        try:
+            pair.engine.backward(pair.engine(ids))
+            pair.engine.step()
+        except RuntimeError as error:
+            raised.append(str(error))
+    moved = [relative_error(pair.module.parameters(), pair.before.parameters()) > 0 for pair in pairs]
+    for pair in pairs:
+        pair.engine.destroy()
+    return Turns(raised, moved)
 
 
 def test_turns_in_another_order(ranks):
-    for raised, moved in ranks(2).run(engines.turns_in_another_order, Case(bucket=50)):
-        assert len(raised) == 2 and all("ranks have reduced different gradients" in message for message in raised)
-        assert not any(moved)
+    for turns in ranks(2).run(turns_in_another_order, Case(bucket=50)):
+        assert len(turns.raised) == 2
+        assert all("ranks have reduced different gradients" in message for message in turns.raised)
+        assert not any(turns.moved)
+
+
+def one_loss_of_two_engines(cases):
+    """One backward through two engines' models, as where a critic's loss goes into an actor's; returns the errors."""
+    torch._dynamo.reset()
+    pairs = [Beside(case, seed) for seed, case in enumerate(cases)]
+    for step in range(3):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        first, second = (pair.engine(ids) for pair in pairs)
+        (first * 2 + first.detach() * second).backward()
+        first, second = (pair.plain(ids) for pair in pairs)
+        (first * 2 + first.detach() * second).backward()
+        for pair in pairs:
+            pair.engine.step()
+            pair.plain_step()
+    return [pair.end() for pair in pairs]
 
 
 def test_one_loss_of_two_engines(ranks):
     cases = [Case(stage=1), Case(stage=2, model="SeveralGraphs")]
-    check(ranks(2).run(engines.one_loss_of_two_engines, cases), cases)
+    check(ranks(2).run(one_loss_of_two_engines, cases), cases)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("model", ["OneGraph", "RepeatedLayers", "EagerBlocks"])
-@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
-def test_two_forwards_before_a_backward(ranks, direct, model, stage):
-    case = Case(model=model, stage=stage)
-    check([[errors] for errors in ranks(2).run(engines.forwards_before_a_backward, case, direct)], [case])
+def in_other_threads(cases):
+    """Each step of each engine runs in a new thread, one at a time; returns the errors."""
+    torch._dynamo.reset()
+    pairs = [Beside(case, seed) for seed, case in enumerate(cases)]
+    own_device, raised = device(), []
 
+    def run(pair, step):
+        try:
+            if own_device.type == "cuda":
+                # Each thread has a current device of its own.
+                torch.cuda.set_device(own_device)
+            pair.step(step)
+        except BaseException as error:
+            raised.append(error)
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("how", ["engine", "loss", "both"])
-def test_several_backwards_of_one_forward(ranks, how, stage):
-    case = Case(model="SeveralGraphs", stage=stage, config={"wall_clock_breakdown": how == "both"})
-    check([[errors] for errors in ranks(2).run(engines.backwards_of_one_forward, case, how)], [case])
-
-
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_engines_of_one_module_destroyed(ranks, order):
-    for compiled, trained in ranks(2).run(engines.destroyed_in_order, Case(), order):
-        assert compiled is None and trained
-
-
-@pytest.mark.parametrize("stages", [(1, 1), (2, 1), (1, 2)], ids=str)
-@pytest.mark.parametrize("model", ["OneGraph", "BlocksWithin", "EagerBlocks"])
-def test_second_engine_of_a_module(ranks, model, stages):
-    for error, raised, moved, error_again in ranks(2).run(engines.second_engine, Case(model=model), stages):
-        assert error < BOUND
-        # One sentence, whatever the first engine is asked for.
-        for sentence in raised:
-            assert sentence is not None and "engine" in sentence and "\n" not in sentence, raised
-        assert moved == 0 and error_again < BOUND
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("direct, both", [(False, True), (False, False), (True, False)])
-def test_computed_again(ranks, direct, both, stage):
-    if direct and torch.cuda.is_available():
-        pytest.skip("gradients are dropped on a GPU: docs/reliability.md has it among the limits")
-    case = Case(stage=stage)
-    check([[errors] for errors in ranks(2).run(engines.computed_again, case, direct, both)], [case])
-
-
-@pytest.mark.parametrize("model", ["OneGraph", "EagerBlocks"])
-def test_module_called(ranks, model):
-    case = Case(model=model)
-    check([[errors] for errors in ranks(2).run(engines.module_called, case)], [case])
-
-
-def test_a_second_compile(ranks):
-    case = Case(stage=2)
-    check([[errors] for errors in ranks(2).run(engines.compiled_again, case)], [case])
+    for step in range(3):
+        for pair in pairs:
+            thread = threading.Thread(target=run, args=(pair, step))
+            thread.start()
+            thread.join()
+            if raised:
+                raise raised[0]
+    return [pair.end() for pair in pairs]
 
 
 def test_steps_in_other_threads(ranks):
     cases = [Case(stage=1, accumulation=2), Case(stage=2, model="EagerBlocks")]
-    check(ranks(2).run(engines.in_other_threads, cases), cases)
+    check(ranks(2).run(in_other_threads, cases), cases)
 
 
-OVERLAPPED = {"compile": {"overlap_param_gather": True}}
+def two_engines_taking_turns(first, second):
+    """Trains two engines step by step in turns; returns both errors against plain loops."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    pairs = []
+    for seed, case in enumerate((first, second)):
+        module = build(case, seed)
+        plain = copy.deepcopy(module)
+        pairs.append((case, module, make_engine(module, case), plain, make_optimizer(plain, case)))
+    for step in range(4):
+        for case, _, engine, plain, optimizer in pairs:
+            for micro_step in range(case.accumulation):
+                engine.backward(engine(batch(step, micro_step, rank, 4)))
+                engine.step()
+                (plain(batch(step, micro_step, rank, 4)) / case.accumulation).backward()
+            average_gradients(plain)
+            optimizer.step()
+            optimizer.zero_grad()
+    errors = [relative_error(module.parameters(), plain.parameters()) for _, module, _, plain, _ in pairs]
+    for _, _, engine, _, _ in pairs:
+        engine.destroy()
+    return errors
 
 
 @pytest.mark.parametrize(
-    "moment, case",
+    "first, second",
     [
-        *zip(
-            engines.MOMENTS,
-            # ZeRO-2 has no no_sync().
-            itertools.cycle([Case(stage=1, accumulation=2, bucket=50), Case(stage=2, bucket=50)]),
-        ),
-        ("behind a step", Case(stage=1, config=OVERLAPPED)),
-        ("behind a backward", Case(stage=2, config=OVERLAPPED)),
+        pytest.param(Case(), Case(model="RepeatedLayers", stage=2), marks=pytest.mark.sanitized),
+        pytest.param(Case(accumulation=2), Case(stage=2, accumulation=3), marks=pytest.mark.sanitized),
+        (Case(backend="inductor"), Case(backend="inductor")),
     ],
-    ids=lambda value: value if isinstance(value, str) else f"{value.stage}-{value.accumulation}-{bool(value.config)}",
+    ids=["models", "acc2-acc3", "inductor"],
 )
-def test_destroyed_at_any_moment(ranks, moment, case):
-    for counters, before, after, gone, error, error_again in ranks(2).run(engines.destroyed_at, moment, case):
-        assert counters == NOTHING
-        assert after == before
-        assert gone
-        assert max(error, error_again) < BOUND
+def test_two_engines_taking_turns(ranks, first, second):
+    for errors in ranks(2).run(two_engines_taking_turns, first, second):
+        assert max(errors) < BOUND
+
+
+def overlapping_windows(first, second):
+    """The second engine trains between the first one's micro-batches."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    modules = [build(case, seed) for seed, case in enumerate((first, second))]
+    plains = [copy.deepcopy(module) for module in modules]
+    engines = [make_engine(module, case) for module, case in zip(modules, (first, second))]
+    optimizers = [make_optimizer(plain, case) for plain, case in zip(plains, (first, second))]
+    for step in range(3):
+        for micro_step in range(first.accumulation):
+            for index, case in enumerate((first, second)):
+                engines[index].backward(engines[index](batch(step, micro_step, rank, 4)))
+                engines[index].step()
+                (plains[index](batch(step, micro_step, rank, 4)) / case.accumulation).backward()
+                if micro_step == case.accumulation - 1 or case.accumulation == 1:
+                    average_gradients(plains[index])
+                    optimizers[index].step()
+                    optimizers[index].zero_grad()
+    errors = [relative_error(a.parameters(), b.parameters()) for a, b in zip(modules, plains)]
+    for engine in engines:
+        engine.destroy()
+    return errors
+
+
+@pytest.mark.sanitized
+def test_two_engines_with_overlapping_windows(ranks):
+    for errors in ranks(2).run(overlapping_windows, Case(accumulation=2), Case(stage=2)):
+        assert max(errors) < BOUND
+
+
+# Debugging aids of torch ---------------------------------------------------------------------------------------------
+
+
+class Wrapped(NamedTuple):
+    """What came of training where torch wraps what communicates in a process group."""
+
+    errors: Errors
+    seconds: float  # after which what the engine's group wraps gives up on another rank
+
+
+def beside_plain_loop_in_wrapped_groups(case):
+    """Trains for three steps."""
+    torch._dynamo.reset()
+    pair = Beside(case)
+    wrapped = pair.engine.data_parallel_group._get_backend(device()).wrapped_pg
+    for step in range(3):
+        pair.step(step)
+    return Wrapped(pair.end(), wrapped.options._timeout.total_seconds())
 
 
 def test_process_groups_that_torch_wraps(ranks):
     # Torch's wrapper compares what ranks are about to send. DeepSpeed makes groups with a longer timeout than this.
     pool = ranks(2, TORCH_DISTRIBUTED_DEBUG="DETAIL", RANKS_TIMEOUT="60")
     for case in (Case(stage=1, accumulation=2, bucket=50), Case(stage=2, model="BlocksWithin", config=OVERLAPPED)):
-        for (worst, _), seconds in pool.run(engines.beside_plain_loop_in_wrapped_groups, case):
-            assert worst < BOUND
-            assert seconds == 60
+        for wrapped in pool.run(beside_plain_loop_in_wrapped_groups, case):
+            assert wrapped.errors.worst < BOUND
+            assert wrapped.seconds == 60
+
+
+# A long run --------------------------------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    """What a process has at one moment."""
+
+    allocated: int  # bytes
+    objects: int  # of Python
+
+
+class LongRun(NamedTuple):
+    """What came of a long run."""
+
+    most_held: int  # bytes, after any step
+    samples: List[Sample]  # taken when the run has settled, and then at regular intervals
+    errors: Errors
+
+
+def long_run(case, steps, settled):
+    """1 to 4 micro-batches a step, of 3 to 20 tokens, beside a plain loop; a sample every ``settled`` steps."""
+    torch._dynamo.reset()
+    pair, rank = Beside(case), dist.get_rank()
+    # The same on every rank, and lengths of each rank's own.
+    of_all, own = random.Random(1), random.Random(2 + rank)
+    most_held, samples = 0, []
+    for step in range(1, steps + 1):
+        micro_batches = of_all.randint(1, 4)
+        for micro_step in range(micro_batches):
+            ids = batch(step, micro_step, rank, own.randint(3, 20))
+            pair.engine.set_gradient_accumulation_boundary(micro_step == micro_batches - 1)
+            pair.engine.backward(pair.engine(ids) / micro_batches)
+            pair.engine.step()
+            (pair.plain(ids) / micro_batches).backward()
+        pair.plain_step()
+        most_held = max(most_held, *held(gradient_counters(pair.engine)).values())
+        if step % settled == 0:
+            gc.collect()
+            samples.append(Sample(allocated_bytes(ids.is_cuda), len(gc.get_objects())))
+    return LongRun(most_held, samples, pair.end())
 
 
 def test_a_long_run(ranks, request):
     steps = request.config.getoption("--steps")
     # What a thread caches of the C heap counts as in use there, and the caches fill for hundreds of steps.
     pool = ranks(2, GLIBC_TUNABLES="glibc.malloc.tcache_count=0")
-    for most_held, samples, (worst, _) in pool.run(engines.long_run, Case(), steps, 50, timeout=steps):
-        assert most_held == 0
-        assert worst < BOUND
-        (allocated, objects), *later = samples
+    for run in pool.run(long_run, Case(), steps, 50, timeout=steps):
+        assert run.most_held == 0
+        assert run.errors.worst < BOUND
+        settled, *later = run.samples
         # A tensor of the smallest parameter, kept in each step, would be many times that.
-        assert max(memory for memory, _ in later) - allocated < 2**12
-        assert max(count for _, count in later) - objects < 50
+        assert max(sample.allocated for sample in later) - settled.allocated < 2**12
+        assert max(sample.objects for sample in later) - settled.objects < 50

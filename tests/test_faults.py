@@ -1,181 +1,308 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What goes wrong in a step: the next one is right, or every rank ends with an error that says what happened."""
+"""A step in which something goes wrong on every rank: the next one is right, or says what happened."""
 
+import contextlib
 import itertools
-import re
+from typing import Dict, List, NamedTuple, Optional
 
 import pytest
-import torch
+import torch.distributed as dist
 
-from support import faults
-from support.pool import Ranks
-from support.training import Case, device
+from deepspeed.compile.zero12 import gradient_counters
+
+from support.faults import (
+    HAPPENINGS,
+    Injected,
+    arm,
+    fragile,
+    held_soon,
+    in_backward,
+    plain_step,
+    raise_injected,
+    train_step,
+)
+from support.ids import vary
+from support.training import NOTHING, Case, average_gradients, batch, device, held, relative_error
 
 BOUND = 1e-5
-NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
-# Seconds after which a collective gives up, and what the test allows on top of them. NCCL's watchdog takes another
-# minute to write down what was running before it ends the process.
-TIMEOUT, GRACE = 6, 20
-PATIENCE = 150 if torch.cuda.is_available() else 80
 
 
-@pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 3), (2, 3)])
-@pytest.mark.parametrize(
+class AfterFault(NamedTuple):
+    """What came of a fault in a micro-batch."""
+
+    raised: Optional[str]  # the type of the exception
+    held: Dict[str, int]  # behind the fault
+    held_at_last: Dict[str, int]  # behind two later steps
+    error: float  # of these
+
+
+def on_every_rank(case, where, how):
+    """A fault on all ranks at the last micro-batch of a step.
+
+    The plain loop of the two later steps has not seen the step that failed.
+    """
+    module, engine, plain, optimizer = fragile(case)
+    train_step(engine, 0, case.accumulation)
+    plain_step(plain, optimizer, 0, case.accumulation)
+    for micro_step in range(case.accumulation - 1):
+        engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
+        engine.step()
+    raised = None
+    arm(where, how)
+    try:
+        engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
+    except BaseException as error:
+        raised = type(error).__name__
+    if where == "forward" and case.accumulation > 1:
+        # Nothing was lost: the step goes on with another micro-batch.
+        engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
+        engine.step()
+        plain_step(plain, optimizer, 1, case.accumulation)
+    after = held_soon(engine)
+    error = 0.0
+    for step in range(2, 4):
+        train_step(engine, step, case.accumulation)
+        plain_step(plain, optimizer, step, case.accumulation)
+        error = max(error, relative_error(module.parameters(), plain.parameters()))
+    at_last = held(gradient_counters(engine))
+    engine.destroy()
+    return AfterFault(raised, after, at_last, error)
+
+
+@vary(
     "where, how",
     [
-        *itertools.product(("forward", "backward"), faults.HAPPENINGS),
+        *itertools.product(("forward", "backward"), HAPPENINGS),
         ("at the end of the graph", "interrupted"),
         ("behind the backward", "interrupted"),
     ],
 )
+@vary("stage, accumulation", [(1, 1), (1, 3), (2, 3)])
 def test_the_next_step_is_right(ranks, where, how, stage, accumulation):
     case = Case(stage=stage, accumulation=accumulation, bucket=50)
     expected = {"raises": "Injected", "interrupted": "KeyboardInterrupt"}.get(how)
     # Python's handler runs in the main thread, and a GPU's backward in the device's: then it is behind it, too.
     on_gpu = (where, how, device().type) == ("backward", "interrupted", "cuda")
     behind = where in ("at the end of the graph", "behind the backward") or on_gpu
-    for raised, after, at_last, error in ranks(2).run(faults.on_every_rank, case, where, how):
-        assert raised == expected or (expected is None and raised in ("RuntimeError", "OutOfMemoryError"))
+    for after in ranks(2).run(on_every_rank, case, where, how):
+        assert after.raised == expected or (expected is None and after.raised in ("RuntimeError", "OutOfMemoryError"))
         # What was reduced by then is dropped when the next backward or step begins.
-        assert (after["bound"] > 0 and {**after, "bound": 0} == NOTHING) if behind else after == NOTHING
-        assert at_last == NOTHING
-        assert error < BOUND
+        if behind:
+            assert after.held["bound"] > 0 and {**after.held, "bound": 0} == NOTHING
+        else:
+            assert after.held == NOTHING
+        assert after.held_at_last == NOTHING
+        assert after.error < BOUND
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("alike", [True, False], ids=["the same size", "another size"])
-@pytest.mark.parametrize("chosen", [[(0,), (1,)], [(0, 1), (1, 0)]], ids=["other blocks", "another order"])
-def test_another_branch(ranks, chosen, alike, stage):
-    if torch.cuda.is_available() and not alike:
-        pytest.skip("NCCL waits for ever where sizes differ, and then ends the process: torch's watchdog")
-    for before, apart, together in ranks(2).run(faults.another_branch, Case(stage=stage), alike, chosen):
-        assert before == (None, True)
-        # Its gradients were added to those of other parameters. Nothing may use them, nor what comes after.
-        for raised, moved in (apart, together):
-            assert "ranks have reduced different gradients" in raised
-            assert not moved
+class AfterLoss(NamedTuple):
+    """What came of a step of which a part was lost."""
+
+    raised: Optional[str]
+    error: float  # of the steps behind it
 
 
-def in_processes_of_their_own(function, *args, patience=PATIENCE):
-    """What each of two ranks returned, or how it ended, under a short timeout of the process group."""
-    return Ranks(2, {"RANKS_TIMEOUT": str(TIMEOUT)}).run_to_the_end(function, *args, timeout=patience)
+def part_of_a_step_lost(case, how):
+    """The second of three micro-batches raises where the caller says what belongs to a step.
+
+    Where DeepSpeed counts micro-batches ("counted"), engine.step() is called behind the one that raised as behind the
+    others.
+    """
+    module, engine, plain, optimizer = fragile(case)
+    train_step(engine, 0, 3)
+    plain_step(plain, optimizer, 0, 3)
+
+    steps_each = how in ("boundary", "counted", "no_sync, counted")
+
+    def micro_batch(step, micro_step, fails):
+        last = micro_step == 2
+        if how == "boundary":
+            engine.set_gradient_accumulation_boundary(last)
+        if fails and micro_step == 1:
+            in_backward.happen = raise_injected
+        loss = engine(batch(step, micro_step, dist.get_rank(), 4))
+        with engine.no_sync() if "no_sync" in how and not last else contextlib.nullcontext():
+            with contextlib.suppress(Injected):
+                engine.backward(loss)
+        if steps_each:
+            engine.step()
+
+    def run(step, fails):
+        in_a_block = how == "coalesce_grad_reduction"
+        with engine.coalesce_grad_reduction() if in_a_block else contextlib.nullcontext():
+            for micro_step in range(3):
+                micro_batch(step, micro_step, fails)
+        if not steps_each:
+            engine.set_gradient_accumulation_boundary(True)
+            engine.step()
+            engine.set_gradient_accumulation_boundary(False)
+
+    raised = None
+    if how == "no_sync":
+        engine.set_gradient_accumulation_boundary(True)
+    try:
+        run(1, fails=True)
+    except RuntimeError as error:
+        raised = str(error)
+    if how == "counted":
+        # The one that raised and those before it do not count, so the step still lacks two.
+        for micro_step in range(2):
+            engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
+            engine.step()
+        for micro_step in (2, 0, 1):
+            (plain(batch(1, micro_step, dist.get_rank(), 4)) / 3).backward()
+        average_gradients(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        if how == "no_sync":
+            engine.set_gradient_accumulation_boundary(True)
+        run(2, fails=False)
+        plain_step(plain, optimizer, 2, 3)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return AfterLoss(raised, error)
 
 
-def names_the_bucket(message):
-    return re.search("could not reduce the bucket that begins with the gradient of parameter '.+' of shape", message)
-
-
-def test_memory_that_runs_out_anywhere_in_a_backward(capfd):
-    numel = faults.Large.NUMEL
-    amounts = [8 * numel * index for index in range(6)]
-    case = Case(bucket=numel)
-    answers = in_processes_of_their_own(faults.memory_that_runs_out, case, amounts, patience=150)
-    if any(was_ended_by_nccl(answer, capfd) for answer in answers):
-        return
-    for raised, afterwards, error, moved, ended in answers:
-        assert any("memory" in message for message in raised if message)
-        # A backward that ran out of memory was followed by a step at least once.
-        assert len(raised) > 1
-        assert all(after == NOTHING for message, after in zip(raised, afterwards) if message)
-        assert error < BOUND < moved
-        assert ended is None or "reduced different gradients" in ended or names_the_bucket(ended)
-
-
-def was_ended_by_nccl(answer, capfd):
-    """Whether NCCL's watchdog has said what timed out and ended the process: no exception can come from there."""
-    return (
-        torch.cuda.is_available()
-        and answer == "died with exit status -6"
-        and "Watchdog caught collective operation timeout" in capfd.readouterr().err
-    )
-
-
-def test_a_rank_that_dies(capfd):
-    first, second = in_processes_of_their_own(faults.on_one_rank, Case(bucket=50), "dies", 1, 1)
-    assert second == "died with exit status 17"
-    if was_ended_by_nccl(first, capfd):
-        return
-    raised, seconds = first
-    assert names_the_bucket(raised[0]) and seconds < TIMEOUT + GRACE
-
-
-def test_a_rank_that_hangs(capfd):
-    first, second = in_processes_of_their_own(faults.on_one_rank, Case(bucket=50), "hangs", 1, 1)
-    if was_ended_by_nccl(first, capfd):
-        return
-    raised, seconds = first
-    assert names_the_bucket(raised[0]) and "Timed out" in raised[0]
-    assert TIMEOUT - 1 < seconds < TIMEOUT + GRACE
-    # It comes too late.
-    raised, seconds = second
-    assert names_the_bucket(raised[0]) and seconds < 2 * TIMEOUT + GRACE
-
-
-@pytest.mark.parametrize("stage, accumulation", [(1, 3), (2, 2)])
-def test_a_backward_that_raises_on_one_rank(stage, accumulation, capfd):
-    case = Case(stage=stage, accumulation=accumulation, bucket=50)
-    answers = in_processes_of_their_own(faults.on_one_rank, case, "raises", 1)
-    if any(was_ended_by_nccl(answer, capfd) for answer in answers):
-        return
-    for rank, (raised, _) in enumerate(answers):
-        # It never gets another step, whatever it tries.
-        assert all(raised)
-        assert rank == 0 or raised[0].startswith("Injected")
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("how", ["boundary", "no_sync", "no_sync, counted", "coalesce_grad_reduction", "counted"])
+@vary("how", ["boundary", "no_sync", "no_sync, counted", "coalesce_grad_reduction", "counted"])
+@vary("stage", [1, 2])
 def test_a_step_of_which_a_part_was_lost(ranks, how, stage):
     if "no_sync" in how and stage == 2:
         pytest.skip("DeepSpeed refuses it")
-    for raised, error in ranks(2).run(faults.part_of_a_step_lost, Case(stage=stage, accumulation=3, bucket=50), how):
-        assert (raised is None) == (how == "counted")
-        assert raised is None or "were dropped when a later one raised" in raised
-        assert error < BOUND
+    for after in ranks(2).run(part_of_a_step_lost, Case(stage=stage, accumulation=3, bucket=50), how):
+        assert (after.raised is None) == (how == "counted")
+        assert after.raised is None or "were dropped when a later one raised" in after.raised
+        assert after.error < BOUND
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="with NCCL a step returns before its parameters have arrived")
-def test_a_rank_that_dies_in_the_optimizer():
-    first, second = in_processes_of_their_own(faults.dies_in_the_optimizer, Case(), 1)
-    assert second == "died with exit status 17"
-    assert "could not get the parameters that other ranks have stepped" in first["step"]
-    for then in ("forward", "save"):
-        assert "was ended half way" in first[then] and "load a checkpoint" in first[then]
-    assert first["destroy"] is None
-    assert all(took < TIMEOUT + GRACE for name, took in first.items() if name.endswith("took"))
+def a_block_that_was_left(case, where):
+    """The second of three micro-batches raises out of ``coalesce_grad_reduction()``, and all are run again.
+
+    Another step follows.
+    """
+    module, engine, plain, optimizer = fragile(case)
+
+    def block(step, fails):
+        with engine.coalesce_grad_reduction():
+            for micro_step in range(3):
+                if fails and micro_step == 1:
+                    arm(where, "interrupted" if where == "behind the backward" else "raises")
+                engine.backward(engine(batch(step, micro_step, dist.get_rank(), 4)))
+
+    raised = None
+    for step in range(2):
+        if step == 0:
+            try:
+                block(step, fails=True)
+            except (Injected, KeyboardInterrupt) as error:
+                raised = type(error).__name__
+        block(step, fails=False)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()
+        plain_step(plain, optimizer, step, 3)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return AfterLoss(raised, error)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward", "behind the backward"])
-@pytest.mark.parametrize("stage", [1, 2])
+@vary("where", ["forward", "backward", "behind the backward"])
+@vary("stage", [1, 2])
 def test_a_block_that_was_left(ranks, stage, where):
     case = Case(stage=stage, accumulation=3, bucket=50)
-    for raised, error in ranks(2).run(faults.a_block_that_was_left, case, where):
-        assert raised == ("KeyboardInterrupt" if where == "behind the backward" else "Injected")
-        assert error < BOUND
+    for after in ranks(2).run(a_block_that_was_left, case, where):
+        assert after.raised == ("KeyboardInterrupt" if where == "behind the backward" else "Injected")
+        assert after.error < BOUND
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+class AfterStep(NamedTuple):
+    """What came of a step that changed nothing."""
+
+    raised: Optional[str]
+    held: Dict[str, int]  # behind it
+    error: float  # when it was redone
+
+
+def a_step_that_changed_nothing(case):
+    """A step raises before it changes parameters, and is redone."""
+    module, engine, plain, optimizer = fragile(case)
+    own_norm = engine.optimizer.scaled_global_norm
+
+    def norm_that_raises():
+        engine.optimizer.scaled_global_norm = own_norm
+        raise Injected("no norm")
+
+    engine.optimizer.scaled_global_norm = norm_that_raises
+    raised = None
+    try:
+        train_step(engine, 0, case.accumulation)
+    except Injected as error:
+        raised = str(error)
+    after = held(gradient_counters(engine))
+    for step in range(2):
+        train_step(engine, step, case.accumulation)
+        plain_step(plain, optimizer, step, case.accumulation)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return AfterStep(raised, after, error)
+
+
+@vary("stage", [1, 2])
 def test_a_step_that_changed_nothing(ranks, stage):
-    for raised, after, error in ranks(2).run(faults.a_step_that_changed_nothing, Case(stage=stage, accumulation=3)):
-        assert raised == "no norm"
-        assert after == NOTHING
-        assert error < BOUND
+    for after in ranks(2).run(a_step_that_changed_nothing, Case(stage=stage, accumulation=3)):
+        assert after.raised == "no norm"
+        assert after.held == NOTHING
+        assert after.error < BOUND
 
 
 def test_timers_go_on(ranks):
     case = Case(accumulation=3, bucket=50, config={"wall_clock_breakdown": True})
     for where, how in [("forward", "raises"), ("backward", "raises"), ("behind the backward", "interrupted")]:
-        for raised, _, _, error in ranks(2).run(faults.on_every_rank, case, where, how):
-            assert raised and error < BOUND
-    for _, _, error in ranks(2).run(faults.a_step_that_changed_nothing, case):
-        assert error < BOUND
+        for after in ranks(2).run(on_every_rank, case, where, how):
+            assert after.raised and after.error < BOUND
+    for after in ranks(2).run(a_step_that_changed_nothing, case):
+        assert after.error < BOUND
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+class AfterHalf(NamedTuple):
+    """What came of a step that was ended half way."""
+
+    raised: List[str]  # by that step and by another
+    error: float  # after a checkpoint was loaded
+
+
+def half_a_step(case, folder):
+    """A step raises while it changes parameters, and another is tried. Then a checkpoint is loaded."""
+    module, engine, plain, optimizer = fragile(case)
+    train_step(engine, 0, case.accumulation)
+    plain_step(plain, optimizer, 0, case.accumulation)
+    engine.save_checkpoint(folder)
+    inner, raised = engine.optimizer.optimizer, []
+    own_step = inner.step
+
+    def step_and_raise():
+        own_step()
+        raise Injected("behind the update")
+
+    for attempt in range(2):
+        inner.step = step_and_raise if attempt == 0 else own_step
+        try:
+            train_step(engine, 1, case.accumulation)
+        except (RuntimeError, Injected) as error:
+            raised.append(str(error))
+    engine.load_checkpoint(folder)
+    train_step(engine, 1, case.accumulation)
+    plain_step(plain, optimizer, 1, case.accumulation)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return AfterHalf(raised, error)
+
+
+@vary("stage", [1, 2])
 def test_half_a_step(ranks, tmp_path, stage):
     case = Case(stage=stage, accumulation=3, groups=2)
-    for (first, second), error in ranks(2).run(faults.half_a_step, case, str(tmp_path)):
+    for after in ranks(2).run(half_a_step, case, str(tmp_path)):
+        first, second = after.raised
         assert first == "behind the update"
         assert "was ended half way (Injected: behind the update)" in second
-        assert error < BOUND
+        assert after.error < BOUND

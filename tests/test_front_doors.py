@@ -1,14 +1,336 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerate, Trainer, Lightning and TRL train under DeepCompile with nothing but its line in the configuration."""
+"""Accelerate, Trainer, Lightning and TRL train under DeepCompile with nothing but its line in the configuration.
+
+Each door is a function ``door(case, resumes) -> Outcome``, which runs on every rank. The program behind a door has
+nothing about DeepCompile but its line in the configuration. It trains, evaluates and saves a checkpoint half-way. With
+``resumes`` the program begins in a new engine, from that checkpoint.
+"""
+
+import dataclasses
+import os
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from support import front_doors
-from support.front_doors import HALF, STEPS, Case
+from deepspeed.compile.zero12 import gradient_counters
+
+from support.front_doors import (
+    EOS,
+    FIRST_TOKEN,
+    HALF,
+    LAST_TOKEN,
+    LEARNING_RATE,
+    LENGTH,
+    PAD,
+    ROWS,
+    STEPS,
+    VOCABULARY,
+    Case,
+    Outcome,
+    Record,
+    ds_config,
+    evaluation_rows,
+    make_model,
+    on_cpu,
+    process_as_it_was,
+    training_rows,
+    warnings_told,
+)
+from support.ids import vary
+from support.training import compile_backend
 
 # Relative, of losses in fp32.
 BOUND = 1e-5
+
+
+# Accelerate
+
+
+def accelerate_loop(case, resumes, **dynamo):
+    """A loop with an ``Accelerator``. Further arguments are those of the ``Accelerator`` about torch.compile."""
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=ds_config(case)),
+        # Without a backend Accelerate counts one process on CPU, however many there are.
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if on_cpu() else [],
+        **dynamo,
+    )
+    model = make_model()
+    engine, optimizer, training, evaluation = accelerator.prepare(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE),
+        DataLoader(training_rows(), batch_size=ROWS),
+        DataLoader(evaluation_rows(), batch_size=ROWS),
+    )
+
+    def evaluate():
+        engine.eval()
+        with torch.no_grad():
+            losses = [accelerator.reduce(engine(**batch).loss, "mean").item() for batch in evaluation]
+        engine.train()
+        return sum(losses) / len(losses)
+
+    first, losses, evaluations = 0, [], []
+    if resumes:
+        accelerator.load_state(case.folder)
+        training, first = accelerator.skip_first_batches(training, HALF), HALF
+    engine.train()
+    for step, batch in enumerate(training, start=first + 1):
+        loss = engine(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        if step % HALF == 0:
+            evaluations.append(evaluate())
+        if step == HALF:
+            accelerator.save_state(case.folder)
+    return Outcome(losses, evaluations, engine)
+
+
+def accelerate_with_dynamo(case, resumes):
+    return accelerate_loop(case, resumes, dynamo_backend=case.backend)
+
+
+def accelerate_with_regions(case, resumes):
+    from accelerate.utils import TorchDynamoPlugin
+
+    plugin = TorchDynamoPlugin(backend=case.backend, use_regional_compilation=True)
+    return accelerate_loop(case, resumes, dynamo_plugin=plugin)
+
+
+# Trainer of transformers, and those of TRL, which are made of it
+
+
+def trainer_arguments(case, **others):
+    """Returns what every trainer is told, as arguments of its configuration."""
+    if on_cpu():
+        from accelerate import PartialState
+
+        # Without a backend Accelerate counts one process on CPU, and all ranks would write the same checkpoint.
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+        others["accelerator_config"] = {"use_configured_state": True}
+    return {
+        "output_dir": case.folder,
+        "deepspeed": ds_config(case),
+        "per_device_train_batch_size": ROWS,
+        "per_device_eval_batch_size": ROWS,
+        "learning_rate": LEARNING_RATE,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": HALF,
+        "save_steps": HALF,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **others,
+    }
+
+
+def train(trainer, case, resumes, others=()):
+    checkpoint = os.path.join(case.folder, f"checkpoint-{HALF}")
+    trainer.train(resume_from_checkpoint=checkpoint if resumes else None)
+    # The history of a trainer that resumes begins with that of the checkpoint.
+    history = [entry for entry in trainer.state.log_history if entry["step"] > (HALF if resumes else 0)]
+    losses, evaluations = ([entry[key] for entry in history if key in entry] for key in ("loss", "eval_loss"))
+    return Outcome(losses, evaluations, trainer.model_wrapped, list(others))
+
+
+def transformers_trainer(case, resumes, **others):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(**trainer_arguments(case, **others))
+    trainer = Trainer(make_model(), arguments, train_dataset=training_rows(), eval_dataset=evaluation_rows())
+    return train(trainer, case, resumes)
+
+
+def transformers_trainer_with_torch_compile(case, resumes):
+    return transformers_trainer(case, resumes, torch_compile=True, torch_compile_backend=case.backend)
+
+
+def make_tokenizer():
+    """Returns a tokenizer that has a word for each token of the model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": PAD, "<eos>": EOS, **{f"w{token}": token for token in range(EOS + 1, VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def text(ids):
+    return "".join(f" w{token}" for token in ids.tolist())
+
+
+def make_datasets(convert):
+    """Returns the data sets of training and of evaluation. ``convert`` makes an entry of the tokens of a row."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    return [
+        datasets.Dataset.from_list([convert(row["input_ids"]) for row in rows])
+        for rows in (training_rows(), evaluation_rows())
+    ]
+
+
+def sft(case, resumes, **others):
+    """``SFTTrainer`` with further arguments. TRL's defaults stay, gradient checkpointing among them."""
+    from trl import SFTConfig, SFTTrainer
+
+    training, evaluation = make_datasets(lambda ids: {"text": text(ids)})
+    trainer = SFTTrainer(
+        make_model(),
+        # But bf16, which is the default, transformers refuses on CPU.
+        SFTConfig(**trainer_arguments(case, bf16=False)),
+        train_dataset=training,
+        eval_dataset=evaluation,
+        processing_class=make_tokenizer(),
+        **others,
+    )
+    return train(trainer, case, resumes)
+
+
+def sft_with_lora(case, resumes):
+    from peft import LoraConfig
+
+    return sft(case, resumes, peft_config=LoraConfig(r=4, lora_alpha=64, target_modules="all-linear"))
+
+
+def dpo(case, resumes):
+    """``DPOTrainer`` with a reference model, which is an engine without an optimizer."""
+    from trl import DPOConfig, DPOTrainer
+
+    def preference(ids):
+        prompt, chosen = ids.split(LENGTH // 2)
+        rejected = chosen + (LAST_TOKEN - FIRST_TOKEN + 1)
+        return {"prompt": text(prompt), "chosen": text(chosen), "rejected": text(rejected)}
+
+    training, evaluation = make_datasets(preference)
+    trainer = DPOTrainer(
+        make_model(),
+        ref_model=make_model(),
+        # But bf16, which is the default, transformers refuses on CPU.
+        args=DPOConfig(**trainer_arguments(case, bf16=False)),
+        train_dataset=training,
+        eval_dataset=evaluation,
+        processing_class=make_tokenizer(),
+    )
+    return train(trainer, case, resumes, others=[trainer.ref_model])
+
+
+# Lightning
+
+
+def lightning_trainer(case, resumes):
+    """Lightning's ``Trainer`` with its ``DeepSpeedStrategy``."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+    from torch.utils.data import DataLoader
+
+    class OnCPU(DeepSpeedStrategy):
+        """Leaves out the one check that the accelerator is a GPU. On GPUs the test takes the strategy as it is."""
+
+        def setup_environment(self):
+            super(DeepSpeedStrategy, self).setup_environment()
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = make_model()
+            self.losses, self.evaluations = [], []
+
+        def training_step(self, batch, number):
+            loss = self.model(**batch).loss
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch, number):
+            self.log("evaluation", self.model(**batch).loss, sync_dist=True)
+
+        def on_train_batch_end(self, outputs, batch, number):
+            self.losses.append(self.trainer.callback_metrics["loss"].item())
+
+        def on_validation_end(self):
+            self.evaluations.append(self.trainer.callback_metrics["evaluation"].item())
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
+
+    if on_cpu():
+        # The strategy and DeepSpeed ask each device for its number.
+        devices = [torch.device("cpu", number) for number in range(dist.get_world_size())]
+        strategy = OnCPU(config=ds_config(case), parallel_devices=devices)
+    else:
+        strategy = DeepSpeedStrategy(config=ds_config(case))
+    module = Module()
+    trainer = pl.Trainer(
+        strategy=strategy,
+        devices="auto" if on_cpu() else dist.get_world_size(),
+        max_epochs=2,
+        callbacks=[pl.callbacks.ModelCheckpoint(case.folder, filename="{step}", save_top_k=-1)],
+        num_sanity_val_steps=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(
+        module,
+        # Two epochs of half as many steps, since a checkpoint is saved at the end of each.
+        DataLoader(training_rows(HALF), batch_size=ROWS),
+        DataLoader(evaluation_rows(), batch_size=ROWS),
+        ckpt_path=os.path.join(case.folder, f"step={HALF}.ckpt") if resumes else None,
+    )
+    return Outcome(module.losses, module.evaluations, trainer.strategy.deepspeed_engine)
+
+
+DOORS = {
+    "Accelerate": accelerate_loop,
+    "Accelerate with dynamo": accelerate_with_dynamo,
+    "Accelerate with regions": accelerate_with_regions,
+    "Trainer": transformers_trainer,
+    "Trainer with torch_compile": transformers_trainer_with_torch_compile,
+    "Lightning": lightning_trainer,
+    "SFTTrainer": sft,
+    "SFTTrainer with LoRA": sft_with_lora,
+    "DPOTrainer": dpo,
+}
+
+
+def off_on_resumed(case):
+    """Trains without DeepCompile, with DeepCompile, and with DeepCompile from the second run's checkpoint.
+
+    Returns:
+        The record of each.
+    """
+    off = dataclasses.replace(case, deepcompile=False, folder=os.path.join(case.folder, "off"))
+    return [run(off, resumes=False), run(case, resumes=False), run(case, resumes=True)]
+
+
+def run(case, resumes):
+    """Runs the program of a case as if the process did nothing before or after."""
+    # Those doors that have no argument for the backend get this one.
+    with process_as_it_was(), warnings_told() as messages, compile_backend(case.backend):
+        outcome = DOORS[case.door](case, resumes)
+        engine = outcome.engine
+        trained = [name for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
+        record = Record(
+            losses=outcome.losses,
+            evaluations=outcome.evaluations,
+            counters=gradient_counters(engine) if case.deepcompile else {},
+            trained=len(trained),
+            trained_in_blocks=sum(".layers." in name for name in trained),
+            others_compiled=[other.is_compiled for other in outcome.others],
+            warnings=messages,
+        )
+        for each in (engine, *outcome.others):
+            each.destroy()
+    return record
 
 
 def packages(door):
@@ -19,7 +341,7 @@ def packages(door):
     return (*trainer, "trl", "peft", "datasets") if "SFT" in door or "DPO" in door else trainer
 
 
-@pytest.mark.parametrize(
+@vary(
     "door, stage, backend",
     [
         ("Accelerate", 1, "eager"),
@@ -39,7 +361,7 @@ def test_trains_with_the_line_in_the_configuration(ranks, tmp_path, door, stage,
     for package in packages(door):
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
     case = Case(door, str(tmp_path), stage, backend)
-    results = ranks(2).run(front_doors.off_on_resumed, case)
+    results = ranks(2).run(off_on_resumed, case)
     for off, on, resumed in results:
         assert len(on.losses) == STEPS and len(on.evaluations) == 2
         assert on.losses == pytest.approx(off.losses, rel=BOUND)

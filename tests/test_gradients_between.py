@@ -7,14 +7,15 @@ waits for its own, S ``engine.step()``, D dropping what there is, C clipping ``p
 """
 
 import collections
-from typing import Callable, NamedTuple, Optional, Tuple
+import dataclasses
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from support.beside import Beside, warnings_logged
+from support.beside import Beside, Outcome, warnings_logged
 from support.ids import vary
 from support.models import VOCABULARY
 from support.training import Case, batch, relative_error
@@ -99,8 +100,24 @@ def follow(engine, script, drop, batches):
     return seen
 
 
+@dataclasses.dataclass(frozen=True)
+class Followed(Outcome):
+    """What came of the steps of scripts.
+
+    Attributes:
+        errors: the largest relative error of a parameter after each step, by the step's name.
+        warnings: those of DeepSpeed.
+        of_clipped: for each step that clips by hand, the error of the gradients that were clipped; None where a
+            parameter held none.
+    """
+
+    errors: Dict[str, float]
+    warnings: List[str]
+    of_clipped: List[Optional[float]]
+
+
 def train(case, steps):
-    """Takes the steps, each under a name; returns the error of the parameters after each, and what else was seen."""
+    """Takes the steps, each under a name."""
     torch.manual_seed(0)
     module = BothRoutes()
     if case.dtype == "bf16":
@@ -120,14 +137,14 @@ def train(case, steps):
                     clip(pair.plain)
             pair.plain_step()
             errors[name] = pair.error()
-    return {**pair.end(), "errors": errors, "warnings": warnings, "of clipped": of_clipped}
+    return Followed(**vars(pair.end()), errors=errors, warnings=warnings, of_clipped=of_clipped)
 
 
 def check(results):
     for result in results:
         # An error stays in the parameters, so the first that is large tells what is wrong.
-        assert max(result["errors"].values()) < 1e-5, result["errors"]
-        assert result["moved"] > 1e-3
+        assert max(result.errors.values()) < 1e-5, result.errors
+        assert result.moved > 1e-3
     return results
 
 
@@ -162,7 +179,7 @@ def test_steps_that_are_not_taken(ranks, deepcompile, accumulation, stage):
     """A later backward at the boundary replaces what nobody stepped."""
     case = Case(stage=stage, accumulation=accumulation, deepcompile=deepcompile)
     for result in check(ranks(2).run(train, case, NOT_TAKEN[accumulation])):
-        assert len(result["warnings"]) == int(deepcompile), result["warnings"]
+        assert len(result.warnings) == int(deepcompile), result.warnings
 
 
 # Forwards that all began before the first of their backwards belong together.
@@ -182,7 +199,7 @@ def test_clipped_by_hand(ranks):
     steps = {f"step {number}": Step("FBSCFBS", (0, 1)) for number in range(3)}
     for result in check(ranks(2).run(train, Case(accumulation=2), steps)):
         # Parameters hold the rank's own sum in ZeRO-1.
-        assert max(result["of clipped"]) < 1e-5
+        assert max(result.of_clipped) < 1e-5
 
 
 IN_BF16 = {
@@ -198,4 +215,4 @@ def test_in_bf16(ranks, deepcompile):
     case = Case(accumulation=2, dtype="bf16", deepcompile=deepcompile)
     for result in ranks(2).run(train, case, IN_BF16):
         # 8 bits; what was to be dropped is half of what the parameters moved.
-        assert result["total error"] < 0.1 * result["moved"]
+        assert result.total_error < 0.1 * result.moved

@@ -2,14 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the passes do to graphs: small ones written here, and those of real models."""
 
+import copy
 import operator
+from typing import Dict, List, NamedTuple
 
 import pytest
 import torch
+import torch._functorch.config
+import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
-from support.graphs import backward_graphs, cached_again
-from support.training import Case
+from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero12.graph import backend as reduce_backend
+
+from support.ids import vary
+from support.training import Case, batch, build, make_engine
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +141,73 @@ def test_rewriting_helpers(fx):
     graph.lint()
 
 
-@pytest.mark.parametrize(
+class End(NamedTuple):
+    """A call of ``end_backward`` in a backward graph."""
+
+    reductions: int  # that it stands behind
+    graph_id: int
+    releases: bool
+
+
+class BackwardGraph(NamedTuple):
+    """What the nodes of a backward graph do."""
+
+    graph_id: int
+    release: bool  # whether it was asked to release the buckets
+    reductions: int
+    ends: List[End]
+    chained: bool  # whether each reduction waits for the one before
+    hidden: bool  # whether all reduced gradients are hidden from autograd
+
+
+class BackwardGraphs(NamedTuple):
+    graphs: List[BackwardGraph]  # in the order of compilation
+    buckets: List[int]  # bytes that each backward left in buckets
+
+
+def backward_graphs(case):
+    """Takes two steps and records what the backward graphs do."""
+    torch._dynamo.reset()
+    # A graph that torch had kept would not be made here. The machine code of its kernels may come from where it likes.
+    torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
+    entries = []
+    finish = reduce_backend.finish_backward_graph
+
+    def recording(backward, graph_id, release):
+        finish(backward, graph_id, release)
+        nodes = list(backward.graph.nodes)
+        reductions = [n for n in nodes if n.target == torch.ops.deepcompile.reduce_grad.default]
+        ends = [n for n in nodes if n.target == torch.ops.deepcompile.end_backward.default]
+        chained = all(later.args[3] is earlier for earlier, later in zip(reductions, reductions[1:]))
+        outputs = next(n for n in nodes if n.op == "output").args[0]
+        entries.append(
+            BackwardGraph(
+                graph_id,
+                release,
+                len(reductions),
+                [End(len(n.args[0]) - 1, n.args[1], n.args[2]) for n in ends],
+                chained,
+                hidden=not any(n in reductions for n in outputs),
+            )
+        )
+
+    reduce_backend.finish_backward_graph = recording
+    try:
+        engine = make_engine(build(case), case)
+        buckets = []
+        for step in range(2):
+            engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
+            buckets.append(gradient_counters(engine)["bucket"])
+            engine.step()
+        engine.destroy()
+    finally:
+        reduce_backend.finish_backward_graph = finish
+        torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = True
+    return BackwardGraphs(copy.deepcopy(entries), buckets)
+
+
+@vary("backend", ["eager", "inductor"])
+@vary(
     "model, first_graph_reduces",
     [
         ("OneGraph", True),
@@ -143,26 +216,49 @@ def test_rewriting_helpers(fx):
         ("NoParametersFirstButGrad", False),
         ("NoParametersLast", True),
     ],
+    expects="first_graph_reduces",
 )
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_end_backward_releases_once(ranks, backend, model, first_graph_reduces):
-    for entries, buckets in ranks(2).run(backward_graphs, Case(model=model, backend=backend)):
-        assert (entries[0][2] > 0) == first_graph_reduces, entries
-        reducing = [entry for entry in entries if entry[2]]
-        ends = [end for entry in entries for end in entry[3]]
-        assert [count for _, _, count, *_ in entries if count] == [count for count, _, _ in ends]
-        releasing = [entry for entry in entries if any(flag for _, _, flag in entry[3])]
-        assert len(releasing) == 1, entries
+    for graphs, buckets in ranks(2).run(backward_graphs, Case(model=model, backend=backend)):
+        assert (graphs[0].reductions > 0) == first_graph_reduces, graphs
+        reducing = [graph for graph in graphs if graph.reductions]
+        ends = [end for graph in graphs for end in graph.ends]
+        assert [graph.reductions for graph in reducing] == [end.reductions for end in ends]
+        releasing = [graph for graph in graphs if any(end.releases for end in graph.ends)]
+        assert len(releasing) == 1, graphs
         # Frames are compiled in forward order, so the first that reduces is the last to run backward.
-        assert releasing[0][0] == min(entry[0] for entry in reducing)
-        assert all(chained and hidden for *_, chained, hidden in entries)
+        assert releasing[0].graph_id == min(graph.graph_id for graph in reducing)
+        assert all(graph.chained and graph.hidden for graph in graphs)
         assert buckets == [0, 0]
+
+
+class Compiled(NamedTuple):
+    inductor: Dict[str, int]  # torch's counters of its caches
+    aot: Dict[str, int]
+    reduced: int  # gradients that graphs reduced
+
+
+def cached_again(case):
+    """Compiles the same model twice from a clean state; returns what came of each time."""
+    from torch._dynamo.utils import counters
+
+    seen = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters.clear()
+        engine = make_engine(build(case), case)
+        engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+        reduced = gradient_counters(engine)["from_graphs"]
+        engine.step()
+        engine.destroy()
+        seen.append(Compiled(dict(counters["inductor"]), dict(counters["aot_autograd"]), reduced))
+    return seen
 
 
 def test_a_second_compilation_comes_from_torchs_caches(ranks):
     case = Case(backend="inductor", model="SeveralGraphs")
     for first, second in ranks(2).run(cached_again, case):
         inductor, aot, reduced = second
-        assert reduced == first[2] > 0
+        assert reduced == first.reduced > 0
         assert aot.get("autograd_cache_hit", 0) > 0 or inductor.get("fxgraph_cache_hit", 0) > 0, second
         assert aot.get("autograd_cache_miss", 0) == 0 and inductor.get("fxgraph_cache_miss", 0) == 0, second

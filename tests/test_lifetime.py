@@ -1,14 +1,37 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""When gradient memory exists, and that nothing keeps it longer."""
+"""When gradient memory exists, and that nothing keeps it longer or writes to it too early."""
+
+import copy
+import gc
+import time
+from typing import Dict, List, NamedTuple, Optional, Set, Tuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from support import lifetime
-from support.training import Case, device
+from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero12.optimizer import is_attached
+from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 
-NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
+from support.ids import vary
+from support.lifetime import allocated_bytes, backward, start
+from support.models import Model
+from support.training import (
+    NOTHING,
+    Case,
+    average_gradients,
+    batch,
+    build,
+    default_dtype,
+    device,
+    held,
+    make_engine,
+    make_optimizer,
+    relative_error,
+)
+
 BOUND = 1e-5
 
 
@@ -17,230 +40,367 @@ def sanitized(*values):
     return pytest.param(*values, marks=pytest.mark.sanitized)
 
 
+# Stages of a target ---------------------------------------------------------------------------------------------
+
+
+class Window(NamedTuple):
+    """What an engine of one parameter group held in one accumulation window; ``held()`` says what that is."""
+
+    registered: int  # parameters
+    compiled: Dict[str, int]  # held after compile()
+    backwards: List[Dict[str, int]]  # held after each backward
+    stepped: Dict[str, int]  # held after the step
+    partition: int  # elements of this rank's partition
+    handed_over: int  # elements of the gradients that the optimizer is given
+    handed_over_bytes: int  # of the memory in which these lie
+    flat: Optional[Tuple[int, int]]  # dimensions and elements of the flat partition, if there is one
+    handed_over_after_step: list
+    optimizer_attributes: List[str]  # of the fork, which destroy() has left
+    optimizer_is_itself_again: bool
+
+
+def stages_of_a_target(case):
+    """Trains one accumulation window, and looks after each of its stages."""
+    _, engine = start(case)
+    optimizer = engine.optimizer
+    registered, compiled = gradient_counters(engine)["registered"], held(gradient_counters(engine))
+    backwards = []
+    for micro_step in range(case.accumulation):
+        backward(engine, 0, micro_step)
+        backwards.append(held(gradient_counters(engine)))
+        if micro_step == case.accumulation - 1:
+            group = optimizer.averaged_gradients[0]
+            flat = group.flat_partition
+            flat_shape = None if flat is None else (flat.dim(), flat.numel())
+            storages = {view.untyped_storage().data_ptr(): view.untyped_storage().nbytes() for view in group}
+            handed_over, partition = sum(view.numel() for view in group), int(optimizer.partition_size[0])
+            del group, flat
+        engine.step()
+    stepped = held(gradient_counters(engine))
+    handed_over_after_step = [entry for entry in optimizer.averaged_gradients.values() if entry is not None]
+    engine.destroy()
+    return Window(
+        registered=registered,
+        compiled=compiled,
+        backwards=backwards,
+        stepped=stepped,
+        partition=partition,
+        handed_over=handed_over,
+        handed_over_bytes=sum(storages.values()),
+        flat=flat_shape,
+        handed_over_after_step=handed_over_after_step,
+        optimizer_attributes=[name for name in vars(optimizer) if "deepcompile" in name.lower() or "zero12" in name],
+        optimizer_is_itself_again=not is_attached(optimizer),
+    )
+
+
 @pytest.mark.parametrize("dtype", [sanitized("fp32"), "bf16"])
-@pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
+@vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_stages_of_a_target(ranks, stage, accumulation, dtype):
     case = Case(stage=stage, accumulation=accumulation, dtype=dtype)
-    for seen in ranks(2).run(lifetime.stages_of_a_target, case):
-        assert seen["registered"] == 20
-        assert seen["compile"] == NOTHING
-        partition_bytes = seen["bytes"]
+    for seen in ranks(2).run(stages_of_a_target, case):
+        assert seen.registered == 20
+        assert seen.compiled == NOTHING
+        partition_bytes = seen.handed_over_bytes
         if dtype == "fp32":
             # The optimizer takes the flat partition as it is.
-            assert seen["flat"] == (1, seen["partition"]) and partition_bytes == 4 * seen["partition"]
+            assert seen.flat == (1, seen.partition) and partition_bytes == 4 * seen.partition
         else:
             # It makes an fp32 copy, so gradients stay where they are. No byte of anything else stays with them.
-            assert seen["flat"] is None and partition_bytes == 2 * seen["numel"]
-        for micro_step in range(accumulation):
+            assert seen.flat is None and partition_bytes == 2 * seen.handed_over
+        for micro_step, after in enumerate(seen.backwards):
             at_boundary = micro_step == accumulation - 1
-            after = seen[f"backward {micro_step}"]
             assert after["pending"] == after["bucket"] == 0
             assert after["bound"] == (partition_bytes if stage == 2 or at_boundary else 0)
             assert (after["unreduced"] > 0) == (stage == 1 and not at_boundary)
-        assert seen["numel"] <= seen["partition"]
-        assert seen["step"] == NOTHING
-        assert seen["handed over after step"] == []
-        assert seen["optimizer attributes"] == [] and seen["optimizer is itself again"]
+        assert len(seen.backwards) == accumulation
+        assert seen.handed_over <= seen.partition
+        assert seen.stepped == NOTHING
+        assert seen.handed_over_after_step == []
+        assert seen.optimizer_attributes == [] and seen.optimizer_is_itself_again
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+class Entry(NamedTuple):
+    """What code written for the base's own entries of ``averaged_gradients`` finds in one of this fork."""
+
+    lacking: List[str]  # names that the base's entries have
+    kinds: Set[Tuple[torch.dtype, str]]  # dtypes and types of devices of its tensors
+    flat: Optional[int]  # elements of the flat partition that the base's step finds, if it finds one
+    partition: int  # elements of a partition
+    released: Dict[str, int]  # held when the base has released the entry
+    after_step: list  # the entries after a step
+
+
+def entries_as_in_the_base(case):
+    """Uses an entry of ``averaged_gradients`` as the base does, and then trains a step."""
+    _, engine = start(case)
+    optimizer = engine.optimizer
+    with default_dtype(torch.float64):
+        backward(engine)
+        entry = optimizer.averaged_gradients[0]
+        kinds = {(tensor.dtype, tensor.device.type) for tensor in entry}
+    names = [name for name in dir(GradPartitionBufferGroup([], torch.zeros(0))) if not name.startswith("_")]
+    lacking = [name for name in [*names, "release_grad_buffers"] if not hasattr(entry, name)]
+    flat = optimizer._get_preflattened_grad_partition(0)
+    numel = None if flat is None else flat.numel()
+    del flat, entry
+    optimizer._release_preflattened_grad_buffers()
+    released = held(gradient_counters(engine))
+    optimizer.zero_grad()
+    backward(engine, 1)
+    engine.step()
+    after_step = list(optimizer.averaged_gradients.values())
+    engine.destroy()
+    return Entry(lacking, kinds, numel, int(optimizer.partition_size[0]), released, after_step)
+
+
 @pytest.mark.parametrize("dtype", [sanitized("fp32"), "bf16"])
+@vary("stage", [1, 2])
 def test_callers_of_the_base_find_its_names(ranks, dtype, stage):
     # Of FewParameters one rank owns padding only.
     case = Case(model="FewParameters", dtype=dtype, stage=stage)
     expected = {(torch.float32 if dtype == "fp32" else torch.bfloat16, device().type)}
-    for lacking, kinds, numel, partition, released, after_step in ranks(2).run(lifetime.entries_as_in_the_base, case):
-        assert lacking == []
-        assert kinds == expected
+    for entry in ranks(2).run(entries_as_in_the_base, case):
+        assert entry.lacking == []
+        assert entry.kinds == expected
         # In bf16 each gradient lies where it was reduced; a flat partition would be another copy.
-        assert numel == (partition if dtype == "fp32" else None)
-        assert released == NOTHING
-        assert after_step == [None]
+        assert entry.flat == (entry.partition if dtype == "fp32" else None)
+        assert entry.released == NOTHING
+        assert entry.after_step == [None]
+
+
+# Moments --------------------------------------------------------------------------------------------------------
+
+
+def binding_moments(case):
+    """Bound bytes on this rank each time a block's input gradient has been computed, last block first."""
+    bound = []
+
+    class Watched(Model):
+        def run_block(self, block, x):
+            torch._dynamo.graph_break()
+            if x.requires_grad:
+                x.register_hook(lambda gradient: bound.append(gradient_counters(engine)["bound"]))
+            return block(x)
+
+    torch.manual_seed(0)
+    _, engine = start(case, Watched(depth=4).to(device()))
+    backward(engine)
+    engine.step()
+    bound.clear()
+    backward(engine, 1)
+    engine.step()
+    engine.destroy()
+    return bound
 
 
 @pytest.mark.sanitized
 def test_a_rank_binds_when_its_first_piece_arrives(ranks):
     # Gradients arrive from the last parameters to the first, which rank 0 owns.
-    first_owner, last_owner = ranks(2).run(lifetime.binding_moments, Case(bucket=1))
+    first_owner, last_owner = ranks(2).run(binding_moments, Case(bucket=1))
     assert first_owner[0] == 0 and first_owner[-1] > 0
     assert last_owner[0] > 0
 
 
+ACTIVATION_NUMEL = 7919  # no other tensor has as many elements
+live_activations = []
+
+
+@torch.library.custom_op("deepcompile_tests::pass_on", mutates_args=())
+def pass_on(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("deepcompile_tests::count_activations", mutates_args=())
+def count_activations(gradient: torch.Tensor) -> torch.Tensor:
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    live_activations.append(sum(each.numel() == ACTIVATION_NUMEL for each in tensors))
+    return gradient.clone()
+
+
+for operator in (pass_on, count_activations):
+    operator.register_fake(torch.empty_like)
+pass_on.register_autograd(lambda _, gradient: count_activations(gradient))
+
+
+class SeveralActivations(torch.nn.Module):
+    """Has activations counted in the backward when all of those have been used that lie behind its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        x = pass_on(x * self.weight).expand(ACTIVATION_NUMEL)
+        for _ in range(3):
+            # Torch saves a cumulated sum rather than compute it again.
+            x = x * x.cumsum(0) / ACTIVATION_NUMEL
+        return x.mean()
+
+
+def activations_behind_their_last_use(case):
+    """How many activations live when a backward has used all of them, in each step."""
+    live_activations.clear()
+    _, engine = start(case, SeveralActivations().to(device()))
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, device=device())))
+        engine.step()
+    engine.destroy()
+    return list(live_activations)
+
+
 @pytest.mark.parametrize("backend", [sanitized("eager"), "inductor"])
 def test_activations_are_freed_behind_their_last_use(ranks, backend):
-    for live in ranks(2).run(lifetime.activations_behind_their_last_use, Case(backend=backend)):
+    for live in ranks(2).run(activations_behind_their_last_use, Case(backend=backend)):
         assert live == [0, 0, 0]
 
 
+class Released(NamedTuple):
+    """What was held before and after a release, and the error of a later step."""
+
+    before: Dict[str, int]
+    after: Dict[str, int]
+    error: float
+
+
+def release_by(how, case):
+    """Releases the gradients of a backward by ``how``, and then trains on where an engine is left."""
+    module, engine = start(case)
+    backward(engine)
+    before = held(gradient_counters(engine))
+    if how == "zero_grad":
+        engine.optimizer.zero_grad()
+        after = held(gradient_counters(engine))
+        message = None
+        try:
+            engine.step()
+        except RuntimeError as error:
+            message = str(error)
+        assert message and "found no gradients" in message, message
+        engine.micro_steps += 1
+        engine._running_engine_step = False
+    elif how == "destroy":
+        reducer = engine.optimizer._zero12.reducer
+        engine.destroy()
+        after = held(reducer.counters())
+        after["registered"] = reducer.counters()["registered"]
+        return Released(before, after, 0.0)
+    backward(engine, 1)
+    engine.step()
+    plain = build(case)
+    optimizer = make_optimizer(plain, case)
+    plain(batch(1, 0, dist.get_rank(), 4)).backward()
+    average_gradients(plain)
+    optimizer.step()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return Released(before, after, error)
+
+
 @pytest.mark.sanitized
-@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("how", ["zero_grad", "destroy"])
+@vary("stage", [1, 2])
 def test_release(ranks, how, stage):
-    for before, after, error in ranks(2).run(lifetime.release_by, how, Case(stage=stage)):
-        assert before["bound"] > 0
-        assert all(count == 0 for count in after.values()), after
-        assert error < BOUND
+    for released in ranks(2).run(release_by, how, Case(stage=stage)):
+        assert released.before["bound"] > 0
+        assert all(count == 0 for count in released.after.values()), released
+        assert released.error < BOUND
 
 
-@pytest.mark.sanitized
-@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
-@pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
-def test_a_backward_that_raises_leaves_nothing(ranks, stage, accumulation, direct):
-    case = Case(stage=stage, accumulation=accumulation, bucket=50)
-    for raised, received, after, error in ranks(2).run(lifetime.backward_that_raises, case, direct):
-        assert raised and received > 0
-        assert after == NOTHING
-        assert error < BOUND
+class Growth(NamedTuple):
+    """By how many bytes allocated memory grew in a step."""
+
+    whole: int  # by the end of the step
+    until_optimizer: int  # by the beginning of the optimizer's step
+    partition: int  # bytes of a partition
 
 
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        sanitized(Case(), Case(model="RepeatedLayers", stage=2)),
-        sanitized(Case(stage=1, accumulation=2), Case(stage=2, accumulation=3)),
-        (Case(backend="inductor"), Case(backend="inductor")),
-    ],
-)
-def test_two_engines_taking_turns(ranks, first, second):
-    for errors in ranks(2).run(lifetime.two_engines_taking_turns, first, second):
-        assert max(errors) < BOUND
+def net_bytes_of_a_step(case):
+    """Measures allocated memory around the fourth step."""
+    torch.manual_seed(0)
+    module, engine = start(case, Model(width=256).to(device()))
+    for step in range(3):
+        backward(engine, step)
+        engine.step()
+    ids = batch(3, 0, dist.get_rank(), 4)
+    dist.barrier()
+    before = allocated_bytes(ids.is_cuda)
+    loss = engine(ids)
+    engine.backward(loss)
+    del loss
+    until_optimizer = allocated_bytes(ids.is_cuda) - before
+    partition = gradient_counters(engine)["bound"]
+    engine.step()
+    dist.barrier()
+    whole = allocated_bytes(ids.is_cuda) - before
+    engine.destroy()
+    return Growth(whole, until_optimizer, partition)
 
 
-@pytest.mark.sanitized
-def test_two_engines_with_overlapping_windows(ranks):
-    for errors in ranks(2).run(lifetime.overlapping_windows, Case(accumulation=2), Case(stage=2)):
-        assert max(errors) < BOUND
-
-
-@pytest.mark.sanitized
-@pytest.mark.parametrize("bucket", [1, 100, 300, 10**6])
-def test_pending_bytes_stay_within_bucket_and_largest_gradient(ranks, bucket):
-    for peak, bucket_bytes, largest, bucket_after in ranks(2).run(lifetime.pending_bytes, Case(bucket=bucket)):
-        assert 0 < peak <= bucket_bytes + largest
-        assert bucket_after == 0
-
-
-@pytest.mark.sanitized
-def test_pending_bytes_of_equal_gradients(ranks):
-    # Two are sent together; beside them a third fits into the bucket and a fourth does not.
-    for peak, _, largest, _ in ranks(2).run(lifetime.pending_bytes, Case(bucket=160), equal=True):
-        assert peak == 3 * largest
-
-
-@pytest.mark.sanitized
-@pytest.mark.parametrize("model", ["OneGraph", "OddSizes", "TiedEmbedding"])
-@pytest.mark.parametrize("stage", [1, 2])
-def test_full_gradients_between_backward_and_step(ranks, stage, model):
-    assert max(ranks(2).run(lifetime.full_gradients, Case(stage=stage, model=model))) < BOUND
-
-
-@pytest.mark.parametrize("stage", [1, 2])
+@vary("stage", [1, 2])
 def test_a_step_returns_every_byte(ranks, stage):
     case = Case(stage=stage, bucket=10**5)
-    for net, held_between, partition_bytes in ranks(2).run(lifetime.net_bytes_of_a_step, case):
-        assert partition_bytes > 10**6
+    for growth in ranks(2).run(net_bytes_of_a_step, case):
+        assert growth.partition > 10**6
         # What a C heap and a grad norm come and go by is small against a partition.
-        assert held_between > 0.9 * partition_bytes
-        assert abs(net) < 0.05 * partition_bytes
+        assert growth.until_optimizer > 0.9 * growth.partition
+        assert abs(growth.whole) < 0.05 * growth.partition
+
+
+# Memory that a collective still reads ---------------------------------------------------------------------------
+
+
+class Delayed(NamedTuple):
+    """What came of training with ranks that start their backwards late."""
+
+    error: float
+    waited: float  # the longest backward, in seconds
+
+
+def train_with_a_straggler(case, delay):
+    """Each rank in turn starts its backward late, so that the others' collectives wait while they compute on."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    engine = make_engine(module, case)
+    optimizer = make_optimizer(plain, case)
+    waited = 0.0
+    for step in range(case.steps):
+        loss = engine(batch(step, 0, rank, 4))
+        if step > 0 and rank == step % dist.get_world_size():
+            time.sleep(delay)
+        begun = time.monotonic()
+        engine.backward(loss)
+        if loss.is_cuda:
+            # There the device waits and not the host.
+            torch.cuda.synchronize()
+        waited = max(waited, time.monotonic() - begun) if step > 0 else 0.0
+        engine.step()
+        plain(batch(step, 0, rank, 4)).backward()
+        average_gradients(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return Delayed(error, waited)
+
+
+def check_delayed(results):
+    assert max(result.waited for result in results) > 0.25, "no rank waited, so nothing was delayed"
+    assert max(result.error for result in results) < BOUND
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("model", ["OneGraph", "RepeatedLayers", "SeveralGraphs", "EagerBlocks", "Checkpointed"])
 def test_a_delayed_collective_reads_what_was_reduced(ranks, model, backend):
     case = Case(model=model, backend=backend, bucket=200, steps=4)
-    results = ranks(2).run(lifetime.train_with_a_straggler, case, 0.3)
-    assert max(waited for _, waited in results) > 0.25, "no rank waited, so nothing was delayed"
-    assert max(error for error, _ in results) < BOUND
+    check_delayed(ranks(2).run(train_with_a_straggler, case, 0.3))
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 @pytest.mark.parametrize("model", ["Wide", "WideRepeatedLayers"])
-@pytest.mark.parametrize("bucket", [10**6, 10**7])
+@vary("bucket", [10**6, 10**7])
 def test_gradients_reduced_where_they_lie_are_not_overwritten(ranks, bucket, model, backend):
     case = Case(model=model, backend=backend, bucket=bucket, steps=3)
-    results = ranks(2).run(lifetime.train_with_a_straggler, case, 0.3)
-    assert max(waited for _, waited in results) > 0.25, "no rank waited, so nothing was delayed"
-    assert max(error for error, _ in results) < BOUND
-
-
-def test_buckets_are_sent_before_they_are_full(ranks):
-    for sent, pending in ranks(2).run(lifetime.large_gradients, Case(dtype="bf16", bucket=10**9)):
-        # The large one at once; while it is on its way, two others; the last.
-        assert (sent, pending) == (3, 4 + 2)
-
-
-@pytest.mark.sanitized
-@pytest.mark.parametrize("stage", [1, 2])
-def test_parameters_that_were_given_other_memory(ranks, stage):
-    for error in ranks(2).run(lifetime.swap_parameters, Case(stage=stage)):
-        assert error < BOUND
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: only there the host can run ahead")
-@pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("regional", [False, True])
-@pytest.mark.parametrize("asked", [False, True], ids=["unasked", "check_grad_overflow"])
-def test_the_host_does_not_wait_before_the_optimizer(ranks, asked, regional, stage, accumulation):
-    config = {"bf16": {"check_grad_overflow": asked}, "compile": {"regional_compilation": regional}}
-    case = Case(
-        stage=stage, accumulation=accumulation, backend="inductor", dtype="bf16", clipping=0.1, config=config, steps=4
-    )
-    for waited in ranks(2).run(lifetime.synchronizations, case):
-        assert bool(waited) == asked, waited
-
-
-@pytest.mark.sanitized
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradients_kept_by_no_sync_and_coalescing(ranks, stage):
-    for errors in ranks(2).run(lifetime.without_synchronization, Case(stage=stage)):
-        assert max(errors) < BOUND
-
-
-@pytest.mark.sanitized
-@pytest.mark.parametrize("stage", [1, 2])
-def test_several_backwards_before_a_step(ranks, stage):
-    for error, after in ranks(2).run(lifetime.several_backwards, Case(stage=stage)):
-        assert error < BOUND
-        assert after == NOTHING
-
-
-@pytest.mark.sanitized
-def test_a_graph_of_a_destroyed_engine_says_so(ranks):
-    for message in ranks(2).run(lifetime.use_after_destroy, Case()):
-        assert "the engine was destroyed" in message
-
-
-@pytest.mark.sanitized
-def test_an_engine_made_again(ranks):
-    assert max(ranks(2).run(lifetime.again_after_destroy, Case())) < BOUND
-
-
-@pytest.mark.sanitized
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("model", ["OneGraph", "EagerBlocks"])
-def test_a_second_engine_takes_a_module_over(ranks, model, stage):
-    assert max(ranks(2).run(lifetime.taken_over, Case(stage=stage, model=model))) < BOUND
-
-
-@pytest.mark.sanitized
-def test_counters_may_be_read_from_another_thread(ranks):
-    for reads, error in ranks(2).run(lifetime.polled_counters, Case(bucket=50), timeout=120):
-        assert reads > 10
-        assert error < BOUND
-
-
-@pytest.mark.sanitized
-def test_a_request_for_some_gradients_reduces_no_others(ranks):
-    # As traced: torch does not let Inductor's backward run twice, which donates the buffers that it has saved.
-    case = Case(model="SeveralGraphs", backend="eager")
-    for error, message in ranks(2).run(lifetime.some_gradients_only, case):
-        assert error < BOUND
-        assert "use safe_get_full_grad()" in message
-
-
-@pytest.mark.sanitized
-def test_a_hook_on_one_rank(ranks):
-    (watched, error), (not_watched, other_error) = ranks(2).run(lifetime.hook_on_one_rank, Case(), timeout=120)
-    assert (watched, not_watched) == (2, 0)
-    assert max(error, other_error) < BOUND
+    check_delayed(ranks(2).run(train_with_a_straggler, case, 0.3))

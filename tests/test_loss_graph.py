@@ -2,17 +2,86 @@
 # SPDX-License-Identifier: Apache-2.0
 """A loss computed from large tensors that the model returns is a graph of its own, with the same gradients."""
 
+import contextlib
+import copy
 import operator
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.fx import Graph, GraphModule
+from torch.profiler import ProfilerActivity, profile
 
-from support import loss_graph
+from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero12.graph import loss as loss_graph
+
 from support.ids import vary
-from support.training import Case
+from support.models import VOCABULARY
+from support.training import (
+    Case,
+    batch,
+    build,
+    device,
+    make_engine,
+    make_optimizer,
+    relative_error,
+    step_plain,
+)
 
 SMALL = 1
 WHOLE = {"compile": {"regional_compilation": False}}
+
+
+@contextlib.contextmanager
+def large_from(numel):
+    """Takes tensors from so many elements on for large. Yields a list with an entry for each graph that is cut."""
+    cuts, split, before = [], loss_graph.split_loss, loss_graph.LARGE_NUMEL
+
+    def recording(*args):
+        result = split(*args)
+        if result is not None:
+            cuts.append(result)
+        return result
+
+    loss_graph.split_loss, loss_graph.LARGE_NUMEL = recording, numel
+    try:
+        yield cuts
+    finally:
+        loss_graph.split_loss, loss_graph.LARGE_NUMEL = split, before
+
+
+def step_loss(outputs, uses_logits):
+    loss, logits = outputs
+    return loss + logits.square().mean() if uses_logits else loss
+
+
+class WithLogits(NamedTuple):
+    cuts: int  # graphs that were cut
+    from_graphs: int  # gradients that graphs reduced
+    error: float  # of the parameters
+
+
+def train(case, uses_logits, numel):
+    """Trains with two lengths where tensors from ``numel`` elements on are large, beside a plain loop."""
+    torch._dynamo.reset()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    with large_from(numel) as cuts:
+        engine = make_engine(module, case)
+        optimizer = make_optimizer(plain, case)
+        for step in range(4):
+            # From the third step on of other lengths than before.
+            ids = batch(step, 0, dist.get_rank(), 4 if step < 2 else 5)
+            # In every second step only, so that the same graph sees both.
+            used = uses_logits and step % 2 == 1
+            engine.backward(step_loss(engine(ids), used))
+            engine.step()
+            step_loss(plain(ids), used).backward()
+            step_plain(plain, optimizer)
+    error = relative_error(module.parameters(), plain.parameters())
+    from_graphs = gradient_counters(engine)["from_graphs"]
+    engine.destroy()
+    return WithLogits(len(cuts), from_graphs, error)
 
 
 @vary("uses_logits", [False, True])
@@ -20,40 +89,83 @@ WHOLE = {"compile": {"regional_compilation": False}}
 @vary("stage, backend", [(1, "inductor"), (2, "eager")])
 def test_trains_as_a_plain_loop(ranks, stage, backend, config, uses_logits):
     case = Case(model="ReturnsLogits", stage=stage, backend=backend, config=config)
-    for cuts, from_graphs, error in ranks(2).run(loss_graph.train, case, uses_logits, SMALL):
+    for result in ranks(2).run(train, case, uses_logits, SMALL):
         # Once for each length.
-        assert cuts == 2
+        assert result.cuts == 2
         # In each of four steps all that is compiled: without the embedding, unless the whole model is.
-        assert from_graphs == 4 * (20 if config else 19)
-        assert error < 1e-5
+        assert result.from_graphs == 4 * (20 if config else 19)
+        assert result.error < 1e-5
+
+
+def test_small_tensors_stay(ranks):
+    case = Case(model="ReturnsLogits")
+    for result in ranks(2).run(train, case, True, 10**6):
+        assert result.cuts == 0
+        assert result.error < 1e-5
+
+
+class WithOtherLengths(NamedTuple):
+    cuts: int  # graphs that this rank cut
+    error: float  # of the parameters
+
+
+def train_with_other_lengths(case):
+    """Trains where only the second rank's logits are large."""
+    torch._dynamo.reset()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    rank = dist.get_rank()
+    with large_from(2 * 8 * VOCABULARY) as cuts:
+        engine = make_engine(module, case)
+        optimizer = make_optimizer(plain, case)
+        for step in range(4):
+            ids = batch(step, 0, rank, 4 + 4 * rank + step // 2)
+            engine.backward(engine(ids)[0])
+            engine.step()
+            plain(ids)[0].backward()
+            step_plain(plain, optimizer)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return WithOtherLengths(len(cuts), error)
 
 
 def test_ranks_of_different_lengths(ranks):
     """One cuts its graph and the other does not; a hooked parameter behind the logits is reduced in the same place."""
     case = Case(model="HookedBehindLogits", bucket=40)
-    for cuts, error in ranks(2).run(loss_graph.train_with_other_lengths, case):
-        assert cuts == 0
-        assert error < 1e-5
-    (cuts, error), (other_cuts, other_error) = ranks(2).run(
-        loss_graph.train_with_other_lengths, Case(model="ReturnsLogits", bucket=40)
-    )
-    assert (cuts, other_cuts) == (0, 2), "both did the same"
-    assert max(error, other_error) < 1e-5
+    for result in ranks(2).run(train_with_other_lengths, case):
+        assert result.cuts == 0
+        assert result.error < 1e-5
+    first, second = ranks(2).run(train_with_other_lengths, Case(model="ReturnsLogits", bucket=40))
+    assert (first.cuts, second.cuts) == (0, 2), "both did the same"
+    assert max(first.error, second.error) < 1e-5
 
 
-def test_small_tensors_stay(ranks):
-    case = Case(model="ReturnsLogits")
-    for cuts, _, error in ranks(2).run(loss_graph.train, case, True, 10**6):
-        assert cuts == 0
-        assert error < 1e-5
+def large_allocations(case, numel):
+    """How often a backward allocates as much as the logits take."""
+    torch._dynamo.reset()
+    module = build(case)
+    with large_from(numel):
+        engine = make_engine(module, case)
+        for _ in range(2):
+            ids = torch.zeros(2, 4000, dtype=torch.long, device=device())
+            loss, logits = engine(ids)
+            size = logits.nbytes
+            del logits
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+            with profile(activities=activities, profile_memory=True) as profiler:
+                engine.backward(loss)
+            engine.step()
+    engine.destroy()
+    events = profiler.profiler.kineto_results.events()
+    return sum(event.name() == "[memory]" and size <= event.nbytes() < size + 1024 for event in events)
 
 
 @vary("config", [None, WHOLE])
 def test_no_zeros_for_what_is_only_returned(ranks, config):
     case = Case(model="ReturnsLogits", backend="inductor", config=config)
     # The gradient of the logits; and zeros, which the caller might have put something into.
-    assert ranks(2).run(loss_graph.large_allocations, case, SMALL) == [1, 1]
-    assert ranks(2).run(loss_graph.large_allocations, case, 10**9) == [2, 2]
+    assert ranks(2).run(large_allocations, case, SMALL) == [1, 1]
+    assert ranks(2).run(large_allocations, case, 10**9) == [2, 2]
 
 
 # What is cut --------------------------------------------------------------------------------------------------------
@@ -80,12 +192,10 @@ class Traced:
         return loss
 
     def cut(self, *outputs):
-        from deepspeed.compile.zero12.graph.loss import split_loss
-
         self.graph.output(outputs)
         self.graph_module = GraphModule(torch.nn.Module(), self.graph)
-        with loss_graph.large_from(8):
-            return split_loss(self.graph_module, (False, True))
+        with large_from(8):
+            return loss_graph.split_loss(self.graph_module, (False, True))
 
 
 def targets(graph_module):
@@ -93,12 +203,10 @@ def targets(graph_module):
 
 
 def test_cut_behind_what_is_returned():
-    from deepspeed.compile.zero12.graph.loss import HEAD, inputs_of_head, replace
-
     traced = Traced()
     split = traced.cut(traced.loss_of(traced.logits), traced.logits)
     assert (targets(split.submod_0), targets(split.submod_1)) == ([operator.matmul], ["sum"])
-    head_inputs = inputs_of_head(split, traced.inputs)
+    head_inputs = loss_graph.inputs_of_head(split, traced.inputs)
     assert len(head_inputs) == 2 and head_inputs[1] is traced.inputs[1]
     seen = []
 
@@ -106,7 +214,7 @@ def test_cut_behind_what_is_returned():
         seen.append(head.graph.find_nodes(op="output")[0].args[0])
         return head
 
-    replace(split, HEAD, compile_graph)
+    loss_graph.replace(split, loss_graph.HEAD, compile_graph)
     assert isinstance(seen[0], tuple), "compilers want a tuple"
     for actual, expected in zip(split(*traced.inputs), traced.graph_module(*traced.inputs), strict=True):
         assert torch.equal(actual, expected)

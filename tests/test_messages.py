@@ -2,10 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """How few messages and buckets reduce the gradients of a backward."""
 
-import pytest
+import copy
+from typing import Any, Dict, List, NamedTuple
 
-from support import messages
-from support.training import NOTHING, Case
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
+
+from support.ids import vary
+from support.models import Model
+from support.training import (
+    NOTHING,
+    Case,
+    batch,
+    device,
+    held,
+    make_engine,
+    make_optimizer,
+    relative_error,
+    step_plain,
+)
 
 BOUND = 1e-5
 ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
@@ -14,23 +33,120 @@ WHOLE_MODEL = 10**6  # elements of a bucket
 PARAMETERS = 8
 
 
+class ManyParameters(nn.Module):
+    """``count`` vectors of ``numel`` elements, each used once."""
+
+    def __init__(self, count, numel):
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.full((numel,), 0.5 + index / count) for index in range(count))
+
+    def forward(self, ids):
+        x = torch.cat(list(self.vectors))
+        return (x * (x + ids.float().mean())).square().mean()
+
+
+class SharedBlock(Model):
+    """Calls one block ``uses`` times, as ALBERT does. A graph serves the block, and others what is around it."""
+
+    def __init__(self):
+        super().__init__(depth=1)
+
+    @torch.compiler.disable(recursive=False)
+    def forward(self, ids, uses):
+        x = self.enter(ids)
+        for use in range(uses):
+            x = self.use_block(x, use)
+        return self.leave(x, ids)
+
+    def use_block(self, x, use):
+        return self.blocks[0](x)
+
+
+class SharedCheckpointed(SharedBlock):
+    def use_block(self, x, use):
+        return checkpoint(self.blocks[0], x, use_reentrant=True)
+
+
+class SharedWithEagerUses(SharedBlock):
+    """Every other use is outside of the compiler."""
+
+    def use_block(self, x, use):
+        return self.use_eagerly(x) if use % 2 else self.blocks[0](x)
+
+    @torch.compiler.disable
+    def use_eagerly(self, x):
+        return self.blocks[0](x)
+
+
+MODELS = {cls.__name__: cls for cls in (SharedBlock, SharedCheckpointed, SharedWithEagerUses)}
+
+
+class Sent(NamedTuple):
+    seen: List[Dict[str, Any]]  # the counters of each micro-batch's backward
+    error: float  # of the parameters
+    held: Dict[str, int]  # at the end
+
+
+def train(case, module, arguments):
+    """Trains a module beside a plain loop.
+
+    Args:
+        case: the case, for all but the model.
+        module: the model.
+        arguments: for each micro-batch of the training, what ``forward`` takes besides the ids.
+    """
+    torch._dynamo.reset()
+    module = module.to(device())
+    plain = copy.deepcopy(module)
+    engine = make_engine(module, case)
+    optimizer = make_optimizer(plain, case)
+    seen = []
+    for number, further in enumerate(arguments):
+        ids = batch(number, 0, dist.get_rank(), 4)
+        loss = engine(ids, *further)
+        reset_gradient_counters(engine)
+        engine.backward(loss)
+        seen.append(gradient_counters(engine))
+        engine.step()
+        (plain(ids, *further) / case.accumulation).backward()
+        if (number + 1) % case.accumulation == 0:
+            step_plain(plain, optimizer)
+    error = relative_error(module.parameters(), plain.parameters())
+    after = held(gradient_counters(engine))
+    engine.destroy()
+    return Sent(seen, error, after)
+
+
+def many_parameters(case, count, numel):
+    """As :func:`train`."""
+    return train(case, ManyParameters(count, numel), [()] * case.steps * case.accumulation)
+
+
+def shared_block(case, uses):
+    """As :func:`train`, with how often the block is used in each micro-batch."""
+    torch.manual_seed(0)
+    return train(case, MODELS[case.model](), [(number,) for number in uses])
+
+
 def check(results):
     """Returns the counters of each backward, which are those of rank 0, because all ranks send the same."""
-    for seen, error, after in results:
-        assert error < BOUND
-        assert after == NOTHING
+    for result in results:
+        assert result.error < BOUND
+        assert result.held == NOTHING
         for name in ("buckets_sent", "messages_sent", "from_graphs", "from_autograd", "peak_pending"):
-            assert [counters[name] for counters in seen] == [counters[name] for counters in results[0][0]], name
-    return results[0][0]
+            assert [counters[name] for counters in result.seen] == [counters[name] for counters in results[0].seen], (
+                name
+            )
+    return results[0].seen
 
 
-@pytest.mark.parametrize("config", [None, ROUND_ROBIN], ids=["in-order", "by-turns"])
+@vary("config", [None, ROUND_ROBIN])
 # All of three ranks, then all of two, as the other tests: processes take seconds to start.
-@pytest.mark.parametrize("world", [3, 2])
+@vary("world", [3, 2])
 def test_small_gradients_of_one_owner_share_a_message(ranks, world, config):
     for stage in (1, 2):
         case = Case(stage=stage, bucket=WHOLE_MODEL, config=config)
-        for counters in check(ranks(world).run(messages.many_parameters, case, count=100, numel=7)):
+        for counters in check(ranks(world).run(many_parameters, case, count=100, numel=7)):
             assert (counters["buckets_sent"], counters["messages_sent"]) == (1, world)
 
 
@@ -38,18 +154,18 @@ def test_gradients_whose_owners_take_turns_need_one_copy_more(ranks):
     # A bucket is sent with ten gradients, and gathered while one is on its way.
     half = 10 * 8
     case = Case(bucket=2 * half, config=ROUND_ROBIN)
-    for counters in check(ranks(2).run(messages.many_parameters, case, count=100, numel=8)):
+    for counters in check(ranks(2).run(many_parameters, case, count=100, numel=8)):
         assert (counters["buckets_sent"], counters["messages_sent"]) == (10, 2 * 10)
         assert counters["peak_pending"] == 4 * 2 * half
         assert counters["peak_bucket"] <= 4 * 2 * half
 
 
-@pytest.mark.parametrize("model", messages.MODELS)
-@pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
+@vary("model", MODELS)
+@vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_uses_of_one_block_are_reduced_together(ranks, stage, accumulation, model):
     # Each gradient has a bucket of its own.
     case = Case(model=model, stage=stage, accumulation=accumulation, bucket=1)
-    seen = check(ranks(2).run(messages.shared_block, case, [6] * 3 * accumulation))
+    seen = check(ranks(2).run(shared_block, case, [6] * 3 * accumulation))
     received = {counters["from_graphs"] + counters["from_autograd"] for counters in seen}
     reducing = [counters["buckets_sent"] for counters in seen if counters["buckets_sent"]]
     assert len(reducing) == (3 if stage == 1 else 3 * accumulation)
@@ -59,22 +175,22 @@ def test_uses_of_one_block_are_reduced_together(ranks, stage, accumulation, mode
 
 
 def test_a_gradient_that_was_not_sent_yet_takes_what_comes(ranks):
-    numel = sum(parameter.numel() for parameter in messages.SharedBlock().parameters())
-    for counters in check(ranks(2).run(messages.shared_block, Case(model="SharedBlock", bucket=WHOLE_MODEL), [6] * 3)):
+    numel = sum(parameter.numel() for parameter in SharedBlock().parameters())
+    for counters in check(ranks(2).run(shared_block, Case(model="SharedBlock", bucket=WHOLE_MODEL), [6] * 3)):
         assert counters["from_graphs"] == 6 * 6 + 2
         assert counters["peak_pending"] == 4 * numel
 
 
-@pytest.mark.parametrize("bucket", [1, 150, WHOLE_MODEL])
-@pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
+@vary("bucket", [1, 150, WHOLE_MODEL])
+@vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_uses_that_vary(ranks, stage, accumulation, bucket):
     case = Case(model="SharedWithEagerUses", stage=stage, accumulation=accumulation, bucket=bucket)
-    check(ranks(2).run(messages.shared_block, case, [6, 6, 2, 6, 0, 1, 6, 3, 8, 5, 5, 6]))
+    check(ranks(2).run(shared_block, case, [6, 6, 2, 6, 0, 1, 6, 3, 8, 5, 5, 6]))
 
 
 def test_two_uses_are_sent_one_by_one(ranks):
     # A sum would be held from the first to the second, and those of an embedding and a head are far apart.
     case = Case(model="SharedBlock", bucket=1)
-    for counters in check(ranks(2).run(messages.shared_block, case, [2] * 3)):
+    for counters in check(ranks(2).run(shared_block, case, [2] * 3)):
         assert counters["buckets_sent"] == 6 * 2 + 2
         assert counters["peak_unreduced"] == 0

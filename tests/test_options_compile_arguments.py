@@ -3,12 +3,12 @@
 """Arguments of ``engine.compile()`` that reach torch."""
 
 import inspect
-import logging
 from typing import Any, Dict, List, NamedTuple
 
 import pytest
 import torch
 
+from support.beside import warnings_logged
 from support.ids import vary
 from support.options import SMALL, prepare, train_both_stages, train_prepared
 from support.training import Case, Trained, train_beside_plain_loop
@@ -84,9 +84,9 @@ def test_inductor_gets(ranks, kwargs, expected):
         assert result.patches and all(got == expected for got in result.patches)
 
 
-class WithLog(NamedTuple):
+class WithTheDefaultSchedule(NamedTuple):
     error: float  # of the parameters, against a plain loop's
-    log: List[str]  # what DeepSpeed logged in engine.compile()
+    warnings: List[str]  # of DeepSpeed in engine.compile()
 
 
 def compile_with_the_default_schedule(stage):
@@ -94,19 +94,14 @@ def compile_with_the_default_schedule(stage):
 
     case = Case(model=SMALL, stage=stage)
     module, engine = prepare(case)
-    log, handler = [], logging.Handler()
-    handler.emit = lambda record: log.append(record.getMessage())
-    logging.getLogger("DeepSpeed").addHandler(handler)
-    try:
-        schedule = [[0, [passes.add_z2_reduce if stage == 2 else passes.add_z1_reduce]]]
+    schedule = [[0, [passes.add_z2_reduce if stage == 2 else passes.add_z1_reduce]]]
+    with warnings_logged() as warnings:
         engine.compile(backend="eager", schedule=schedule, compiled_autograd_enabled=True)
-    finally:
-        logging.getLogger("DeepSpeed").removeHandler(handler)
-    return WithLog(train_prepared(case, module, engine), log)
+    return WithTheDefaultSchedule(train_prepared(case, module, engine), warnings)
 
 
 def test_schedule_and_compiled_autograd(ranks):
     for stage in (1, 2):
         for result in ranks(2).run(compile_with_the_default_schedule, stage):
             assert result.error < 1e-5
-            assert any("disabling compiled autograd" in message for message in result.log)
+            assert any("disabling compiled autograd" in message for message in result.warnings)

@@ -8,7 +8,7 @@ import torch
 
 from support.ids import vary
 from support.options import SMALL, outcome, prepare, train_prepared
-from support.training import Case, average_gradients, batch, build, make_optimizer, total_error
+from support.training import Case, batch, build, make_optimizer, step_plain, total_error
 
 
 class CompiledInTheMiddle(NamedTuple):
@@ -34,9 +34,7 @@ def compile_in_the_middle(case):
             engine.step()
             (plain(ids) / case.accumulation).backward()
         raised.append(outcome(engine.compile, backend="eager"))
-        average_gradients(plain)
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
+        step_plain(plain, plain_optimizer)
     error = total_error(module.parameters(), plain.parameters())
     active = engine.is_deepcompile_active()
     engine.destroy()

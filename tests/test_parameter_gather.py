@@ -2,17 +2,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are gathered under the next forward are new wherever they are read."""
 
+import contextlib
+import copy
+import glob
+import os
 import pickle
+import tempfile
+import time
+from typing import List, NamedTuple
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from deepspeed.compile.config import CompileConfig
+from deepspeed.compile.zero12 import gather, gather_hooks, wait_for_parameters
+from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from support import parameter_gather
 from support.ids import vary
-from support.models import WITH_BLOCKS
-from support.parameter_gather import FORWARDS, MODELS, READS, Around
-from support.training import Case, train_beside_plain_loop
+from support.models import WITH_BLOCKS, Block
+from support.parameter_gather import DELAY, MODELS, Around, EagerAround, one_rank_late
+from support.training import (
+    Case,
+    batch,
+    device,
+    make_engine,
+    make_optimizer,
+    relative_error,
+    step_plain,
+    train_beside_plain_loop,
+)
 
 OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
 BOUND = 1e-5
@@ -46,48 +65,249 @@ def test_variations(ranks, world, varied):
         assert result.error < BOUND
 
 
+def make(case, model):
+    torch._dynamo.reset()
+    built = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        built.append(MODELS[model]().to(device()))
+    module, plain = built
+    return module, plain, make_engine(module, case), make_optimizer(plain, case)
+
+
+def train_plain(plain, optimizer, step):
+    """A step of the plain loop with this rank's batch."""
+    plain(batch(step, 0, dist.get_rank(), 4)).backward()
+    step_plain(plain, optimizer)
+
+
+class WithALateRank(NamedTuple):
+    error_of_losses: float  # the largest of a loss
+    error: float  # of the parameters
+    waited: List[int]  # numbers of the units that were waited for
+
+
+def train_with_a_late_rank(case, model, waits=True):
+    """Trains where each rank in turn sends its parameters late."""
+    module, plain, engine, optimizer = make(case, model)
+    worst = 0.0
+    with one_rank_late(DELAY) as waited:
+        wait = gather.OverlappedGather.wait
+        if not waits:
+            gather.OverlappedGather.wait = lambda self, units: None
+        loss = engine(batch(0, 0, dist.get_rank(), 4))
+        for step in range(case.steps):
+            engine.backward(loss)
+            engine.step()
+            # Right behind the step: the plain loop's collectives would wait for the late rank too.
+            loss = engine(batch(step + 1, 0, dist.get_rank(), 4))
+            train_plain(plain, optimizer, step)
+            worst = max(worst, relative_error([loss], [plain(batch(step + 1, 0, dist.get_rank(), 4))]))
+        gather.OverlappedGather.wait = wait
+        wait_for_parameters(engine)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    dist.barrier()
+    return WithALateRank(worst, error, sorted(set(waited)))
+
+
 @vary("model", MODELS)
 def test_a_forward_waits_for_a_late_rank(ranks, model):
     case = Case(config=OVERLAPPED, steps=4)
-    for loss, parameters, waited in ranks(2).run(parameter_gather.train_with_a_late_rank, case, model):
-        assert loss < BOUND and parameters < BOUND
-        assert len(waited) >= 4, "the forward did not find parameters on their way"
+    for result in ranks(2).run(train_with_a_late_rank, case, model):
+        assert result.error_of_losses < BOUND and result.error < BOUND
+        assert len(result.waited) >= 4, "the forward did not find parameters on their way"
 
 
 def test_that_a_late_rank_is_seen(ranks):
     """Without waiting, the test above would find other losses."""
     case = Case(config=OVERLAPPED, steps=4)
-    losses = [loss for loss, *_ in ranks(2).run(parameter_gather.train_with_a_late_rank, case, "Around", waits=False)]
-    assert max(losses) > 100 * BOUND
+    results = ranks(2).run(train_with_a_late_rank, case, "Around", waits=False)
+    assert max(result.error_of_losses for result in results) > 100 * BOUND
+
+
+def clones(tensors):
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def saved(engine, module):
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    engine.save_checkpoint(folder[0], tag="one")
+    file = glob.glob(os.path.join(folder[0], "one", "*model_states.pt"))[0]
+    state = torch.load(file, map_location=device(), weights_only=False)["module"]
+    dist.barrier()
+    return [state[name] for name, _ in module.named_parameters()]
+
+
+def after_loading(engine, module):
+    """What was loaded must not be overwritten by what is still on its way."""
+    state = {name: torch.full_like(value, 0.5) for name, value in module.state_dict().items()}
+    module.load_state_dict(state)
+    time.sleep(2 * DELAY)
+    return [parameter - 0.5 for parameter in clones(module.parameters())]
+
+
+def after_offloading(engine, module):
+    engine.offload_states()
+    engine.reload_states()
+    return clones(module.parameters())
+
+
+def set_again(engine, module):
+    for parameter in module.parameters():
+        safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter))
+    return [safe_get_full_fp32_param(parameter) for parameter in module.parameters()]
+
+
+READS = {
+    "wait_for_parameters": lambda engine, module: (wait_for_parameters(engine), clones(module.parameters()))[1],
+    "state_dict": lambda engine, module: [module.state_dict()[name].clone() for name, _ in module.named_parameters()],
+    "state_dict of a block": lambda engine, module: clones(module.body.blocks[0].state_dict().values()),
+    "save_checkpoint": saved,
+    "load_state_dict": after_loading,
+    "offload_states": after_offloading,
+    "safe_get_full_fp32_param": lambda engine, module: [
+        safe_get_full_fp32_param(parameter) for parameter in module.parameters()
+    ],
+    "safe_set_full_fp32_param": set_again,
+    "behind a forward": lambda engine, module: (
+        engine(batch(9, 0, dist.get_rank(), 4)),
+        clones(module.parameters()),
+    )[1],
+    "destroy": lambda engine, module: (engine.destroy(), clones(module.parameters()))[1],
+}
+
+
+def outputs(engine, module, how):
+    ids = batch(9, 0, dist.get_rank(), 4)
+    if how == "evaluate":
+        engine.eval()
+        with torch.no_grad():
+            return engine(ids)
+    with torch.no_grad() if how == "module without gradients" else contextlib.nullcontext():
+        return module(ids)
+
+
+FORWARDS = ["evaluate", "module", "module without gradients"]
+
+
+def read_after_a_step(case, how):
+    """Largest error of what ``how`` reads right behind a step in which another rank was late."""
+    module, plain, engine, optimizer = make(case, "Around")
+    worst = 0.0
+    for step in range(2):
+        engine.train()
+        with one_rank_late(DELAY):
+            engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
+            engine.step()
+            # Right behind the step: the plain loop's collectives would wait for the late rank too.
+            read = [outputs(engine, module, how)] if how in FORWARDS else READS[how](engine, module)
+            train_plain(plain, optimizer, step)
+            expected = [plain(batch(9, 0, dist.get_rank(), 4))] if how in FORWARDS else list(plain.parameters())
+            if how == "state_dict of a block":
+                expected = list(plain.body.blocks[0].state_dict().values())
+            if how == "load_state_dict":
+                expected = [torch.zeros_like(value) for value in expected]
+            worst = max(worst, relative_error(read, expected))
+        if how in ("load_state_dict", "destroy"):
+            break
+    if how != "destroy":
+        engine.destroy()
+    dist.barrier()
+    return worst
 
 
 @vary("how", [*READS, *FORWARDS])
 def test_reads_after_a_step(ranks, how):
-    for error in ranks(2).run(parameter_gather.read_after_a_step, Case(config=OVERLAPPED), how):
+    for error in ranks(2).run(read_after_a_step, Case(config=OVERLAPPED), how):
         assert error < BOUND
 
 
+class Waits(NamedTuple):
+    """Which units' parameters were on their way, as sorted numbers."""
+
+    pending: List[List[int]]  # when each block began, and when the forward was done
+    after_step: List[int]
+    copied_in_peace: bool  # whether they still were when the module had been copied
+    hooks: int  # that were left when the engine was destroyed
+
+
+def order_of_waits(case):
+    """Takes two steps and records what each block waits for."""
+    module, _, engine, _ = make(case, "Around")
+    in_use, pending = engine.optimizer._zero12.gather, []
+    enter = gather_hooks.Waiting.enter
+
+    def watched(self, each):
+        enter(self, each)
+        if isinstance(each, Block):
+            pending.append(sorted(in_use._works))
+
+    gather_hooks.Waiting.enter = watched
+    try:
+        for step in range(2):
+            pending.clear()
+            loss = engine(batch(step, 0, dist.get_rank(), 4))
+            pending.append(sorted(in_use._works))
+            engine.backward(loss)
+            engine.step()
+            after_step = sorted(in_use._works)
+    finally:
+        gather_hooks.Waiting.enter = enter
+    copied = copy.deepcopy(module)
+    left = sorted(in_use._works)
+    copied.state_dict()
+    engine.destroy()
+    hooks = [
+        hook
+        for each in module.modules()
+        for hook in (*each._forward_pre_hooks.values(), *each._state_dict_pre_hooks.values())
+    ]
+    hooks = sum(isinstance(hook, gather_hooks._Hook) for hook in hooks)
+    return Waits(pending, after_step, left == after_step, hooks)
+
+
 def test_each_block_waits_for_its_own(ranks):
-    for pending, after_step, copied_in_peace, hooks in ranks(2).run(
-        parameter_gather.order_of_waits, Case(config=OVERLAPPED)
-    ):
+    for waits in ranks(2).run(order_of_waits, Case(config=OVERLAPPED)):
         # 0: what no block holds; 1 to 3: the blocks.
-        assert after_step == [0, 1, 2, 3]
-        assert pending == [[2, 3], [3], [], []]
-        assert copied_in_peace, "copying a module waited for its parameters"
-        assert hooks == 0, "an engine that was destroyed left hooks"
+        assert waits.after_step == [0, 1, 2, 3]
+        assert waits.pending == [[2, 3], [3], [], []]
+        assert waits.copied_in_peace, "copying a module waited for its parameters"
+        assert waits.hooks == 0, "an engine that was destroyed left hooks"
 
 
 def test_hooks_can_be_pickled():
     module = Around()
-    module.register_state_dict_pre_hook(parameter_gather.parameter_gather._Hook(lambda: 1 / 0))
+    module.register_state_dict_pre_hook(gather_hooks._Hook(lambda: 1 / 0))
     pickle.loads(pickle.dumps(module)).state_dict()
     with pytest.raises(ZeroDivisionError):
         module.state_dict()
 
 
+def train_with_a_script_module(case):
+    """Error of the parameters of a model that has a module which takes no hooks."""
+    torch._dynamo.reset()
+    built = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        module = EagerAround()
+        module.head = torch.jit.script(module.head)
+        built.append(module.to(device()))
+    module, plain = built
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    for step in range(2):
+        engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
+        engine.step()
+        train_plain(plain, optimizer, step)
+    module.state_dict()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error
+
+
 def test_a_script_module_among_the_others(ranks):
-    for error in ranks(2).run(parameter_gather.train_with_a_script_module, Case(config=OVERLAPPED)):
+    for error in ranks(2).run(train_with_a_script_module, Case(config=OVERLAPPED)):
         assert error < BOUND
 
 

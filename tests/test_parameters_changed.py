@@ -6,12 +6,14 @@ What a forward changes in parameters is gone after the step, as in DeepSpeed wit
 the optimizer's own copies.
 """
 
-import pytest
+import dataclasses
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from support.beside import Beside, check
+from support.beside import Beside, Outcome, check
+from support.ids import vary
 from support.models import VOCABULARY, Block, Model
 from support.training import Case, batch
 
@@ -62,6 +64,13 @@ class FromMasters(Beside):
         self.masters = [parameter.detach().clone() for parameter in parameters]
 
 
+@dataclasses.dataclass(frozen=True)
+class Changed(Outcome):
+    """``changed``: how far a forward changed an element of a parameter, at most."""
+
+    changed: float
+
+
 def train(make, case):
     torch.manual_seed(0)
     pair, rank = FromMasters(make(width=8, depth=2), case), dist.get_rank()
@@ -69,28 +78,28 @@ def train(make, case):
         for micro_step in range(case.accumulation):
             pair.micro_batch(batch(step, micro_step, rank, 4))
         pair.plain_step()
-    return {"held": 0, **pair.end(), "changed": pair.most_changed}
+    return Changed(**vars(pair.end()), changed=pair.most_changed)
 
 
-def regional(wanted):
+def with_regions(wanted):
     return {"compile": {"regional_compilation": wanted}}
 
 
-@pytest.mark.parametrize("stage, accumulation", [(1, 1), (2, 2)])
-@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
-@pytest.mark.parametrize("make", [MaxNorm, MaxNormInBlocks, Clamped])
-def test_changed_in_place(ranks, make, blocks, stage, accumulation):
-    case = Case(stage=stage, accumulation=accumulation, config=regional(blocks))
+@vary("regional", [True, False])
+@vary("make", [MaxNorm, MaxNormInBlocks, Clamped])
+@vary("stage, accumulation", [(1, 1), (2, 2)])
+def test_changed_in_place(ranks, stage, accumulation, make, regional):
+    case = Case(stage=stage, accumulation=accumulation, config=with_regions(regional))
     for result in check(ranks(2).run(train, make, case)):
-        assert result["changed"] > 0.01, "the forward changed no parameter"
+        assert result.changed > 0.01, "the forward changed no parameter"
 
 
-@pytest.mark.parametrize("make, blocks", [(MaxNorm, False), (MaxNormInBlocks, True), (Clamped, True)])
-def test_changed_in_place_by_generated_code(ranks, make, blocks):
-    check(ranks(2).run(train, make, Case(backend="inductor", config=regional(blocks))))
+@vary("make, regional", [(MaxNorm, False), (MaxNormInBlocks, True), (Clamped, True)])
+def test_changed_in_place_by_generated_code(ranks, make, regional):
+    check(ranks(2).run(train, make, Case(backend="inductor", config=with_regions(regional))))
 
 
-@pytest.mark.parametrize("make", [MaxNorm, MaxNormInBlocks, Clamped])
+@vary("make", [MaxNorm, MaxNormInBlocks, Clamped])
 def test_deepspeed_does_the_same(ranks, make):
     check(ranks(2).run(train, make, Case(accumulation=2, deepcompile=False)))
 
@@ -122,12 +131,12 @@ def train_with_hooks(make_hooks, case):
     return pair.end()
 
 
-@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
-@pytest.mark.parametrize("hooks", [copies, detached, on_cpu])
-def test_hooks_on_saved_tensors(ranks, hooks, blocks):
-    check(ranks(2).run(train_with_hooks, hooks, Case(config=regional(blocks))))
+@vary("regional", [True, False])
+@vary("hooks", [copies, detached, on_cpu])
+def test_hooks_on_saved_tensors(ranks, hooks, regional):
+    check(ranks(2).run(train_with_hooks, hooks, Case(config=with_regions(regional))))
 
 
-@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
-def test_hooks_on_saved_tensors_of_generated_code(ranks, blocks):
-    check(ranks(2).run(train_with_hooks, copies, Case(backend="inductor", config=regional(blocks))))
+@vary("regional", [True, False])
+def test_hooks_on_saved_tensors_of_generated_code(ranks, regional):
+    check(ranks(2).run(train_with_hooks, copies, Case(backend="inductor", config=with_regions(regional))))

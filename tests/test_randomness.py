@@ -6,6 +6,8 @@ Generated code draws other numbers than torch does uncompiled, so no plain loop 
 linear in each parameter: the product of a parameter and its gradient, summed up, is the loss.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -107,8 +109,14 @@ def deviations(module, loss):
     return [abs(float(product.sum() / loss) - 1) for product in products]
 
 
+class Drawn(NamedTuple):
+    error: float  # the worst deviation of a gradient, or difference between two forwards from one seed
+    from_graphs: int  # gradients of the last backward that graphs reduced
+    eager_calls: int  # of blocks that ran uncompiled
+
+
 def train(run, block=Drops, regional=None, evaluation_mode=False):
-    """Trains under checkpointing; returns the worst deviation, gradients from graphs, and blocks run uncompiled."""
+    """Trains under checkpointing and compares gradients with the loss."""
     config = {} if regional is None else {"compile": {"regional_compilation": regional}}
     module, engine = make(Loss(block, run), config=config)
     if evaluation_mode:
@@ -121,7 +129,7 @@ def train(run, block=Drops, regional=None, evaluation_mode=False):
         engine.step()
     counters = gradient_counters(engine)
     engine.destroy()
-    return worst, counters["from_graphs"], Drops.eager_calls
+    return Drawn(worst, counters["from_graphs"], Drops.eager_calls)
 
 
 @vary(
@@ -135,18 +143,15 @@ def train(run, block=Drops, regional=None, evaluation_mode=False):
     ],
 )
 def test_checkpointed(ranks, varied):
-    for worst, from_graphs, eager_calls in ranks(2).run(train, **varied):
-        assert worst < 1e-5
-        assert from_graphs == 6
+    for drawn in ranks(2).run(train, **varied):
+        assert drawn.error < 1e-5
+        assert drawn.from_graphs == 6
         # What runs under the checkpoint's no_grad is compiled as what is computed again.
-        assert eager_calls == 0
+        assert drawn.eager_calls == 0
 
 
 def replay(regional):
-    """Calls the model without gradients and again with them from one seed, as GradCache does.
-
-    Returns by how much what it returns differs, gradients from graphs, and blocks run uncompiled.
-    """
+    """Calls the model without gradients and again with them from one seed, as GradCache does."""
     module, engine = make(Representation(), config={"compile": {"regional_compilation": regional}})
     differences = []
     for step in range(3):
@@ -161,14 +166,14 @@ def replay(regional):
         engine.step()
     counters = gradient_counters(engine)
     engine.destroy()
-    return max(differences), counters["from_graphs"], Drops.eager_calls
+    return Drawn(max(differences), counters["from_graphs"], Drops.eager_calls)
 
 
 @vary("regional", [True, False])
 def test_replayed_after_a_pass_without_gradients(ranks, regional):
-    for difference, from_graphs, eager_calls in ranks(2).run(replay, regional):
-        assert difference < 1e-5
-        assert (from_graphs, eager_calls) == (6, 0)
+    for drawn in ranks(2).run(replay, regional):
+        assert drawn.error < 1e-5
+        assert (drawn.from_graphs, drawn.eager_calls) == (6, 0)
 
 
 def losses(evaluates):

@@ -2,11 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training on streams other than the default one. Only on GPUs there are streams."""
 
+import copy
+from typing import NamedTuple, Set
+
 import pytest
 import torch
+import torch.distributed as dist
 
-from support import streams
-from support.training import Case
+from support.ids import vary
+from support.training import Case, average_gradients, batch, build, make_engine, make_optimizer, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
@@ -15,36 +19,165 @@ pytestmark = [
 BOUND = 1e-5
 # With the former every gradient is held as it is, with the latter all are packed.
 BUCKETS = [150, 10**6]
+# Of the device's clock: about two seconds, in which the host runs far ahead, also where many workers share it.
+CYCLES = 4 * 10**9
+
+
+class Accumulated(NamedTuple):
+    """What came of accumulating gradients over two streams."""
+
+    error: float  # of the parameters beside a plain loop
+    intact: bool  # whether what the first stream filled stayed as it was
+    ahead: int  # in how many steps it was filled while the second stream was kept busy
+
+
+def accumulate_over_streams(case, how):
+    """Of each step the last micro-batch runs on a second stream, and those before it on a first.
+
+    The second stream waits for the first, as the caller has to see to, and is then kept busy, so that the host has
+    called the whole backward before the device begins it. Meanwhile the first stream allocates memory and fills it:
+    whatever that backward has given back too early.
+
+    Args:
+        case: with gradient accumulation of 2 or more.
+        how: "joined", where the last micro-batch uses every parameter; "unused", where it leaves out those of a block;
+            "dropped", where ``zero_grad()`` comes behind that backward, and another one on the second stream behind it
+            ends the step.
+    """
+    torch._dynamo.reset()
+    rank, module = dist.get_rank(), build(case)
+    plain = copy.deepcopy(module)
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    busy_one = case.accumulation - (2 if how == "dropped" else 1)
+    intact, ahead = True, 0
+    for step in range(case.steps):
+        for micro_step in range(case.accumulation):
+            ids, skip = batch(step, micro_step, rank, 4), how == "unused" and micro_step == busy_one
+            torch.cuda.synchronize()
+            with torch.cuda.stream(first if micro_step < busy_one else second):
+                loss = engine(ids, skip)
+                if micro_step == busy_one:
+                    torch.cuda._sleep(CYCLES)
+                engine.backward(loss)
+                # What keeps a graph alive keeps autograd's nodes, and the streams of these.
+                del loss
+                if micro_step == busy_one:
+                    if how == "dropped":
+                        engine.optimizer.zero_grad()
+                    done = second.record_event()
+                    with torch.cuda.stream(first):
+                        filled = [torch.full_like(p, torch.nan) for p in module.parameters() for _ in range(4)]
+                    first.synchronize()
+                    ahead += not done.query()
+                    second.synchronize()
+                    intact = intact and all(bool(each.isnan().all()) for each in filled)
+                    del filled
+                engine.step()
+            (plain(ids, skip) / case.accumulation).backward()
+            if how == "dropped" and micro_step == busy_one:
+                optimizer.zero_grad()
+        average_gradients(plain)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.synchronize()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return Accumulated(error, intact, ahead)
 
 
 @pytest.mark.parametrize("how", ["joined", "unused", "dropped"])
-@pytest.mark.parametrize("bucket", BUCKETS)
+@vary("bucket", BUCKETS)
 @pytest.mark.parametrize(
     "model, backend", [("OneGraph", "eager"), ("OneGraph", "inductor"), ("EagerBlocks", "eager"), ("Wide", "eager")]
 )
 def test_micro_batches_on_two_streams(ranks, model, backend, bucket, how):
     case = Case(model=model, backend=backend, bucket=bucket, accumulation=3 if how == "dropped" else 2, steps=4)
-    for error, intact, ahead in ranks(2).run(streams.accumulate_over_streams, case, how):
+    for result in ranks(2).run(accumulate_over_streams, case, how):
         # The first steps compile.
-        assert ahead >= 2, "the host was behind the device, so nothing was shown"
-        assert intact, "memory was written to after it had been given to others"
-        assert error < BOUND
+        assert result.ahead >= 2, "the host was behind the device, so nothing was shown"
+        assert result.intact, "memory was written to after it had been given to others"
+        assert result.error < BOUND
 
 
 @pytest.mark.parametrize("how", ["joined", "unused"])
 def test_targets_of_two_streams(ranks, how):
     case = Case(stage=2, accumulation=2, steps=4)
-    for error, intact, ahead in ranks(2).run(streams.accumulate_over_streams, case, how):
-        assert ahead >= 2 and intact
-        assert error < BOUND
+    for result in ranks(2).run(accumulate_over_streams, case, how):
+        assert result.ahead >= 2 and result.intact
+        assert result.error < BOUND
+
+
+class InASideStream(NamedTuple):
+    """What was seen of an engine in a side stream."""
+
+    error: float  # of the parameters beside a plain loop
+    streams: Set[str]  # on which a hook saw gradients
+    waited: bool  # whether the side stream waited in the last backward for what the default one was doing
+    # Bytes that the second to last backward has given back but that may not be used again yet, because they were
+    # marked as used on a stream besides their own.
+    deferred: int
+
+
+def train_in_a_side_stream(case):
+    """Trains in a side stream an engine that was compiled in the default one."""
+    torch._dynamo.reset()
+    rank, module = dist.get_rank(), build(case)
+    plain = copy.deepcopy(module)
+    side, default, streams = torch.cuda.Stream(), torch.cuda.default_stream(), set()
+
+    def watch(_):
+        stream = torch.cuda.current_stream()
+        streams.add({side: "side", default: "default"}.get(stream, "another"))
+
+    module.head.weight.register_hook(watch)
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    streams.clear()
+    side.wait_stream(default)
+    with torch.cuda.stream(side):
+        for step in range(case.steps):
+            for micro_step in range(case.accumulation):
+                ids = batch(step, micro_step, rank, 4)
+                loss = engine(ids)
+                at_last = micro_step == case.accumulation - 1
+                if at_last and step == case.steps - 2:
+                    torch.cuda.synchronize()
+                    before = _deferred_bytes()
+                    torch.cuda._sleep(CYCLES)
+                if at_last and step == case.steps - 1:
+                    with torch.cuda.stream(default):
+                        torch.cuda._sleep(CYCLES)
+                    default_done = default.record_event()
+                engine.backward(loss)
+                if at_last and step == case.steps - 2:
+                    deferred = _deferred_bytes() - before
+                if at_last and step == case.steps - 1:
+                    side.synchronize()
+                    waited = default_done.query()
+                engine.step()
+                (plain(ids) / case.accumulation).backward()
+            average_gradients(plain)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return InASideStream(error, streams, waited, deferred)
+
+
+def _deferred_bytes():
+    # An allocation has the allocator look at what may be used again by now.
+    torch.empty(1, device="cuda")
+    statistics = torch.cuda.memory_stats()
+    return statistics["active_bytes.all.current"] - statistics["allocated_bytes.all.current"]
 
 
 @pytest.mark.parametrize("model", ["OneGraph", "EagerBlocks"])
-@pytest.mark.parametrize("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
+@vary("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
 def test_training_in_a_side_stream(ranks, stage, accumulation, model):
     case = Case(model=model, stage=stage, accumulation=accumulation, steps=4)
-    for seen in ranks(2).run(streams.train_in_a_side_stream, case):
-        assert seen["error"] < BOUND
-        assert seen["streams"] == {"side"}
-        assert not seen["waited"], "the side stream waited for the default one"
-        assert seen["deferred"] == 0
+    for seen in ranks(2).run(train_in_a_side_stream, case):
+        assert seen.error < BOUND
+        assert seen.streams == {"side"}
+        assert not seen.waited, "the side stream waited for the default one"
+        assert seen.deferred == 0

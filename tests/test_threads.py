@@ -1,32 +1,253 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Every public method of the native reducer may be called from any thread. ``make sanitize`` runs these too."""
+"""Every public method of the native reducer may be called from any thread. ``make sanitize`` runs these too.
+
+There is no engine around the reducer, so that nothing orders the calls but the reducer itself.
+"""
+
+import collections
+import contextlib
+import functools
+import gc
+import itertools
+import threading
+import time
+import zlib
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from support import threads
+from deepspeed.compile.zero12.native import reducer_module
+
+from support.training import device
 
 pytestmark = pytest.mark.sanitized
+
+ELEMENTS = 12
+
+
+@functools.cache
+def alone():
+    """A process group of this rank only: what it reduces is bound at once, in whichever order threads come."""
+    return [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+
+@functools.cache
+def together(count):
+    """Process groups of all ranks, one a thread, so that each thread's collectives have an order of their own."""
+    return [dist.new_group() for _ in range(count)]
+
+
+_numbers = collections.defaultdict(itertools.count)
+
+
+def identity_in(process_group):
+    """A number that no other reducer of this process has and that is the same on every rank, as engines have one."""
+    name = process_group.group_name
+    return 10**6 * (1 + zlib.crc32(name.encode())) + next(_numbers[name])
+
+
+class Registered:
+    """A reducer and the parameters that it knows, all of one shape."""
+
+    def __init__(self, process_group, count, flat=True, bucket=3 * ELEMENTS):
+        self.parameters = [torch.nn.Parameter(torch.ones(ELEMENTS, device=device())) for _ in range(count)]
+        self.reducer = reducer_module().Reducer(
+            identity=identity_in(process_group),
+            bucket_numel=bucket,
+            overlap=True,
+            synchronize_before=False,
+            synchronize_after=False,
+        )
+        self.registrations = torch.tensor([self.reducer.identity, *range(count)])
+        self.world = process_group.size()
+        self.numel = -(-count * ELEMENTS // self.world)
+        group = self.reducer.add_group(process_group, self.numel, torch.float32, device(), flat)
+        for index, parameter in enumerate(self.parameters):
+            name = f"parameter {index}"
+            self.reducer.register_parameter(group, name, parameter, torch.float32, index * ELEMENTS)
+
+    def reduce(self, parameter, value):
+        """As a compiled graph does."""
+        slot = 1 + next(index for index, each in enumerate(self.parameters) if each is parameter)
+        torch.ops.deepcompile.reduce_grad(torch.full_like(parameter, value), self.registrations, slot, None, True)
+
+    def finish(self, expected):
+        """Ends a backward; whether each element of this rank's partition is ``expected``."""
+        self.reducer.finish_backward(True)
+        targets = self.reducer.targets(0)
+        right = all(bool((target == expected).all()) for target in targets.values())
+        numel = sum(target.numel() for target in targets.values())
+        self.reducer.release(0)
+        return right and numel == self.numel
+
+
+def in_threads(functions):
+    """Calls each in a thread of its own, all at once; raises what one of them raised."""
+    ready, errors = threading.Barrier(len(functions)), []
+
+    def call(function):
+        ready.wait()
+        try:
+            function()
+        except BaseException as error:  # noqa: B902 (raised below)
+            errors.append(error)
+
+    threads = [threading.Thread(target=call, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def meanwhile(function):
+    """Calls ``function()`` without pause in another thread; yields a list that grows with each call."""
+    done, calls, errors = threading.Event(), [], []
+
+    def call():
+        try:
+            while not done.is_set():
+                function()
+                calls.append(None)
+        except BaseException as error:  # noqa: B902 (raised below)
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield calls
+    finally:
+        done.set()
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+class Given(NamedTuple):
+    """What came of gradients that threads gave to one reducer."""
+
+    right: bool  # whether each partition was what it should be
+    all_received: bool
+
+
+def gradients_from_threads(route, flat, steps=20):
+    """Four threads give one reducer its gradients, two each for every parameter, while a fifth asks what it holds."""
+    registered = Registered(alone(), count=8, flat=flat)
+
+    def give(first):
+        for parameter in registered.parameters[first::4]:
+            for value in (1.0, 2.0):
+                if route == "graph":
+                    registered.reduce(parameter, value)
+                else:
+                    (parameter * value).sum().backward()
+
+    right = []
+    with meanwhile(lambda: (registered.reducer.counters(), registered.reducer.targets(0))) as calls:
+        for _ in range(steps):
+            registered.reducer.begin_backward(True, [])
+            in_threads([functools.partial(give, first) for first in range(4)])
+            right.append(registered.finish(3.0))
+    assert len(calls) > 0
+    received = registered.reducer.counters()["from_graphs" if route == "graph" else "from_autograd"]
+    registered.reducer.close()
+    return Given(all(right), received == steps * 8 * 2)
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["where-reduced", "flat"])
 @pytest.mark.parametrize("route", ["graph", "autograd"])
 def test_gradients_from_several_threads(ranks, route, flat):
-    for right, all_received in ranks(2).run(threads.gradients_from_threads, route, flat):
-        assert right and all_received
+    for given in ranks(2).run(gradients_from_threads, route, flat):
+        assert given.right and given.all_received
+
+
+class Finished(NamedTuple):
+    """What came of backwards of several reducers."""
+
+    right: bool  # whether each partition was what it should be
+    backwards: int  # that were finished
+
+
+def reducers_in_threads(steps=10):
+    """Each of three threads makes reducers, trains with them over all ranks, and closes them."""
+    right = []
+
+    def train(process_group, closes):
+        for _ in range(steps):
+            registered = Registered(process_group, count=6, flat=closes)
+            registered.reducer.begin_backward(True, [])
+            for index, parameter in enumerate(registered.parameters):
+                if index % 2:
+                    registered.reduce(parameter, 4.0)
+                else:
+                    (parameter * 4.0).sum().backward()
+            right.append(registered.finish(4.0))
+            if closes:
+                registered.reducer.close()
+            # Else the last reference to it closes it.
+            del registered
+
+    groups = together(3)
+    in_threads([functools.partial(train, group, index > 0) for index, group in enumerate(groups)])
+    gc.collect()
+    return Finished(all(right), len(right))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may wait for ever where communicators are used at once")
 def test_reducers_in_several_threads(ranks):
-    for right, count in ranks(2).run(threads.reducers_in_threads):
-        assert right and count == 3 * 10
+    for finished in ranks(2).run(reducers_in_threads):
+        assert finished.right and finished.backwards == 3 * 10
 
 
-@pytest.mark.parametrize("how", ["close", "close twice", "drop"])
+def closed_meanwhile(route, how, times=10):
+    """A reducer is closed, by one thread or two at once, or dropped, while another thread is in a backward.
+
+    Returns what errors the backwards raised.
+    """
+    return sorted({message for _ in range(times) for message in _closed_once(route, how)})
+
+
+def _closed_once(route, how):
+    registered, begun, closed, messages = Registered(alone(), count=8), threading.Event(), threading.Event(), set()
+    registered.reducer.begin_backward(True, [])
+
+    def backward():
+        last = False
+        while not last:
+            # Once more when it is closed.
+            last = closed.is_set()
+            for parameter in registered.parameters:
+                try:
+                    if route == "graph":
+                        registered.reduce(parameter, 1.0)
+                    else:
+                        parameter.sum().backward()
+                except (RuntimeError, IndexError) as error:
+                    messages.add(str(error).splitlines()[0])
+            begun.set()
+            # Else it may have the reducer's lock back before a thread that waits for it wakes up, for minutes.
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    begun.wait()
+    if how != "drop":
+        in_threads([registered.reducer.close] * (2 if how == "close twice" else 1) + [registered.reducer.counters])
+    registered.reducer = None
+    closed.set()
+    thread.join()
+    return messages
+
+
+@pytest.mark.parametrize("how", ["close", "close twice", "drop"], ids=["close", "close-twice", "drop"])
 @pytest.mark.parametrize("route", ["graph", "autograd"])
 def test_a_reducer_closed_during_a_backward(ranks, route, how):
-    for messages in ranks(2).run(threads.closed_meanwhile, route, how):
+    for messages in ranks(2).run(closed_meanwhile, route, how):
         # A gradient has nowhere to go then, but for that of code outside of graphs, which stays with its parameter.
         assert messages or route == "autograd"
         assert all("destroyed" in message for message in messages), messages

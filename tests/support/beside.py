@@ -4,14 +4,37 @@
 
 import contextlib
 import copy
+import dataclasses
 import logging
+from typing import List
 
 import torch
 
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
-from support.training import average_gradients, device, held, make_engine, make_optimizer, relative_error, total_error
+from support.training import device, held, make_engine, make_optimizer, relative_error, step_plain, total_error
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of training beside a plain loop.
+
+    In low precision the errors are those of the fp32 master parameters.
+
+    Attributes:
+        from_graphs: how many gradients graphs have reduced in each micro-batch. Empty without DeepCompile.
+        error: the largest relative error of a parameter, against the plain loop's.
+        total_error: the relative error of all parameters together.
+        moved: how far training moved the parameters, all together.
+        held: bytes of gradients at the end.
+    """
+
+    from_graphs: List[int]
+    error: float
+    total_error: float
+    moved: float
+    held: int
 
 
 class Beside:
@@ -47,9 +70,7 @@ class Beside:
         (self.plain(*inputs) / self.case.accumulation).backward()
 
     def plain_step(self):
-        average_gradients(self.plain)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        step_plain(self.plain, self.optimizer)
 
     def step(self, *inputs):
         """A step of one micro-batch."""
@@ -64,15 +85,14 @@ class Beside:
         self.engine.train()
 
     def end(self):
-        """Destroys the engine; returns errors of the parameters, how far they moved, and what the counters said.
-
-        In low precision the errors are those of the fp32 master parameters.
-        """
-        result = {"from_graphs": self.from_graphs, "error": self.error()}
-        if self.case.deepcompile:
-            result["held"] = sum(held(gradient_counters(self.engine)).values())
-        result["total error"] = total_error(self._trained(), self.plain.parameters())
-        result["moved"] = total_error(self._trained(), self.before.parameters())
+        """Destroys the engine; returns what came of it as :class:`Outcome`."""
+        result = Outcome(
+            from_graphs=self.from_graphs,
+            error=self.error(),
+            held=sum(held(gradient_counters(self.engine)).values()) if self.case.deepcompile else 0,
+            total_error=total_error(self._trained(), self.plain.parameters()),
+            moved=total_error(self._trained(), self.before.parameters()),
+        )
         self.engine.destroy()
         return result
 
@@ -92,9 +112,9 @@ class Beside:
 def check(results, bound=1e-5):
     """Asserts that every rank's engine trained as the plain loop; returns the results."""
     for result in results:
-        assert result["error"] < bound, result
-        assert result["moved"] > 1e-3, "the parameters hardly changed, so agreement shows nothing"
-        assert result["held"] == 0
+        assert result.error < bound, result
+        assert result.moved > 1e-3, "the parameters hardly changed, so agreement shows nothing"
+        assert result.held == 0
     return results
 
 

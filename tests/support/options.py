@@ -14,13 +14,13 @@ import torch
 from support.training import (
     Case,
     Trained,
-    average_gradients,
     batch,
     build,
     check_trained,
     make_engine,
     make_optimizer,
     relative_error,
+    step_plain,
     train_beside_plain_loop,
 )
 
@@ -86,9 +86,7 @@ def train_prepared(case, module, engine):
         engine.backward(engine(ids))
         engine.step()
         plain(ids).backward()
-        average_gradients(plain)
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
+        step_plain(plain, plain_optimizer)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return error

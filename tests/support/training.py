@@ -18,7 +18,6 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
 from deepspeed.runtime import torch_autocast
-from deepspeed.utils import safe_get_full_fp32_param
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
 
@@ -149,6 +148,13 @@ def average_gradients(module):
             parameter.grad /= dist.get_world_size()
 
 
+def step_plain(plain, optimizer):
+    """A plain loop's step: the optimizer gets the mean of the ranks' gradients, which are then dropped."""
+    average_gradients(plain)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def relative_error(actual, expected):
     """Largest ||a - e|| / ||e|| over pairs of tensors; where e is zero, ||a||."""
     worst = 0.0
@@ -248,63 +254,3 @@ def train_beside_plain_loop(case):
     )
     engine.destroy()
     return result
-
-
-def train_under_default_dtypes(cases, names):
-    """For each case: the results of ``train_beside_plain_loop()`` as ever, and under each default dtype.
-
-    ``names`` are names of dtypes of torch. Whatever is the default, models have parameters in fp32.
-    """
-    results = []
-    for case in cases:
-        as_ever = train_beside_plain_loop(case)
-        under = []
-        for name in names:
-            with default_dtype(getattr(torch, name)):
-                under.append(train_beside_plain_loop(case))
-        results.append((as_ever, under))
-    return results
-
-
-def _train(engine, case, compiled):
-    """Runs the steps of a case; returns what there is to say of the engine but for its parameters."""
-    rank, after_skipped = dist.get_rank(), None
-    for step in range(case.steps):
-        for micro_step in range(case.accumulation):
-            engine.backward(engine(batch(step, micro_step, rank, 4)))
-            engine.step()
-        if compiled and engine.optimizer.overflow:
-            after_skipped = held(gradient_counters(engine))
-    return {
-        "skipped": engine.skipped_steps,
-        "scale": engine.optimizer.loss_scale,
-        "held": held(gradient_counters(engine)) if compiled else None,
-        "held after a skipped step": after_skipped,
-    }
-
-
-def train_beside_fp32(case):
-    """Trains in ``case.dtype`` with DeepCompile and without; returns both, with errors against a plain fp32 loop.
-
-    The plain loop leaves out the steps that were skipped for an overflow. Errors compare fp32 master parameters.
-    """
-    results = []
-    for deepcompile in (True, False):
-        torch._dynamo.reset()
-        module = build(case)
-        plain = copy.deepcopy(module)
-        engine = make_engine(module, dataclasses.replace(case, deepcompile=deepcompile))
-        result = _train(engine, case, deepcompile)
-        optimizer = make_optimizer(plain, case)
-        for step in range(engine.skipped_steps, case.steps):
-            for micro_step in range(case.accumulation):
-                (plain(batch(step, micro_step, dist.get_rank(), 4)) / case.accumulation).backward()
-            average_gradients(plain)
-            optimizer.step()
-            optimizer.zero_grad()
-        trained = [safe_get_full_fp32_param(parameter) for parameter in module.parameters()]
-        result["error"] = total_error(trained, plain.parameters())
-        result["moved"] = total_error(trained, build(case).parameters())
-        engine.destroy()
-        results.append(result)
-    return results

@@ -1,162 +1,16 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Regional compilation: one graph for every layer of a kind, and the same gradients."""
+"""Regional compilation: which modules are the blocks, and what compiling them does to their classes."""
 
 import copy
-import itertools
 import pickle
 
 import pytest
 import torch
 from torch.nn import Embedding, Linear, Module, ModuleDict, ModuleList, Sequential
 
-from support import regions
 from support.ids import vary
-from support.models import WITH_BLOCKS, Block, BlocksWithin, BreakingBlock, EagerBlock, Model
-from support.training import Case, check_trained, train_beside_plain_loop
-
-REGIONAL = {"compile": {"regional_compilation": True}}
-
-
-def check(results):
-    for result in check_trained(results):
-        # Autograd's way gives the same numbers.
-        assert result.counters["from_graphs"] > 0
-
-
-# With graphs as they are traced, test_parameter_gather.py has the same table.
-@vary(
-    "stage, accumulation, model",
-    [(*varied, model) for model, varied in zip(WITH_BLOCKS, itertools.cycle([(1, 3), (2, 1)]))],
-)
-def test_trains_as_a_plain_loop(ranks, stage, accumulation, model):
-    case = Case(model=model, stage=stage, accumulation=accumulation, backend="inductor", config=REGIONAL)
-    check(ranks(2).run(train_beside_plain_loop, case))
-
-
-@vary(
-    "varied",
-    [
-        {"skip_on_odd_steps": True, "steps": 5, "accumulation": 2},
-        {"vary_length": True, "steps": 6},
-        {"evaluate_between": True},
-        {"bucket": 1},
-        {"bucket": 10**6},
-        {"bucket": 10**6, "skip_on_odd_steps": True, "steps": 5},
-        {"bucket": 10**6, "vary_length": True, "steps": 6},
-    ],
-)
-@vary("stage", [1, 2])
-def test_variations(ranks, stage, varied):
-    check(ranks(2).run(train_beside_plain_loop, Case(stage=stage, config=REGIONAL, **varied)))
-
-
-def test_one_graph_serves_all_layers(ranks):
-    case = Case(config=REGIONAL, bucket=10**6)
-    for graphs, counters, sent, error in ranks(2).run(regions.graphs_and_buckets, case):
-        assert error < 1e-5
-        # Six parameters of each block; embedding and head stay with the forward that calls the blocks, uncompiled.
-        assert graphs == [6]
-        assert (counters["from_graphs"], counters["from_autograd"]) == (18, 2)
-        # No layer's graph flushes what others could fill.
-        assert sent == [1, 1, 1, 1]
-
-
-def test_gradients_of_uncompiled_code_are_not_copied(ranks):
-    # With a bucket of one element, none is packed with others.
-    case = Case(config=REGIONAL, bucket=1, backend="inductor")
-    for counters, error in ranks(2).run(regions.train_what_is_partly_uncompiled, case):
-        # Embedding, norm and scale are used between the blocks. The embedding's gradient would take 768 bytes.
-        assert counters["from_autograd"] == 4 and counters["peak_bucket"] < 768
-        assert error < 1e-5
-
-
-def test_a_hook_keeps_its_gradient(ranks):
-    # With a bucket of one element, none is copied into a bucket with others.
-    case = Case(config=REGIONAL, bucket=1)
-    for of_hook, error in ranks(2).run(regions.hook_that_keeps_its_gradient, case):
-        assert of_hook < 1e-5 and error < 1e-5
-
-
-@vary("hooked", [False, True])
-@vary("model, aligned", [("OneGraph", True), ("OddSizes", False)], expects="aligned")
-def test_parameters_at_any_address(ranks, model, aligned, hooked):
-    """Layers of odd sizes lie at odd addresses, and one graph serves them all."""
-    case = Case(model=model, config=REGIONAL, backend="inductor")
-    for addresses, told in ranks(2).run(regions.alignment_told_to_inductor, case, hooked):
-        assert (len(addresses) == 1) == aligned, "the model does not show what it should"
-        if aligned:
-            assert told == {"forward": 0, "backward": 0}
-        else:
-            # The forward takes the norm's two and two of each Linear; the backward needs fewer.
-            assert told["forward"] == 6 and told["backward"] > 0
-
-
-def test_blocks_within_the_model_are_regions_by_default(ranks):
-    for graphs, counters, _, error in ranks(2).run(regions.graphs_and_buckets, Case(model="BlocksWithin")):
-        # All blocks' graph, and that of the head and the loss, around the uncompiled body.
-        assert graphs == [6, 1]
-        assert (counters["from_graphs"], counters["from_autograd"]) == (19, 1)
-        assert error < 1e-5
-
-
-def test_without_regions_one_graph_has_all(ranks):
-    for graphs, _, sent, _ in ranks(2).run(regions.graphs_and_buckets, Case(bucket=10**6)):
-        assert graphs == [20] and sent == [1, 1, 1, 1]
-
-
-def test_ranks_agree_after_a_backward_that_raised(ranks):
-    case = Case(config=REGIONAL, bucket=10**6)
-    for raised, error in ranks(2).run(regions.raising_at_different_layers, case, timeout=120):
-        assert raised
-        assert error < 1e-5
-
-
-def test_a_hook_on_one_layer(ranks):
-    for hooked, counters, error in ranks(2).run(regions.hook_on_second_layer, Case(config=REGIONAL)):
-        assert hooked == 2
-        # That parameter of all three blocks, embedding and head.
-        assert counters["from_autograd"] == 5
-        assert error < 1e-5
-
-
-def test_layers_that_differ_are_compiled_each(ranks):
-    # 36 graphs of 12 layers, where torch would stop at 8.
-    assert max(ranks(2).run(regions.layers_that_differ, 8)) < 1e-5
-
-
-def test_layers_that_are_too_different(ranks):
-    # Of 36 graphs 24 may be made: then all go on uncompiled.
-    assert max(ranks(2).run(regions.layers_that_differ, 2)) < 1e-5
-    for message in ranks(2).run(regions.layers_that_differ, 2, fails=True):
-        assert "compiled one frame more than 24 times" in message
-        assert "raise torch._dynamo.config.recompile_limit before engine.compile()" in message
-    # Layers that are alike need one compilation.
-    assert max(ranks(2).run(regions.layers_that_differ, 1, alike=True)) < 1e-5
-
-
-def test_compilations_before_a_reset_do_not_count(ranks):
-    assert max(ranks(2).run(regions.resets, Case(config=REGIONAL))) < 1e-5
-
-
-def test_destroy_and_copies(ranks):
-    for before, during, copied, after, error in ranks(2).run(regions.classes, Case(config=REGIONAL)):
-        assert before == during == after, "the classes have other names"
-        assert copied < 1e-5
-        assert error < 1e-5
-
-
-@vary("checkpoint", [False, True])
-def test_attention_stays_on_its_causal_path(ranks, checkpoint):
-    pytest.importorskip("transformers", reason="the model is one of transformers': requirements/demo.txt")
-    for layers, masks, error in ranks(2).run(regions.attention_of_qwen3, checkpoint):
-        # One graph, traced once, in which attention is told "causal" rather than given a mask. Checkpointing is around
-        # it, not in it, where it would be a graph within the graph.
-        assert (layers, masks) == (3, ["None"])
-        assert error < 1e-5
-
-
-# Finding blocks -------------------------------------------------------------------------------------------------
+from support.models import Block, BlocksWithin, BreakingBlock, EagerBlock, Model
 
 
 class Lonely(Module):

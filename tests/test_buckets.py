@@ -1,0 +1,100 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes of gradients wait for their reduction, and when a bucket is sent."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from deepspeed.compile.zero12 import gradient_counters
+
+from support.ids import vary
+from support.lifetime import backward, start
+from support.training import Case, device
+
+
+class EqualMatrices(torch.nn.Module):
+    """Eight matrices of 64 elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = torch.nn.ParameterList(torch.eye(8) for _ in range(8))
+
+    def forward(self, ids):
+        x = ids[:, :1] + torch.ones(1, 8, device=ids.device)
+        for matrix in self.matrices:
+            x = x @ matrix
+        return x.square().mean()
+
+
+class Pending(NamedTuple):
+    """Bytes in one backward."""
+
+    peak: int  # of gradients that waited at the same time
+    bucket: int  # of a bucket, as configured
+    largest: int  # of the largest gradient
+    bucket_after: int  # left in the bucket after the backward
+
+
+def pending_bytes(case, equal=False):
+    """Runs one step; ``equal`` takes the model of equal matrices."""
+    module, engine = start(case, EqualMatrices().to(device()) if equal else None)
+    backward(engine)
+    counters = gradient_counters(engine)
+    engine.step()
+    largest = max(parameter.nbytes for parameter in module.parameters())
+    engine.destroy()
+    return Pending(counters["peak_pending"], case.bucket * 4, largest, counters["bucket"])
+
+
+@pytest.mark.sanitized
+@vary("bucket", [1, 100, 300, 10**6])
+def test_pending_bytes_stay_within_bucket_and_largest_gradient(ranks, bucket):
+    for pending in ranks(2).run(pending_bytes, Case(bucket=bucket)):
+        assert 0 < pending.peak <= pending.bucket + pending.largest
+        assert pending.bucket_after == 0
+
+
+@pytest.mark.sanitized
+def test_pending_bytes_of_equal_gradients(ranks):
+    # Two are sent together; beside them a third fits into the bucket and a fourth does not.
+    for pending in ranks(2).run(pending_bytes, Case(bucket=160), equal=True):
+        assert pending.peak == 3 * pending.largest
+
+
+class LargeMatrices(torch.nn.Module):
+    """Three with as many elements as a bucket is sent with, and one four times as large, whose gradient is first."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = [(2**12, 2**13)] * 3 + [(2**13, 2**14)]
+        with torch.device(device()):
+            self.matrices = torch.nn.ParameterList(torch.full(shape, 2.0**-12) for shape in shapes)
+
+    def forward(self, ids):
+        x = ids[0, :1].to(self.matrices[0].dtype) + torch.ones(1, 2**12, device=ids.device, dtype=torch.bfloat16)
+        there, back, again, last = self.matrices
+        return (x @ there @ back.t() @ again @ last).square().mean()
+
+
+class Sent(NamedTuple):
+    """What one backward has sent."""
+
+    buckets: int
+    pending: float  # at most, counted in gradients of the smaller size
+
+
+def large_gradients(case):
+    """Runs one backward."""
+    module, engine = start(case, LargeMatrices())
+    backward(engine)
+    counters = gradient_counters(engine)
+    engine.destroy()
+    return Sent(counters["buckets_sent"], counters["peak_pending"] / module.matrices[0].nbytes)
+
+
+def test_buckets_are_sent_before_they_are_full(ranks):
+    for sent in ranks(2).run(large_gradients, Case(dtype="bf16", bucket=10**9)):
+        # The large one at once; while it is on its way, two others; the last.
+        assert (sent.buckets, sent.pending) == (3, 4 + 2)

@@ -1,0 +1,316 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong on one rank: every rank ends with an error that says what happened."""
+
+import contextlib
+import copy
+import os
+import re
+import resource
+import time
+from typing import Dict, List, NamedTuple, Optional
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from support.faults import Injected, fragile, held_soon, in_backward, plain_step, raise_injected, train_step
+from support.ids import vary
+from support.pool import Ranks
+from support.training import NOTHING, Case, batch, device, make_engine, make_optimizer, relative_error
+
+BOUND = 1e-5
+# Seconds after which a collective gives up, and what the test allows on top of them. NCCL's watchdog takes another
+# minute to write down what was running before it ends the process.
+TIMEOUT, GRACE = 6, 20
+PATIENCE = 150 if torch.cuda.is_available() else 80
+
+
+def in_processes_of_their_own(function, *args, patience=PATIENCE):
+    """What each of two ranks returned, or how it ended, under a short timeout of the process group."""
+    return Ranks(2, {"RANKS_TIMEOUT": str(TIMEOUT)}).run_to_the_end(function, *args, timeout=patience)
+
+
+def names_the_bucket(message):
+    return re.search("could not reduce the bucket that begins with the gradient of parameter '.+' of shape", message)
+
+
+def was_ended_by_nccl(answer, capfd):
+    """Whether NCCL's watchdog has said what timed out and ended the process: no exception can come from there."""
+    return (
+        torch.cuda.is_available()
+        and answer == "died with exit status -6"
+        and "Watchdog caught collective operation timeout" in capfd.readouterr().err
+    )
+
+
+# Memory that runs out --------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def memory_left(numbytes):
+    """Lets this process allocate about so much more: of its address space or, on a GPU, of the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + numbytes) / total)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        return
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + numbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+class Large(torch.nn.Module):
+    """Matrices of 36 MiB: beyond 32, the C library gives memory back to the system as soon as it is free."""
+
+    NUMEL = 9 * 2**20
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = torch.nn.ParameterList(torch.full((64, self.NUMEL // 64), 5e-5) for _ in range(4))
+
+    def forward(self, ids):
+        x = ids[:, :1] + torch.ones(1, 64, device=ids.device)
+        for matrix in self.matrices:
+            x = torch.tanh(x @ matrix @ matrix.t())
+        return (x - 1).square().mean()
+
+
+class OutOfMemory(NamedTuple):
+    """What came of backwards with little memory left, each followed by a step with enough of it."""
+
+    raised: List[Optional[str]]  # by each backward
+    held: List[Dict[str, int]]  # behind each backward
+    error: float  # of the steps
+    moved: float  # how far these went
+    # What ended the steps, if something did: ranks that ran out of memory in different places have sent different
+    # gradients.
+    ended: Optional[str]
+
+
+def memory_that_runs_out(case, amounts):
+    """Backwards with little memory left, more each time, and after each that raised a step with enough of it."""
+    torch._dynamo.reset()
+    module = Large().to(device())
+    plain, before = copy.deepcopy(module), copy.deepcopy(module)
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    raised, afterwards, ended = [], [], None
+    train_step(engine, 0, 1)
+    plain_step(plain, optimizer, 0, 1)
+    for step, amount in enumerate(amounts, 1):
+        loss = engine(batch(99, 0, dist.get_rank(), 4))
+        try:
+            with memory_left(amount):
+                engine.backward(loss)
+            raised.append(None)
+            engine.optimizer.zero_grad()
+        except (RuntimeError, MemoryError) as error:
+            raised.append(str(error))
+        del loss
+        afterwards.append(held_soon(engine))
+        try:
+            train_step(engine, step, 1)
+        except RuntimeError as error:
+            ended = str(error)
+            break
+        plain_step(plain, optimizer, step, 1)
+    error = relative_error(module.parameters(), plain.parameters())
+    moved = relative_error(module.parameters(), before.parameters())
+    engine.destroy()
+    return OutOfMemory(raised, afterwards, error, moved, ended)
+
+
+def test_memory_that_runs_out_anywhere_in_a_backward(capfd):
+    numel = Large.NUMEL
+    amounts = [8 * numel * index for index in range(6)]
+    case = Case(bucket=numel)
+    answers = in_processes_of_their_own(memory_that_runs_out, case, amounts, patience=150)
+    if any(was_ended_by_nccl(answer, capfd) for answer in answers):
+        return
+    for answer in answers:
+        assert any("memory" in message for message in answer.raised if message)
+        # A backward that ran out of memory was followed by a step at least once.
+        assert len(answer.raised) > 1
+        assert all(after == NOTHING for message, after in zip(answer.raised, answer.held) if message)
+        assert answer.error < BOUND < answer.moved
+        ended = answer.ended
+        assert ended is None or "reduced different gradients" in ended or names_the_bucket(ended)
+
+
+# Ranks that run different blocks ---------------------------------------------------------------------------------
+
+
+class Branches(torch.nn.Module):
+    """Each call runs the blocks that it is told to; all of them lie in the first of two partitions."""
+
+    def __init__(self, alike):
+        super().__init__()
+        widths = [6, 6] if alike else [6, 9]
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(6, width), torch.nn.Linear(width, 6)) for width in widths
+        )
+        self.embedding = torch.nn.Embedding(100, 6)
+
+    def forward(self, ids, chosen):
+        x = self.embedding(ids)
+        for index in chosen:
+            x = self.blocks[index](x)
+        return x.square().mean()
+
+
+class Branched(NamedTuple):
+    """What came of a step."""
+
+    raised: Optional[str]
+    moved: bool  # whether it changed parameters
+
+
+def another_branch(case, alike, chosen):
+    """Ranks run different blocks in step 1 and the same in steps 0 and 2. Returns what came of each step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Branches(alike).to(device())
+    engine = make_engine(module, case)
+    seen = []
+    for step, blocks in enumerate([(0, 1), chosen[dist.get_rank()], (0, 1)]):
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        raised = None
+        try:
+            engine.backward(engine(batch(step, 0, dist.get_rank(), 4), blocks))
+            engine.step()
+        except RuntimeError as error:
+            raised = str(error)
+        moved = any(not torch.equal(old, new) for old, new in zip(before, module.parameters()))
+        seen.append(Branched(raised, moved))
+    engine.destroy()
+    return seen
+
+
+@pytest.mark.parametrize("alike", [True, False], ids=["same-size", "another-size"])
+@pytest.mark.parametrize("chosen", [[(0,), (1,)], [(0, 1), (1, 0)]], ids=["other-blocks", "another-order"])
+@vary("stage", [1, 2])
+def test_another_branch(ranks, chosen, alike, stage):
+    if torch.cuda.is_available() and not alike:
+        pytest.skip("NCCL waits for ever where sizes differ, and then ends the process: torch's watchdog")
+    for before, apart, together in ranks(2).run(another_branch, Case(stage=stage), alike, chosen):
+        assert before.raised is None and before.moved
+        # Its gradients were added to those of other parameters. Nothing may use them, nor what comes after.
+        for step in (apart, together):
+            assert "ranks have reduced different gradients" in step.raised
+            assert not step.moved
+
+
+# Ranks that die, hang or raise -----------------------------------------------------------------------------------
+
+
+class Steps(NamedTuple):
+    """What came of steps in the first of which one rank has a fault."""
+
+    raised: List[Optional[str]]  # by each step
+    seconds: float  # for all of them
+
+
+def on_one_rank(case, how, rank, steps=3):
+    """A fault in the backward of ``rank``, which goes on if it can."""
+    _, engine, _, _ = fragile(case)
+    # Longer than the others wait.
+    patience = engine.data_parallel_group._get_backend(device()).options._timeout.total_seconds()
+    happenings = {
+        "raises": raise_injected,
+        "dies": lambda: os._exit(17),
+        "hangs": lambda: time.sleep(patience + 2),
+    }
+    train_step(engine, 0, case.accumulation)
+    begun, raised = time.monotonic(), []
+    for step in range(1, 1 + steps):
+        if step == 1 and dist.get_rank() == rank:
+            in_backward.happen = happenings[how]
+        try:
+            train_step(engine, step, case.accumulation)
+            raised.append(None)
+        except (RuntimeError, Injected) as error:
+            raised.append(f"{type(error).__name__}: {error}")
+    return Steps(raised, time.monotonic() - begun)
+
+
+def test_a_rank_that_dies(capfd):
+    first, second = in_processes_of_their_own(on_one_rank, Case(bucket=50), "dies", 1, 1)
+    assert second == "died with exit status 17"
+    if was_ended_by_nccl(first, capfd):
+        return
+    assert names_the_bucket(first.raised[0]) and first.seconds < TIMEOUT + GRACE
+
+
+def test_a_rank_that_hangs(capfd):
+    first, second = in_processes_of_their_own(on_one_rank, Case(bucket=50), "hangs", 1, 1)
+    if was_ended_by_nccl(first, capfd):
+        return
+    assert names_the_bucket(first.raised[0]) and "Timed out" in first.raised[0]
+    assert TIMEOUT - 1 < first.seconds < TIMEOUT + GRACE
+    # It comes too late.
+    assert names_the_bucket(second.raised[0]) and second.seconds < 2 * TIMEOUT + GRACE
+
+
+@vary("stage, accumulation", [(1, 3), (2, 2)])
+def test_a_backward_that_raises_on_one_rank(stage, accumulation, capfd):
+    case = Case(stage=stage, accumulation=accumulation, bucket=50)
+    answers = in_processes_of_their_own(on_one_rank, case, "raises", 1)
+    if any(was_ended_by_nccl(answer, capfd) for answer in answers):
+        return
+    for rank, answer in enumerate(answers):
+        # It never gets another step, whatever it tries.
+        assert all(answer.raised)
+        assert rank == 0 or answer.raised[0].startswith("Injected")
+
+
+class Attempt(NamedTuple):
+    """What one call came to."""
+
+    raised: Optional[str]
+    seconds: float
+
+
+def dies_in_the_optimizer(case, rank):
+    """``rank`` dies while it is stepped. Returns what the others' step came to, and what they try afterwards."""
+    _, engine, _, _ = fragile(case)
+    train_step(engine, 0, 1)
+    if dist.get_rank() == rank:
+        engine.optimizer.optimizer.step = lambda: os._exit(17)
+    results = {}
+    engine.backward(engine(batch(1, 0, dist.get_rank(), 4)))
+    attempts = {
+        "step": engine.step,
+        "forward": lambda: engine(batch(2, 0, dist.get_rank(), 4)),
+        "save": lambda: engine.optimizer.state_dict(),
+        "destroy": engine.destroy,
+    }
+    for name, attempt in attempts.items():
+        begun = time.monotonic()
+        try:
+            attempt()
+            raised = None
+        except RuntimeError as error:
+            raised = str(error)
+        results[name] = Attempt(raised, time.monotonic() - begun)
+    return results
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with NCCL a step returns before its parameters have arrived")
+def test_a_rank_that_dies_in_the_optimizer():
+    first, second = in_processes_of_their_own(dies_in_the_optimizer, Case(), 1)
+    assert second == "died with exit status 17"
+    assert "could not get the parameters that other ranks have stepped" in first["step"].raised
+    for then in ("forward", "save"):
+        assert "was ended half way" in first[then].raised and "load a checkpoint" in first[then].raised
+    assert first["destroy"].raised is None
+    assert all(attempt.seconds < TIMEOUT + GRACE for attempt in first.values())
