@@ -222,7 +222,10 @@ def lay_over(tree: Path, ours: List[str], version: str, link: bool) -> None:
         for place in places(name):
             target = tree / place
             if name in KEPT:
-                target.rename(target.with_name(f"{target.stem}_base{target.suffix}"))
+                kept = target.with_name(f"{target.stem}_base{target.suffix}")
+                if kept.exists():
+                    stop(f"{place} of the base would be kept as {kept.name}, but deepspeed {version} has such a file.")
+                target.rename(kept)
             elif name in REPLACED:
                 target.unlink()
             elif target.exists():

@@ -10,6 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero12 import step as optimizer_step
+from deepspeed.compile.zero12.backward import BackwardLife
 
 from support.faults import (
     HAPPENINGS,
@@ -223,16 +225,17 @@ class AfterStep(NamedTuple):
     error: float  # when it was redone
 
 
-def a_step_that_changed_nothing(case):
-    """A step raises before it changes parameters, and is redone."""
+def a_step_that_changed_nothing(case, where=(optimizer_step, "_global_norm")):
+    """A step raises before it changes parameters, and is redone. ``where``: (holder, name) of what raises."""
     module, engine, plain, optimizer = fragile(case)
-    own_norm = engine.optimizer.scaled_global_norm
+    holder, name = where
+    own = getattr(holder, name)
 
-    def norm_that_raises():
-        engine.optimizer.scaled_global_norm = own_norm
-        raise Injected("no norm")
+    def raises(_):
+        setattr(holder, name, own)
+        raise Injected(f"no {name}")
 
-    engine.optimizer.scaled_global_norm = norm_that_raises
+    setattr(holder, name, raises)
     raised = None
     try:
         train_step(engine, 0, case.accumulation)
@@ -247,10 +250,15 @@ def a_step_that_changed_nothing(case):
     return AfterStep(raised, after, error)
 
 
+def interrupted_as_it_is_handed_over(case):
+    return a_step_that_changed_nothing(case, (BackwardLife, "_hand_over"))
+
+
 @vary("stage", [1, 2])
-def test_a_step_that_changed_nothing(ranks, stage):
-    for after in ranks(2).run(a_step_that_changed_nothing, Case(stage=stage, accumulation=3)):
-        assert after.raised == "no norm"
+@pytest.mark.parametrize("function", [a_step_that_changed_nothing, interrupted_as_it_is_handed_over])
+def test_a_step_that_changed_nothing(ranks, stage, function):
+    for after in ranks(2).run(function, Case(stage=stage, accumulation=3)):
+        assert after.raised in ("no _global_norm", "no _hand_over")
         assert after.held == NOTHING
         assert after.error < BOUND
 

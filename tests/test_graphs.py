@@ -57,6 +57,12 @@ def test_end_backward_stands_behind_every_reduction(fx):
     assert str(fx.get_output_node(graph).args[0]) == "(None, None, activation_gradient)"
 
 
+def test_an_input_may_be_called_output(fx):
+    graph = Graph()
+    graph.output((graph.placeholder("output"),))
+    assert fx.get_output_node(graph).op == "output"
+
+
 def test_reductions_follow_their_slots(fx):
     from deepspeed.compile.zero12.graph.reductions import finish_backward_graph
 

@@ -1,13 +1,15 @@
 // Copyright (c) the authors of this fork of DeepSpeed.
 // SPDX-License-Identifier: Apache-2.0
 
-#include "deepcompile.h"
+#include "deepcompile_agreement.h"
 
 #include <ATen/Functions.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 namespace deepcompile {
 
@@ -50,45 +52,49 @@ void Fingerprint::add_bucket(const Fingerprint& bucket)
 
 void Fingerprint::add_abandoned_backward()
 {
-    // Where only some ranks' raised, nothing else need tell: they may not have sent anything yet.
+    // If the backward raised on some ranks only, before any of them sent a bucket, nothing but this tells them apart.
     mix(hash, -1);
+}
+
+std::string could_not(const std::string& purpose, const std::string& reason)
+{
+    return "DeepCompile could not " + purpose +
+           ", because another rank has died, hangs, raised, or reduces other gradients; look for the first error of "
+           "any "
+           "rank, and start the processes again from a checkpoint: " +
+           reason;
 }
 
 void throw_for_other_ranks(const std::string& purpose, const std::exception& error)
 {
     const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
-    // This rank's own: memory ran out, or its process group cannot do it. gloo's errors are not torch's.
+    // This rank's own error: its memory ran out, or its process group does not support the call. Errors of other ranks
+    // arrive as torch's DistError from NCCL, and as plain C++ exceptions from gloo.
     if (from_torch && !dynamic_cast<const c10::DistError*>(&error)) { throw; }
     C10_THROW_ERROR(DistBackendError,
-                    "DeepCompile could not " + purpose +
-                        ", because another rank has died, hangs, raised, or reduces other gradients; look for the "
-                        "first error of any rank, and start the processes again from a checkpoint: " +
-                        (from_torch ? from_torch->what_without_backtrace() : error.what()));
+                    could_not(purpose, from_torch ? from_torch->what_without_backtrace() : error.what()));
 }
 
-void Agreement::ask(c10d::ProcessGroup& process_group,
-                    at::Device device,
-                    const Fingerprint& own,
-                    bool stops_compiling,
-                    const std::string& purpose)
+void Agreement::ask(c10d::ProcessGroup& process_group, at::Device device, const std::string& purpose)
 {
     if (process_group.getSize() == 1) {
-        stops_compiling_ = stops_compiling;
+        stops_compiling_ = asks_to_stop_compiling_;
         return;
     }
-    // Ranks that disagree do so for ever, and some of them may not ask again.
+    // Ranks that have disagreed once disagree for ever. Some of them may never ask again, and this rank would wait for
+    // them in the collective below.
     TORCH_CHECK(disagreement_.empty(), disagreement_);
     const auto options = at::TensorOptions().dtype(at::kLong).device(device);
-    // A number that a kernel gets is not waited for, as a tensor of the host's would be.
-    auto sent = at::empty({4}, options);
-    sent[0].fill_(own.hash);
-    sent[1].fill_(own.gradients);
-    sent[2].fill_(own.buckets);
-    sent[3].fill_(static_cast<int64_t>(stops_compiling));
+    // A fill passes the number to the kernel as an argument. Copying a tensor from the host would make the host wait.
+    auto own = at::empty({4}, options);
+    own[0].fill_(sent_.hash);
+    own[1].fill_(sent_.gradients);
+    own[2].fill_(sent_.buckets);
+    own[3].fill_(static_cast<int64_t>(asks_to_stop_compiling_));
     auto gathered = at::empty({4 * process_group.getSize()}, options);
     try {
         // NCCL: the current stream waits for the collective. gloo: this thread does.
-        process_group._allgather_base(gathered, sent)->wait();
+        process_group._allgather_base(gathered, own)->wait();
     } catch (const std::exception& error) {
         throw_for_other_ranks(purpose, error);
     }

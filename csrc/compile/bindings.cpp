@@ -10,14 +10,16 @@
 
 namespace py = pybind11;
 
-// The process-wide functions of the base's native module have no counterpart here: an engine's state is
-// its Reducer.
+// The base's native module has functions that change the state of the process. This one has none: all state of an
+// engine is in the engine's Reducer.
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {
     using deepcompile::Reducer;
-    // A call may wait for a process group or for another call, which may need the interpreter's lock to go on.
+    // Calls release the interpreter's lock: a call may wait for a process group, or for another thread's call, and that
+    // one may need the interpreter's lock to go on.
     using unlocked = py::call_guard<py::gil_scoped_release>;
 
+    m.def("could_not", &deepcompile::could_not);
     m.def("cut_at_partitions", [](int64_t offset, int64_t numel, int64_t partition_numel) {
         std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> pieces;
         for (const auto& piece : deepcompile::cut_at_partitions(offset, numel, partition_numel)) {

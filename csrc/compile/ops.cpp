@@ -17,10 +17,11 @@ at::Tensor done(const at::Tensor& gradient)
     return at::empty({0}, gradient.options());
 }
 
-/// The engine's number and the indices of parameters in its reducer, as `Registrations` in reduce_backend.py makes them.
+/// The engine's number, and then the indices that parameters have in the engine's reducer; `Registrations` in
+/// registrations.py makes them.
 at::Tensor on_host(const at::Tensor& registrations)
 {
-    // saved_tensors_hooks may have moved what the graph saved for its backward.
+    // A user's saved_tensors_hooks may have moved the tensor to a GPU while the graph kept it for its backward.
     return registrations.is_cpu() ? registrations : registrations.cpu();
 }
 
@@ -28,7 +29,7 @@ at::Tensor reduce_grad(const at::Tensor& gradient,
                        const at::Tensor& registrations,
                        int64_t slot,
                        const std::optional<at::Tensor>&,
-                       bool may_keep)
+                       bool donated)
 {
     if (gradient.numel() == 0) { return done(gradient); }
     const auto numbers = on_host(registrations);
@@ -39,10 +40,11 @@ at::Tensor reduce_grad(const at::Tensor& gradient,
         "DeepCompile got a gradient of shape " + shape_of(gradient) +
             " that belongs to no engine: the engine was destroyed, or gave its parameters to a later one; run " +
             "the forward again with an engine that is alive");
-    // Unless the graph has given the memory away, the compiler may use it again as soon as this returns.
-    // Even then, an operator may have produced several tensors in one piece of memory.
-    const bool sole_user = may_keep && gradient.storage().use_count() == 1;
-    reducer->reduce(static_cast<size_t>(number[slot]), gradient, Route::graph, sole_user);
+    // A gradient that the graph has not donated is copied, because the compiler may use its memory again as soon as
+    // this operator returns. The graph knows tensors, not storages: an operator may have produced several tensors in
+    // one storage, and then one of them cannot be donated alone.
+    const bool sole_user = gradient.storage().use_count() == 1;
+    reducer->reduce(static_cast<size_t>(number[slot]), gradient, Route::graph, donated && sole_user);
     return done(gradient);
 }
 
@@ -57,16 +59,20 @@ void end_backward(at::TensorList reductions_and_registrations, int64_t graph_id,
 
 }  // namespace deepcompile
 
-// `registrations[slot]` says whose gradient it is: registrations is an input of the graph, made anew for each call, so
-// that one graph serves many layers, and whatever a compiler does to the parameters themselves (other layouts, padding,
-// copies, changes in place) a gradient finds its parameter. `after` is the result of the reduction that comes before
-// this one in the graph. It carries no data: it keeps every rank's reductions in one order, which the process group
-// requires, however each rank's compiler schedules the rest of the graph. `may_keep` says that nothing in the graph
-// reads the gradient or uses its memory afterwards. native.py says what the operators return while a graph is traced.
+// `registrations[slot]` says whose gradient it is. `registrations` is an input of the graph and is made anew for each
+// call, so one graph serves many layers. A gradient finds its parameter whatever the compiler does to the parameter
+// itself: another layout, padding, a copy, a change in place.
+//
+// `after` is the result of the previous reduction in the graph. It carries no data. It keeps the reductions of every
+// rank in one order, which the process group requires, however the rank's compiler schedules the rest of the graph.
+//
+// `donated` says that nothing in the graph reads the gradient or uses its memory afterwards.
+//
+// native.py says what the operators return while a graph is traced.
 TORCH_LIBRARY(deepcompile, m)
 {
     m.def(
-        "reduce_grad(Tensor grad, Tensor registrations, int slot, Tensor? after=None, bool may_keep=False) -> Tensor");
+        "reduce_grad(Tensor grad, Tensor registrations, int slot, Tensor? after=None, bool donated=False) -> Tensor");
     m.def("end_backward(Tensor[] reductions_and_registrations, int graph_id, bool release_reduce_buckets) -> ()");
 }
 

@@ -10,8 +10,9 @@ namespace deepcompile {
 
 namespace {
 
-// A compiled graph may serve many layers and, through torch's caches, many engines. So it is told with each call which
-// engine's parameters it was given, by the engine's number, and this one map for the process leads to the reducer.
+// A compiled graph may serve many layers and, through torch's caches, many engines. So each call tells the graph, by
+// the engine's number, whose parameters it was given. This map, one for the process, leads from the number to the
+// engine's reducer. It holds reducers weakly, because an engine owns its reducer.
 std::shared_mutex& registry_mutex()
 {
     static std::shared_mutex mutex;

@@ -28,7 +28,7 @@ class CompileConfig(BaseCompileConfig):
     between a step and the next forward must first call ``deepspeed.compile.zero12.wait_for_parameters(engine)``."""
 
     @model_validator(mode="after")
-    def _regions_belong_to_zero_1_and_2(self):
+    def _blocks_belong_to_zero_1_and_2(self):
         if self.regional_compilation == []:
             raise ValueError("compile.regional_compilation names no classes; name some, or set it to true or false")
         for name in ("regional_compilation", "overlap_param_gather"):

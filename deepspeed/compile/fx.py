@@ -16,7 +16,21 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
 from .fx_base import *  # noqa: F403 (whatever a new base adds is found here too)
-from .fx_base import _make_node_meta, get_output_node  # noqa: F401 (the base's passes import the first from here)
+from .fx_base import _make_node_meta  # noqa: F401 (the base's passes import the first from here)
+
+
+def get_output_node(graph: Graph) -> Node:
+    """Returns the graph's output node.
+
+    The base looks for the target "output", which an input has as well if the user's variable has this name.
+
+    Raises:
+        ValueError: if the graph has no output node.
+    """
+    found = graph.find_nodes(op="output")
+    if not found:
+        raise ValueError("the graph has no output node")
+    return found[0]
 
 
 def _namespace(node: Any) -> Optional[str]:

@@ -98,6 +98,8 @@ class BackwardLife:
         self._has_warned = False
 
     def _advance(self, event):
+        if self.phase not in TRANSITIONS[event]:
+            raise RuntimeError(f"a step in phase {self.phase.name} cannot be moved by {event.name}")
         self.phase = TRANSITIONS[event][self.phase]
 
     @property
@@ -156,15 +158,12 @@ class BackwardLife:
 
     def finish(self) -> None:
         """Called after every backward: reduces what no graph reduced, and hands over if the step is complete."""
-        reduces = self._reduces()
-        self._reduce_rest(reduces)
-        self._advance(Event.FINISH)
+        self._reduce_rest(self._reduces())
         self._graph_task = None
         self._finished += 1
-        if reduces and self._engine().is_gradient_accumulation_boundary():
-            self._hand_over()
-        elif any(views is not None for views in self._optimizer().averaged_gradients.values()):
-            # The optimizer still holds gradients that an earlier backward of the step handed over.
+        self._advance(Event.FINISH)
+        # Also if an earlier backward of the step handed gradients over, and this one added nothing.
+        if self._is_handed_over():
             self._advance(Event.HAND_OVER)
 
     def end_region(self) -> None:
@@ -173,8 +172,8 @@ class BackwardLife:
             self.abandon_unfinished()
             if self._finished:
                 self._reduce_rest(True)
-                if self._engine().is_gradient_accumulation_boundary():
-                    self._hand_over()
+                if self._is_handed_over():
+                    self._advance(Event.HAND_OVER)
         finally:
             self._in_region, self._region_left_gradients = False, True
 
@@ -195,7 +194,7 @@ class BackwardLife:
                 f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
                 "step was not taken; call engine.optimizer.zero_grad() and run all of its micro-batches again"
             )
-        if self.phase is not Phase.COMPLETE:
+        if not self._is_handed_over():
             self.begin_anew()
             raise RuntimeError(
                 "optimizer.step() found no gradients: run a backward at the gradient accumulation "
@@ -212,6 +211,11 @@ class BackwardLife:
         """Returns how many of the step's backwards were dropped because a later one raised, and resets the number."""
         lost, self._lost = self._lost, 0
         return lost
+
+    def close(self) -> None:
+        """Called when the engine is destroyed or gives way: drops its gradients, and no watch may tell it anything."""
+        self._serial += 1
+        self.release()
 
     def release(self) -> None:
         """Drops every gradient that this rank holds, reduced or not."""
@@ -313,11 +317,19 @@ class BackwardLife:
         return replaces
 
     def _reduce_rest(self, reduces):
+        """Reduces what no graph reduced, and hands over what is bound if the step is complete."""
         try:
             self._reducer.finish_backward(reduces)
+            if reduces and self._engine().is_gradient_accumulation_boundary():
+                self._hand_over()
         except BaseException:
+            # Also on an interrupt: the next backward would add to what is bound.
             self.abandon()
             raise
+
+    def _is_handed_over(self):
+        averaged = self._optimizer().averaged_gradients
+        return all(averaged.get(group) is not None for group in range(len(self._view_specs)))
 
     def _hand_over(self):
         """Puts views of the bound targets into the optimizer's ``averaged_gradients``."""
@@ -332,7 +344,6 @@ class BackwardLife:
                     optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype),
                     functools.partial(self._reducer.release, group),
                 )
-        self._advance(Event.HAND_OVER)
         self._forward_since_hand_over = False
 
 

@@ -7,6 +7,8 @@ from typing import Iterator
 
 import torch
 
+from .native import reducer_module
+
 
 @contextlib.contextmanager
 def collective(purpose: str) -> Iterator[None]:
@@ -27,7 +29,4 @@ def collective(purpose: str) -> Iterator[None]:
         # The error is about this rank's own device, not about another rank.
         raise
     except RuntimeError as error:
-        raise torch.distributed.DistBackendError(
-            f"DeepCompile could not {purpose}, because another rank has died, hangs or raised; look for the first "
-            f"error of any rank, and start the processes again from a checkpoint: {error}"
-        ) from error
+        raise torch.distributed.DistBackendError(reducer_module().could_not(purpose, str(error))) from error

@@ -64,7 +64,10 @@ def compile_engine(
     parts = [each for each in module.modules() if each is not module and not _compilations.get(each)]
     compile_blocks.take_over_compiled(parts)
     undo(train_without_cache(module))
-    waiting = Waiting(optimizer, module, plan.blocks) if plan.overlaps_gather else None
+    waiting = None
+    if plan.overlaps_gather:
+        waiting = Waiting(optimizer, module, plan.blocks)
+        undo(waiting.remove_hooks)
     zero12.around_forward = AroundForward(engine, waiting)
 
     reducible = parameters_reduced_by_graphs(optimizer)
@@ -78,6 +81,9 @@ def compile_engine(
     of_blocks = functools.partial(graphs, in_block=True)
     changed = compile_blocks.compile_blocks(module, plan.blocks, of_blocks, compile_kwargs, limit, waiting)
     undo(compile_blocks.restore, changed)
+    if waiting is not None:
+        # Last, because a block that is not compiled would not wait.
+        zero12.gather = waiting.gather
     return graphs
 
 

@@ -37,10 +37,9 @@ class Waiting:
     """
 
     def __init__(self, optimizer, module: Module, blocks: List[Module]):
-        self._gather = OverlappedGather(optimizer, _units(optimizer, module, blocks))
-        self._units_of_block = {id(block): sorted(self._gather.units_of(block.parameters())) for block in blocks}
+        self.gather = OverlappedGather(optimizer, _units(optimizer, module, blocks))
+        self._units_of_block = {id(block): sorted(self.gather.units_of(block.parameters())) for block in blocks}
         self._hooks = []
-        optimizer._zero12.undo.callback(self._remove_hooks)
         outside = {id(each) for each in _modules_outside(module, blocks)}
         for each in module.modules():
             if isinstance(each, torch.jit.ScriptModule):
@@ -48,37 +47,36 @@ class Waiting:
                 continue
             self._hooks.append(each.register_state_dict_pre_hook(_Hook(self.leave)))
             self._hooks.append(each.register_load_state_dict_pre_hook(_Hook(self.leave)))
-            own = self._gather.units_of(each.parameters(recurse=False))
+            own = self.gather.units_of(each.parameters(recurse=False))
             if id(each) in outside and (own or each is module):
                 # Run before other hooks: they may compute with parameters, as the hook of weight_norm() does.
                 self._hooks.append(each.register_forward_pre_hook(_Hook(self.begin), prepend=True))
-        optimizer._zero12.gather = self._gather
 
     def begin(self) -> None:
         """Called before a forward: waits for the unit ``OUTSIDE``."""
-        self._gather.wait([OUTSIDE])
+        self.gather.wait([OUTSIDE])
 
     def enter(self, module: Module) -> None:
         """Called before the forward of a block (waits for its unit) or of a module that calls blocks (``OUTSIDE``)."""
-        self._gather.wait(self._units_of_block.get(id(module), [OUTSIDE]))
+        self.gather.wait(self._units_of_block.get(id(module), [OUTSIDE]))
 
     def leave(self) -> None:
         """Called after the forward of a module that calls blocks: waits for all units."""
-        self._gather.wait_all()
+        self.gather.wait_all()
 
     def before_graph(self, inputs: Iterable) -> Optional[Callable[[], None]]:
         """Returns a function to call before each run of a graph, which waits for parameters among ``inputs``.
 
         Returns None if the graph has no parameter to wait for.
         """
-        units = sorted(self._gather.units_of(value for value in inputs if isinstance(value, Parameter)))
-        return (lambda: self._gather.wait(units)) if units else None
+        units = sorted(self.gather.units_of(value for value in inputs if isinstance(value, Parameter)))
+        return (lambda: self.gather.wait(units)) if units else None
 
-    def _remove_hooks(self):
+    def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         try:
-            self._gather.wait_all()
+            self.gather.wait_all()
         except RuntimeError as error:
             logger.warning(f"The engine is destroyed, but parameters of the last step did not arrive: {error}")
 

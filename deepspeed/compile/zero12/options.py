@@ -7,6 +7,7 @@ for, and warns of an option that DeepSpeed 0.19.8 accepts in these stages and ig
 one sentence. ``docs/options.md`` lists every option with what happens to it.
 """
 
+import functools
 import inspect
 import logging
 from typing import Any, Dict, List, NamedTuple, Optional
@@ -53,7 +54,6 @@ class Plan(NamedTuple):
     """The choices that an engine's options make.
 
     Attributes:
-        stage: the ZeRO stage, 1 or 2.
         backend: "inductor" or "eager".
         blocks: the modules that become graphs of their own.
         why_whole: if there are no blocks, the reason why the model is compiled as a whole.
@@ -66,7 +66,6 @@ class Plan(NamedTuple):
         debug_log: whether rewritten graphs are logged.
     """
 
-    stage: int
     backend: str
     blocks: List[Module]
     why_whole: str
@@ -90,14 +89,14 @@ def make_plan(
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    _refuse_first(stage, _problems(engine, backend, compile_config, compile_kwargs, schedule, stage))
+    choose = functools.cache(lambda: choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs))
+    _refuse_first(stage, _problems(engine, backend, compile_config, compile_kwargs, schedule, stage, choose))
     for ignored in _without_effect(engine, compile_config, compile_kwargs):
         log_dist(_beginning(stage) + ignored, ranks=[0], level=logging.WARNING)
-    blocks, why_whole = choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs)
+    blocks, why_whole = choose()
     # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
     limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
     return Plan(
-        stage=stage,
         backend=backend,
         blocks=blocks,
         why_whole=why_whole,
@@ -115,7 +114,12 @@ def make_plan(
 def refuse_options(engine, backend: str) -> None:
     """Raises the ValueError that ``engine.compile(backend)`` would raise."""
     stage = engine.zero_optimization_stage()
-    _refuse_first(stage, _problems(engine, backend, engine._config.compile_config, {}, None, stage))
+    compile_config = engine._config.compile_config
+
+    def choose():
+        return choose_blocks(engine.module, compile_config.regional_compilation, {})
+
+    _refuse_first(stage, _problems(engine, backend, compile_config, {}, None, stage, choose))
 
 
 def _refuse_first(stage, problems):
@@ -135,7 +139,7 @@ def _overlaps_reduction(engine, compile_config):
     return compile_config.double_buffer and not asked_not_to
 
 
-def _problems(engine, backend, compile_config, compile_kwargs, schedule, stage):
+def _problems(engine, backend, compile_config, compile_kwargs, schedule, stage, choose):
     """Yields a sentence for each option that cannot be honoured."""
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
@@ -143,7 +147,7 @@ def _problems(engine, backend, compile_config, compile_kwargs, schedule, stage):
     yield from _unsupported_engines(engine)
     yield from _unsupported_optimizers(engine)
     yield from _unsupported_reports(engine)
-    yield from _unsupported_regions(engine.module, compile_config, compile_kwargs)
+    yield from _unsupported_blocks(choose, compile_config, compile_kwargs)
     yield from _unsupported_compile_kwargs(backend, compile_kwargs)
     stage_pass = zero_1_and_2_compile.add_z2_reduce if stage == 2 else zero_1_and_2_compile.add_z1_reduce
     if schedule is not None and schedule != [(0, [stage_pass])]:
@@ -266,14 +270,14 @@ def _unsupported_reports(engine):
         )
 
 
-def _unsupported_regions(module, compile_config, compile_kwargs):
+def _unsupported_blocks(choose, compile_config, compile_kwargs):
     if compile_config.regional_compilation and compile_kwargs.get("fullgraph"):
         yield (
             "compile_kwargs['fullgraph'] contradicts compile.regional_compilation, which makes a graph of every "
             "block; leave one of them out"
         )
     try:
-        blocks, why = choose_blocks(module, compile_config.regional_compilation, compile_kwargs)
+        blocks, why = choose()
     except ValueError as error:
         yield str(error)
         return

@@ -61,7 +61,7 @@ class Zero12:
 
     def let_go(self) -> None:
         """Drops all gradients, unregisters the parameters, and undoes the setup of the engine."""
-        self.backward.release()
+        self.backward.close()
         self.interrupted_step.forget()
         self.reducer.close()
         self.around_forward = None

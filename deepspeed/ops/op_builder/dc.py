@@ -6,7 +6,8 @@ Each builder builds a module with its own torch operators, which serves only its
 first used, or at installation with ``DS_BUILD_DEEP_COMPILE=1`` or ``DS_BUILD_DEEP_COMPILE_ZERO3=1``.
 """
 
-# Import the file and not its class: DeepSpeed takes each name here that ends with Builder for another operator.
+# Import the file and not its class: DeepSpeed takes each name here that ends with Builder for another operator. Of the
+# two classes called DeepCompileBuilder it takes the one here, because it reads dc.py before dc_base.py.
 from . import dc_base
 from .builder import OpBuilder
 
@@ -27,7 +28,9 @@ class DeepCompileBuilder(OpBuilder):
         return f"deepspeed.ops.{self.NAME}_op"
 
     def sources(self):
-        return [f"csrc/compile/{name}.cpp" for name in ("reducer", "agreement", "registry", "ops", "bindings")]
+        life_of_a_gradient = ("reducer", "bucket", "targets", "autograd", "memory")
+        around_it = ("agreement", "registry", "ops", "bindings")
+        return [f"csrc/compile/{name}.cpp" for name in life_of_a_gradient + around_it]
 
     def include_paths(self):
         return ["csrc/includes"]

@@ -58,8 +58,8 @@ def _reason_for_whole(module, blocks):
     obstacle = _obstacle(module, blocks)
     if obstacle:
         return f"torch cannot compile {obstacle}"
-    owners = owners_of(module, blocks)
-    if module in owners:
+    callers = callers_of(module, blocks)
+    if module in callers:
         return f"{type(module).__name__} calls its blocks itself, so all around them would run uncompiled"
     kinds = defaultdict(set)
     for block in blocks:
@@ -70,14 +70,14 @@ def _reason_for_whole(module, blocks):
     inside = {parameter: parameter.numel() for block in blocks for parameter in block.parameters()}
     around = {
         parameter: parameter.numel()
-        for each in {part for owner in owners for part in owner.modules()}
+        for each in {part for caller in callers for part in caller.modules()}
         # Do not count embeddings: they only look rows up, so compiling them gains nothing.
         if not isinstance(each, Embedding)
         for parameter in each.parameters(recurse=False)
         if parameter not in inside
     }
     if sum(around.values()) > sum(inside.values()):
-        return f"blocks are the smaller part of {sorted({type(owner).__name__ for owner in owners})}"
+        return f"blocks are the smaller part of {sorted({type(caller).__name__ for caller in callers})}"
     return None
 
 
@@ -115,7 +115,7 @@ def find_blocks(module: Module, wanted: Union[Literal[True], List[str]]) -> List
 
 def _obstacle(module, blocks):
     """Says which block, or module that calls blocks, cannot be changed, and why; or returns None."""
-    for changed in (*owners_of(module, blocks), *blocks):
+    for changed in (*callers_of(module, blocks), *blocks):
         why = _reason_against(changed)
         if why is None and changed in blocks and _kept_from_compiler(changed):
             why = "its forward is kept from the compiler"
@@ -167,16 +167,16 @@ def _reason_against(module):
     return None
 
 
-def owners_of(module: Module, blocks: List[Module]) -> List[Module]:
+def callers_of(module: Module, blocks: List[Module]) -> List[Module]:
     """Lists the modules whose forward calls blocks: for each block, the nearest module around it with a forward."""
     ids = {id(block) for block in blocks}
 
-    def walk(parent, owner):
-        owner = owner if isinstance(parent, (ModuleList, ModuleDict)) else parent
+    def walk(parent, caller):
+        caller = caller if isinstance(parent, (ModuleList, ModuleDict)) else parent
         for child in parent.children():
             if id(child) in ids:
-                yield owner
+                yield caller
             else:
-                yield from walk(child, owner)
+                yield from walk(child, caller)
 
     return _each_once(walk(module, module))

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from deepspeed.utils import log_dist
 
 from .block_classes import plain_class, subclass
-from .choose_blocks import owners_of
+from .choose_blocks import callers_of
 from .compilation_limit import own_code
 
 
@@ -61,21 +61,21 @@ def compile_blocks(
     Returns:
         The modules that were changed, for :func:`restore`.
     """
-    owners, classes = owners_of(module, blocks), {}
-    for owner in owners:
-        # If the compiler traced the owner, it would trace into each block again and again. Also, some models ask
+    callers, classes = callers_of(module, blocks), {}
+    for caller in callers:
+        # If the compiler traced the caller, it would trace into each block again and again. Also, some models ask
         # whether they are traced, and attention then gets a mask in memory instead of the word "causal".
-        plain = type(owner)
+        plain = type(caller)
         classes[plain] = subclass(plain, forward=_uncompiled(plain.forward, waiting))
     for plain in {type(block): None for block in blocks}:
         classes[plain] = subclass(
             plain,
             forward=_compiled(plain.forward, backend, compile_kwargs, limit, waiting),
-            # Code other than the owner may be compiled and call a block: keep the block out of that code's graph.
+            # Code other than the caller may be compiled and call a block: keep the block out of that code's graph.
             __call__=torch.compiler.disable(plain.__call__),
         )
     # Change modules only after all classes were made: a model is changed as a whole or not at all.
-    changed = [*owners, *blocks]
+    changed = [*callers, *blocks]
     for each in changed:
         each.__class__ = classes[type(each)]
     return changed

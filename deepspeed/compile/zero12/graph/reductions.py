@@ -85,5 +85,5 @@ def donate_gradients(backward: GraphModule) -> None:
     for reduction in reduce_nodes(backward.graph):
         gradient = reduction.args[0]
         if gradient.op == "call_function" and len(gradient.users) == 1:
-            reduction.kwargs = {**reduction.kwargs, "may_keep": True}
+            reduction.kwargs = {**reduction.kwargs, "donated": True}
     backward.recompile()

@@ -1,0 +1,161 @@
+// Copyright (c) the authors of this fork of DeepSpeed.
+// SPDX-License-Identifier: Apache-2.0
+
+#include "deepcompile.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+
+// What the reducer has to do with autograd: the nodes that accumulate gradients of code that was not compiled, which
+// gradients a running task wants, and the sums that lie in `parameter.grad` between backwards.
+
+namespace deepcompile {
+
+using torch::autograd::variable_list;
+
+// Accumulation nodes and their hooks.
+
+void Reducer::look_at_parameters()
+{
+    // The optimizer gives parameters new memory when it offloads and reloads states. If that changed the device,
+    // autograd makes a new accumulation node.
+    for (auto& record : records_) {
+        if (record.parameter.numel() == 0) { continue; }
+        record.data = record.parameter.const_data_ptr();
+        watch_accumulation(record);
+    }
+}
+
+void Reducer::watch_accumulation(ParameterRecord& record)
+{
+    if (!record.parameter.requires_grad()) { return; }
+    auto node = torch::autograd::impl::grad_accumulator(record.parameter);
+    if (node == record.accumulation_node) { return; }
+    // Nobody takes the hook out again: a graph may keep the node for longer than the reducer lives, and one of
+    // autograd's threads may be going through the node's hooks when the reducer is closed. The hook holds the reducer
+    // weakly and does nothing without it.
+    node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+        [reducer = weak_from_this(), index = static_cast<size_t>(record.index)](const variable_list& outputs,
+                                                                                const variable_list& inputs) {
+            if (const auto alive = reducer.lock()) { alive->on_accumulated(index, inputs); }
+            return outputs;
+        }));
+    record.accumulation_node = std::move(node);
+}
+
+void Reducer::follow_stream()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (groups_.empty() || streams_.on_cpu()) { return; }
+    const auto stream = streams_.current();
+    if (watched_from_ == stream) { return; }
+    bool all = true;
+    for (auto& record : records_) {
+        if (!record.accumulation_node) { continue; }
+        const auto alive = [&record] { return torch::autograd::impl::try_get_grad_accumulator(record.parameter); };
+        const bool in_use = alive() == record.accumulation_node;
+        record.accumulation_node = nullptr;
+        // If a graph that is still alive has kept the node, the node is still there, with the hook.
+        if (in_use) { record.accumulation_node = alive(); }
+        all = all && !record.accumulation_node;
+        if (!record.accumulation_node) { watch_accumulation(record); }
+    }
+    // If some nodes were kept, the next forward tries again.
+    if (all) { watched_from_ = stream; }
+}
+
+void Reducer::on_accumulated(size_t index, const variable_list& inputs)
+{
+    at::Tensor parameter;
+    {
+        std::lock_guard<std::mutex> lock(mutex_);
+        if (index >= records_.size()) { return; }
+        parameter = records_[index].parameter;
+        // Another engine may have taken the parameters over, although this reducer's engine was not destroyed.
+        if (parameter.numel() > 0 && parameter.const_data_ptr() != records_[index].data) { return; }
+    }
+    // Autograd also runs the node of a parameter whose gradient a compiled graph has reduced, and passes no gradient.
+    auto& slot = parameter.mutable_grad();
+    if (!slot.defined()) { return; }
+    at::Tensor gradient = std::move(slot);
+    slot = at::Tensor();
+    // Autograd may have put into the slot a view of memory that another gradient still uses. For this hook it has also
+    // kept the node's input. If nothing else refers to that input, it is a second name of the gradient's memory and
+    // counts as one more reference to the storage.
+    const bool kept_for_hook = inputs.size() == 1 && inputs[0].defined() && inputs[0].use_count() == 1 &&
+                               inputs[0].layout() == at::kStrided && gradient.is_alias_of(inputs[0]);
+    // A hook of the user's that ran before may hold the gradient, which is then not donated.
+    const bool donated = gradient.layout() == at::kStrided && gradient.use_count() == 1 &&
+                         gradient.storage().use_count() == (kept_for_hook ? 2 : 1);
+    reduce(index, gradient, Route::autograd, donated);
+}
+
+bool ParameterRecord::autograd_wants() const
+{
+    const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+    if (!asked || asked->empty()) { return true; }
+    const auto found = asked->find(accumulation_node.get());
+    if (found == asked->end()) { return false; }
+    TORCH_CHECK(!found->second.captures_ || found->second.captures_->empty(),
+                describe() + " is reduced by its compiled graph, so torch.autograd.grad() cannot return its " +
+                    "gradient; use safe_get_full_grad() after engine.backward()");
+    return found->second.needed_;
+}
+
+// Sums of gradients that stay on this rank.
+
+UnreducedSum::UnreducedSum(at::ScalarType dtype, StreamOrder& streams, Counters& counters)
+    : dtype_(dtype), streams_(streams), counters_(counters)
+{
+}
+
+void UnreducedSum::add(const at::Tensor& gradient, bool donated)
+{
+    if (sum_.defined()) {
+        sum_.add_(gradient);
+        // The sum's memory may come from the pool of another stream than the one that has just added to it.
+        streams_.record_on_last(sum_);
+        return;
+    }
+    sum_ = keep_or_copy(gradient.detach(), dtype_, donated);
+    counters_.unreduced.add(bytes_of(sum_));
+}
+
+at::Tensor UnreducedSum::take()
+{
+    at::Tensor sum = std::move(sum_);
+    sum_ = at::Tensor();
+    counters_.unreduced.remove(bytes_of(sum));
+    // An earlier backward may have allocated the sum on another stream. The pool of that stream must not hand the
+    // memory out while the current stream uses it.
+    record_on_current_stream(sum);
+    return sum;
+}
+
+void UnreducedSum::drop()
+{
+    if (!sum_.defined()) { return; }
+    counters_.unreduced.remove(bytes_of(sum_));
+    sum_ = at::Tensor();
+}
+
+void UnreducedSum::leave_in_grad(const at::Tensor& parameter)
+{
+    if (!sum_.defined() || sum_.scalar_type() != parameter.scalar_type()) { return; }
+    parameter.mutable_grad() = take();
+}
+
+void UnreducedSum::take_from_grad(const at::Tensor& parameter)
+{
+    auto& slot = parameter.mutable_grad();
+    if (!slot.defined() || slot.layout() != at::kStrided) { return; }
+    streams_.order_after_last_use();
+    at::Tensor kept = std::move(slot);
+    slot = at::Tensor();
+    // A gradient that somebody else refers to as well is copied below, on the current stream, and dropped at once. The
+    // pool of the stream that allocated it must not hand its memory out before the copy is done.
+    record_on_current_stream(kept);
+    add(kept, /*donated=*/kept.use_count() == 1 && kept.storage().use_count() == 1);
+}
+
+}  // namespace deepcompile

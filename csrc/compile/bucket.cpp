@@ -1,0 +1,342 @@
+// Copyright (c) the authors of this fork of DeepSpeed.
+// SPDX-License-Identifier: Apache-2.0
+
+#include "deepcompile.h"
+
+#include <ATen/Functions.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <set>
+
+// Gradients on their way to their owners: filled, packed, sorted by owner, sent, awaited, recycled.
+
+namespace deepcompile {
+
+namespace {
+
+// Gradients below this many elements are packed side by side, so that a norm's gradient costs no message of its own.
+// A larger gradient gets a segment for itself.
+constexpr int64_t pack_limit = int64_t(1) << 19;
+// Elements of a segment in which gradients are packed.
+constexpr int64_t pack_numel = int64_t(1) << 20;
+// A bucket of so many elements is sent even if more may be pending: tens of megabytes keep NVLink busy long enough,
+// and the bucket's memory is free earlier.
+constexpr int64_t send_numel = int64_t(1) << 25;
+
+/// Whether a copy that lays together what goes to one owner saves at least half of the messages.
+bool owners_alternate(const std::vector<Message>& messages)
+{
+    std::set<int64_t> owners;
+    for (const auto& [memory, owner] : messages) { owners.insert(owner); }
+    return messages.size() > 2 * owners.size();
+}
+
+}  // namespace
+
+std::vector<Message> Segment::messages() const
+{
+    std::vector<Message> messages;
+    for (size_t first = 0, next = 0; first < entries.size(); first = next) {
+        const auto& begin = entries[first];
+        int64_t numel = 0;
+        for (next = first; next < entries.size() && entries[next].piece.owner == begin.piece.owner; ++next) {
+            numel += entries[next].piece.numel;
+        }
+        messages.emplace_back(memory.narrow(0, begin.offset, numel), begin.piece.owner);
+    }
+    return messages;
+}
+
+// Filled.
+
+Bucket::Bucket(const Options& options, StreamOrder& streams, Counters& counters)
+    : options_(options), streams_(streams), counters_(counters)
+{
+}
+
+std::string Bucket::purpose() const
+{
+    return "reduce the bucket that begins with the gradient of " + first_parameter_;
+}
+
+bool Bucket::add_to_waiting(const ParameterRecord& record, const at::Tensor& gradient)
+{
+    const auto waiting = waiting_.find(&record);
+    if (waiting == waiting_.end()) { return false; }
+    waiting->second.add_(gradient);
+    return true;
+}
+
+void Bucket::add(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
+{
+    if (empty()) { first_parameter_ = record.describe(); }
+    fingerprint_.add_gradient(record.index);
+    pack(record, gradient, donated);
+    const int64_t bytes = gradient.numel() * static_cast<int64_t>(c10::elementSize(record.communication_dtype));
+    bytes_ += bytes;
+    largest_ = std::max(largest_, bytes);
+    counters_.pending.add(bytes);
+}
+
+void Bucket::pack(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
+{
+    const int64_t numel = gradient.numel();
+    auto& segment = segment_for(record, gradient, donated);
+    auto place = segment.memory.narrow(0, segment.used, numel).view(gradient.sizes());
+    // The copy runs on the stream that produced the gradient. The gradient's memory can be used again only by later
+    // work of that stream.
+    if (!segment.donated) { place.copy_(gradient); }
+    waiting_.emplace(&record, std::move(place));
+    for (const auto& piece : record.pieces) { segment.entries.push_back({piece, segment.used + piece.source_offset}); }
+    segment.used += numel;
+}
+
+Segment& Bucket::segment_for(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
+{
+    const int64_t numel = gradient.numel();
+    const auto dtype = record.communication_dtype;
+    const auto stream = streams_.current();
+    const bool large = numel >= std::min(pack_limit, options_.bucket_numel);
+    if (large && donated && gradient.scalar_type() == dtype && fills_its_storage(gradient)) {
+        segments_.push_back({gradient.detach().view({-1}), record.group, /*donated=*/true, stream});
+        return segments_.back();
+    }
+    if (!large) {
+        const auto has_room = [&](const Segment& segment) {
+            return !segment.donated && segment.group == record.group && segment.stream == stream &&
+                   segment.memory.scalar_type() == dtype && segment.used + numel <= segment.memory.numel();
+        };
+        // Every rank takes the latest segment that has room, so that all ranks send the same messages.
+        const auto found = std::find_if(segments_.rbegin(), segments_.rend(), has_room);
+        if (found != segments_.rend()) { return *found; }
+    }
+    const int64_t capacity = large ? numel : std::max(numel, std::min(pack_numel, (options_.bucket_numel + 1) / 2));
+    auto memory = at::empty({capacity}, gradient.options().dtype(dtype));
+    counters_.bucket.add(bytes_of(memory));
+    segments_.push_back({std::move(memory), record.group, /*donated=*/false, stream});
+    return segments_.back();
+}
+
+// Sent.
+
+void Bucket::send(const std::deque<PartitionGroup>& groups)
+{
+    // Views of the segments' memory. Sorting replaces that memory, and a view would keep the old memory alive.
+    waiting_.clear();
+    for (const auto& group : groups) {
+        std::vector<Message> messages;
+        const bool average = group.process_group->getBackend(group.device.type())->getBackendName() == "nccl";
+        for (auto& segment : segments_) {
+            if (segment.group != &group) { continue; }
+            auto runs = segment.messages();
+            if (owners_alternate(runs)) {
+                sort_by_owner(segment, std::move(runs));
+                runs = segment.messages();
+            }
+            // Only NCCL averages; other backends add up. Scaling before the sum keeps the sum within fp16's range.
+            if (!average) { segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.world()); }
+            messages.insert(messages.end(), runs.begin(), runs.end());
+        }
+        if (messages.empty()) { continue; }
+        send_messages(group, messages, average);
+        counters_.messages_sent += static_cast<int64_t>(messages.size());
+    }
+}
+
+void Bucket::sort_by_owner(Segment& segment, std::vector<Message> runs)
+{
+    // A stable sort, so that contributions to one parameter are added in the order in which they came.
+    std::stable_sort(runs.begin(), runs.end(), [](const Message& a, const Message& b) { return a.second < b.second; });
+    std::vector<at::Tensor> parts;
+    for (auto& [memory, owner] : runs) { parts.push_back(std::move(memory)); }
+    auto sorted = at::cat(parts);
+    counters_.bucket.add(bytes_of(sorted));
+    drop_memory(segment);
+    segment.memory = std::move(sorted);
+    segment.donated = false;
+    segment.stream = streams_.current();
+    std::stable_sort(segment.entries.begin(),
+                     segment.entries.end(),
+                     [](const Segment::Entry& a, const Segment::Entry& b) { return a.piece.owner < b.piece.owner; });
+    int64_t offset = 0;
+    for (auto& entry : segment.entries) {
+        entry.offset = offset;
+        offset += entry.piece.numel;
+    }
+}
+
+void Bucket::send_messages(const PartitionGroup& group, std::vector<Message>& messages, bool average)
+{
+    const auto device = group.device.type();
+    const bool coalesce = group.process_group->getBackend(device)->supportsCoalescing();
+    if (coalesce) { group.process_group->startCoalescing(device); }
+    try {
+        for (auto& [tensor, owner] : messages) {
+            c10d::ReduceOptions options;
+            options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
+            options.rootRank = owner;
+            options.asyncOp = true;
+            std::vector<at::Tensor> tensors{tensor};
+            auto work = group.process_group->reduce(tensors, options);
+            if (!coalesce) { works_.push_back(std::move(work)); }
+        }
+    } catch (const std::exception& error) {
+        // An open coalescing block would swallow the process group's later collectives.
+        if (coalesce) { group.process_group->endCoalescing(device); }
+        throw_for_other_ranks(purpose(), error);
+    }
+    if (coalesce) { works_.push_back(group.process_group->endCoalescing(device)); }
+}
+
+// Awaited.
+
+void Bucket::await()
+{
+    try {
+        for (auto& work : works_) { work->wait(); }
+    } catch (const std::exception& error) {
+        throw_for_other_ranks(purpose(), error);
+    }
+}
+
+void Bucket::bind_arrived()
+{
+    for (auto& segment : segments_) {
+        for (const auto& entry : segment.entries) {
+            if (entry.piece.owner != segment.group->rank()) { continue; }
+            const auto arrived = segment.memory.narrow(0, entry.offset, entry.piece.numel);
+            // A target may keep the segment's memory only if it is all of it: a packed segment also holds other
+            // gradients, and a gradient that straddles partitions also holds other ranks' elements.
+            segment.group->bind(
+                entry.piece.target_offset, arrived, /*donated=*/entry.piece.numel == segment.memory.numel());
+        }
+    }
+}
+
+void Bucket::wait_on_device()
+{
+    // On a GPU the stream has to wait for the collectives before the bucket's memory is used again. On CPU the works
+    // themselves hold their tensors, and waiting for the works here could outlast a peer that is gone.
+    if (streams_.on_cpu()) { return; }
+    streams_.order_after_last_use();
+    for (auto& work : works_) {
+        try {
+            work->wait();
+        } catch (const std::exception& error) {
+            TORCH_WARN(std::string("DeepCompile drops gradients whose reduction failed: ") + error.what());
+        }
+    }
+}
+
+// Recycled.
+
+void Bucket::recycle()
+{
+    // The last stream has waited for the collectives, so on that stream the memory may be used again.
+    for (auto& segment : segments_) { drop_memory(segment); }
+    counters_.pending.remove(bytes_);
+}
+
+void Bucket::drop_memory(Segment& segment)
+{
+    // Memory from the pool of another stream must not return to that pool before the last stream is done with it.
+    streams_.record_on_last(segment.memory, segment.stream);
+    if (!segment.donated) { counters_.bucket.remove(bytes_of(segment.memory)); }
+    segment.memory = at::Tensor();
+}
+
+// One bucket after the other.
+
+BucketQueue::BucketQueue(const Options& options,
+                         const std::deque<PartitionGroup>& groups,
+                         StreamOrder& streams,
+                         Agreement& agreement,
+                         Counters& counters)
+    : options_(options),
+      groups_(groups),
+      streams_(streams),
+      agreement_(agreement),
+      counters_(counters),
+      filling_(empty_bucket())
+{
+}
+
+std::unique_ptr<Bucket> BucketQueue::empty_bucket() const
+{
+    return std::make_unique<Bucket>(options_, streams_, counters_);
+}
+
+void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
+{
+    if (record.group->world() == 1) {
+        record.group->bind(record.pieces.front().target_offset, gradient.detach().reshape({-1}), donated);
+        return;
+    }
+    if (filling_->add_to_waiting(record, gradient)) { return; }
+    // Pending bytes stay within `reduce_bucket_size` plus the largest gradient in flight. Every rank sees the same
+    // sizes in the same order, so every rank sends the same buckets.
+    const int64_t element_size = static_cast<int64_t>(c10::elementSize(record.communication_dtype));
+    const int64_t limit = options_.bucket_numel * element_size;
+    const int64_t bytes = gradient.numel() * element_size;
+    if (in_flight_ && in_flight_->bytes() - in_flight_->largest() + filling_->bytes() + bytes > limit) { drain(); }
+    filling_->add(record, gradient, donated);
+    // Before a bucket is sent, the stream waits for the bucket in flight. If that is a long one, such as an
+    // embedding's, gather more first: computing half as many bytes of gradients takes longer than sending the bucket
+    // in flight.
+    const int64_t ahead = in_flight_ ? in_flight_->bytes() / 2 : 0;
+    if (filling_->bytes() >= std::min((limit + 1) / 2, std::max(send_numel * element_size, ahead))) { launch(); }
+}
+
+void BucketQueue::launch()
+{
+    if (filling_->empty()) { return; }
+    // Only one bucket at a time is in flight. When the stream has waited for it, its memory is free for the next one.
+    drain();
+    RECORD_USER_SCOPE("deepcompile::launch");
+    if (options_.synchronize_before) { streams_.synchronize_device(); }
+    agreement_.add_bucket(filling_->fingerprint());
+    if (streams_.on_cpu()) {
+        // gloo ends the process if ranks send different sizes, so the ranks compare first what they are about to send.
+        // That makes the host wait, as gloo's reductions do anyway.
+        const auto& group = groups_.front();
+        agreement_.ask(*group.process_group, group.device, filling_->purpose());
+        agreement_.check();
+    }
+    filling_->send(groups_);
+    ++counters_.buckets_sent;
+    in_flight_ = std::exchange(filling_, empty_bucket());
+    if (!options_.overlap || options_.synchronize_after) { drain(); }
+    if (options_.synchronize_after) { streams_.synchronize_device(); }
+}
+
+void BucketQueue::drain()
+{
+    if (!in_flight_) { return; }
+    // Taken out first: if this raises, nothing of the bucket is left.
+    const auto bucket = std::move(in_flight_);
+    try {
+        bucket->await();
+        bucket->bind_arrived();
+    } catch (...) {
+        bucket->wait_on_device();
+        bucket->recycle();
+        throw;
+    }
+    bucket->recycle();
+}
+
+void BucketQueue::abandon()
+{
+    if (in_flight_) {
+        in_flight_->wait_on_device();
+        in_flight_->recycle();
+        in_flight_.reset();
+    }
+    // The bucket that is being filled holds works too, if sending it failed half way.
+    filling_->wait_on_device();
+    filling_->recycle();
+    filling_ = empty_bucket();
+}
+
+}  // namespace deepcompile

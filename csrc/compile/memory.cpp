@@ -1,0 +1,122 @@
+// Copyright (c) the authors of this fork of DeepSpeed.
+// SPDX-License-Identifier: Apache-2.0
+
+#include "deepcompile_memory.h"
+
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <utility>
+
+// Gradient memory: how much of it there is, who may keep it, and which stream used it last.
+
+namespace deepcompile {
+
+namespace {
+
+/// Has `waiting` wait for the work that is on `used` now.
+void wait_for(const c10::Stream& used, const c10::Stream& waiting)
+{
+    c10::Event done(used.device_type());
+    done.record(used);
+    done.block(waiting);
+}
+
+c10::Stream current_stream(c10::Device device)
+{
+    return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+}  // namespace
+
+std::map<std::string, int64_t> Counters::values() const
+{
+    std::map<std::string, int64_t> values{{"from_graphs", from_graphs},
+                                          {"from_autograd", from_autograd},
+                                          {"buckets_sent", buckets_sent},
+                                          {"messages_sent", messages_sent}};
+    const std::pair<const char*, const ByteCount*> counts[] = {
+        {"bound", &bound}, {"pending", &pending}, {"bucket", &bucket}, {"unreduced", &unreduced}};
+    for (const auto& [name, count] : counts) {
+        values[name] = count->now();
+        values[std::string("peak_") + name] = count->peak();
+    }
+    return values;
+}
+
+void Counters::reset()
+{
+    for (auto* count : {&bound, &pending, &bucket, &unreduced}) { count->reset_peak(); }
+    from_graphs = from_autograd = buckets_sent = messages_sent = 0;
+}
+
+int64_t bytes_of(const at::Tensor& tensor)
+{
+    return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+}
+
+// Messages are put together without streams of the C++ library. Some compilers link their own copy of that library,
+// whose locales are not the ones torch uses, and there formatting a number through a stream crashes.
+std::string shape_of(const at::Tensor& tensor)
+{
+    std::string text = "[";
+    for (const auto size : tensor.sizes()) { text += (text.size() > 1 ? ", " : "") + std::to_string(size); }
+    return text + "]";
+}
+
+bool fills_its_storage(const at::Tensor& tensor)
+{
+    return tensor.is_contiguous() && static_cast<int64_t>(tensor.storage().nbytes()) == bytes_of(tensor);
+}
+
+at::Tensor keep_or_copy(const at::Tensor& tensor, at::ScalarType dtype, bool donated)
+{
+    if (donated && tensor.scalar_type() == dtype && fills_its_storage(tensor)) { return tensor; }
+    return tensor.to(tensor.options().dtype(dtype),
+                     /*non_blocking=*/false,
+                     /*copy=*/true,
+                     at::MemoryFormat::Contiguous);
+}
+
+void record_on_current_stream(const at::Tensor& tensor)
+{
+    if (!tensor.is_cpu()) { tensor.record_stream(current_stream(tensor.device())); }
+}
+
+c10::Stream StreamOrder::current() const
+{
+    return current_stream(device_);
+}
+
+void StreamOrder::synchronize_device() const
+{
+    if (!on_cpu()) { c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index()); }
+}
+
+void StreamOrder::order_after_last_use()
+{
+    if (on_cpu()) { return; }
+    const auto stream = current();
+    if (last_ && *last_ != stream) {
+        wait_for(*last_, stream);
+        several_ = true;
+    }
+    last_ = stream;
+}
+
+void StreamOrder::let_wait(const c10::Stream& stream) const
+{
+    if (last_ && *last_ != stream) { wait_for(*last_, stream); }
+}
+
+void StreamOrder::record_on_last(const at::Tensor& tensor) const
+{
+    if (several_) { tensor.record_stream(*last_); }
+}
+
+void StreamOrder::record_on_last(const at::Tensor& tensor, const c10::Stream& allocated_on) const
+{
+    if (!tensor.is_cpu() && last_ && allocated_on != *last_) { tensor.record_stream(*last_); }
+}
+
+}  // namespace deepcompile

@@ -1,0 +1,77 @@
+// Copyright (c) the authors of this fork of DeepSpeed.
+// SPDX-License-Identifier: Apache-2.0
+
+/*
+Whether all ranks have sent the same gradients. A process group matches messages by their order alone: if one rank ran
+other parts of the model, or its backward raised, the process group would add gradients to those of other parameters.
+*/
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <exception>
+#include <optional>
+#include <string>
+
+namespace deepcompile {
+
+/// Which gradients of which engine were sent, in which order and in which buckets.
+struct Fingerprint {
+    int64_t hash = 0;
+    int64_t gradients = 0;
+    int64_t buckets = 0;
+
+    /// `index`: of the parameter, in order of registration.
+    void add_gradient(int64_t index);
+    void add_bucket(const Fingerprint& bucket);
+    void add_abandoned_backward();
+    bool operator==(const Fingerprint& other) const
+    {
+        return hash == other.hash && gradients == other.gradients && buckets == other.buckets;
+    }
+};
+
+/// The message of a collective that failed for another rank. `purpose` completes "could not".
+std::string could_not(const std::string& purpose, const std::string& reason);
+
+/// Raises a process group's error anew, with what this rank could not do; an error of this rank's own stays as it is.
+/// To be called in the handler that caught the error. `purpose` completes "could not".
+[[noreturn]] void throw_for_other_ranks(const std::string& purpose, const std::exception& error);
+
+/// What this rank has sent, and whether the other ranks have sent the same.
+class Agreement {
+public:
+    /// `identity`: the engine's number. Engines may share a process group, and ranks that send for different engines
+    /// have sent different gradients.
+    explicit Agreement(int64_t identity) { sent_.hash = identity; }
+
+    /// This rank is about to send a bucket.
+    void add_bucket(const Fingerprint& bucket) { sent_.add_bucket(bucket); }
+    /// A backward raised on this rank.
+    void add_abandoned_backward() { sent_.add_abandoned_backward(); }
+    /// This rank wants to go on without compiled code, which the next ask() tells the other ranks.
+    void ask_to_stop_compiling() { asks_to_stop_compiling_ = true; }
+
+    /// Sends this rank's fingerprint and collects the other ranks'. The host does not wait for a GPU. `purpose` is for
+    /// the message of throw_for_other_ranks().
+    void ask(c10d::ProcessGroup& process_group, at::Device device, const std::string& purpose);
+    /// Waits on the host for the answers to the last ask(), unless they have been checked. Raises on every rank if the
+    /// ranks have sent different gradients, now or earlier.
+    void check();
+    /// Whether some rank wants to go on without compiled code. Every rank learns it from the same check().
+    bool stops_compiling() const { return stops_compiling_; }
+
+private:
+    Fingerprint sent_;  ///< since the engine was made
+    bool asks_to_stop_compiling_ = false;
+    bool stops_compiling_ = false;
+    std::string disagreement_;  ///< the message, once the ranks have disagreed
+    at::Tensor answer_;         ///< on the host, [4 * ranks]; undefined once it has been checked
+    std::optional<c10::Event> arrived_;
+};
+
+}  // namespace deepcompile

@@ -1,0 +1,108 @@
+// Copyright (c) the authors of this fork of DeepSpeed.
+// SPDX-License-Identifier: Apache-2.0
+
+/*
+Gradient memory: how much of it there is, who may keep it, and which stream used it last. The life of a gradient is
+told in deepcompile.h.
+*/
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+
+namespace deepcompile {
+
+/// Bytes held now, and the most that were held since the last reset_peak().
+class ByteCount {
+public:
+    void add(int64_t bytes)
+    {
+        now_ += bytes;
+        if (now_ > peak_) { peak_ = now_; }
+    }
+    void remove(int64_t bytes) { now_ -= bytes; }
+    int64_t now() const { return now_; }
+    int64_t peak() const { return peak_; }
+    void reset_peak() { peak_ = now_; }
+
+private:
+    int64_t now_ = 0;
+    int64_t peak_ = 0;
+};
+
+/// What a reducer holds, and what it has received and sent since the last reset().
+struct Counters {
+    ByteCount bound;      ///< targets
+    ByteCount pending;    ///< gradients that wait in a bucket or are on their way
+    ByteCount bucket;     ///< memory that buckets allocated, because they could not keep a gradient's own
+    ByteCount unreduced;  ///< sums that stay on this rank for now
+    int64_t from_graphs = 0;
+    int64_t from_autograd = 0;
+    int64_t buckets_sent = 0;
+    int64_t messages_sent = 0;
+
+    /// Name -> value; the name of a peak begins with `peak_`.
+    std::map<std::string, int64_t> values() const;
+    void reset();
+};
+
+int64_t bytes_of(const at::Tensor& tensor);
+
+/// "[2, 3]"
+std::string shape_of(const at::Tensor& tensor);
+
+/// Whether the tensor is contiguous and its storage holds nothing else.
+bool fills_its_storage(const at::Tensor& tensor);
+
+/// The tensor itself, if its memory is donated, holds nothing else, and has the right dtype; otherwise a contiguous
+/// copy. Donated memory is memory that nobody but the callee reads or writes from now on.
+at::Tensor keep_or_copy(const at::Tensor& tensor, at::ScalarType dtype, bool donated);
+
+/// Tells the allocator that the calling thread's current stream uses the tensor's memory. Does nothing where the
+/// memory was allocated on that stream, or on CPU.
+void record_on_current_stream(const at::Tensor& tensor);
+
+/// Puts the streams that use a reducer's memory into one order. Autograd runs a backward on the streams of its forward,
+/// so the gradients of one backward may come from several streams, and all of them use the same buckets, targets and
+/// sums. Each stream waits for the stream that used this memory last, so the reducer may read and write the memory as
+/// if there were one stream. On CPU nothing here does anything.
+class StreamOrder {
+public:
+    /// The one device on which the memory lies.
+    void set_device(c10::Device device) { device_ = device; }
+    bool on_cpu() const { return device_.is_cpu(); }
+    /// The calling thread's current stream.
+    c10::Stream current() const;
+    /// The host waits for everything on the device; for debugging.
+    void synchronize_device() const;
+
+    /// To be called before a use of the memory on the current stream: that stream waits for the last one that used it.
+    void order_after_last_use();
+    /// The stream that used the memory last, if any did.
+    const std::optional<c10::Stream>& last() const { return last_; }
+    /// Has `stream` wait for the last use, without making `stream` the last one.
+    void let_wait(const c10::Stream& stream) const;
+
+    /// Whether several streams have used the memory since the last settle().
+    bool several() const { return several_; }
+    void settle() { several_ = false; }
+    /// Where several streams have used the memory: keeps the allocator of the tensor's stream from handing out the
+    /// tensor's memory again before the last stream is done with it.
+    void record_on_last(const at::Tensor& tensor) const;
+    /// The same for memory whose stream is known.
+    void record_on_last(const at::Tensor& tensor, const c10::Stream& allocated_on) const;
+
+private:
+    c10::Device device_ = c10::Device(c10::kCPU);
+    std::optional<c10::Stream> last_;
+    bool several_ = false;
+};
+
+}  // namespace deepcompile

@@ -1,0 +1,54 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A profile shows the stages of a gradient's life by name."""
+
+import collections
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.zero12.native import reducer_module
+
+from support.training import device
+
+ELEMENTS = 12
+
+
+def ranges_of_a_backward():
+    """Reduces three gradients of ``ELEMENTS`` elements in one bucket; returns {range of the reducer: its count}."""
+    module = reducer_module()
+    reducer = module.Reducer(
+        # Unlike any engine's number in this process.
+        identity=2**40,
+        bucket_numel=10**6,
+        overlap=True,
+        synchronize_before=False,
+        synchronize_after=False,
+    )
+    parameters = [torch.nn.Parameter(torch.ones(ELEMENTS, device=device())) for _ in range(3)]
+    numel = 3 * ELEMENTS // 2
+    group = reducer.add_group(dist.group.WORLD, numel, torch.float32, device(), False)
+    for index, parameter in enumerate(parameters):
+        reducer.register_parameter(group, f"parameter {index}", parameter, torch.float32, index * ELEMENTS)
+    registrations = torch.tensor([reducer.identity, 0, 1, 2])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        reducer.begin_backward(True, [])
+        for slot, parameter in enumerate(parameters, start=1):
+            torch.ops.deepcompile.reduce_grad(torch.ones_like(parameter), registrations, slot)
+        reducer.finish_backward(True)
+    reducer.close()
+    # The operator has a range of its own, which torch records.
+    operator = "deepcompile::reduce_grad"
+    names = [event.name for event in profile.events()]
+    return dict(collections.Counter(name for name in names if name.startswith("deepcompile::") and name != operator))
+
+
+def test_a_profile_names_the_stages(ranks):
+    expected = {
+        "deepcompile::reduce": 3,
+        "deepcompile::launch": 1,
+        # Two partitions of one and a half parameters.
+        "deepcompile::bind": 2,
+        "deepcompile::finish_backward": 1,
+    }
+    assert ranks(2).run(ranges_of_a_backward) == [expected] * 2
