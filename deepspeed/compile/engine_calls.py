@@ -10,15 +10,18 @@ that all ranks make.
 import contextlib
 import inspect
 import logging
-from typing import Any, ContextManager, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, ContextManager, Dict, List, Optional, Tuple
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-def awaits_its_user(engine) -> bool:
+
+def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
     """Whether an engine with DeepCompile is not compiled because its user has not called ``engine.compile()``."""
     if not engine.is_deepcompile_enabled() or engine.is_deepcompile_active() or engine.is_compiled:
         return False
@@ -26,7 +29,9 @@ def awaits_its_user(engine) -> bool:
     return engine.optimizer is not None and not _compiles_itself(engine)
 
 
-def around_forward(engine, inputs: Tuple, kwargs: Dict[str, Any]) -> ContextManager[Tuple[Tuple, Dict[str, Any]]]:
+def around_forward(
+    engine: "DeepSpeedEngine", inputs: Tuple, kwargs: Dict[str, Any]
+) -> ContextManager[Tuple[Tuple, Dict[str, Any]]]:
     """Returns the context in which an engine calls its module. The context yields (inputs, kwargs) for that call.
 
     Before its first training forward, an engine compiles itself here. A forward in evaluation mode does not count as a
@@ -42,7 +47,7 @@ def around_forward(engine, inputs: Tuple, kwargs: Dict[str, Any]) -> ContextMana
     return contextlib.nullcontext((inputs, kwargs)) if around is None else around(engine, inputs, kwargs)
 
 
-def after_step(engine) -> None:
+def after_step(engine: "DeepSpeedEngine") -> None:
     """Called on all ranks after an optimizer step. Compiles an engine that no training forward has compiled.
 
     A forward does not compile the engine if the module was in evaluation mode, if the module was called without the
@@ -52,7 +57,7 @@ def after_step(engine) -> None:
         _compile(engine, "behind its first step")
 
 
-def note_compile(engine, backend, compile_kwargs: Dict[str, Any], schedule: Optional[List]) -> None:
+def note_compile(engine: "DeepSpeedEngine", backend, compile_kwargs: Dict[str, Any], schedule: Optional[List]) -> None:
     """Called when ``engine.compile()`` begins. Warns if the engine is already compiled with other arguments."""
     arguments = backend, dict(compile_kwargs), schedule
     if not engine.is_compiled:
@@ -69,7 +74,7 @@ def note_compile(engine, backend, compile_kwargs: Dict[str, Any], schedule: Opti
         )
 
 
-def compile_module(engine, **compile_kwargs) -> None:
+def compile_module(engine: "DeepSpeedEngine", **compile_kwargs) -> None:
     """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does; ZeRO-1/2 add a ``CompilationLimit``."""
     if engine.is_deepcompile_active() and _is_attached(engine):
         engine.optimizer._zero12.limit.compile_module(engine.module, **compile_kwargs)
@@ -77,7 +82,7 @@ def compile_module(engine, **compile_kwargs) -> None:
         engine.module.compile(**compile_kwargs)
 
 
-def drop_gradients(engine) -> None:
+def drop_gradients(engine: "DeepSpeedEngine") -> None:
     """Called by ``engine.zero_grad()``: drops reduced gradients too, which parameters no longer hold."""
     if _is_attached(engine):
         engine.optimizer.zero_grad()

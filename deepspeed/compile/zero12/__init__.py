@@ -2,14 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepCompile for ZeRO-1 and ZeRO-2. This file has the functions for users; ``docs/architecture.md`` maps the rest."""
 
-from typing import Dict
+from typing import TYPE_CHECKING, Dict
 
 from .optimizer import is_attached
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 __all__ = ["gradient_counters", "reset_gradient_counters", "wait_for_parameters"]
 
 
-def gradient_counters(engine) -> Dict[str, int]:
+def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
     """Returns the counters of an engine's reducer on this rank: name -> value.
 
     Bytes that the reducer holds now; ``peak_`` before the name gives the most that it held since
@@ -35,7 +38,7 @@ def gradient_counters(engine) -> Dict[str, int]:
     return _reducer_of(engine).counters()
 
 
-def reset_gradient_counters(engine) -> None:
+def reset_gradient_counters(engine: "DeepSpeedEngine") -> None:
     """Restarts the peaks of :func:`gradient_counters` from what is held now, and the other numbers from zero.
 
     Raises:
@@ -44,7 +47,7 @@ def reset_gradient_counters(engine) -> None:
     _reducer_of(engine).reset_counters()
 
 
-def wait_for_parameters(engine) -> None:
+def wait_for_parameters(engine: "DeepSpeedEngine") -> None:
     """Makes every parameter of an engine current: the current stream reads the new values from now on.
 
     With ``compile.overlap_param_gather``, the caller must call this function before it reads or writes parameters

@@ -10,13 +10,17 @@ which. ``docs/life_of_a_gradient.md`` draws the transitions.
 import enum
 import functools
 import weakref
-from typing import Callable, List, Optional
+from typing import TYPE_CHECKING, Callable, List, Optional
 
 import torch
 
 from deepspeed.utils import logger
 
 from .layout import PartitionViews, view_specs
+from .native import Reducer
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 class Phase(enum.Enum):
@@ -70,7 +74,7 @@ class BackwardLife:
         reducer: the engine's native reducer.
     """
 
-    def __init__(self, engine, reducer):
+    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer):
         optimizer = engine.optimizer
         self._engine = weakref.ref(engine)
         self._optimizer = weakref.ref(optimizer)

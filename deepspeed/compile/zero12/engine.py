@@ -4,7 +4,7 @@
 
 import functools
 import weakref
-from typing import Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
 from torch.nn import Parameter
@@ -20,9 +20,13 @@ from .graph.backend import make_backend
 from .graph.compilation_limit import CompilationLimit
 from .key_value_cache import train_without_cache
 from .layout import flat_layout, registered_parameters
-from .native import reducer_module
+from .native import Reducer, reducer_module
 from .optimizer import attach, has_hooks, take_over_parameters
 from .options import Plan, make_plan
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 # module -> [_Compilation]: one entry for each engine that has compiled the module and still exists, oldest first.
 _compilations = weakref.WeakKeyDictionary()
@@ -87,7 +91,7 @@ def compile_engine(
     return graphs
 
 
-def keep_timeout_of_world(optimizer) -> None:
+def keep_timeout_of_world(optimizer: "DeepSpeedZeroOptimizer") -> None:
     """Shortens the timeout of the optimizer's process groups to the timeout of the world's process group.
 
     DeepSpeed makes these groups with torch's default timeout, which is half an hour with gloo, and ignores the timeout
@@ -110,7 +114,7 @@ def _communicating_backend(group, device):
     return getattr(backend, "wrapped_pg", backend)
 
 
-def make_reducer(engine, plan: Plan):
+def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:
     """Creates the native reducer of an engine and registers every parameter. No gradient memory is allocated."""
     optimizer = engine.optimizer
     reducer = reducer_module().Reducer(
@@ -151,7 +155,7 @@ def _next_identity(optimizer):
     return _last_identity
 
 
-def parameters_reduced_by_graphs(optimizer) -> List[Parameter]:
+def parameters_reduced_by_graphs(optimizer: "DeepSpeedZeroOptimizer") -> List[Parameter]:
     """Lists the reducible parameters: those without a user's hook on any rank.
 
     Graphs do not reduce a parameter that has a hook. All ranks must reduce in the same order, so a hook on one rank
@@ -172,7 +176,7 @@ class _Compilation:
         self.before = before
 
 
-def restore_call(engine) -> Callable[[], None]:
+def restore_call(engine: "DeepSpeedEngine") -> Callable[[], None]:
     """Notes how the engine's module is called now. Returns a function that restores it at the engine's end."""
     module, compilation = engine.module, _Compilation(engine.module._compiled_call_impl)
     reference = weakref.ref(engine)

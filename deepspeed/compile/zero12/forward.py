@@ -7,8 +7,12 @@ hooks, because the compiler would compile them with the module.
 """
 
 import contextlib
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 class AroundForward:
@@ -19,7 +23,7 @@ class AroundForward:
         waiting: None, or the ``Waiting`` for parameters that are on their way.
     """
 
-    def __init__(self, engine, waiting):
+    def __init__(self, engine: "DeepSpeedEngine", waiting):
         self._waiting = waiting
         self._acts = _acts_around_forward(engine)
         if self._acts:

@@ -7,7 +7,7 @@ sends parameters while the next forward runs, and ``gather_hooks.py`` makes the 
 """
 
 import weakref
-from typing import Dict, Iterable, List, Set
+from typing import TYPE_CHECKING, Dict, Iterable, List, Set
 
 from torch.nn import Parameter
 
@@ -17,13 +17,16 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from .collectives import collective
 from .layout import runs
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
 PURPOSE = "get the parameters that other ranks have stepped"
 
 
 class AllGather:
     """Gathers all parameters at once, before the step returns."""
 
-    def __init__(self, optimizer):
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer"):
         self._optimizer = weakref.ref(optimizer)
 
     def start(self) -> None:
@@ -55,7 +58,7 @@ class OverlappedGather:
             unit is sent as few contiguous runs, each by the run's owner, and a forward waits for a whole unit.
     """
 
-    def __init__(self, optimizer, units: List[List[Parameter]]):
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", units: List[List[Parameter]]):
         self._optimizer = weakref.ref(optimizer)
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
         self._runs = [runs(optimizer, unit) for unit in units]

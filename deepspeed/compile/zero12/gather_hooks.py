@@ -8,7 +8,7 @@ such a read, the caller must call ``wait_for_parameters()``.
 """
 
 from collections import defaultdict
-from typing import Callable, Iterable, List, Optional
+from typing import TYPE_CHECKING, Callable, Iterable, List, Optional
 
 import torch
 from torch.nn import Module, Parameter
@@ -17,6 +17,9 @@ from deepspeed.utils import logger
 
 from .gather import OverlappedGather
 from .layout import registered_parameters
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 # The number of the unit of all parameters that lie outside the blocks or in several blocks.
 OUTSIDE = 0
@@ -36,7 +39,7 @@ class Waiting:
         blocks: its blocks.
     """
 
-    def __init__(self, optimizer, module: Module, blocks: List[Module]):
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", module: Module, blocks: List[Module]):
         self.gather = OverlappedGather(optimizer, _units(optimizer, module, blocks))
         self._units_of_block = {id(block): sorted(self.gather.units_of(block.parameters())) for block in blocks}
         self._hooks = []

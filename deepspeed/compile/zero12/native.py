@@ -4,8 +4,12 @@
 
 import functools
 from types import ModuleType
+from typing import Any
 
 import torch
+
+# The native class, whose methods ``csrc/includes/deepcompile.h`` explains.
+Reducer = Any
 
 
 @functools.lru_cache(maxsize=1)

@@ -16,6 +16,7 @@ The native half of the story is told in ``csrc/includes/deepcompile.h``.
 
 import functools
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,7 +25,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from . import step
 from .layout import registered_parameters
+from .native import Reducer
 from .state import Zero12
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 # The attached optimizers whose parameters no later engine has taken over.
 _attached = weakref.WeakSet()
@@ -147,7 +152,7 @@ def _with_step_local_gradients(cls):
     return type(f"StepLocal{cls.__name__}", (StepLocalGradients, cls), {"plain_class": cls})
 
 
-def attach(engine, reducer, limit) -> Zero12:
+def attach(engine: "DeepSpeedEngine", reducer: Reducer, limit) -> Zero12:
     """Makes an engine's optimizer take its gradients from ``reducer``. Returns the optimizer's new state.
 
     Args:
@@ -211,7 +216,7 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
             _attached.discard(earlier)
 
 
-def holds_its_parameters(optimizer) -> bool:
+def holds_its_parameters(optimizer: DeepSpeedZeroOptimizer) -> bool:
     """Whether an optimizer's parameters lie in its own flat tensors, and not in those of a later ZeRO-1/2 optimizer.
 
     True for an optimizer other than the ZeRO-1/2 optimizer.
@@ -225,7 +230,7 @@ def holds_its_parameters(optimizer) -> bool:
     )
 
 
-def is_attached(optimizer) -> bool:
+def is_attached(optimizer: DeepSpeedZeroOptimizer) -> bool:
     """Whether an optimizer takes its gradients from a reducer."""
     return isinstance(optimizer, StepLocalGradients)
 

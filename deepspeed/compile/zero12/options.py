@@ -10,7 +10,7 @@ one sentence. ``docs/options.md`` lists every option with what happens to it.
 import functools
 import inspect
 import logging
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional
 
 import torch
 from torch.nn import Module
@@ -24,6 +24,9 @@ from deepspeed.utils import log_dist
 from ..passes import zero_1_and_2_compile
 from .graph.choose_blocks import choose_blocks
 from .optimizer import is_attached
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 OLDEST_TORCH = "2.11"
 
@@ -111,7 +114,7 @@ def make_plan(
     )
 
 
-def refuse_options(engine, backend: str) -> None:
+def refuse_options(engine: "DeepSpeedEngine", backend: str) -> None:
     """Raises the ValueError that ``engine.compile(backend)`` would raise."""
     stage = engine.zero_optimization_stage()
     compile_config = engine._config.compile_config
@@ -338,7 +341,7 @@ def _unfinished_steps(engine):
         )
 
 
-def has_gradients(engine) -> bool:
+def has_gradients(engine: "DeepSpeedEngine") -> bool:
     """Whether an engine that is not compiled yet holds gradients that no step has used."""
     optimizer = engine.optimizer
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):

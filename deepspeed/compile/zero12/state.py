@@ -4,13 +4,17 @@
 
 import contextlib
 import weakref
-from typing import Optional
+from typing import TYPE_CHECKING, Optional, Union
 
 from .backward import BackwardLife
 from .forward import AroundForward
-from .gather import AllGather
+from .gather import AllGather, OverlappedGather
 from .layout import registered_parameters
+from .native import Reducer
 from .step import InterruptedStep
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 class Zero12:
@@ -31,14 +35,14 @@ class Zero12:
         taken_over: whether a later engine trains the parameters.
     """
 
-    def __init__(self, engine, reducer, limit):
+    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, limit):
         self._engine = weakref.ref(engine)
         self.reducer = reducer
         self.limit = limit
         self.registered = registered_parameters(engine.optimizer)
         self.backward = BackwardLife(engine, reducer)
         self.interrupted_step = InterruptedStep()
-        self.gather = AllGather(engine.optimizer)
+        self.gather: Union[AllGather, OverlappedGather] = AllGather(engine.optimizer)
         self.around_forward: Optional[AroundForward] = None
         self.undo = contextlib.ExitStack()
         self.taken_over = False

@@ -11,7 +11,7 @@
 """
 
 import contextlib
-from typing import Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 
@@ -30,8 +30,12 @@ from .chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
 from .collectives import collective
 from .layout import lies_in_flat_tensor
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-def run(optimizer) -> None:
+
+def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
     """Steps a ZeRO-1/2 optimizer whose ``averaged_gradients`` are PartitionViews, and releases the gradients.
 
     On overflow the parameters stay as they are: ``optimizer.overflow`` is true then, and the loss scale is updated.
@@ -215,7 +219,7 @@ class InterruptedStep:
         self._hooks = []
 
     @contextlib.contextmanager
-    def changing_parameters(self, engine):
+    def changing_parameters(self, engine: "DeepSpeedEngine"):
         """Context of the code that changes parameters.
 
         After an exception in this context, calls of the engine and state dicts of its module raise RuntimeError.

@@ -20,6 +20,8 @@ import torch
 
 from deepspeed.utils import log_dist, logger
 
+from ..native import Reducer
+
 # More than any program compiles.
 _UNLIMITED = 10**6
 # After more compilations of one frame than this, DeepCompile warns that blocks or inputs differ.
@@ -60,7 +62,7 @@ class CompilationLimit:
     # for example the rest of a function after a graph break, and Dynamo counts all compilations of its frame.
     _is_near = False
 
-    def __init__(self, limit: int, reducer, raises: bool = False):
+    def __init__(self, limit: int, reducer: Reducer, raises: bool = False):
         self._limit = limit
         self._reducer = weakref.ref(reducer)
         self._raises = raises
@@ -170,7 +172,7 @@ class CompilationLimit:
                 level=logging.WARNING,
             )
 
-    def follow_others(self, reducer) -> None:
+    def follow_others(self, reducer: Reducer) -> None:
         """Called in every step: stops using compiled code if some rank asked to stop when ranks last agreed."""
         if self.has_stopped or not reducer.stops_compiling():
             return
