@@ -60,8 +60,7 @@ std::string could_not(const std::string& purpose, const std::string& reason)
 {
     return "DeepCompile could not " + purpose +
            ", because another rank has died, hangs, raised, or reduces other gradients; look for the first error of "
-           "any "
-           "rank, and start the processes again from a checkpoint: " +
+           "any rank, and start the processes again from a checkpoint: " +
            reason;
 }
 
