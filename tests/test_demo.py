@@ -71,12 +71,12 @@ def test_refuses_in_a_sentence():
     assert "Traceback" not in finished.stdout, finished.stdout
 
 
-def test_program_of_the_readme_runs(tmp_path):
-    readme = (ROOT / "docs" / "adopting.md").read_text()
+def test_program_of_the_docs_runs(tmp_path):
+    page = (ROOT / "docs" / "adopting.md").read_text()
     for name, pattern in (
         ("ds_config.json", r"```json\n(.*?)```"),
         ("train.py", r"```python\n(import argparse.*?)```"),
     ):
-        (tmp_path / name).write_text(re.search(pattern, readme, re.DOTALL).group(1))
+        (tmp_path / name).write_text(re.search(pattern, page, re.DOTALL).group(1))
     finished = launch(tmp_path / "train.py", "--deepspeed_config", str(tmp_path / "ds_config.json"))
     assert finished.returncode == 0, finished.stdout

@@ -159,7 +159,7 @@ def main():
         deepspeed.init_distributed()
     if not on_gpus():
         torch.set_num_threads(max(1, os.cpu_count() // dist.get_world_size()))
-    with announce("Loading DeepCompile's native code (the first time, it is built: up to a minute)"):
+    with announce("Loading DeepCompile's native code (the first time, it is built: up to two minutes)"):
         from deepspeed.compile.zero12.native import reducer_module
 
         reducer_module()

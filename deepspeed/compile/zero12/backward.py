@@ -166,7 +166,7 @@ class BackwardLife:
         self._graph_task = None
         self._finished += 1
         self._advance(Event.FINISH)
-        # Also if an earlier backward of the step handed gradients over, and this one added nothing.
+        # Also true if an earlier backward of the step handed gradients over and this one only kept its own.
         if self._is_handed_over():
             self._advance(Event.HAND_OVER)
 

@@ -51,7 +51,8 @@ def compile_engine(
 
     Raises:
         ValueError: if ZeRO-1/2 under DeepCompile cannot honour an option. The message names the option and says what
-            to do. The engine is then unchanged.
+            to do. The engine is then unchanged. Also if another engine, which trains other parameters, has compiled
+            blocks of the model: earlier engines of this engine's own parameters have given way by then.
     """
     plan = make_plan(engine, backend, compile_config, compile_kwargs, schedule, stage)
     optimizer, module = engine.optimizer, engine.module

@@ -92,7 +92,7 @@ def make_plan(
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    choose = functools.cache(lambda: choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs))
+    choose = _once_chosen(engine, compile_config, compile_kwargs)
     _refuse_first(stage, _problems(engine, backend, compile_config, compile_kwargs, schedule, stage, choose))
     for ignored in _without_effect(engine, compile_config, compile_kwargs):
         log_dist(_beginning(stage) + ignored, ranks=[0], level=logging.WARNING)
@@ -118,11 +118,13 @@ def refuse_options(engine: "DeepSpeedEngine", backend: str) -> None:
     """Raises the ValueError that ``engine.compile(backend)`` would raise."""
     stage = engine.zero_optimization_stage()
     compile_config = engine._config.compile_config
-
-    def choose():
-        return choose_blocks(engine.module, compile_config.regional_compilation, {})
-
+    choose = _once_chosen(engine, compile_config, {})
     _refuse_first(stage, _problems(engine, backend, compile_config, {}, None, stage, choose))
+
+
+def _once_chosen(engine, compile_config, compile_kwargs):
+    """Returns a function that chooses the blocks when it is first called, and returns the same blocks from then on."""
+    return functools.cache(lambda: choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs))
 
 
 def _refuse_first(stage, problems):
