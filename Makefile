@@ -1,6 +1,6 @@
 # make test     lint, then all tests (WORKERS=14: by so many processes at once, for a machine with GPUs and many cores)
 # make quick    fast tests of each subject, which take less than two minutes on two cores
-# make demo     train the small model of tests/demo on two processes (DEMO_ARGS="..." reaches the script)
+# make demo     train the small model of examples/demo on two processes (DEMO_ARGS="..." reaches the script)
 # make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7 WORLD=3: how many, seed, ranks)
 # make models   train every architecture of tests/support/architectures.py with DeepCompile off and on (WORKERS=14)
 # make sanitize test the native code under gcc's sanitizers (SANITIZER=address, thread or undefined: only that one)
@@ -57,7 +57,7 @@ quick: toolchain $(FORK)
 
 demo: toolchain $(FORK) $(DEMO)
 	$(RUN) deepspeed --log_level warning $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
-		tests/demo/train_qwen3.py $(DEMO_ARGS)
+		examples/demo/train_qwen3.py $(DEMO_ARGS)
 
 fuzz: toolchain $(FORK)
 	$(RUN) pytest -q tests/test_fuzz.py -o timeout=0 --models $(MODELS) --seed $(SEED) --world $(WORLD)

@@ -13,7 +13,7 @@ ZERO12 = COMPILE / "zero12"
 
 # Each module may import those of the lines above its own, and what is on its own line nothing of that line.
 FLOORS = """
-fx passes.zero_1_and_2_compile zero12.native
+fx passes.zero_1_and_2_compile zero12.messages zero12.native
 zero12.collectives zero12.forward zero12.key_value_cache zero12.chunked_step zero12.layout
 zero12.backward zero12.gather zero12.step
 zero12.gather_hooks zero12.state

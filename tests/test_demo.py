@@ -14,7 +14,7 @@ import pytest
 from support.pool import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
-DEMO = ROOT / "tests" / "demo" / "train_qwen3.py"
+DEMO = ROOT / "examples" / "demo" / "train_qwen3.py"
 
 
 def launch(script, *arguments):

@@ -17,6 +17,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import log_dist
 
+from .zero12.messages import warn
+
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -66,11 +68,9 @@ def note_compile(engine: "DeepSpeedEngine", backend, compile_kwargs: Dict[str, A
     default = inspect.signature(engine.compile).parameters["backend"].default
     asks = backend != default or compile_kwargs or schedule is not None
     if asks and arguments != engine._compile_arguments and _is_attached(engine):
-        log_dist(
+        warn(
             "The arguments of engine.compile() have no effect, because the engine is compiled already, by itself or "
-            "by an earlier call; call it before the first forward",
-            ranks=[0],
-            level=logging.WARNING,
+            "by an earlier call; call it before the first forward"
         )
 
 

@@ -8,14 +8,13 @@ switches the cache off.
 """
 
 import inspect
-import logging
 import sys
 from typing import Callable, List
 
 import torch
 from torch.nn import Module
 
-from deepspeed.utils import log_dist
+from .messages import warn
 
 
 def train_without_cache(module: Module) -> Callable[[], None]:
@@ -28,11 +27,9 @@ def train_without_cache(module: Module) -> Callable[[], None]:
     models = [each for each in _outermost(module) if _has_switch(each)]
     if models:
         names = sorted({type(model).__name__ for model in models})
-        log_dist(
+        warn(
             f"Training forwards of {names} run with use_cache=False, as under gradient checkpointing; call them with "
-            "use_cache=True to have a cache of keys and values",
-            ranks=[0],
-            level=logging.WARNING,
+            "use_cache=True to have a cache of keys and values"
         )
     handles = [
         model.register_forward_pre_hook(_without if model is module else _without_if_labelled, with_kwargs=True)

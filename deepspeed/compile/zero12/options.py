@@ -9,7 +9,6 @@ one sentence. ``docs/options.md`` lists every option with what happens to it.
 
 import functools
 import inspect
-import logging
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional
 
 import torch
@@ -19,10 +18,10 @@ from torch.torch_version import TorchVersion
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import log_dist
 
 from ..passes import zero_1_and_2_compile
 from .graph.choose_blocks import choose_blocks
+from .messages import warn
 from .optimizer import is_attached
 
 if TYPE_CHECKING:
@@ -95,7 +94,7 @@ def make_plan(
     choose = _once_chosen(engine, compile_config, compile_kwargs)
     _refuse_first(stage, _problems(engine, backend, compile_config, compile_kwargs, schedule, stage, choose))
     for ignored in _without_effect(engine, compile_config, compile_kwargs):
-        log_dist(_beginning(stage) + ignored, ranks=[0], level=logging.WARNING)
+        warn(_beginning(stage) + ignored)
     blocks, why_whole = choose()
     # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
     limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)

@@ -11,15 +11,15 @@ for one engine, separately for training and evaluation, and all ranks stop using
 
 import collections
 import contextlib
-import logging
 import types
 import weakref
 from typing import Any, Callable, ContextManager, Dict, Tuple
 
 import torch
 
-from deepspeed.utils import log_dist, logger
+from deepspeed.utils import logger
 
+from ..messages import warn
 from ..native import Reducer
 
 # More than any program compiles.
@@ -165,11 +165,9 @@ class CompilationLimit:
                 reducer.ask_to_stop_compiling()
         elif count > _MANY and not self._has_warned:
             self._has_warned = True
-            log_dist(
+            warn(
                 "DeepCompile compiles parts of the model again and again, because blocks or inputs differ. Blocks of "
-                "transformers do so with a cache of keys and values: train in training mode, without use_cache=True",
-                ranks=[0],
-                level=logging.WARNING,
+                "transformers do so with a cache of keys and values: train in training mode, without use_cache=True"
             )
 
     def follow_others(self, reducer: Reducer) -> None:
@@ -177,11 +175,9 @@ class CompilationLimit:
         if self.has_stopped or not reducer.stops_compiling():
             return
         self.has_stopped = True
-        log_dist(
+        warn(
             f"DeepCompile compiled one frame of the model more than {self._limit} times on some rank, so all ranks go "
-            f"on without compiled code; to have it compiled, {_REMEDY}",
-            ranks=[0],
-            level=logging.WARNING,
+            f"on without compiled code; to have it compiled, {_REMEDY}"
         )
 
 

@@ -6,15 +6,13 @@ Modules that call blocks run uncompiled. The code around these modules is compil
 """
 
 import inspect
-import logging
 from collections import defaultdict
 from typing import Any, Callable, Dict, Iterable, List
 
 import torch
 from torch.nn import Module, Parameter
 
-from deepspeed.utils import log_dist
-
+from ..messages import warn
 from .block_classes import plain_class, subclass
 from .choose_blocks import callers_of
 from .compilation_limit import own_code
@@ -120,11 +118,9 @@ def take_over_compiled(modules: Iterable[Module]) -> None:
     compiled = [each for each in modules if getattr(each, "_compiled_call_impl", None) is not None]
     if compiled:
         names = sorted({plain_class(each).__name__ for each in compiled})
-        log_dist(
+        warn(
             f"DeepCompile compiles {len(compiled)} modules of {names} itself that were compiled before; what their "
-            "compile() was given has no effect, so give it to engine.compile()",
-            ranks=[0],
-            level=logging.WARNING,
+            "compile() was given has no effect, so give it to engine.compile()"
         )
     for each in compiled:
         each._compiled_call_impl = None

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a small Qwen3 twice, with DeepCompile off and on, and prints time, losses and gradient memory.
 
-    deepspeed tests/demo/train_qwen3.py                         on all GPUs of this machine
-    deepspeed --num_accelerators 2 tests/demo/train_qwen3.py    on a CPU, in two processes
+    deepspeed examples/demo/train_qwen3.py                         on all GPUs of this machine
+    deepspeed --num_accelerators 2 examples/demo/train_qwen3.py    on a CPU, in two processes
 
 The weights are random and the text is the licence of this repository, so nothing is downloaded.
 """

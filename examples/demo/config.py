@@ -67,7 +67,7 @@ def parse_arguments(description, text_length):
         (config.layers < 1 or config.accumulation < 1, "--layers and --accumulation must be at least 1."),
         (config.hidden < 128 or config.hidden % 128, "--hidden must be a multiple of 128."),
         (not 2 <= config.seq < text_length, f"--seq must be between 2 and {text_length - 1}, as long as the text."),
-        ("RANK" not in os.environ, "Start this with DeepSpeed's launcher: deepspeed tests/demo/train_qwen3.py"),
+        ("RANK" not in os.environ, "Start this with DeepSpeed's launcher: deepspeed examples/demo/train_qwen3.py"),
     ):
         if wrong:
             raise SystemExit(sentence)

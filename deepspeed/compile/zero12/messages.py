@@ -1,0 +1,12 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What this fork says to the user while it trains."""
+
+import logging
+
+from deepspeed.utils import log_dist
+
+
+def warn(text: str) -> None:
+    """Logs a warning on rank 0: all ranks have the same reason for it."""
+    log_dist(text, ranks=[0], level=logging.WARNING)
