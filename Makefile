@@ -1,4 +1,5 @@
-# make test     lint, then all tests (WORKERS=14: by so many processes at once, for a machine with GPUs and many cores)
+# make test     lint, then every test, with two of its cases where it has many (WORKERS=14: by so many processes at once)
+# make test-all the same with all cases of every test, which take hours on two cores
 # make quick    fast tests of each subject, which take less than two minutes on two cores
 # make demo     train the small model of examples/demo on two processes (DEMO_ARGS="..." reaches the script)
 # make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7 WORLD=3: how many, seed, ranks)
@@ -18,7 +19,8 @@ DEMO_ARGS ?=
 BENCH_ARGS ?=
 MODELS ?= 100
 SEED ?= 0
-WORKERS ?=
+# The ranks of a test wait for each other, so three processes keep two cores busy.
+WORKERS ?= 3
 WORLD ?= 2
 SANITIZER ?= address thread undefined
 
@@ -44,13 +46,17 @@ SANITIZED = PATH='$(BIN)':"$$PATH" CUDA_VISIBLE_DEVICES= SANITIZER=$$sanitizer C
 	TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/sanitized-'$$sanitizer-$(call content,tests/sanitizers) \
 	$$(setarch -R true 2>/dev/null && echo setarch -R) pytest -q -o timeout=0 \
 	tests -m sanitized
+IN_PARALLEL = -n $(WORKERS) --dist worksteal
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test quick fuzz models sanitize bench lint format clean toolchain
+.PHONY: demo test test-all quick fuzz models sanitize bench lint format clean toolchain
 .NOTPARALLEL:
 
 test: toolchain lint $(FORK) $(BENCH) $(FRONTS)
-	$(RUN) pytest -q tests $(if $(WORKERS),-n $(WORKERS) --dist worksteal)
+	$(RUN) pytest -q tests --fewer-cases $(IN_PARALLEL)
+
+test-all: toolchain lint $(FORK) $(BENCH) $(FRONTS)
+	$(RUN) pytest -q tests $(IN_PARALLEL)
 
 quick: toolchain $(FORK)
 	$(RUN) pytest -q tests -m quick
@@ -63,7 +69,7 @@ fuzz: toolchain $(FORK)
 	$(RUN) pytest -q tests/test_fuzz.py -o timeout=0 --models $(MODELS) --seed $(SEED) --world $(WORLD)
 
 models: toolchain $(FORK) $(FRONTS)
-	$(RUN) pytest -q tests/test_models.py --every-model $(if $(WORKERS),-n $(WORKERS) --dist worksteal)
+	$(RUN) pytest -q tests/test_models.py --every-model $(IN_PARALLEL)
 
 sanitize: toolchain $(FORK)
 	@for name in libasan libtsan libubsan; do \

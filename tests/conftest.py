@@ -48,6 +48,11 @@ def ranks(pytestconfig):
 
 
 def pytest_addoption(parser):
+    parser.addoption(
+        "--fewer-cases",
+        action="store_true",
+        help="of each test in rank processes run two cases, and more only of tables",
+    )
     parser.addoption("--every-model", action="store_true", help="train all models of test_models.py, not a dozen")
     parser.addoption("--models", type=int, help="how many random models test_fuzz.py tries; a few by default")
     parser.addoption("--world", type=int, default=2, help="on how many ranks")
@@ -76,6 +81,10 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     selection.mark(config, items)
+    if config.option.fewer_cases:
+        kept = selection.thin_out(items)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
 
 
 def pytest_sessionfinish(session):

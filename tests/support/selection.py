@@ -1,8 +1,10 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests ``make quick`` runs, and which of ``test_parity.py`` run under sanitizers."""
+"""Which cases ``make test`` runs, which tests ``make quick`` does, and which of ``test_parity.py`` sanitizers see."""
 
+import collections
 from pathlib import Path
+from typing import Dict, List, Set, Tuple
 
 import pytest
 
@@ -57,6 +59,14 @@ QUICK = {
     "test_old_torch_is_refused",
 }
 
+# Tests of which ``make test`` runs more than two cases: one of each model, trainer and refusal.
+TABLES = {
+    "test_table",
+    "test_trains_as_without_deepcompile",
+    "test_trains_with_the_line_in_the_configuration",
+    "test_refused",
+}
+
 
 def mark(config, items):
     """Adds the marks to collected tests. Raises where ``make quick`` would pass over a name that no test has."""
@@ -73,6 +83,42 @@ def mark(config, items):
         # Generated code and other layouts of the partitions take long, and call nothing else in the native code.
         if file == "test_parity.py" and name != "test_layouts" and not _with_inductor(item):
             item.add_marker(pytest.mark.sanitized)
+
+
+def thin_out(items: List[pytest.Item]) -> List[pytest.Item]:
+    """Lists the items that ``make test`` runs: two cases at most of each test in rank processes that is no table.
+
+    Most tests vary the stage, the accumulation, the model and the compiler. Nearly all of a case's time goes into
+    tracing graphs, so the product of all values takes hours on two cores. The first case is the one whose values were
+    taken least often by the tests before, so that stages and the like take turns. The second differs from it in as
+    many values as it can. Of a table, cases are taken until each value occurs.
+    """
+    tests: Dict[Tuple[str, str], List[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault((item.path.name, getattr(item, "originalname", item.name)), []).append(item)
+    chosen: Set[str] = set()
+    often: collections.Counter = collections.Counter()
+    for (_, name), cases in tests.items():
+        missing = set().union(*map(_values, cases))
+        if "ranks" not in cases[0].fixturenames or not missing:
+            chosen.update(item.nodeid for item in cases)
+            continue
+        left = list(cases)
+        while missing and left and (name in TABLES or len(cases) - len(left) < 2):
+            best = min(
+                left, key=lambda item: (-len(_values(item) & missing), sum(often[each] for each in _values(item)))
+            )
+            left.remove(best)
+            chosen.add(best.nodeid)
+            missing -= _values(best)
+            often.update(_values(best))
+    return [item for item in items if item.nodeid in chosen]
+
+
+def _values(item) -> Set[Tuple[str, str]]:
+    """The arguments of a case and their values; empty for a test that varies nothing."""
+    callspec = getattr(item, "callspec", None)
+    return {(name, repr(value)) for name, value in callspec.params.items()} if callspec else set()
 
 
 def _with_inductor(item):
