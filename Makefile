@@ -115,8 +115,10 @@ $(TOOLS):
 	$(PIP) install --quiet '$(TORCH)' -r requirements/dev.txt
 	rm -f $(VENV)/.tools-* && touch $@
 
+# The native code is compiled here, so that no test and no training is the one that has to wait for it.
 $(FORK): $(TOOLS)
 	$(PIP) install --quiet --no-build-isolation .
+	cd $(VENV) && $(RUN) python -c "from deepspeed.compile.zero12.native import reducer_module; reducer_module()"
 	rm -f $(VENV)/.fork-* && touch $@
 
 $(DEMO): $(TOOLS)
