@@ -47,6 +47,8 @@ SANITIZED = PATH='$(BIN)':"$$PATH" CUDA_VISIBLE_DEVICES= SANITIZER=$$sanitizer C
 	$$(setarch -R true 2>/dev/null && echo setarch -R) pytest -q -o timeout=0 \
 	tests -m sanitized
 IN_PARALLEL = -n $(WORKERS) --dist worksteal
+COMPILE = from deepspeed.comm.torch import build_shm_op; build_shm_op(); \
+	from deepspeed.compile.zero12.native import reducer_module; reducer_module()
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: demo test test-all quick fuzz models sanitize bench lint format clean toolchain
@@ -115,10 +117,10 @@ $(TOOLS):
 	$(PIP) install --quiet '$(TORCH)' -r requirements/dev.txt
 	rm -f $(VENV)/.tools-* && touch $@
 
-# The native code is compiled here, so that no test and no training is the one that has to wait for it.
+# Native code, DeepSpeed's own for CPUs too, is compiled here, so that no test and no training has to wait for it.
 $(FORK): $(TOOLS)
 	$(PIP) install --quiet --no-build-isolation .
-	cd $(VENV) && $(RUN) python -c "from deepspeed.compile.zero12.native import reducer_module; reducer_module()"
+	cd $(VENV) && $(RUN) python -c "$(COMPILE)"
 	rm -f $(VENV)/.fork-* && touch $@
 
 $(DEMO): $(TOOLS)

@@ -79,9 +79,13 @@ class Ranks:
             environment = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             self._processes.append(subprocess.Popen([sys.executable, "-m", "support.pool"], env=environment))
         connections = {}
-        for _ in range(self.world):
-            connection = listener.accept()
-            connections[connection.recv()] = connection
+        try:
+            for _ in range(self.world):
+                connection = listener.accept()
+                connections[connection.recv()] = connection
+        except BaseException:
+            self.stop()
+            raise
         self._connections = [connections[rank] for rank in range(self.world)]
         listener.close()
 
@@ -136,7 +140,6 @@ class Ranks:
 def _serve():
     host, port = os.environ["RANKS_ADDRESS"].split(":")
     connection = Client((host, int(port)), authkey=b"ranks")
-    connection.send(int(os.environ["RANK"]))
 
     # What was preloaded is for this process, not for compilers that it starts.
     os.environ.pop("LD_PRELOAD", None)
@@ -157,6 +160,8 @@ def _serve():
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     patience = datetime.timedelta(seconds=int(os.environ.get("RANKS_TIMEOUT", "1800")))
     deepspeed.init_distributed(dist_backend=backend, timeout=patience)
+    # Only now, because DeepSpeed may have compiled native code, for which no test shall run out of time.
+    connection.send(int(os.environ["RANK"]))
     while True:
         try:
             module, name, args, kwargs = connection.recv()
