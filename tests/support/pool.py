@@ -80,8 +80,8 @@ class Ranks:
             self._processes.append(subprocess.Popen([sys.executable, "-m", "support.pool"], env=environment))
         connections = {}
         try:
-            for _ in range(self.world):
-                connection = listener.accept()
+            # All are accepted before one is heard: each waits for the others before it says that it is ready.
+            for connection in [listener.accept() for _ in range(self.world)]:
                 connections[connection.recv()] = connection
         except BaseException:
             self.stop()
