@@ -120,7 +120,8 @@ $(TOOLS):
 # Native code, DeepSpeed's own for CPUs too, is compiled here, so that no test and no training has to wait for it.
 $(FORK): $(TOOLS)
 	$(PIP) install --quiet --no-build-isolation .
-	cd $(VENV) && $(RUN) python -c "$(COMPILE)"
+	@echo "Compiling native code, which takes one to three minutes on two cores ..."
+	@cd $(VENV) && $(RUN) python -c "$(COMPILE)"
 	rm -f $(VENV)/.fork-* && touch $@
 
 $(DEMO): $(TOOLS)

@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config, items):
     selection.mark(config, items)
     if config.option.fewer_cases:
         kept = selection.thin_out(items)
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        config.hook.pytest_deselected(items=list(set(items).difference(kept)))
         items[:] = kept
 
 
