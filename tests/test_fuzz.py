@@ -150,11 +150,12 @@ class MicroBatch:
     index: int
     ids: torch.Tensor
     inputs: List[torch.Tensor]
+    skips: bool
 
     def forward(self, model, number):
         """Returns the loss of that number, from the random numbers that it has in whichever loop."""
         torch.manual_seed(((self.step * 10 + self.index) * 10 + number) * 10 + dist.get_rank())
-        return model(self.inputs[number], self.step % 2 == 1) / len(self.inputs)
+        return model(self.inputs[number], self.skips) / len(self.inputs)
 
 
 def _micro_batch_of(recipe, step, index):
@@ -162,7 +163,8 @@ def _micro_batch_of(recipe, step, index):
     ids = batch(step, index, rank, recipe.lengths[(step + rank) % len(recipe.lengths)])
     if recipe.uneven and step % 2 == 1 and rank == 0:
         ids = ids[:1]
-    return MicroBatch(step, index, ids, [ids.roll(number, 1) for number in range(recipe.losses)])
+    skips = (step + (rank + index if recipe.each_rank_skips else 0)) % 2 == 1
+    return MicroBatch(step, index, ids, [ids.roll(number, 1) for number in range(recipe.losses)], skips)
 
 
 class _PlainLoop:
@@ -332,6 +334,7 @@ def recipes(draw, backends):
         says=says,
         # Where the caller says what belongs to a step, one that lost a part raises: tests/test_faults.py.
         raises=says == "counted" and draw(st.sampled_from([False, False, False, True])),
+        each_rank_skips=draw(st.sampled_from([False, True])),
         drops=draw(st.sampled_from(drops)),
         clips=can_clip and draw(st.booleans()),
     )

@@ -63,16 +63,6 @@ def test_an_input_may_be_called_output(fx):
     assert fx.get_output_node(graph).op == "output"
 
 
-def test_reductions_follow_their_slots(fx):
-    from deepspeed.compile.zero12.graph.reductions import finish_backward_graph
-
-    module = GraphModule(torch.nn.Module(), backward_graph(3))
-    finish_backward_graph(module, 0, True)
-    reductions = fx.reduce_nodes(module.graph)
-    assert [node.args[2] for node in reductions] == [1, 2, 3]
-    assert [node.args[3:] for node in reductions] == [(), (reductions[0],), (reductions[1],)]
-
-
 def test_the_base_ends_its_zero3_backward_with_its_own_operator(fx):
     # The operators of the base's native module need CUDA; their schemas suffice here.
     library = None
@@ -162,7 +152,6 @@ class BackwardGraph(NamedTuple):
     release: bool  # whether it was asked to release the buckets
     reductions: int
     ends: List[End]
-    chained: bool  # whether each reduction waits for the one before
     hidden: bool  # whether all reduced gradients are hidden from autograd
 
 
@@ -184,7 +173,6 @@ def backward_graphs(case):
         nodes = list(backward.graph.nodes)
         reductions = [n for n in nodes if n.target == torch.ops.deepcompile.reduce_grad.default]
         ends = [n for n in nodes if n.target == torch.ops.deepcompile.end_backward.default]
-        chained = all(later.args[3] is earlier for earlier, later in zip(reductions, reductions[1:]))
         outputs = next(n for n in nodes if n.op == "output").args[0]
         entries.append(
             BackwardGraph(
@@ -192,7 +180,6 @@ def backward_graphs(case):
                 release,
                 len(reductions),
                 [End(len(n.args[0]) - 1, n.args[1], n.args[2]) for n in ends],
-                chained,
                 hidden=not any(n in reductions for n in outputs),
             )
         )
@@ -234,7 +221,7 @@ def test_end_backward_releases_once(ranks, backend, model, first_graph_reduces):
         assert len(releasing) == 1, graphs
         # Frames are compiled in forward order, so the first that reduces is the last to run backward.
         assert releasing[0].graph_id == min(graph.graph_id for graph in reducing)
-        assert all(graph.chained and graph.hidden for graph in graphs)
+        assert all(graph.hidden for graph in graphs)
         assert buckets == [0, 0]
 
 

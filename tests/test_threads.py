@@ -72,7 +72,7 @@ class Registered:
     def reduce(self, parameter, value):
         """As a compiled graph does."""
         slot = 1 + next(index for index, each in enumerate(self.parameters) if each is parameter)
-        torch.ops.deepcompile.reduce_grad(torch.full_like(parameter, value), self.registrations, slot, None, True)
+        torch.ops.deepcompile.reduce_grad(torch.full_like(parameter, value), self.registrations, slot, True)
 
     def finish(self, expected):
         """Ends a backward; whether each element of this rank's partition is ``expected``."""

@@ -28,11 +28,11 @@ std::string disagreement(const std::vector<Fingerprint>& fingerprints)
         sent += (sent.empty() ? "rank " : "; rank ") + std::to_string(fingerprint - fingerprints.begin()) + " " +
                 std::to_string(fingerprint->gradients) + " in " + std::to_string(fingerprint->buckets) + " buckets";
     }
-    return "DeepCompile's ranks have reduced different gradients, or the same in another order, and would use wrong "
-           "ones (sent since engine.compile(), the first rank of each kind: " +
+    return "DeepCompile's ranks have not run the same backwards, and would use wrong gradients (sent since "
+           "engine.compile(), the first rank of each kind: " +
            sent +
-           "): a backward raised on some ranks only, or they ran different parts of the model; have every rank run "
-           "the same parts, and start the processes again from a checkpoint";
+           "): a backward raised on some ranks only, or ranks ran another number of backwards, or those of different "
+           "engines or models; have every rank run as many, and start the processes again from a checkpoint";
 }
 
 }  // namespace
@@ -74,12 +74,11 @@ void throw_for_other_ranks(const std::string& purpose, const std::exception& err
                     could_not(purpose, from_torch ? from_torch->what_without_backtrace() : error.what()));
 }
 
-void Agreement::ask(c10d::ProcessGroup& process_group, at::Device device, const std::string& purpose)
+void Agreement::ask(c10d::ProcessGroup& process_group,
+                    at::Device device,
+                    const std::string& purpose,
+                    bool wants_exchange)
 {
-    if (process_group.getSize() == 1) {
-        stops_compiling_ = asks_to_stop_compiling_;
-        return;
-    }
     // Ranks that have disagreed once disagree for ever. Some of them may never ask again, and this rank would wait for
     // them in the collective below.
     TORCH_CHECK(disagreement_.empty(), disagreement_);
@@ -89,7 +88,7 @@ void Agreement::ask(c10d::ProcessGroup& process_group, at::Device device, const 
     own[0].fill_(sent_.hash);
     own[1].fill_(sent_.gradients);
     own[2].fill_(sent_.buckets);
-    own[3].fill_(static_cast<int64_t>(asks_to_stop_compiling_));
+    own[3].fill_(static_cast<int64_t>(wants_exchange));
     auto gathered = at::empty({4 * process_group.getSize()}, options);
     try {
         // NCCL: the current stream waits for the collective. gloo: this thread does.
@@ -116,10 +115,11 @@ void Agreement::check()
     answer_ = at::Tensor();
     if (arrived_) { arrived_->synchronize(); }
     std::vector<Fingerprint> fingerprints;
+    exchanges_ = false;
     for (int64_t rank = 0; 4 * rank < answer.numel(); ++rank) {
         const auto* row = answer.const_data_ptr<int64_t>() + 4 * rank;
         fingerprints.push_back({row[0], row[1], row[2]});
-        stops_compiling_ = stops_compiling_ || row[3] != 0;
+        exchanges_ = exchanges_ || row[3] != 0;
     }
     const bool agree = std::all_of(fingerprints.begin(), fingerprints.end(), [&](const Fingerprint& fingerprint) {
         return fingerprint == fingerprints.front();

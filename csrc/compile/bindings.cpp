@@ -70,8 +70,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("close", &Reducer::close, unlocked())
         .def("counters", &Reducer::counters, unlocked())
         .def("reset_counters", &Reducer::reset_counters, unlocked())
-        .def("ask_others", &Reducer::ask_others, unlocked())
-        .def("check_others", &Reducer::check_others, unlocked())
-        .def("ask_to_stop_compiling", &Reducer::ask_to_stop_compiling, unlocked())
-        .def("stops_compiling", &Reducer::stops_compiling, unlocked());
+        .def("look_ahead", &Reducer::look_ahead, unlocked())
+        .def("settle", &Reducer::settle, unlocked());
 }

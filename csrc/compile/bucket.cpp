@@ -104,8 +104,8 @@ Segment& Bucket::segment_for(const ParameterRecord& record, const at::Tensor& gr
     }
     if (!large) {
         const auto has_room = [&](const Segment& segment) {
-            return !segment.donated && segment.group == record.group && segment.stream == stream &&
-                   segment.memory.scalar_type() == dtype && segment.used + numel <= segment.memory.numel();
+            return !segment.donated && segment.group == record.group && segment.memory.scalar_type() == dtype &&
+                   segment.used + numel <= segment.memory.numel();
         };
         // Every rank takes the latest segment that has room, so that all ranks send the same messages.
         const auto found = std::find_if(segments_.rbegin(), segments_.rend(), has_room);
@@ -300,7 +300,7 @@ void BucketQueue::launch()
         // gloo ends the process if ranks send different sizes, so the ranks compare first what they are about to send.
         // That makes the host wait, as gloo's reductions do anyway.
         const auto& group = groups_.front();
-        agreement_.ask(*group.process_group, group.device, filling_->purpose());
+        agreement_.ask(*group.process_group, group.device, filling_->purpose(), /*wants_exchange=*/false);
         agreement_.check();
     }
     filling_->send(groups_);

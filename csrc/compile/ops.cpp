@@ -25,11 +25,7 @@ at::Tensor on_host(const at::Tensor& registrations)
     return registrations.is_cpu() ? registrations : registrations.cpu();
 }
 
-at::Tensor reduce_grad(const at::Tensor& gradient,
-                       const at::Tensor& registrations,
-                       int64_t slot,
-                       const std::optional<at::Tensor>&,
-                       bool donated)
+at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registrations, int64_t slot, bool donated)
 {
     if (gradient.numel() == 0) { return done(gradient); }
     const auto numbers = on_host(registrations);
@@ -63,16 +59,12 @@ void end_backward(at::TensorList reductions_and_registrations, int64_t graph_id,
 // call, so one graph serves many layers. A gradient finds its parameter whatever the compiler does to the parameter
 // itself: another layout, padding, a copy, a change in place.
 //
-// `after` is the result of the previous reduction in the graph. It carries no data. It keeps the reductions of every
-// rank in one order, which the process group requires, however the rank's compiler schedules the rest of the graph.
-//
 // `donated` says that nothing in the graph reads the gradient or uses its memory afterwards.
 //
 // native.py says what the operators return while a graph is traced.
 TORCH_LIBRARY(deepcompile, m)
 {
-    m.def(
-        "reduce_grad(Tensor grad, Tensor registrations, int slot, Tensor? after=None, bool donated=False) -> Tensor");
+    m.def("reduce_grad(Tensor grad, Tensor registrations, int slot, bool donated=False) -> Tensor");
     m.def("end_backward(Tensor[] reductions_and_registrations, int graph_id, bool release_reduce_buckets) -> ()");
 }
 

@@ -68,6 +68,8 @@ void Reducer::register_parameter(
                            UnreducedSum(its_group.target_dtype, streams_, counters_)};
     TORCH_CHECK_VALUE(record.pieces.empty() || record.pieces.back().owner < its_group.world(),
                       record.describe() + " ends behind the last partition of its group");
+    // A group of one rank sends nothing.
+    if (its_group.world() > 1 && !record.pieces.empty()) { order_.add_parameter(record.index); }
     records_.push_back(std::move(record));
 }
 
@@ -89,6 +91,7 @@ void Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
     // what lies in `parameter.grad` is autograd's.
     if (!in_backward_) {
         for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
+        order_.begin_backward();
     }
     reduces_ = reduces;
     in_backward_ = true;
@@ -134,19 +137,41 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     if (gradient.numel() == 0) { return; }
     streams_.order_after_last_use();
 
-    if (reduces_) { ++record.contributions; }
-    // All ranks run the same graphs, so every rank has counted the same contributions and waits for as many.
-    if (!reduces_ || record.contributions < record.awaited) {
+    if (!reduces_) {
         record.unreduced.add(gradient, donated);
         return;
     }
-    if (!record.unreduced.defined()) {
-        buckets_.enqueue(record, gradient, donated);
+    order_.saw(record.index);
+    record.hidden = record.hidden || record.absent;
+    record.absent = false;
+    send_those_in_turn();
+    ++record.received;
+    const auto* turn = order_.next();
+    const bool sends = record.group->world() == 1 || (turn && turn->index == record.index);
+    if (!sends) {
+        // A gradient that comes late can still join its parameter's in the bucket that is being filled.
+        if (!order_.comes_to(record.index) && buckets_.add_to_waiting(record, gradient)) {
+            --record.received;
+            return;
+        }
+        order_.waits();
+        ++counters_.waited;
+    }
+    if (!sends || (turn && turn->index == record.index && record.received < turn->contributions)) {
+        record.unreduced.add(gradient, donated);
         return;
     }
-    // The gradient joins what this rank has kept of earlier micro-batches, or of this backward.
-    record.unreduced.add(gradient, donated);
-    buckets_.enqueue(record, record.unreduced.take(), /*donated=*/true);
+    if (record.unreduced.defined()) {
+        // The gradient joins what this rank has kept of earlier micro-batches, or of this backward.
+        record.unreduced.add(gradient, donated);
+        buckets_.enqueue(record, record.unreduced.take(), /*donated=*/true);
+    } else {
+        buckets_.enqueue(record, gradient, donated);
+    }
+    record.received = 0;
+    if (record.group->world() == 1) { return; }
+    order_.advance();
+    send_those_in_turn();
 }
 
 // 4. End of backward. (3. Bound: see targets.cpp.)
@@ -155,7 +180,8 @@ void Reducer::end_backward()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     at::NoGradGuard no_grad;
-    if (buckets_.empty()) { return; }
+    // Where turns are left, other ranks may have come further, and the bucket that is being filled is not theirs yet.
+    if (buckets_.empty() || !order_.complete()) { return; }
     streams_.order_after_last_use();
     buckets_.launch();
     buckets_.drain();
@@ -174,15 +200,15 @@ void Reducer::finish_backward(bool reduces)
     c10::OptionalStreamGuard on_last_stream(streams_.last());
     streams_.order_after_last_use();
     if (reduces) {
-        // A parameter may still have an unreduced sum: the last micro-batch did not use the parameter, or fewer
-        // contributions came than in the previous backward. Where no backward has begun, every sum still lies in
-        // `parameter.grad`. All ranks send the sums in the order of registration.
+        // Where no backward has begun, every sum still lies in `parameter.grad`.
         if (!in_backward_) {
+            order_.begin_backward();
             for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
         }
         for (auto& record : records_) {
-            if (record.unreduced.defined()) { buckets_.enqueue(record, record.unreduced.take(), /*donated=*/true); }
+            if (record.group->world() == 1 && record.unreduced.defined()) { enqueue_sum(record); }
         }
+        send_rest_of_turns();
     } else {
         for (auto& record : records_) { record.unreduced.leave_in_grad(record.parameter); }
     }
@@ -193,14 +219,9 @@ void Reducer::finish_backward(bool reduces)
         for (auto& group : groups_) { group.allocate_flat_partition(); }
         for (const auto& record : records_) { record.group->bind_to_zeros(record.pieces); }
     }
-    if (reduces_) {
-        for (auto& record : records_) {
-            if (record.contributions == 0) { continue; }
-            // Two contributions are sent one by one. They are often those of an embedding that is also the head, at
-            // the two ends of the backward, and their sum would be held all the time between them.
-            record.awaited = record.contributions > 2 ? record.contributions : 0;
-            record.contributions = 0;
-        }
+    for (auto& record : records_) {
+        record.received = 0;
+        record.absent = false;
     }
     streams_.let_wait(caller);
     reduces_ = in_backward_ = false;
@@ -218,6 +239,11 @@ void Reducer::abandon_locked()
     if (in_backward_) { agreement_.add_abandoned_backward(); }
     reduces_ = in_backward_ = false;
     buckets_.abandon();
+    order_.restart();
+    for (auto& record : records_) {
+        record.received = 0;
+        record.absent = false;
+    }
     forget_gradients();
 }
 
@@ -270,7 +296,6 @@ void Reducer::forget_gradients()
     for (auto& record : records_) {
         record.unreduced.drop();
         record.parameter.mutable_grad() = at::Tensor();
-        record.contributions = 0;
     }
 }
 
@@ -283,38 +308,11 @@ void Reducer::close()
     abandon_locked();
     begin.swap(begin_unannounced_);
     remove_reducer(options_.identity);
+    order_.clear();
     records_.clear();
     groups_.clear();
     // Forgets the device too, which may be gone when the destructor closes the reducer a second time.
     streams_ = StreamOrder();
-}
-
-// Whether the ranks agree; see deepcompile_agreement.h.
-
-void Reducer::ask_others()
-{
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (groups_.empty()) { return; }
-    const auto& group = groups_.front();
-    agreement_.ask(*group.process_group, group.device, "begin the optimizer step");
-}
-
-void Reducer::check_others()
-{
-    std::lock_guard<std::mutex> lock(mutex_);
-    agreement_.check();
-}
-
-void Reducer::ask_to_stop_compiling()
-{
-    std::lock_guard<std::mutex> lock(mutex_);
-    agreement_.ask_to_stop_compiling();
-}
-
-bool Reducer::stops_compiling() const
-{
-    std::lock_guard<std::mutex> lock(mutex_);
-    return agreement_.stops_compiling();
 }
 
 // Counters.

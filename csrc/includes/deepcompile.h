@@ -10,11 +10,11 @@ is a range of that run and may straddle several partitions.
 
   1. Registered empty.  Reducer::register_parameter() notes where a parameter lies. No gradient memory
                         exists yet.
-  2. Reduced.           Reducer::reduce() takes a gradient as soon as the backward has produced it. The
-                        gradient is cut into pieces at partition boundaries and waits in a Bucket. When the
-                        bucket is full, each piece is sent to the rank that owns it and to no other rank.
-                        If a parameter got three gradients or more in the previous backward that reduced,
-                        this rank adds as many up first and sends their sum.
+  2. Reduced.           Reducer::reduce() takes a gradient as soon as the backward has produced it. All ranks
+                        send gradients in one SendOrder, and a gradient that comes before its turn waits. In
+                        its turn the gradient is cut into pieces at partition boundaries and put into a
+                        Bucket. When the bucket is full, each piece is sent to the rank that owns it and to no
+                        other rank.
   3. Bound.             PartitionGroup::bind() makes each piece that has arrived at its owner a target: the
                         averaged gradient of a range of the owner's partition. The target keeps the memory
                         in which the piece was reduced if that memory holds nothing else; otherwise it is a
@@ -25,7 +25,9 @@ is a range of that run and may straddle several partitions.
   4. End of backward.   Reducer::end_backward() sends and waits for what is pending and gives the buckets'
                         memory back; the graph that reduces last calls it. The optimizer calls
                         Reducer::finish_backward() after every backward. It does the same for whatever is
-                        left, and binds elements that got no gradient to zeros.
+                        left: a turn whose gradient has not come is sent as zeros. Elements that got no
+                        gradient on any rank are bound to zeros. Before the step, Reducer::settle() asks
+                        whether some rank has gradients that came after their turn, which all ranks then send.
   5. Handed over.       Reducer::targets() gives the targets to the optimizer.
   6. Released.          Reducer::release() forgets them. From then on the reducer holds no gradient memory.
 
@@ -36,7 +38,7 @@ live until the step.
 
 The reducer is written on ATen and c10d only, so one source serves gloo on CPU and NCCL on CUDA. All
 device work is put on the current stream of the calling thread. On a GPU the host waits for the device in
-Agreement::check() and nowhere else, unless an option for debugging asks for it. Every error is an
+Reducer::settle() and nowhere else, unless an option for debugging asks for it. Every error is an
 exception that names the parameter and the rank.
 
 deepcompile_memory.h has what all parts need for gradient memory, deepcompile_agreement.h has the check
@@ -130,9 +132,11 @@ struct ParameterRecord {
     at::ScalarType communication_dtype;  ///< of what is sent
     std::vector<Piece> pieces;
     UnreducedSum unreduced;
-    int64_t contributions = 0;  ///< gradients received in this backward, if this backward reduces
-    int64_t awaited = 0;        ///< how many to add up before their sum is sent; 0: each is sent by itself
-    bool hooked = false;        ///< a user's hook wants to see the gradient
+    int64_t received = 0;  ///< contributions of this backward, if it reduces, that have not been sent
+    bool absent = false;   ///< the graph of this backward does not lead to the parameter
+    bool hidden =
+        false;  ///< a gradient has come although the graph did not lead here, as under reentrant checkpointing
+    bool hooked = false;  ///< a user's hook wants to see the gradient
     /// Where the parameter's data lay when the last backward began. If the data lies elsewhere when a gradient comes,
     /// another engine may have taken the parameter over.
     const void* data = nullptr;
@@ -145,6 +149,69 @@ struct ParameterRecord {
     /// Whether autograd's running task wants this gradient: torch.autograd.grad() and backward(inputs=...) ask for
     /// some gradients, and a compiled graph computes all of them. Raises if the caller wants it returned.
     bool autograd_wants() const;
+};
+
+// 2. Reduced: the order in which all ranks send gradients. (order.cpp)
+
+/// A place in the order: the sum of so many contributions to one parameter.
+struct Turn {
+    int64_t index;          ///< of the parameter, in order of registration
+    int64_t contributions;  ///< how many to add up before their sum is sent
+};
+
+/// The order in which all ranks send gradients, and how far this rank has come in it.
+///
+/// A process group matches messages by their order alone, but ranks may run different graphs, or the same graphs in
+/// another order. So the order is one on which all ranks have agreed: to begin with, the reverse of the order of
+/// registration; then the order in which gradients arrived on the first rank in an earlier backward. Where all ranks
+/// run the same graphs, no gradient waits for its turn from then on.
+class SendOrder {
+public:
+    /// To be called in order of registration.
+    void add_parameter(int64_t index);
+    void clear();
+
+    /// The next turn; null once all were taken.
+    const Turn* next() const;
+    void advance() { ++taken_; }
+    bool complete() const { return taken_ == turns_.size(); }
+    /// Whether the parameter has a turn that was not taken.
+    bool comes_to(int64_t index) const;
+    /// The next backward begins with the first turn.
+    void restart() { taken_ = 0; }
+
+    /// Forgets what the backward before has shown.
+    void begin_backward();
+    /// A contribution to this parameter has arrived.
+    void saw(int64_t index) { arrived_.push_back(index); }
+    /// A gradient waits for another parameter's.
+    void waits() { suits_ = false; }
+    /// A turn is over whose gradient has not come.
+    void misses()
+    {
+        missed_ = true;
+        suits_ = suits_ && !is_guess_;
+    }
+
+    /// Parameters in the order in which this rank's contributions arrived, as often as they did.
+    const std::vector<int64_t>& arrived() const { return arrived_; }
+    /// The order that would have suited this rank's last backward. It has at most two turns for a parameter.
+    std::vector<Turn> as_arrived() const;
+    /// Whether nothing waited in the last backward.
+    bool suits() const { return suits_; }
+    /// Whether this rank has lacked a gradient in its turn since the order is no guess.
+    bool missed() const { return missed_; }
+    /// Makes the order that of the first rank, with what only others have seen behind it. `seen`: for each parameter
+    /// whether some rank has seen a gradient.
+    void take_over(const std::vector<Turn>& first_rank, const std::vector<bool>& seen);
+
+private:
+    std::vector<Turn> turns_;
+    size_t taken_ = 0;
+    std::vector<int64_t> arrived_;
+    bool is_guess_ = true;  ///< no backward has shown yet which parameters get gradients
+    bool suits_ = true;
+    bool missed_ = false;
 };
 
 // 2. Reduced: gradients on their way to their owners. (bucket.cpp)
@@ -229,6 +296,12 @@ public:
 
     /// Adds a gradient, and sends the bucket if it is full. In a group of one rank, binds the gradient at once.
     void enqueue(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
+    /// Adds the gradient to an earlier one of the same parameter in the bucket that is being filled. Returns false if
+    /// there is none.
+    bool add_to_waiting(const ParameterRecord& record, const at::Tensor& gradient)
+    {
+        return filling_->add_to_waiting(record, gradient);
+    }
     /// Drains the bucket in flight, and sends the one that is being filled.
     void launch();
     /// Waits for the bucket in flight, binds what this rank owns of it and drops the rest.
@@ -296,7 +369,7 @@ private:
     Targets targets_;
 };
 
-// 1. to 6.: the whole life. (reducer.cpp; private methods in autograd.cpp)
+// 1. to 6.: the whole life. (reducer.cpp, autograd.cpp, order.cpp)
 
 /// How a gradient came here. Counted, because the way past the graphs is slower and gives the same numbers.
 enum class Route { graph, autograd };
@@ -340,6 +413,10 @@ public:
     /// again, so that its backward needs only that stream. Nodes of graphs that are still alive stay as they are.
     void follow_stream();
 
+    /// Called before a backward that begins at `loss`. If an earlier backward lacked gradients, looks which parameters
+    /// the graph leads to, so that the backward waits for no gradient that cannot come.
+    void look_ahead(const at::Tensor& loss);
+
     /// 2. and 3. Called by the compiled backward (operator `reduce_grad`), and by the parameter's accumulation node for
     /// gradients of code that was not compiled. Contributions to one parameter add up. `donated`: nobody but the
     /// reducer reads or writes the gradient's memory from now on, so the reducer need not copy the gradient.
@@ -348,9 +425,14 @@ public:
     /// 4. Called by the backward graph that reduces last (operator `end_backward`).
     void end_backward();
 
-    /// 4. Called by the optimizer after every backward, whichever graphs ran in it. With `reduces`, gradients that this
-    /// rank still keeps are reduced too, and every piece that this rank owns is bound on return.
+    /// 4. Called by the optimizer after every backward, whichever graphs ran in it. With `reduces`, the turns that are
+    /// left are taken, and every piece that this rank owns is bound on return.
     void finish_backward(bool reduces);
+
+    /// 4. Called by the optimizer on every rank when the gradients of a step are complete. Reduces what came after its
+    /// turn on some rank, and has the ranks agree on another order if this one did not suit the first rank. Raises on
+    /// every rank if the ranks have sent different gradients. The host waits for the device.
+    void settle();
 
     /// 4. Called when a backward raised: drops what is pending, every target and every unreduced gradient, also those of
     /// earlier backwards.
@@ -377,23 +459,20 @@ public:
     std::map<std::string, int64_t> counters() const;
     void reset_counters();
 
-    /// Asks the other ranks whether they have sent the same gradients in the same order since the engines were made.
-    void ask_others();
-    /// Raises on every rank if they have not, then and ever after.
-    void check_others();
-
-    /// Has the next ask_others() tell that this rank wants to go on without compiled code.
-    void ask_to_stop_compiling();
-    /// Whether some rank wants that. All ranks learn it in the check_others() of the same step. All must then stop at
-    /// once, because gradients of uncompiled code arrive in another order.
-    bool stops_compiling() const;
-
 private:
     explicit Reducer(Options options);
     void look_at_parameters();
     void watch_accumulation(ParameterRecord& record);
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
-    void abandon_locked();  ///< with mutex_ held
+    // With mutex_ held:
+    void send_those_in_turn();
+    void send_rest_of_turns();
+    void send_turn(ParameterRecord& record, const Turn& turn);
+    /// Enqueues the unreduced sum or, if there is none, zeros.
+    void enqueue_sum(ParameterRecord& record);
+    /// Agrees on the order of later backwards. Returns the parameters that some rank has unreduced gradients of.
+    std::vector<int64_t> exchange_orders();
+    void abandon_locked();
     void forget_gradients();
 
     const Options options_;
@@ -406,6 +485,7 @@ private:
     StreamOrder streams_;
     Agreement agreement_;
     BucketQueue buckets_;
+    SendOrder order_;
 
     bool in_backward_ = false;
     bool reduces_ = false;  ///< whether the backward that runs reduces

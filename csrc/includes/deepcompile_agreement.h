@@ -42,7 +42,8 @@ std::string could_not(const std::string& purpose, const std::string& reason);
 /// To be called in the handler that caught the error. `purpose` completes "could not".
 [[noreturn]] void throw_for_other_ranks(const std::string& purpose, const std::exception& error);
 
-/// What this rank has sent, and whether the other ranks have sent the same.
+/// What this rank has sent, and whether the other ranks have sent the same. With that each rank tells whether it wants
+/// an exchange of orders; see Reducer::settle().
 class Agreement {
 public:
     /// `identity`: the engine's number. Engines may share a process group, and ranks that send for different engines
@@ -53,22 +54,19 @@ public:
     void add_bucket(const Fingerprint& bucket) { sent_.add_bucket(bucket); }
     /// A backward raised on this rank.
     void add_abandoned_backward() { sent_.add_abandoned_backward(); }
-    /// This rank wants to go on without compiled code, which the next ask() tells the other ranks.
-    void ask_to_stop_compiling() { asks_to_stop_compiling_ = true; }
 
     /// Sends this rank's fingerprint and collects the other ranks'. The host does not wait for a GPU. `purpose` is for
     /// the message of throw_for_other_ranks().
-    void ask(c10d::ProcessGroup& process_group, at::Device device, const std::string& purpose);
+    void ask(c10d::ProcessGroup& process_group, at::Device device, const std::string& purpose, bool wants_exchange);
     /// Waits on the host for the answers to the last ask(), unless they have been checked. Raises on every rank if the
     /// ranks have sent different gradients, now or earlier.
     void check();
-    /// Whether some rank wants to go on without compiled code. Every rank learns it from the same check().
-    bool stops_compiling() const { return stops_compiling_; }
+    /// Whether some rank wanted an exchange in the last ask(). Every rank learns it from the same check().
+    bool exchanges() const { return exchanges_; }
 
 private:
     Fingerprint sent_;  ///< since the engine was made
-    bool asks_to_stop_compiling_ = false;
-    bool stops_compiling_ = false;
+    bool exchanges_ = false;
     std::string disagreement_;  ///< the message, once the ranks have disagreed
     at::Tensor answer_;         ///< on the host, [4 * ranks]; undefined once it has been checked
     std::optional<c10::Event> arrived_;

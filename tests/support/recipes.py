@@ -68,6 +68,7 @@ class Recipe:
         drops: None, or how what the last step's first micro-batch left is dropped (one of ``DROPS``), and the step
             begins anew.
         clips: whether the rank's own gradients are clipped between micro-batches.
+        each_rank_skips: whether ranks leave pieces out in different micro-batches, and not all in the same steps.
     """
 
     pieces: Tuple[Piece, ...] = (Piece(),)
@@ -98,6 +99,7 @@ class Recipe:
     raises: bool = False
     drops: Optional[str] = None
     clips: bool = False
+    each_rank_skips: bool = False
     steps: int = 3
 
 

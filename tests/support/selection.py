@@ -24,7 +24,6 @@ QUICK = {
     "test_as_close_to_fp32_as_eager_zero",
     # Graphs
     "test_end_backward_stands_behind_every_reduction",
-    "test_reductions_follow_their_slots",
     "test_release_goes_to_the_first_graph_that_reduces",
     "test_end_backward_releases_once",
     "test_not_cut",

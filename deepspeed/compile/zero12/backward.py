@@ -325,6 +325,7 @@ class BackwardLife:
         try:
             self._reducer.finish_backward(reduces)
             if reduces and self._engine().is_gradient_accumulation_boundary():
+                self._reducer.settle()
                 self._hand_over()
         except BaseException:
             # Also on an interrupt: the next backward would add to what is bound.

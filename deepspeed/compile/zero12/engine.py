@@ -61,7 +61,7 @@ def compile_engine(
     compile_blocks.refuse_blocks_of_others(module)
 
     reducer = make_reducer(engine, plan)
-    limit = CompilationLimit(plan.compilations, reducer, raises=plan.fullgraph)
+    limit = CompilationLimit(plan.compilations, raises=plan.fullgraph)
     zero12 = attach(engine, reducer, limit)
     undo = zero12.undo.callback
     undo(restore_call(engine))
@@ -157,17 +157,8 @@ def _next_identity(optimizer):
 
 
 def parameters_reduced_by_graphs(optimizer: "DeepSpeedZeroOptimizer") -> List[Parameter]:
-    """Lists the reducible parameters: those without a user's hook on any rank.
-
-    Graphs do not reduce a parameter that has a hook. All ranks must reduce in the same order, so a hook on one rank
-    counts on all ranks.
-    """
-    registered = registered_parameters(optimizer)
-    hooked = torch.tensor([has_hooks(parameter) for parameter in registered], dtype=torch.int32)
-    hooked = hooked.to(optimizer.bit16_groups_flat[0].device)
-    with collective("find out which parameters have hooks"):
-        dist.all_reduce(hooked, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
-    return [parameter for parameter, flag in zip(registered, hooked.tolist(), strict=True) if not flag]
+    """Lists the reducible parameters: those without a user's hook, which graphs would not call."""
+    return [parameter for parameter in registered_parameters(optimizer) if not has_hooks(parameter)]
 
 
 class _Compilation:

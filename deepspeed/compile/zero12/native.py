@@ -41,7 +41,7 @@ def reducer_module() -> ModuleType:
 # What the operators return while a graph is traced. Registrations are on the host then, even if gradients are not.
 
 
-def _reduce_grad_traced(grad, registrations, slot, after=None, donated=False):
+def _reduce_grad_traced(grad, registrations, slot, donated=False):
     return grad.new_empty(0)
 
 

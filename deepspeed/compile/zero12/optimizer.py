@@ -58,6 +58,8 @@ class StepLocalGradients:
     def scale_if_loss(self, value):
         # engine.backward() begins with this call. An earlier backward that is still unfinished was interrupted.
         self._zero12.backward.abandon_interrupted()
+        if torch.is_tensor(value):
+            self._zero12.reducer.look_ahead(value)
         return super().scale_if_loss(value)
 
     def enter_backward(self):
@@ -99,7 +101,6 @@ class StepLocalGradients:
     # Checkpoints and states ----------------------------------------------------------------------------------------
 
     def state_dict(self):
-        self._zero12.reducer.check_others()
         self._zero12.interrupted_step.refuse()
         self._zero12.gather.wait_all()
         return super().state_dict()
@@ -158,7 +159,7 @@ def attach(engine: "DeepSpeedEngine", reducer: Reducer, limit) -> Zero12:
     Args:
         engine: a DeepSpeedEngine whose optimizer is the ZeRO-1/2 optimizer.
         reducer: the engine's native reducer.
-        limit: the engine's ``CompilationLimit``, which learns in each step whether ranks agreed to stop compiling.
+        limit: the engine's ``CompilationLimit``.
     """
     optimizer = engine.optimizer
     optimizer._zero12 = Zero12(engine, reducer, limit)

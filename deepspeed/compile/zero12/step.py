@@ -41,7 +41,7 @@ def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
     On overflow the parameters stay as they are: ``optimizer.overflow`` is true then, and the loss scale is updated.
 
     Raises:
-        RuntimeError: if the step has no gradients, if gradients were dropped, or if ranks sent different gradients.
+        RuntimeError: if the step has no gradients, or if gradients were dropped.
         DistBackendError: if a collective failed, for example because another rank died.
     """
     backward = optimizer._zero12.backward
@@ -61,19 +61,11 @@ def _run(optimizer):
     zero12, device = optimizer._zero12, optimizer.bit16_groups_flat[0].device
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
-    # Ask whether all ranks sent the same gradients. Check the previous step's answer first: with
-    # `check_grad_overflow: false` that step did not wait for it.
-    zero12.reducer.check_others()
-    zero12.reducer.ask_others()
+    zero12.limit.step()
     zero12.reducer.use_targets_here()
     norm = _global_norm(optimizer) if optimizer.compute_grad_norm else None
-    waits = _host_waits(optimizer, norm)
-    if waits or device.type == "cpu":
-        zero12.reducer.check_others()
-    zero12.limit.follow_others(zero12.reducer)
-
     # Gradients carry the loss scale of their backward: read the scale before _update_scale() changes it.
-    optimizer.overflow, norm = _overflow(optimizer, norm) if waits else (False, norm)
+    optimizer.overflow, norm = _overflow(optimizer, norm) if _host_waits(optimizer, norm) else (False, norm)
     scale = optimizer.loss_scale
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:

@@ -16,7 +16,7 @@ from deepspeed.utils import logger
 
 from ...fx import should_release_reduce_buckets
 from . import loss, lowering
-from .frames import Registrations, one_more_input, order_of_reductions, traced_registrations
+from .frames import Registrations, one_more_input, traced_registrations
 from .reductions import donate_gradients, finish_backward_graph, insert_reductions
 
 
@@ -101,7 +101,7 @@ def make_backend(
 
     Args:
         plan: the ``Plan`` of the engine. With its backend "eager", graphs run as they are traced.
-        parameters: the reducible parameters, the same on every rank.
+        parameters: the reducible parameters.
         registered: the registered parameters, in the reducer's order, which outlive the backend's graphs.
         identity: the reducer's number.
         limit: the ``CompilationLimit`` of the engine.
@@ -128,7 +128,7 @@ def make_backend(
         return _generate_code(gm, inputs, partitioner, mode, options)
 
     def compile_frame(gm, example_inputs, in_block=False, mode=None, options=None):
-        # Decide by the inputs alone, so that all ranks decide alike, whether or not a rank finds the graph in a cache.
+        # Decide by the inputs alone, whether or not the graph is found in a cache.
         is_reducible = [id(value) in reducible for value in example_inputs]
         reduces = torch.is_grad_enabled() and any(
             flag and value.requires_grad for flag, value in zip(is_reducible, example_inputs)
@@ -143,9 +143,7 @@ def make_backend(
         release = reduces and not has_blocks and should_release_reduce_buckets(order.as_list(), graph_id)
 
         def compile_graph(graph_module, inputs):
-            reduced = (
-                order_of_reductions(graph_module, [id(value) in reducible for value in inputs]) if reduces else []
-            )
+            reduced = [index for index, value in enumerate(inputs) if reduces and id(value) in reducible]
             slots = {index: slot for slot, index in enumerate(reduced, start=1)}
             lies_anywhere = [id(value) in anywhere for value in inputs]
             partitioner = ReduceGradPartitioner(slots, graph_id, release, debug_log, lies_anywhere)

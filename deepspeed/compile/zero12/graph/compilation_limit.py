@@ -1,18 +1,17 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Limits how often code is compiled again, for all ranks together.
+"""Limits how often code is compiled again.
 
 Dynamo compiles a frame again for other shapes, other layers and other branches, and runs the frame uncompiled once a
-limit is reached. Dynamo's own limit does not suit training. One rank may reach the limit before another, and gradients
-then arrive in different orders on these ranks. Evaluation, generation and earlier engines use up compilations that
-training needs, without a message. So this file lifts Dynamo's limit. A :class:`CompilationLimit` counts compilations
-for one engine, separately for training and evaluation, and all ranks stop using compiled code in the same step.
+limit is reached. Dynamo's own limit does not suit training: evaluation, generation and earlier engines use up
+compilations that training needs, without a message. So this file lifts Dynamo's limit. A :class:`CompilationLimit`
+counts compilations for one engine, separately for training and evaluation. A rank whose engine reaches the limit goes
+on without compiled code; the other ranks need not follow.
 """
 
 import collections
 import contextlib
 import types
-import weakref
 from typing import Any, Callable, ContextManager, Dict, Tuple
 
 import torch
@@ -20,7 +19,6 @@ import torch
 from deepspeed.utils import logger
 
 from ..messages import warn
-from ..native import Reducer
 
 # More than any program compiles.
 _UNLIMITED = 10**6
@@ -51,20 +49,18 @@ class CompilationLimit:
 
     Args:
         limit: how often one frame may be compiled for training, and as often again for evaluation.
-        reducer: the engine's native reducer, through which ranks agree in a step to stop using compiled code.
         raises: whether too many compilations are an error, as ``fullgraph`` asks.
 
     Attributes:
-        has_stopped: whether all ranks have stopped using compiled code.
+        has_stopped: whether this rank has stopped using compiled code.
     """
 
     # Whether some frame comes near Dynamo's limit. All engines share this flag: several engines may call one function,
     # for example the rest of a function after a graph break, and Dynamo counts all compilations of its frame.
     _is_near = False
 
-    def __init__(self, limit: int, reducer: Reducer, raises: bool = False):
+    def __init__(self, limit: int, raises: bool = False):
         self._limit = limit
-        self._reducer = weakref.ref(reducer)
         self._raises = raises
         # Read Dynamo's limit now, because the limit is lifted while frames are compiled.
         self._limit_of_dynamo = torch._dynamo.config.recompile_limit
@@ -73,6 +69,7 @@ class CompilationLimit:
         self._evaluation_is_over = False
         self._trains_in_eval_mode = False
         self._has_warned = False
+        self._is_reached = False
         self.has_stopped = False
 
     def trains(self, module: torch.nn.Module) -> bool:
@@ -101,7 +98,7 @@ class CompilationLimit:
         def call(*args, **kwargs):
             return module._call_impl(*args, **kwargs)
 
-        # This limit holds for all ranks, so torch.compile gets none of its own.
+        # This limit takes the place of that of torch.compile.
         compile_kwargs.pop("recompile_limit", None)
         compiled = torch.compile(own_code(call), **compile_kwargs)
 
@@ -159,10 +156,7 @@ class CompilationLimit:
         if count > self._limit:
             if self._raises or torch._dynamo.config.fail_on_recompile_limit_hit:
                 raise RuntimeError(f"DeepCompile compiled one frame more than {self._limit} times; {_REMEDY}")
-            reducer = self._reducer()
-            if reducer is not None:
-                # This step still uses compiled code, as on the other ranks. All ranks stop together in a later step.
-                reducer.ask_to_stop_compiling()
+            self._is_reached = True
         elif count > _MANY and not self._has_warned:
             self._has_warned = True
             warn(
@@ -170,14 +164,17 @@ class CompilationLimit:
                 "transformers do so with a cache of keys and values: train in training mode, without use_cache=True"
             )
 
-    def follow_others(self, reducer: Reducer) -> None:
-        """Called in every step: stops using compiled code if some rank asked to stop when ranks last agreed."""
-        if self.has_stopped or not reducer.stops_compiling():
+    def step(self) -> None:
+        """Called in every step: stops using compiled code if the limit was reached since the last step.
+
+        Not earlier, because checkpointing must run a block a second time with the code that ran first.
+        """
+        if self.has_stopped or not self._is_reached:
             return
         self.has_stopped = True
-        warn(
-            f"DeepCompile compiled one frame of the model more than {self._limit} times on some rank, so all ranks go "
-            f"on without compiled code; to have it compiled, {_REMEDY}"
+        logger.warning(
+            f"DeepCompile compiled one frame of the model more than {self._limit} times, so this rank goes on without "
+            f"compiled code; to have it compiled, {_REMEDY}"
         )
 
 

@@ -97,7 +97,7 @@ def _compiled(forward, backend, compile_kwargs, limit, waiting):
     # Copy the options, because torch.compile removes entries from the dict that it is given.
     options = compile_kwargs.get("options")
     own = {**compile_kwargs, "options": dict(options)} if options is not None else dict(compile_kwargs)
-    # `limit` holds for all ranks, so torch.compile gets none of its own.
+    # `limit` counts compilations in place of torch.compile.
     own.pop("recompile_limit", None)
     compiled = torch.compile(own_code(forward), **{**own, "backend": backend})
 

@@ -1,9 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How a compiled graph learns whose gradients it computes, and in which order it reduces them."""
+"""How a compiled graph learns whose gradients it computes."""
 
 import contextlib
-from typing import Dict, Iterable, Iterator, List, Sequence, Tuple
+from typing import Dict, Iterable, Iterator, Sequence, Tuple
 
 import torch
 from torch._guards import detect_fake_mode
@@ -45,21 +45,6 @@ class Registrations:
             made = torch.tensor([self._identity, *(self._index[each] for each in key)], dtype=torch.int64)
             self._made[key] = made
         return made
-
-
-def order_of_reductions(gm: GraphModule, is_reducible: Sequence[bool]) -> List[int]:
-    """Lists the indices of a frame's reducible inputs, in the order in which all ranks reduce them.
-
-    A backward computes gradients roughly in the reverse of the order in which the frame first uses the parameters, so
-    that is the order here. Dynamo's trace gives the order, and shapes do not change it.
-    """
-    first_use = {}
-    for position, node in enumerate(gm.graph.nodes):
-        for used in node.all_input_nodes:
-            first_use.setdefault(used, position)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    keys = {index: (first_use.get(placeholders[index], 0), index) for index, flag in enumerate(is_reducible) if flag}
-    return sorted(keys, key=lambda index: keys[index], reverse=True)
 
 
 @contextlib.contextmanager

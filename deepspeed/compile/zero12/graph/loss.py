@@ -28,8 +28,8 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPER
 def split_loss(gm: GraphModule, is_registered: Sequence[bool]) -> Optional[GraphModule]:
     """Cuts a graph after the last large tensor that the graph returns and from which it computes a loss.
 
-    The decision to cut depends on a rank's own shapes, so the cut must not change the order in which ranks reduce.
-    Therefore a graph that uses parameters after the tensor is not cut.
+    What comes after the tensor is left to ``torch.compile`` and must reduce nothing. Therefore a graph that uses
+    parameters there is not cut.
 
     Args:
         gm: a graph for training, as Dynamo traced it.

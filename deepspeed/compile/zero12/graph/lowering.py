@@ -41,10 +41,10 @@ class ReduceGradKernel(ir.FallbackKernel):
         return len(users) == 1 and getattr(users[0], "node", None) is self
 
 
-def lower_reduce_grad(gradient, registrations, slot, after=None, donated=False):
+def lower_reduce_grad(gradient, registrations, slot, donated=False):
     """Lowers one call of ``reduce_grad``. :class:`ReduceGradKernel` decides later whether the gradient is donated."""
     operator = torch.ops.deepcompile.reduce_grad.default
-    outputs = ReduceGradKernel.create(operator, gradient, registrations, slot, after, donated)
+    outputs = ReduceGradKernel.create(operator, gradient, registrations, slot, donated)
     return pytree.tree_map(lambda node: ir.TensorBox.create(node) if isinstance(node, ir.IRNode) else node, outputs)
 
 

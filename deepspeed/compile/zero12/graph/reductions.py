@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Inserts reductions into joint graphs, and orders and ends them in backward graphs."""
+"""Inserts reductions into joint graphs, and ends them in backward graphs."""
 
 from typing import List, Mapping
 
@@ -9,9 +9,6 @@ from torch._functorch._aot_autograd.fx_utils import get_all_input_and_grad_nodes
 from torch.fx import GraphModule, Node
 
 from ...fx import add_end_backward, get_output_node, reduce_nodes, replace_reduce_outputs_with_none
-
-# The position of the slot among the arguments of reduce_grad.
-SLOT = 2
 
 
 def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node]:
@@ -56,20 +53,9 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
 
 
 def finish_backward_graph(backward: GraphModule, graph_id: int, release_reduce_buckets: bool) -> None:
-    """Orders the reductions of a backward graph by slot, adds ``end_backward``, and returns no reduced gradient."""
-    reductions = sorted(reduce_nodes(backward.graph), key=lambda node: node.args[SLOT])
-    if not reductions:
+    """Adds ``end_backward`` to a backward graph, which then returns no gradient that it reduces."""
+    if not reduce_nodes(backward.graph):
         return
-    # Ranks may have compiled this frame for different shapes. Their graphs then compute gradients in different orders
-    # and are scheduled differently: for example, the gradient of a bias that was added to a batch of one needs no sum
-    # and is there earlier. Each reduction takes the reduction of the previous slot as an operand, so that all ranks
-    # reduce in the order of slots.
-    position = {node: index for index, node in enumerate(backward.graph.nodes)}
-    for earlier, later in zip(reductions, reductions[1:]):
-        if position[later] < position[earlier]:
-            earlier.append(later)
-            position[later] = position[earlier]
-        later.args = (*later.args[: SLOT + 1], earlier)
     add_end_backward(backward.graph, graph_id, release_reduce_buckets)
     replace_reduce_outputs_with_none(backward.graph)
     backward.graph.lint()

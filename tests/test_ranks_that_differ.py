@@ -1,0 +1,265 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that run other parts of a model, in another order, or other graphs train as a plain loop over all ranks."""
+
+import dataclasses
+import random
+from typing import Dict, List
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.compile.zero12 import gradient_counters
+
+from support.architectures import ARCHITECTURES
+from support.beside import Beside, Outcome, check
+from support.ids import vary
+from support.models import VOCABULARY, Block
+from support.training import Case, batch, device
+
+DEPTH = 4
+WIDTH = 8
+
+
+class Chosen(nn.Module):
+    """Runs the blocks that it is told to, in this order; for no blocks its loss does without parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(self.make_block() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def make_block(self):
+        return Block(WIDTH)
+
+    def call_block(self, block, x):
+        return block(x)
+
+    def forward(self, ids, chosen, anchor):
+        if not chosen:
+            return anchor.square().sum()
+        x = self.embedding(ids)
+        for index in chosen:
+            x = self.call_block(self.blocks[index], x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class Checkpointed(Chosen):
+    def call_block(self, block, x):
+        return checkpoint(block, x, use_reentrant=False)
+
+
+class ReentrantlyCheckpointed(Chosen):
+    def call_block(self, block, x):
+        return checkpoint(block, x, use_reentrant=True)
+
+
+class Tied(Chosen):
+    """The embedding serves as the head too where an odd number of blocks is run."""
+
+    def forward(self, ids, chosen, anchor):
+        x = self.embedding(ids)
+        for index in chosen:
+            x = self.blocks[index](x)
+        weight = self.embedding.weight if len(chosen) % 2 else self.head.weight
+        return F.cross_entropy(F.linear(x, weight).flatten(0, 1), ids.flatten())
+
+
+class Experts(nn.Module):
+    """Each token goes to one of several experts, as in Switch Transformers; experts without tokens are not called."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.router = nn.Linear(width, 4)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x):
+        scores = self.router(self.norm(x)).softmax(-1)
+        best, expert = scores.max(-1)
+        output = torch.zeros_like(x)
+        for index, each in enumerate(self.experts):
+            rows = (expert == index).nonzero(as_tuple=True)
+            if len(rows[0]):
+                output = output.index_put(rows, torch.tanh(each(x[rows])) * best[rows].unsqueeze(-1))
+        return x + output
+
+
+class Switch(Chosen):
+    def make_block(self):
+        return Experts(WIDTH)
+
+
+MODELS = {cls.__name__: cls for cls in (Chosen, Checkpointed, ReentrantlyCheckpointed, Tied, Switch)}
+
+
+def layers_dropped(step, rank):
+    """Drops layers at random, other ones on each rank, as LayerDrop does; the first always stays."""
+    draw = random.Random(1000 * step + rank)
+    return [0, *(index for index in range(1, DEPTH) if draw.random() < 0.5)]
+
+
+# What a rank runs in a micro-batch.
+PROGRAMS = {
+    "branch": lambda step, rank: [0, 1, 3] if (step + rank) % 2 else [0, 2, 3],
+    "order": lambda step, rank: [2, 0, 3, 1] if rank else [0, 1, 2, 3],
+    "layers-dropped": layers_dropped,
+    "one-without-gradients": lambda step, rank: [] if rank == 1 else [0, 1, 2, 3],
+    "turns-without-gradients": lambda step, rank: [] if (step + rank) % 2 else [0, 1, 2, 3],
+    "early-exit": lambda step, rank: list(range(1 + (step + 2 * rank) % DEPTH)),
+    "alike": lambda step, rank: [0, 1, 2, 3],
+    "alike-by-turns": lambda step, rank: [0, 1] if step % 2 else [2, 3],
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Differing(Outcome):
+    """``counters``: of the last backward of each step."""
+
+    counters: List[Dict[str, int]]
+
+
+def train(case, program, steps=5, lengths=lambda step, rank: 4):
+    """Trains a model of which each rank runs in each micro-batch what the program says."""
+    torch.manual_seed(0)
+    pair, rank, counters = Beside(MODELS[case.model](), case), dist.get_rank(), []
+    for step in range(steps):
+        for micro_step in range(case.accumulation):
+            number = step * case.accumulation + micro_step
+            anchor = torch.ones(3, device=device(), requires_grad=True)
+            ids = batch(step, micro_step, rank, lengths(number, rank))
+            pair.micro_batch(ids, PROGRAMS[program](number, rank), anchor)
+        counters.append(gradient_counters(pair.engine))
+        pair.plain_step()
+    return Differing(**vars(pair.end()), counters=counters)
+
+
+def differing(regional, **varied):
+    return Case(config={"compile": {"regional_compilation": regional}}, **varied)
+
+
+@vary("program", [name for name in PROGRAMS if not name.startswith("alike")])
+@vary("regional", [True, False])
+@vary("backend", ["eager", "inductor"])
+@vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_table(ranks, stage, accumulation, backend, regional, program):
+    case = differing(regional, model="Chosen", stage=stage, accumulation=accumulation, backend=backend)
+    check(ranks(2).run(train, case, program))
+
+
+@vary("model, program", [(name, "layers-dropped") for name in MODELS if name != "Chosen"])
+@vary("regional", [True, False])
+@vary("stage, accumulation", [(1, 3), (2, 1)])
+def test_models(ranks, stage, accumulation, regional, model, program):
+    check(ranks(2).run(train, differing(regional, model=model, stage=stage, accumulation=accumulation), program))
+
+
+@vary("program", ["layers-dropped", "one-without-gradients"])
+@vary("stage", [1, 2])
+def test_four_ranks(ranks, stage, program):
+    check(ranks(4).run(train, differing(True, model="Chosen", stage=stage), program))
+
+
+@vary("stage, bucket", [(1, 1), (2, 10**6)])
+def test_buckets(ranks, stage, bucket):
+    check(ranks(2).run(train, differing(True, model="Chosen", stage=stage, bucket=bucket), "layers-dropped"))
+
+
+# Where ranks are alike -------------------------------------------------------------------------------------------
+
+
+@vary("model", ["Chosen", "Checkpointed", "ReentrantlyCheckpointed", "Tied"])
+@vary("regional", [True, False])
+@vary("stage", [1, 2])
+def test_nothing_waits_where_ranks_are_alike(ranks, stage, regional, model):
+    case = differing(regional, model=model, stage=stage, bucket=1)
+    for result in check(ranks(2).run(train, case, "alike")):
+        # The first backward shows the order in which gradients arrive.
+        for counters in result.counters[1:]:
+            assert (counters["waited"], counters["peak_unreduced"]) == (0, 0), counters
+
+
+@vary("stage", [1, 2])
+def test_nothing_waits_long_where_alike_ranks_take_another_branch(ranks, stage):
+    case = differing(True, model="Chosen", stage=stage, bucket=1)
+    for result in check(ranks(2).run(train, case, "alike-by-turns", steps=8)):
+        # The graph shows which gradients cannot come.
+        for counters in result.counters[4:]:
+            assert counters["waited"] == 0, counters
+
+
+# Graphs that one rank compiles -----------------------------------------------------------------------------------
+
+
+def train_to_the_limit(case, limit, program="alike"):
+    """Rank 1 has longer sequences in each step, and graphs are for one shape each."""
+    with torch._dynamo.config.patch(recompile_limit=limit):
+        return train(case, program, steps=6, lengths=lambda step, rank: 4 + step * rank)
+
+
+@vary("regional", [True, False])
+@vary("stage, accumulation", [(1, 1), (2, 3)])
+def test_one_rank_reaches_the_limit_of_compilations(ranks, stage, accumulation, regional):
+    case = differing(
+        regional, model="Chosen", stage=stage, accumulation=accumulation, compile_kwargs={"dynamic": False}
+    )
+    first, second = check(ranks(2).run(train_to_the_limit, case, limit=1))
+    assert first.from_graphs[-1] > 0 and second.from_graphs[-1] == 0
+
+
+# A tower that one rank does not reach ----------------------------------------------------------------------------
+
+
+class WithLoss(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        return self.model(**inputs).loss
+
+
+def train_vision_language(case, name):
+    """Rank 0 has images with its texts, and the others have texts alone."""
+    architecture = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    pair = Beside(WithLoss(architecture.make()), case)
+    for step in range(3):
+        inputs = {key: value.to(device()) for key, value in architecture.batch(step, 2).items()}
+        if dist.get_rank() > 0:
+            ids = torch.randint(8, 90, (2, 12), generator=torch.Generator().manual_seed(step)).to(device())
+            inputs = {"input_ids": ids, "labels": ids}
+        pair.engine.backward(pair.engine(**inputs))
+        pair.engine.step()
+        pair.plain(**inputs).backward()
+        pair.plain_step()
+    return pair.end()
+
+
+@vary("stage", [1, 2])
+def test_images_on_one_rank(ranks, stage):
+    check(ranks(2).run(train_vision_language, Case(stage=stage), "Llava"))
+
+
+# Several engines -------------------------------------------------------------------------------------------------
+
+
+def train_two(cases, program):
+    """Two engines take turns, each with other parts of its model on each rank."""
+    torch.manual_seed(0)
+    pairs = [Beside(Chosen(), case, reset=not number) for number, case in enumerate(cases)]
+    for step in range(4):
+        for number, pair in enumerate(pairs):
+            anchor = torch.ones(3, device=device(), requires_grad=True)
+            ids = batch(step, number, dist.get_rank(), 4)
+            pair.step(ids, PROGRAMS[program](step + number, dist.get_rank()), anchor)
+    return [pair.end() for pair in pairs]
+
+
+def test_two_engines(ranks):
+    for results in ranks(2).run(train_two, [differing(True, stage=1), differing(True, stage=2)], "branch"):
+        check(results)
