@@ -155,7 +155,8 @@ def test_gradients_whose_owners_take_turns_need_one_copy_more(ranks):
     # A bucket is sent with ten gradients, and gathered while one is on its way.
     half = 10 * 8
     case = Case(bucket=2 * half, config=ROUND_ROBIN)
-    for counters in check(ranks(2).run(many_parameters, case, count=100, numel=8)):
+    # In the first backward ranks have not seen yet in which order gradients arrive.
+    for counters in check(ranks(2).run(many_parameters, case, count=100, numel=8))[1:]:
         assert (counters["buckets_sent"], counters["messages_sent"]) == (10, 2 * 10)
         assert counters["peak_pending"] == 4 * 2 * half
         assert counters["peak_bucket"] <= 4 * 2 * half
@@ -191,7 +192,8 @@ def test_uses_that_vary(ranks, stage, accumulation, bucket):
 
 def test_two_uses_are_sent_one_by_one(ranks):
     # A sum would be held from the first to the second, and those of an embedding and a head are far apart.
+    # Nobody knows in the first backward how many contributions are to come.
     case = Case(model="SharedBlock", bucket=1)
-    for counters in check(ranks(2).run(shared_block, case, [2] * 3)):
+    for counters in check(ranks(2).run(shared_block, case, [2] * 3))[1:]:
         assert counters["buckets_sent"] == 6 * 2 + 2
         assert counters["peak_unreduced"] == 0
