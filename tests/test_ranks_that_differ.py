@@ -4,7 +4,7 @@
 
 import dataclasses
 import random
-from typing import Dict, List
+from typing import Dict, List, Set
 
 import torch
 import torch.distributed as dist
@@ -69,6 +69,18 @@ class Tied(Chosen):
         return F.cross_entropy(F.linear(x, weight).flatten(0, 1), ids.flatten())
 
 
+class Breaking(Chosen):
+    """Breaks its graph after each other block where it runs an even number of them."""
+
+    def forward(self, ids, chosen, anchor):
+        x = self.embedding(ids)
+        for place, index in enumerate(chosen):
+            x = self.blocks[index](x)
+            if place % 2 and len(chosen) % 2 == 0:
+                torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
 class Experts(nn.Module):
     """Each token goes to one of several experts, as in Switch Transformers; experts without tokens are not called."""
 
@@ -94,7 +106,7 @@ class Switch(Chosen):
         return Experts(WIDTH)
 
 
-MODELS = {cls.__name__: cls for cls in (Chosen, Checkpointed, ReentrantlyCheckpointed, Tied, Switch)}
+MODELS = {cls.__name__: cls for cls in (Chosen, Checkpointed, ReentrantlyCheckpointed, Tied, Breaking, Switch)}
 
 
 def layers_dropped(step, rank):
@@ -211,7 +223,7 @@ def test_one_rank_reaches_the_limit_of_compilations(ranks, stage, accumulation, 
     assert first.from_graphs[-1] > 0 and second.from_graphs[-1] == 0
 
 
-# A tower that one rank does not reach ----------------------------------------------------------------------------
+# Models of transformers ------------------------------------------------------------------------------------------
 
 
 class WithLoss(nn.Module):
@@ -219,30 +231,56 @@ class WithLoss(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, **inputs):
+    def forward(self, seed, inputs):
+        torch.manual_seed(seed)
         return self.model(**inputs).loss
 
 
-def train_vision_language(case, name):
-    """Rank 0 has images with its texts, and the others have texts alone."""
-    architecture = ARCHITECTURES[name]
+def texts(architecture, seed, rank):
+    # So few tokens that experts are left without.
+    return {key: value[:, :2] for key, value in architecture.batch(seed, 1).items()}
+
+
+def images_on_the_first_rank(architecture, seed, rank):
+    if rank == 0:
+        return architecture.batch(seed, 2)
+    ids = torch.randint(8, 90, (2, 12), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+# Name of an architecture -> what a rank trains it on.
+INPUTS = {"Llava": images_on_the_first_rank, "SwitchTransformers": texts, "OPT": texts}
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing(Outcome):
+    """``missing``: of each step, the parameters that got no gradient on this rank."""
+
+    missing: List[Set[str]]
+
+
+def train_architecture(case, name):
+    """Each rank has its own inputs and random numbers."""
+    architecture, rank, missing = ARCHITECTURES[name], dist.get_rank(), []
     torch.manual_seed(0)
-    pair = Beside(WithLoss(architecture.make()), case)
-    for step in range(3):
-        inputs = {key: value.to(device()) for key, value in architecture.batch(step, 2).items()}
-        if dist.get_rank() > 0:
-            ids = torch.randint(8, 90, (2, 12), generator=torch.Generator().manual_seed(step)).to(device())
-            inputs = {"input_ids": ids, "labels": ids}
-        pair.engine.backward(pair.engine(**inputs))
-        pair.engine.step()
-        pair.plain(**inputs).backward()
+    module = WithLoss(architecture.make().train())
+    if name == "OPT":
+        module.model.model.decoder.layerdrop = 0.5
+    pair = Beside(module, case)
+    for step in range(4):
+        seed = 10 * step + rank
+        inputs = {key: value.to(device()) for key, value in INPUTS[name](architecture, seed, rank).items()}
+        pair.micro_batch(seed, inputs)
+        missing.append({name for name, parameter in pair.plain.named_parameters() if parameter.grad is None})
         pair.plain_step()
-    return pair.end()
+    return Missing(**vars(pair.end()), missing=missing)
 
 
+@vary("name", INPUTS)
 @vary("stage", [1, 2])
-def test_images_on_one_rank(ranks, stage):
-    check(ranks(2).run(train_vision_language, Case(stage=stage), "Llava"))
+def test_models_of_transformers(ranks, stage, name):
+    first, second = check(ranks(2).run(train_architecture, Case(stage=stage), name))
+    assert first.missing != second.missing, "the ranks were alike, so nothing was shown"
 
 
 # Several engines -------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ namespace deepcompile {
 void SendOrder::add_parameter(int64_t index)
 {
     turns_.insert(turns_.begin(), {index, 1});
+    ++left_[index];
 }
 
 void SendOrder::clear()
@@ -29,11 +30,22 @@ const Turn* SendOrder::next() const
     return complete() ? nullptr : &turns_[taken_];
 }
 
+void SendOrder::advance()
+{
+    --left_[turns_[taken_++].index];
+}
+
 bool SendOrder::comes_to(int64_t index) const
 {
-    return std::any_of(turns_.begin() + static_cast<std::ptrdiff_t>(taken_), turns_.end(), [index](const Turn& turn) {
-        return turn.index == index;
-    });
+    const auto found = left_.find(index);
+    return found != left_.end() && found->second > 0;
+}
+
+void SendOrder::restart()
+{
+    taken_ = 0;
+    left_.clear();
+    for (const auto& turn : turns_) { ++left_[turn.index]; }
 }
 
 void SendOrder::begin_backward()
@@ -82,6 +94,7 @@ void SendOrder::take_over(const std::vector<Turn>& first_rank, const std::vector
         if (seen[index] && !known[index]) { turns.push_back({index, 1}); }
     }
     turns_ = std::move(turns);
+    restart();
     // The guess had turns of parameters that get no gradients at all.
     missed_ = missed_ && !is_guess_;
     is_guess_ = false;

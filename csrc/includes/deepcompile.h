@@ -173,12 +173,12 @@ public:
 
     /// The next turn; null once all were taken.
     const Turn* next() const;
-    void advance() { ++taken_; }
+    void advance();
     bool complete() const { return taken_ == turns_.size(); }
     /// Whether the parameter has a turn that was not taken.
     bool comes_to(int64_t index) const;
     /// The next backward begins with the first turn.
-    void restart() { taken_ = 0; }
+    void restart();
 
     /// Forgets what the backward before has shown.
     void begin_backward();
@@ -208,6 +208,7 @@ public:
 private:
     std::vector<Turn> turns_;
     size_t taken_ = 0;
+    std::unordered_map<int64_t, int64_t> left_;  ///< by parameter: its turns that were not taken
     std::vector<int64_t> arrived_;
     bool is_guess_ = true;  ///< no backward has shown yet which parameters get gradients
     bool suits_ = true;
