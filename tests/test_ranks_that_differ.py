@@ -6,6 +6,7 @@ import dataclasses
 import random
 from typing import Dict, List, Set
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -176,6 +177,7 @@ def test_four_ranks(ranks, stage, program):
     check(ranks(4).run(train, differing(True, model="Chosen", stage=stage), program))
 
 
+@pytest.mark.sanitized
 @vary("stage, bucket", [(1, 1), (2, 10**6)])
 def test_buckets(ranks, stage, bucket):
     check(ranks(2).run(train, differing(True, model="Chosen", stage=stage, bucket=bucket), "layers-dropped"))
@@ -279,7 +281,10 @@ def train_architecture(case, name):
 @vary("name", INPUTS)
 @vary("stage", [1, 2])
 def test_models_of_transformers(ranks, stage, name):
-    first, second = check(ranks(2).run(train_architecture, Case(stage=stage), name))
+    first, second = results = ranks(2).run(train_architecture, Case(stage=stage), name)
+    for result in results:
+        # All parameters together: the bias of attention's keys has no gradient but rounding.
+        assert result.total_error < 1e-5 and result.moved > 1e-3 and result.held == 0
     assert first.missing != second.missing, "the ranks were alike, so nothing was shown"
 
 
@@ -298,6 +303,7 @@ def train_two(cases, program):
     return [pair.end() for pair in pairs]
 
 
+@pytest.mark.sanitized
 def test_two_engines(ranks):
     for results in ranks(2).run(train_two, [differing(True, stage=1), differing(True, stage=2)], "branch"):
         check(results)

@@ -31,12 +31,27 @@ class Accumulated(NamedTuple):
     ahead: int  # in how many steps it was filled while the second stream was kept busy
 
 
+class BeforeRanksAgree:
+    """A reducer that calls a function when a backward has reduced all, just before the host waits for the device."""
+
+    def __init__(self, reducer, function):
+        self._reducer, self._function = reducer, function
+
+    def __getattr__(self, name):
+        return getattr(self._reducer, name)
+
+    def settle(self):
+        self._function()
+        self._reducer.settle()
+
+
 def accumulate_over_streams(case, how):
     """Of each step the last micro-batch runs on a second stream, and those before it on a first.
 
     The second stream waits for the first, as the caller has to see to, and is then kept busy, so that the host has
     called the whole backward before the device begins it. Meanwhile the first stream allocates memory and fills it:
-    whatever that backward has given back too early.
+    whatever that backward has given back too early. At a boundary it does so just before ranks agree, for which the
+    host waits.
 
     Args:
         case: with gradient accumulation of 2 or more.
@@ -50,7 +65,19 @@ def accumulate_over_streams(case, how):
     engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     busy_one = case.accumulation - (2 if how == "dropped" else 1)
-    intact, ahead = True, 0
+    intact, ahead, filled = True, 0, []
+
+    def fill():
+        nonlocal ahead
+        done = second.record_event()
+        with torch.cuda.stream(first):
+            filled.extend(torch.full_like(p, torch.nan) for p in module.parameters() for _ in range(4))
+        first.synchronize()
+        ahead += not done.query()
+
+    life = engine.optimizer._zero12.backward
+    if how != "dropped":
+        life._reducer = BeforeRanksAgree(life._reducer, fill)
     for step in range(case.steps):
         for micro_step in range(case.accumulation):
             ids, skip = batch(step, micro_step, rank, 4), how == "unused" and micro_step == busy_one
@@ -65,14 +92,10 @@ def accumulate_over_streams(case, how):
                 if micro_step == busy_one:
                     if how == "dropped":
                         engine.optimizer.zero_grad()
-                    done = second.record_event()
-                    with torch.cuda.stream(first):
-                        filled = [torch.full_like(p, torch.nan) for p in module.parameters() for _ in range(4)]
-                    first.synchronize()
-                    ahead += not done.query()
+                        fill()
                     second.synchronize()
-                    intact = intact and all(bool(each.isnan().all()) for each in filled)
-                    del filled
+                    intact = intact and bool(filled) and all(bool(each.isnan().all()) for each in filled)
+                    filled.clear()
                 engine.step()
             (plain(ids, skip) / case.accumulation).backward()
             if how == "dropped" and micro_step == busy_one:
