@@ -156,7 +156,7 @@ def test_parameters_that_were_given_other_memory(ranks, stage):
 def synchronizations(case):
     """What torch says where the host waits for the device from a backward's beginning to the optimizer's step.
 
-    Torch does not tell of the wait for an event, with which ranks agree in ``Reducer::settle()``.
+    Torch does not tell of the wait for an event, with which ranks agree in ``Reducer::agree()``.
     """
     _, engine = start(case)
     inner, inner_step = engine.optimizer.optimizer, engine.optimizer.optimizer.step

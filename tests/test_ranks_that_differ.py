@@ -60,13 +60,13 @@ class ReentrantlyCheckpointed(Chosen):
 
 
 class Tied(Chosen):
-    """The embedding serves as the head too where an odd number of blocks is run."""
+    """The embedding serves as the head too where an even number of blocks is run."""
 
     def forward(self, ids, chosen, anchor):
         x = self.embedding(ids)
         for index in chosen:
             x = self.blocks[index](x)
-        weight = self.embedding.weight if len(chosen) % 2 else self.head.weight
+        weight = self.head.weight if len(chosen) % 2 else self.embedding.weight
         return F.cross_entropy(F.linear(x, weight).flatten(0, 1), ids.flatten())
 
 
@@ -125,6 +125,7 @@ PROGRAMS = {
     "turns-without-gradients": lambda step, rank: [] if (step + rank) % 2 else [0, 1, 2, 3],
     "early-exit": lambda step, rank: list(range(1 + (step + 2 * rank) % DEPTH)),
     "alike": lambda step, rank: [0, 1, 2, 3],
+    "one-less": lambda step, rank: [0, 1, 2, 3] if step < 4 else [0, 1, 3],
     "alike-by-turns": lambda step, rank: [0, 1] if step % 2 else [2, 3],
 }
 
@@ -136,8 +137,11 @@ class Differing(Outcome):
     counters: List[Dict[str, int]]
 
 
-def train(case, program, steps=5, lengths=lambda step, rank: 4):
-    """Trains a model of which each rank runs in each micro-batch what the program says."""
+def train(case, program, steps=5, lengths=lambda step, rank: 4, direct=False):
+    """Trains a model of which each rank runs in each micro-batch what the program says.
+
+    ``direct``: whether the caller runs ``loss.backward()`` instead of ``engine.backward(loss)``.
+    """
     torch.manual_seed(0)
     pair, rank, counters = Beside(MODELS[case.model](), case), dist.get_rank(), []
     for step in range(steps):
@@ -145,7 +149,7 @@ def train(case, program, steps=5, lengths=lambda step, rank: 4):
             number = step * case.accumulation + micro_step
             anchor = torch.ones(3, device=device(), requires_grad=True)
             ids = batch(step, micro_step, rank, lengths(number, rank))
-            pair.micro_batch(ids, PROGRAMS[program](number, rank), anchor)
+            pair.micro_batch(ids, PROGRAMS[program](number, rank), anchor, direct=direct)
         counters.append(gradient_counters(pair.engine))
         pair.plain_step()
     return Differing(**vars(pair.end()), counters=counters)
@@ -155,7 +159,7 @@ def differing(regional, **varied):
     return Case(config={"compile": {"regional_compilation": regional}}, **varied)
 
 
-@vary("program", [name for name in PROGRAMS if not name.startswith("alike")])
+@vary("program", [name for name in PROGRAMS if not name.startswith(("alike", "one-less"))])
 @vary("regional", [True, False])
 @vary("backend", ["eager", "inductor"])
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
@@ -194,7 +198,29 @@ def test_nothing_waits_where_ranks_are_alike(ranks, stage, regional, model):
     for result in check(ranks(2).run(train, case, "alike")):
         # The first backward shows the order in which gradients arrive.
         for counters in result.counters[1:]:
-            assert (counters["waited"], counters["peak_unreduced"]) == (0, 0), counters
+            assert (counters["out_of_turn"], counters["peak_unreduced"]) == (0, 0), counters
+
+
+class WithUnused(Chosen):
+    """The last parameter gets no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.pooler = nn.Linear(WIDTH, WIDTH)
+
+
+MODELS["WithUnused"] = WithUnused
+
+
+@vary("model", ["Chosen", "WithUnused"])
+@vary("regional", [True, False])
+@vary("stage, groups", [(1, 2), (2, 1)])
+def test_little_waits_in_the_first_backward(ranks, stage, groups, regional, model):
+    case = differing(regional, model=model, stage=stage, groups=groups, bucket=1)
+    block = 4 * sum(parameter.numel() for parameter in Block(WIDTH).parameters())
+    for result in check(ranks(2).run(train, case, "alike", steps=1)):
+        # Ranks expect the reverse of the model's order. Within a block gradients may come in another one.
+        assert result.counters[0]["peak_unreduced"] < block
 
 
 @vary("stage", [1, 2])
@@ -203,7 +229,19 @@ def test_nothing_waits_long_where_alike_ranks_take_another_branch(ranks, stage):
     for result in check(ranks(2).run(train, case, "alike-by-turns", steps=8)):
         # The graph shows which gradients cannot come.
         for counters in result.counters[4:]:
-            assert counters["waited"] == 0, counters
+            assert counters["out_of_turn"] == 0, counters
+
+
+@vary("direct", [True, False])
+@vary("stage", [1, 2])
+def test_turns_that_no_rank_needs_any_more_are_given_up(ranks, stage, direct):
+    case = differing(True, model="Chosen", stage=stage, bucket=1)
+    first, *results = check(ranks(2).run(train, case, "one-less", steps=24, direct=direct))
+    sent = [counters["buckets_sent"] for counters in first.counters]
+    assert sent[0] == sent[10] > sent[-1] == sent[0] - len(list(Block(WIDTH).parameters()))
+    for result in (first, *results):
+        for counters in result.counters[1:]:
+            assert (counters["out_of_turn"], counters["peak_unreduced"]) == (0, 0), counters
 
 
 # Graphs that one rank compiles -----------------------------------------------------------------------------------
@@ -286,6 +324,30 @@ def test_models_of_transformers(ranks, stage, name):
         # All parameters together: the bias of attention's keys has no gradient but rounding.
         assert result.total_error < 1e-5 and result.moved > 1e-3 and result.held == 0
     assert first.missing != second.missing, "the ranks were alike, so nothing was shown"
+
+
+# A loss that does without the engine -----------------------------------------------------------------------------
+
+
+def train_replacing(case):
+    """In each step a second backward replaces the first; on rank 1 its loss needs nothing of the model."""
+    torch.manual_seed(0)
+    pair, rank = Beside(Chosen(), case), dist.get_rank()
+    for step in range(3):
+        anchor = torch.ones(3, device=device(), requires_grad=True)
+        pair.engine.backward(pair.engine(batch(step, 0, rank, 4), [0, 1], anchor))
+        loss = pair.engine(batch(step, 1, rank, 4), [0, 1], anchor)
+        pair.engine.backward(anchor.square().sum() if rank == 1 else loss)
+        pair.engine.step()
+        if rank == 0:
+            pair.plain(batch(step, 1, rank, 4), [0, 1], anchor).backward()
+        pair.plain_step()
+    return pair.end()
+
+
+@vary("stage", [1, 2])
+def test_a_backward_without_the_model_replaces_gradients_too(ranks, stage):
+    check(ranks(2).run(train_replacing, differing(True, stage=stage)))
 
 
 # Several engines -------------------------------------------------------------------------------------------------

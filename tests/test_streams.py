@@ -40,9 +40,9 @@ class BeforeRanksAgree:
     def __getattr__(self, name):
         return getattr(self._reducer, name)
 
-    def settle(self):
+    def agree(self):
         self._function()
-        self._reducer.settle()
+        self._reducer.agree()
 
 
 def accumulate_over_streams(case, how):

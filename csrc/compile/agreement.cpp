@@ -37,10 +37,11 @@ std::string disagreement(const std::vector<Fingerprint>& fingerprints)
 
 }  // namespace
 
-void Fingerprint::add_gradient(int64_t index)
+void Fingerprint::add_gradient(int64_t index, int64_t numel)
 {
     ++gradients;
     mix(hash, index);
+    mix(hash, numel);
 }
 
 void Fingerprint::add_bucket(const Fingerprint& bucket)

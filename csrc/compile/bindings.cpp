@@ -70,6 +70,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("close", &Reducer::close, unlocked())
         .def("counters", &Reducer::counters, unlocked())
         .def("reset_counters", &Reducer::reset_counters, unlocked())
-        .def("look_ahead", &Reducer::look_ahead, unlocked())
-        .def("settle", &Reducer::settle, unlocked());
+        .def("agree", &Reducer::agree, unlocked());
 }

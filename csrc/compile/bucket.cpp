@@ -71,7 +71,7 @@ bool Bucket::add_to_waiting(const ParameterRecord& record, const at::Tensor& gra
 void Bucket::add(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
 {
     if (empty()) { first_parameter_ = record.describe(); }
-    fingerprint_.add_gradient(record.index);
+    fingerprint_.add_gradient(record.index, record.parameter.numel());
     pack(record, gradient, donated);
     const int64_t bytes = gradient.numel() * static_cast<int64_t>(c10::elementSize(record.communication_dtype));
     bytes_ += bytes;

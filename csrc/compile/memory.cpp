@@ -33,7 +33,7 @@ std::map<std::string, int64_t> Counters::values() const
 {
     std::map<std::string, int64_t> values{{"from_graphs", from_graphs},
                                           {"from_autograd", from_autograd},
-                                          {"waited", waited},
+                                          {"out_of_turn", out_of_turn},
                                           {"buckets_sent", buckets_sent},
                                           {"messages_sent", messages_sent}};
     const std::pair<const char*, const ByteCount*> counts[] = {
@@ -48,7 +48,7 @@ std::map<std::string, int64_t> Counters::values() const
 void Counters::reset()
 {
     for (auto* count : {&bound, &pending, &bucket, &unreduced}) { count->reset_peak(); }
-    from_graphs = from_autograd = waited = buckets_sent = messages_sent = 0;
+    from_graphs = from_autograd = out_of_turn = buckets_sent = messages_sent = 0;
 }
 
 int64_t bytes_of(const at::Tensor& tensor)

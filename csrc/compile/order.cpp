@@ -4,9 +4,11 @@
 #include "deepcompile.h"
 
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <unordered_set>
+#include <cstring>
+#include <typeinfo>
 
 // The order in which all ranks send gradients, and what a rank does whose own gradients come in another order.
 
@@ -14,8 +16,11 @@ namespace deepcompile {
 
 // The order.
 
-void SendOrder::add_parameter(int64_t index)
+void SendOrder::add_parameter(int64_t index, bool is_sent)
 {
+    // A parameter that no rank has seen in the first step loses its turn then: it may never get a gradient.
+    unseen_.resize(index + 1, steps_to_give_up - 1);
+    if (!is_sent) { return; }
     turns_.insert(turns_.begin(), {index, 1});
     ++left_[index];
 }
@@ -54,6 +59,26 @@ void SendOrder::begin_backward()
     suits_ = true;
 }
 
+void SendOrder::saw(int64_t index)
+{
+    arrived_.push_back(index);
+    unseen_[index] = seen_now;
+}
+
+void SendOrder::end_step()
+{
+    for (auto& steps : unseen_) { ++steps; }
+}
+
+bool SendOrder::wants_change() const
+{
+    // Not in every step: other ranks may see what this one does not.
+    const auto may_go = [this](const Turn& turn) {
+        return unseen_[turn.index] > 0 && unseen_[turn.index] % steps_to_give_up == 0;
+    };
+    return !suits_ || std::any_of(turns_.begin(), turns_.end(), may_go);
+}
+
 std::vector<Turn> SendOrder::as_arrived() const
 {
     std::unordered_map<int64_t, int64_t> contributions;
@@ -62,27 +87,29 @@ std::vector<Turn> SendOrder::as_arrived() const
     std::unordered_map<int64_t, int64_t> so_far;
     for (const auto index : arrived_) {
         // Two contributions are sent one by one. They are often those of an embedding that is also the head, at the
-        // two ends of the backward, and their sum would be held all the time between them.
+        // two ends of the backward, and their sum would be held all the time between them. More are sent together,
+        // with the last of them.
         const int64_t together = contributions[index] > 2 ? contributions[index] : 1;
         if (++so_far[index] % together == 0) { turns.push_back({index, together}); }
     }
     return turns;
 }
 
-void SendOrder::take_over(const std::vector<Turn>& first_rank, const std::vector<bool>& seen)
+void SendOrder::take_over(const std::vector<Turn>& first_rank, const std::vector<int64_t>& steps_unseen)
 {
     std::vector<Turn> turns = first_rank;
-    std::vector<bool> placed(seen.size(), false);
-    for (const auto& turn : turns) { placed[turn.index] = true; }
-    std::vector<bool> known = placed;
-    // What the first rank has not seen this time stays behind what it stood behind, so that branches which take turns
-    // do not push each other to the end. Before any backward nobody knew which parameters get gradients at all.
+    std::vector<bool> arrived(steps_unseen.size(), false);
+    for (const auto& turn : turns) { arrived[turn.index] = true; }
+    // A turn of the old order whose gradient has not arrived on the first rank is put behind the turn that it stood
+    // behind, so that branches which take turns do not push each other to the end. For example, old a b c d and arrived
+    // d a give d a b c. `behind`: the place for the next such turn.
     size_t behind = 0;
+    std::vector<bool> has_turn = arrived;
     for (const auto& turn : turns_) {
-        known[turn.index] = true;
-        if (!placed[turn.index]) {
-            if (is_guess_ && !seen[turn.index]) { continue; }
+        if (!arrived[turn.index]) {
+            if (steps_unseen[turn.index] >= steps_to_give_up) { continue; }
             turns.insert(turns.begin() + static_cast<std::ptrdiff_t>(behind++), turn);
+            has_turn[turn.index] = true;
             continue;
         }
         const auto found = std::find_if(turns.begin() + static_cast<std::ptrdiff_t>(behind),
@@ -90,15 +117,13 @@ void SendOrder::take_over(const std::vector<Turn>& first_rank, const std::vector
                                         [&turn](const Turn& other) { return other.index == turn.index; });
         if (found != turns.end()) { behind = static_cast<size_t>(found - turns.begin()) + 1; }
     }
-    for (auto index = static_cast<int64_t>(seen.size()) - 1; index >= 0; --index) {
-        if (seen[index] && !known[index]) { turns.push_back({index, 1}); }
+    // What had no turn, and came late on another rank.
+    for (auto index = static_cast<int64_t>(steps_unseen.size()) - 1; index >= 0; --index) {
+        if (steps_unseen[index] == 0 && !has_turn[index]) { turns.push_back({index, 1}); }
     }
     turns_ = std::move(turns);
-    restart();
-    // The guess had turns of parameters that get no gradients at all.
-    missed_ = missed_ && !is_guess_;
-    is_guess_ = false;
     suits_ = true;
+    restart();
 }
 
 // Sent in turn.
@@ -116,9 +141,7 @@ void Reducer::send_rest_of_turns()
 {
     while (const auto* turn = order_.next()) {
         auto& record = records_[turn->index];
-        // A sum of earlier micro-batches, which the last one added nothing to, has not been seen yet.
-        if (record.received == 0 && record.unreduced.defined()) { order_.saw(record.index); }
-        if (record.received == 0 && !record.absent) { order_.misses(); }
+        if (record.received == 0 && record.unreduced.defined()) { order_.saw_earlier(record.index); }
         send_turn(record, *turn);
     }
     order_.restart();
@@ -143,41 +166,60 @@ void Reducer::enqueue_sum(ParameterRecord& record)
         record, at::zeros(parameter.sizes(), parameter.options().dtype(record.communication_dtype)), /*donated=*/true);
 }
 
-void Reducer::look_ahead(const at::Tensor& loss)
+void Reducer::enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradient, bool donated)
 {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (in_backward_ || !order_.missed() || !loss.defined() || !loss.grad_fn()) { return; }
-    std::unordered_set<const torch::autograd::Node*> reached;
-    std::vector<const torch::autograd::Node*> open{loss.grad_fn().get()};
-    while (!open.empty()) {
-        const auto* node = open.back();
-        open.pop_back();
-        if (!reached.insert(node).second) { continue; }
-        for (const auto& edge : node->next_edges()) {
-            if (edge.function) { open.push_back(edge.function.get()); }
-        }
+    if (!record.unreduced.defined()) {
+        buckets_.enqueue(record, gradient, donated);
+        return;
     }
-    for (auto& record : records_) { record.absent = !record.hidden && !reached.count(record.accumulation_node.get()); }
+    record.unreduced.add(gradient, donated);
+    buckets_.enqueue(record, record.unreduced.take(), /*donated=*/true);
+}
+
+// Gradients that cannot come.
+
+bool Reducer::find_absent(bool is_first)
+{
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (!nodes) { return false; }
+    bool some = false;
+    for (auto& record : records_) {
+        const bool reached = record.hidden || nodes->count(record.accumulation_node.get()) > 0;
+        record.absent = !reached && (is_first || record.absent);
+        some = some || record.absent;
+    }
+    return some;
+}
+
+bool leads_to_checkpoints()
+{
+    for (const auto* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
+        // Autograd's own nodes have long names, and there are many.
+        const bool is_python = std::strstr(typeid(*node).name(), "PyNode") != nullptr;
+        if (is_python && node->name() == "CheckpointFunctionBackward") { return true; }
+    }
+    return false;
 }
 
 // What came when its parameter's turns were over.
 
-void Reducer::settle()
+void Reducer::agree()
 {
-    RECORD_USER_SCOPE("deepcompile::settle");
+    RECORD_USER_SCOPE("deepcompile::agree");
     std::lock_guard<std::mutex> lock(mutex_);
     if (groups_.empty()) { return; }
     at::NoGradGuard no_grad;
     const auto& group = groups_.front();
     if (group.world() == 1) { return; }
     streams_.order_after_last_use();
+    order_.end_step();
     const bool is_late = std::any_of(
         records_.begin(), records_.end(), [](const ParameterRecord& record) { return record.unreduced.defined(); });
     const bool rank_decides = group.rank() == 0;
     agreement_.ask(*group.process_group,
                    group.device,
                    "agree on what the backward has reduced",
-                   is_late || (rank_decides && !order_.suits()));
+                   is_late || (rank_decides && order_.wants_change()));
     agreement_.check();
     if (!agreement_.exchanges()) { return; }
     for (const auto index : exchange_orders()) { enqueue_sum(records_[index]); }
@@ -190,11 +232,9 @@ std::vector<int64_t> Reducer::exchange_orders()
     const auto& group = groups_.front();
     const auto count = static_cast<int64_t>(records_.size());
     // The first rank's turns, of which a parameter has two at most, as pairs of index and contributions; then for each
-    // parameter whether a rank has seen it, and whether a rank has something left. The maximum over ranks is taken: the
-    // others leave the turns at -1.
+    // parameter the steps in which this rank has not seen it, and whether this rank has something left of it. The
+    // maximum over ranks is taken: the others leave the turns at -1, and the fewest steps are the most with a minus.
     std::vector<int64_t> own(6 * count, -1);
-    auto* const seen = own.data() + 4 * count;
-    auto* const late = own.data() + 5 * count;
     if (group.rank() == 0) {
         auto* place = own.data();
         for (const auto& turn : order_.as_arrived()) {
@@ -202,9 +242,10 @@ std::vector<int64_t> Reducer::exchange_orders()
             *place++ = turn.contributions;
         }
     }
-    for (const auto index : order_.arrived()) { seen[index] = 1; }
-    for (const auto& record : records_) {
-        if (record.unreduced.defined()) { late[record.index] = seen[record.index] = 1; }
+    for (int64_t index = 0; index < count; ++index) {
+        const bool is_late = records_[index].unreduced.defined();
+        own[4 * count + index] = is_late ? 0 : -order_.steps_unseen(index);
+        own[5 * count + index] = is_late ? 1 : 0;
     }
     std::vector<at::Tensor> tensors{at::tensor(own, at::kLong).to(group.device)};
     c10d::AllreduceOptions options;
@@ -220,13 +261,13 @@ std::vector<int64_t> Reducer::exchange_orders()
     for (int64_t place = 0; place < 4 * count && value[place] >= 0; place += 2) {
         turns.push_back({value[place], value[place + 1]});
     }
-    std::vector<bool> seen_by_some(count);
+    std::vector<int64_t> steps_unseen;
     std::vector<int64_t> late_on_some;
     for (int64_t index = 0; index < count; ++index) {
-        seen_by_some[index] = value[4 * count + index] > 0;
+        steps_unseen.push_back(-value[4 * count + index]);
         if (value[5 * count + index] > 0) { late_on_some.push_back(index); }
     }
-    order_.take_over(turns, seen_by_some);
+    order_.take_over(turns, steps_unseen);
     return late_on_some;
 }
 

@@ -45,6 +45,9 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
 {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK_VALUE(partition_numel > 0, "a gradient partition needs at least one element");
+    // Ranks agree on one order of all gradients.
+    TORCH_CHECK_VALUE(groups_.empty() || groups_.front().process_group->getSize() == process_group->getSize(),
+                      "all parameter groups of an engine must be shared by the same ranks");
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().device == device,
                       "all parameter groups of an engine must be on one device, but " + device.str() + " follows " +
                           groups_.front().device.str());
@@ -69,7 +72,7 @@ void Reducer::register_parameter(
     TORCH_CHECK_VALUE(record.pieces.empty() || record.pieces.back().owner < its_group.world(),
                       record.describe() + " ends behind the last partition of its group");
     // A group of one rank sends nothing.
-    if (its_group.world() > 1 && !record.pieces.empty()) { order_.add_parameter(record.index); }
+    order_.add_parameter(record.index, its_group.world() > 1 && !record.pieces.empty());
     records_.push_back(std::move(record));
 }
 
@@ -83,18 +86,26 @@ std::string ParameterRecord::describe() const
 
 void Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     look_at_parameters();
     for (auto& record : records_) { record.hooked = false; }
     for (const auto index : hooked) { records_.at(index).hooked = true; }
+    const bool is_first = !in_backward_;
     // The backward of several losses begins once for each loss. From the second time on, autograd is accumulating and
     // what lies in `parameter.grad` is autograd's.
-    if (!in_backward_) {
+    if (is_first) {
         for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
         order_.begin_backward();
     }
     reduces_ = reduces;
     in_backward_ = true;
+    if (!reduces || !find_absent(is_first)) { return; }
+    // The name of a Python function takes the interpreter's lock, whose holder may be waiting for mutex_.
+    lock.unlock();
+    if (!leads_to_checkpoints()) { return; }
+    // Reentrant checkpointing hides from this graph what the checkpointed modules use.
+    lock.lock();
+    for (auto& record : records_) { record.absent = false; }
 }
 
 void Reducer::on_unannounced_backward(std::function<void()> begin)
@@ -141,37 +152,36 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         record.unreduced.add(gradient, donated);
         return;
     }
+    if (record.group->world() == 1) {
+        enqueue_with_sum(record, gradient, donated);
+        return;
+    }
     order_.saw(record.index);
     record.hidden = record.hidden || record.absent;
     record.absent = false;
+    // Turns of parameters that are absent may stand before this one's.
     send_those_in_turn();
     ++record.received;
     const auto* turn = order_.next();
-    const bool sends = record.group->world() == 1 || (turn && turn->index == record.index);
-    if (!sends) {
-        // A gradient that comes late can still join its parameter's in the bucket that is being filled.
-        if (!order_.comes_to(record.index) && buckets_.add_to_waiting(record, gradient)) {
-            --record.received;
+    if (turn && turn->index == record.index) {
+        if (record.received < turn->contributions) {
+            record.unreduced.add(gradient, donated);
             return;
         }
-        order_.waits();
-        ++counters_.waited;
-    }
-    if (!sends || (turn && turn->index == record.index && record.received < turn->contributions)) {
-        record.unreduced.add(gradient, donated);
+        enqueue_with_sum(record, gradient, donated);
+        record.received = 0;
+        order_.advance();
+        send_those_in_turn();
         return;
     }
-    if (record.unreduced.defined()) {
-        // The gradient joins what this rank has kept of earlier micro-batches, or of this backward.
-        record.unreduced.add(gradient, donated);
-        buckets_.enqueue(record, record.unreduced.take(), /*donated=*/true);
-    } else {
-        buckets_.enqueue(record, gradient, donated);
+    // A gradient that comes late can still join its parameter's in the bucket that is being filled.
+    if (!order_.comes_to(record.index) && buckets_.add_to_waiting(record, gradient)) {
+        --record.received;
+        return;
     }
-    record.received = 0;
-    if (record.group->world() == 1) { return; }
-    order_.advance();
-    send_those_in_turn();
+    order_.came_out_of_turn();
+    ++counters_.out_of_turn;
+    record.unreduced.add(gradient, donated);
 }
 
 // 4. End of backward. (3. Bound: see targets.cpp.)

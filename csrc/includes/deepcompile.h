@@ -26,7 +26,7 @@ is a range of that run and may straddle several partitions.
                         memory back; the graph that reduces last calls it. The optimizer calls
                         Reducer::finish_backward() after every backward. It does the same for whatever is
                         left: a turn whose gradient has not come is sent as zeros. Elements that got no
-                        gradient on any rank are bound to zeros. Before the step, Reducer::settle() asks
+                        gradient on any rank are bound to zeros. Before the step, Reducer::agree() asks
                         whether some rank has gradients that came after their turn, which all ranks then send.
   5. Handed over.       Reducer::targets() gives the targets to the optimizer.
   6. Released.          Reducer::release() forgets them. From then on the reducer holds no gradient memory.
@@ -38,7 +38,7 @@ live until the step.
 
 The reducer is written on ATen and c10d only, so one source serves gloo on CPU and NCCL on CUDA. All
 device work is put on the current stream of the calling thread. On a GPU the host waits for the device in
-Reducer::settle() and nowhere else, unless an option for debugging asks for it. Every error is an
+Reducer::agree() and nowhere else, unless an option for debugging asks for it. Every error is an
 exception that names the parameter and the rank.
 
 deepcompile_memory.h has what all parts need for gradient memory, deepcompile_agreement.h has the check
@@ -132,11 +132,10 @@ struct ParameterRecord {
     at::ScalarType communication_dtype;  ///< of what is sent
     std::vector<Piece> pieces;
     UnreducedSum unreduced;
-    int64_t received = 0;  ///< contributions of this backward, if it reduces, that have not been sent
+    int64_t received = 0;  ///< contributions of this backward, if it reduces, that no turn has taken yet
     bool absent = false;   ///< the graph of this backward does not lead to the parameter
-    bool hidden =
-        false;  ///< a gradient has come although the graph did not lead here, as under reentrant checkpointing
-    bool hooked = false;  ///< a user's hook wants to see the gradient
+    bool hidden = false;   ///< in some backward a gradient has come although the parameter was absent
+    bool hooked = false;   ///< a user's hook wants to see the gradient
     /// Where the parameter's data lay when the last backward began. If the data lies elsewhere when a gradient comes,
     /// another engine may have taken the parameter over.
     const void* data = nullptr;
@@ -167,8 +166,8 @@ struct Turn {
 /// run the same graphs, no gradient waits for its turn from then on.
 class SendOrder {
 public:
-    /// To be called in order of registration.
-    void add_parameter(int64_t index);
+    /// To be called in order of registration. `is_sent`: whether the parameter gets a turn.
+    void add_parameter(int64_t index, bool is_sent);
     void clear();
 
     /// The next turn; null once all were taken.
@@ -180,39 +179,40 @@ public:
     /// The next backward begins with the first turn.
     void restart();
 
-    /// Forgets what the backward before has shown.
+    /// Forgets in which order the contributions of the backward before have arrived.
     void begin_backward();
     /// A contribution to this parameter has arrived.
-    void saw(int64_t index) { arrived_.push_back(index); }
-    /// A gradient waits for another parameter's.
-    void waits() { suits_ = false; }
-    /// A turn is over whose gradient has not come.
-    void misses()
-    {
-        missed_ = true;
-        suits_ = suits_ && !is_guess_;
-    }
+    void saw(int64_t index);
+    /// What is sent for this parameter are gradients of earlier backwards.
+    void saw_earlier(int64_t index) { unseen_[index] = seen_now; }
+    /// A contribution of this backward has come before its turn or after it.
+    void came_out_of_turn() { suits_ = false; }
+    /// The gradients of a step are complete.
+    void end_step();
 
-    /// Parameters in the order in which this rank's contributions arrived, as often as they did.
+    /// Parameters in the order in which this rank's contributions to the last backward arrived, as often as they did.
     const std::vector<int64_t>& arrived() const { return arrived_; }
     /// The order that would have suited this rank's last backward. It has at most two turns for a parameter.
     std::vector<Turn> as_arrived() const;
-    /// Whether nothing waited in the last backward.
-    bool suits() const { return suits_; }
-    /// Whether this rank has lacked a gradient in its turn since the order is no guess.
-    bool missed() const { return missed_; }
-    /// Makes the order that of the first rank, with what only others have seen behind it. `seen`: for each parameter
-    /// whether some rank has seen a gradient.
-    void take_over(const std::vector<Turn>& first_rank, const std::vector<bool>& seen);
+    /// For how many steps this rank has seen no gradient of a parameter.
+    int64_t steps_unseen(int64_t index) const { return unseen_[index]; }
+    /// Whether this rank would change the order: something came out of turn, or a turn may be given up.
+    bool wants_change() const;
+    /// Makes the order that of the first rank, with what that rank has not seen behind what it stood behind before. A
+    /// turn is given up if no rank has seen its parameter for many steps. `steps_unseen`: of each parameter, the
+    /// fewest of any rank.
+    void take_over(const std::vector<Turn>& first_rank, const std::vector<int64_t>& steps_unseen);
 
 private:
+    static constexpr int64_t seen_now = -1;          ///< end_step() makes it 0
+    static constexpr int64_t steps_to_give_up = 16;  ///< so that branches may take turns without losing theirs
+
     std::vector<Turn> turns_;
     size_t taken_ = 0;
     std::unordered_map<int64_t, int64_t> left_;  ///< by parameter: its turns that were not taken
     std::vector<int64_t> arrived_;
-    bool is_guess_ = true;  ///< no backward has shown yet which parameters get gradients
-    bool suits_ = true;
-    bool missed_ = false;
+    std::vector<int64_t> unseen_;  ///< by parameter: steps without a gradient on this rank
+    bool suits_ = true;            ///< nothing came out of turn in the last backward
 };
 
 // 2. Reduced: gradients on their way to their owners. (bucket.cpp)
@@ -414,10 +414,6 @@ public:
     /// again, so that its backward needs only that stream. Nodes of graphs that are still alive stay as they are.
     void follow_stream();
 
-    /// Called before a backward that begins at `loss`. If an earlier backward lacked gradients, looks which parameters
-    /// the graph leads to, so that the backward waits for no gradient that cannot come.
-    void look_ahead(const at::Tensor& loss);
-
     /// 2. and 3. Called by the compiled backward (operator `reduce_grad`), and by the parameter's accumulation node for
     /// gradients of code that was not compiled. Contributions to one parameter add up. `donated`: nobody but the
     /// reducer reads or writes the gradient's memory from now on, so the reducer need not copy the gradient.
@@ -432,8 +428,9 @@ public:
 
     /// 4. Called by the optimizer on every rank when the gradients of a step are complete. Reduces what came after its
     /// turn on some rank, and has the ranks agree on another order if this one did not suit the first rank. Raises on
-    /// every rank if the ranks have sent different gradients. The host waits for the device.
-    void settle();
+    /// every rank if the ranks have sent different gradients. The host waits for the device, because only then it
+    /// knows whether another rank has something left.
+    void agree();
 
     /// 4. Called when a backward raised: drops what is pending, every target and every unreduced gradient, also those of
     /// earlier backwards.
@@ -466,9 +463,14 @@ private:
     void watch_accumulation(ParameterRecord& record);
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
     // With mutex_ held:
+    /// Looks which parameters the graph of autograd's running task does not lead to; returns whether there are some. A
+    /// backward of several losses may have several graphs. `is_first`: whether this is the first of them.
+    bool find_absent(bool is_first);
     void send_those_in_turn();
     void send_rest_of_turns();
     void send_turn(ParameterRecord& record, const Turn& turn);
+    /// Enqueues the gradient, and with it what this rank has kept of the parameter's gradients.
+    void enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Enqueues the unreduced sum or, if there is none, zeros.
     void enqueue_sum(ParameterRecord& record);
     /// Agrees on the order of later backwards. Returns the parameters that some rank has unreduced gradients of.
@@ -493,6 +495,10 @@ private:
     std::shared_ptr<const std::function<void()>> begin_unannounced_;
     std::optional<c10::Stream> watched_from_;  ///< the stream on which all accumulation nodes were made
 };
+
+/// Whether the graph of autograd's running task has a function of reentrant checkpointing, which runs a backward of its
+/// own. Takes the interpreter's lock. (order.cpp)
+bool leads_to_checkpoints();
 
 /// The reducer of the engine with this number, or nothing if the engine was destroyed. Any thread.
 std::shared_ptr<Reducer> find_reducer(int64_t identity);

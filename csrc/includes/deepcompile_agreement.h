@@ -3,7 +3,7 @@
 
 /*
 Whether all ranks have sent the same gradients. A process group matches messages by their order alone: if one rank ran
-other parts of the model, or its backward raised, the process group would add gradients to those of other parameters.
+another number of backwards, or its backward raised, the process group would add gradients to those of other parameters.
 */
 
 #pragma once
@@ -25,8 +25,8 @@ struct Fingerprint {
     int64_t gradients = 0;
     int64_t buckets = 0;
 
-    /// `index`: of the parameter, in order of registration.
-    void add_gradient(int64_t index);
+    /// `index`: of the parameter, in order of registration; `numel`: its elements.
+    void add_gradient(int64_t index, int64_t numel);
     void add_bucket(const Fingerprint& bucket);
     void add_abandoned_backward();
     bool operator==(const Fingerprint& other) const
@@ -43,7 +43,7 @@ std::string could_not(const std::string& purpose, const std::string& reason);
 [[noreturn]] void throw_for_other_ranks(const std::string& purpose, const std::exception& error);
 
 /// What this rank has sent, and whether the other ranks have sent the same. With that each rank tells whether it wants
-/// an exchange of orders; see Reducer::settle().
+/// an exchange of orders; see Reducer::agree().
 class Agreement {
 public:
     /// `identity`: the engine's number. Engines may share a process group, and ranks that send for different engines

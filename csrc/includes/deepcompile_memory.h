@@ -45,7 +45,7 @@ struct Counters {
     ByteCount unreduced;  ///< sums that stay on this rank for now
     int64_t from_graphs = 0;
     int64_t from_autograd = 0;
-    int64_t waited = 0;  ///< gradients that came before their turn, or after it
+    int64_t out_of_turn = 0;  ///< gradients that came before their turn, or after it
     int64_t buckets_sent = 0;
     int64_t messages_sent = 0;
 

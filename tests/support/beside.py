@@ -59,11 +59,15 @@ class Beside:
         self.optimizer = make_optimizer(self.plain, case)
         self.from_graphs = []
 
-    def micro_batch(self, *inputs):
-        """A forward, a backward and a step of the engine, and a forward and a backward of the plain loop."""
+    def micro_batch(self, *inputs, direct=False):
+        """A forward, a backward and a step of the engine, and a forward and a backward of the plain loop.
+
+        ``direct``: whether the engine's backward is ``loss.backward()``.
+        """
         if self.case.deepcompile:
             reset_gradient_counters(self.engine)
-        self.engine.backward(self.engine(*inputs))
+        loss = self.engine(*inputs)
+        loss.backward() if direct else self.engine.backward(loss)
         if self.case.deepcompile:
             self.from_graphs.append(gradient_counters(self.engine)["from_graphs"])
         self.engine.step()

@@ -144,24 +144,20 @@ class BackwardLife:
         # use_reentrant=True runs one for each output that it recomputes.
         if graph_task != self._graph_task and not engine._running_engine_backward:
             self.abandon_interrupted()
-        if self._begins_step_anew():
-            self.release()
-        if self._restarts_at is not None:
-            # After a backward that raised, the caller may have called engine.step(), which counted a micro-batch:
-            # reset the count.
-            engine.micro_steps, self._restarts_at = self._restarts_at, None
+        self._join_step()
         base_prologue()
         self._reducer.begin_backward(self._reduces(), hooked)
         self._advance(Event.BEGIN)
         self._graph_task = graph_task
         self._serial += 1
-        if engine._is_gradient_accumulation_boundary is not None or engine.inside_no_sync_ctxt:
-            self._told_by_caller = True
         if graph_task != -1:
             torch.autograd.Variable._execution_engine.queue_callback(_Watch(self, self._serial))
 
     def finish(self) -> None:
         """Called after every backward: reduces what no graph reduced, and hands over if the step is complete."""
+        if not self._runs:
+            # No gradient has announced this backward: its loss needs no output of the engine. On other ranks it may.
+            self._join_step()
         self._reduce_rest(self._reduces())
         self._graph_task = None
         self._finished += 1
@@ -300,6 +296,18 @@ class BackwardLife:
             return False
         return self._optimizer().partition_gradients or engine.is_gradient_accumulation_boundary()
 
+    def _join_step(self):
+        """Makes a backward one of the current step, or the first of a new one."""
+        engine = self._engine()
+        if self._begins_step_anew():
+            self.release()
+        if self._restarts_at is not None:
+            # After a backward that raised, the caller may have called engine.step(), which counted a micro-batch:
+            # reset the count.
+            engine.micro_steps, self._restarts_at = self._restarts_at, None
+        if engine._is_gradient_accumulation_boundary is not None or engine.inside_no_sync_ctxt:
+            self._told_by_caller = True
+
     def _begins_step_anew(self):
         """Whether the backward that begins replaces the gradients that are held instead of adding to them."""
         if self._optimizer()._coalesce_grad_reduction and not self._in_region:
@@ -325,7 +333,7 @@ class BackwardLife:
         try:
             self._reducer.finish_backward(reduces)
             if reduces and self._engine().is_gradient_accumulation_boundary():
-                self._reducer.settle()
+                self._reducer.agree()
                 self._hand_over()
         except BaseException:
             # Also on an interrupt: the next backward would add to what is bound.

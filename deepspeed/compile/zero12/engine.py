@@ -125,6 +125,7 @@ def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:
         synchronize_before=plan.synchronize_before,
         synchronize_after=plan.synchronize_after,
     )
+    places = {}
     for group, process_group in enumerate(optimizer.real_dp_process_group):
         reducer.add_group(
             process_group or dist.get_world_group(),
@@ -135,10 +136,11 @@ def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:
             # a copy, so they must lie in one flat tensor.
             optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
         )
-        for parameter, offset in flat_layout(optimizer, group):
-            reducer.register_parameter(
-                group, engine.param_names[parameter], parameter, optimizer.get_param_comm_dtype(parameter), offset
-            )
+        places.update({id(parameter): (group, offset) for parameter, offset in flat_layout(optimizer, group)})
+    for parameter in registered_parameters(optimizer):
+        group, offset = places[id(parameter)]
+        name, dtype = engine.param_names[parameter], optimizer.get_param_comm_dtype(parameter)
+        reducer.register_parameter(group, name, parameter, dtype, offset)
     return reducer
 
 

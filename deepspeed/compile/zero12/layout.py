@@ -61,9 +61,15 @@ def flat_layout(optimizer: "DeepSpeedZeroOptimizer", group: int) -> Iterator[Tup
 
 
 def registered_parameters(optimizer: "DeepSpeedZeroOptimizer") -> List[Parameter]:
-    """Lists the registered parameters: those of every group, in the order in which the reducer numbers them."""
+    """Lists the registered parameters in the order in which the reducer numbers them, which is that of the model.
+
+    A model's order is about that of its forward, and the reducer expects gradients in the reverse. The order in which
+    the optimizer has them is another one: by parameter group, for example.
+    """
+    place = {id(parameter): index for index, parameter in enumerate(optimizer.param_names)}
     groups = range(len(optimizer.bit16_groups))
-    return [parameter for group in groups for parameter, _ in flat_layout(optimizer, group)]
+    parameters = [parameter for group in groups for parameter, _ in flat_layout(optimizer, group)]
+    return sorted(parameters, key=lambda parameter: place[id(parameter)])
 
 
 def pieces(optimizer: "DeepSpeedZeroOptimizer", group: int) -> Iterator[Piece]:

@@ -58,8 +58,6 @@ class StepLocalGradients:
     def scale_if_loss(self, value):
         # engine.backward() begins with this call. An earlier backward that is still unfinished was interrupted.
         self._zero12.backward.abandon_interrupted()
-        if torch.is_tensor(value):
-            self._zero12.reducer.look_ahead(value)
         return super().scale_if_loss(value)
 
     def enter_backward(self):

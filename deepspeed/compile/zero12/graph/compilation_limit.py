@@ -16,6 +16,7 @@ from typing import Any, Callable, ContextManager, Dict, Tuple
 
 import torch
 
+import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ..messages import warn
@@ -173,8 +174,8 @@ class CompilationLimit:
             return
         self.has_stopped = True
         logger.warning(
-            f"DeepCompile compiled one frame of the model more than {self._limit} times, so this rank goes on without "
-            f"compiled code; to have it compiled, {_REMEDY}"
+            f"DeepCompile compiled one frame of the model more than {self._limit} times, so rank "
+            f"{dist.get_rank()} goes on without compiled code; to have it compiled, {_REMEDY}"
         )
 
 

@@ -28,8 +28,8 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPER
 def split_loss(gm: GraphModule, is_registered: Sequence[bool]) -> Optional[GraphModule]:
     """Cuts a graph after the last large tensor that the graph returns and from which it computes a loss.
 
-    What comes after the tensor is left to ``torch.compile`` and must reduce nothing. Therefore a graph that uses
-    parameters there is not cut.
+    What comes after the tensor is left to ``torch.compile``, which gives gradients of parameters to autograd. A graph
+    that uses parameters there is not cut, because those gradients would be copied.
 
     Args:
         gm: a graph for training, as Dynamo traced it.
