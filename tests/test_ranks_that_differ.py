@@ -217,19 +217,9 @@ MODELS["WithUnused"] = WithUnused
 @vary("stage, groups", [(1, 2), (2, 1)])
 def test_little_waits_in_the_first_backward(ranks, stage, groups, regional, model):
     case = differing(regional, model=model, stage=stage, groups=groups, bucket=1)
-    block = 4 * sum(parameter.numel() for parameter in Block(WIDTH).parameters())
     for result in check(ranks(2).run(train, case, "alike", steps=1)):
-        # Ranks expect the reverse of the model's order. Within a block gradients may come in another one.
-        assert result.counters[0]["peak_unreduced"] < block
-
-
-@vary("stage", [1, 2])
-def test_nothing_waits_long_where_alike_ranks_take_another_branch(ranks, stage):
-    case = differing(True, model="Chosen", stage=stage, bucket=1)
-    for result in check(ranks(2).run(train, case, "alike-by-turns", steps=8)):
-        # The graph shows which gradients cannot come.
-        for counters in result.counters[4:]:
-            assert counters["out_of_turn"] == 0, counters
+        # Ranks expect the reverse of the model's order. Of a layer's weight and bias either may come first.
+        assert result.counters[0]["peak_unreduced"] <= 4 * 2 * WIDTH
 
 
 @vary("direct", [True, False])
