@@ -49,6 +49,14 @@ class Chosen(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+class WithUnused(Chosen):
+    """The last parameters get no gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.pooler = nn.Linear(WIDTH, WIDTH)
+
+
 class Checkpointed(Chosen):
     def call_block(self, block, x):
         return checkpoint(block, x, use_reentrant=False)
@@ -107,7 +115,9 @@ class Switch(Chosen):
         return Experts(WIDTH)
 
 
-MODELS = {cls.__name__: cls for cls in (Chosen, Checkpointed, ReentrantlyCheckpointed, Tied, Breaking, Switch)}
+MODELS = {
+    cls.__name__: cls for cls in (Chosen, WithUnused, Checkpointed, ReentrantlyCheckpointed, Tied, Breaking, Switch)
+}
 
 
 def layers_dropped(step, rank):
@@ -199,17 +209,6 @@ def test_nothing_waits_where_ranks_are_alike(ranks, stage, regional, model):
         # The first backward shows the order in which gradients arrive.
         for counters in result.counters[1:]:
             assert (counters["out_of_turn"], counters["peak_unreduced"]) == (0, 0), counters
-
-
-class WithUnused(Chosen):
-    """The last parameter gets no gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.pooler = nn.Linear(WIDTH, WIDTH)
-
-
-MODELS["WithUnused"] = WithUnused
 
 
 @vary("model", ["Chosen", "WithUnused"])
