@@ -238,8 +238,8 @@ def _drop(recipe, engine, micro_batch):
 
 
 def _run(recipe, engine, micro_batch):
-    # Where DeepSpeed counts, a forward behind a backward at the boundary begins the step anew.
-    waiting, forwards_first = [], recipe.together or recipe.says == "counted"
+    # A forward behind a backward at the boundary begins the step anew, as without DeepCompile. A region has no boundary.
+    waiting, forwards_first = [], recipe.together or recipe.says != "coalesce_grad_reduction"
     for number in range(recipe.losses):
         waiting.append(micro_batch.forward(engine, number))
         if not forwards_first:

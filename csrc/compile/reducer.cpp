@@ -332,8 +332,9 @@ std::map<std::string, int64_t> Reducer::counters() const
     std::lock_guard<std::mutex> lock(mutex_);
     auto values = counters_.values();
     values["registered"] = static_cast<int64_t>(records_.size());
-    // Between backwards `parameter.grad` holds what is unreduced.
+    // Between backwards `parameter.grad` holds what is unreduced. In a backward it is autograd's, on any thread.
     for (const auto& record : records_) {
+        if (in_backward_) { break; }
         const auto& slot = record.parameter.grad();
         if (slot.defined()) { values["unreduced"] += bytes_of(slot); }
     }
