@@ -238,7 +238,7 @@ def _drop(recipe, engine, micro_batch):
 
 
 def _run(recipe, engine, micro_batch):
-    # A forward behind a backward at the boundary begins the step anew, as without DeepCompile. A region has no boundary.
+    # A forward behind a backward at the boundary begins the step anew, as without DeepCompile. A region has none.
     waiting, forwards_first = [], recipe.together or recipe.says != "coalesce_grad_reduction"
     for number in range(recipe.losses):
         waiting.append(micro_batch.forward(engine, number))

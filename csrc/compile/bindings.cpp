@@ -70,5 +70,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("close", &Reducer::close, unlocked())
         .def("counters", &Reducer::counters, unlocked())
         .def("reset_counters", &Reducer::reset_counters, unlocked())
-        .def("agree", &Reducer::agree, unlocked());
+        .def("agree", &Reducer::agree, unlocked())
+        .def("begin_step", &Reducer::begin_step, unlocked());
 }

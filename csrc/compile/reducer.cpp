@@ -259,6 +259,14 @@ void Reducer::abandon_locked()
 
 // 5. Handed over.
 
+void Reducer::begin_step()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (groups_.empty() || !streams_.on_cpu() || groups_.front().world() == 1) { return; }
+    agreement_.ask(*groups_.front().process_group, groups_.front().device, "begin a step", /*wants_exchange=*/false);
+    agreement_.check();
+}
+
 void Reducer::use_targets_here()
 {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -436,6 +436,10 @@ public:
     /// earlier backwards.
     void abandon_backward();
 
+    /// 5. Called by the optimizer on every rank before a step. On CPU ranks compare once more what they have sent. If
+    /// another rank began one more backward instead of the step, gloo would wait for it or end the process.
+    void begin_step();
+
     /// 5. Called by the optimizer before it reads targets, on the stream on which it reads them.
     void use_targets_here();
 

@@ -41,7 +41,7 @@ def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
     On overflow the parameters stay as they are: ``optimizer.overflow`` is true then, and the loss scale is updated.
 
     Raises:
-        RuntimeError: if the step has no gradients, or if gradients were dropped.
+        RuntimeError: if the step has no gradients, if gradients were dropped, or if ranks sent different gradients.
         DistBackendError: if a collective failed, for example because another rank died.
     """
     backward = optimizer._zero12.backward
@@ -61,6 +61,7 @@ def _run(optimizer):
     zero12, device = optimizer._zero12, optimizer.bit16_groups_flat[0].device
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
+    zero12.reducer.begin_step()
     zero12.limit.step()
     zero12.reducer.use_targets_here()
     norm = _global_norm(optimizer) if optimizer.compute_grad_norm else None
