@@ -5,7 +5,7 @@
 import functools
 import hashlib
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, Tuple
+from typing import Callable, Dict, Iterable, List, Sequence, Tuple
 
 import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -16,6 +16,7 @@ from deepspeed.utils import logger
 
 from ...fx import should_release_reduce_buckets
 from . import loss, lowering
+from .compilation_limit import CompilationLimit
 from .frames import Registrations, one_more_input, traced_registrations
 from .reductions import donate_gradients, finish_backward_graph, insert_reductions
 
@@ -95,7 +96,12 @@ class ReduceGradPartitioner(CustomPartitionerFn):
 
 
 def make_backend(
-    plan, parameters: Iterable[torch.nn.Parameter], registered, identity: int, limit, waiting=None
+    plan,
+    parameters: Iterable[torch.nn.Parameter],
+    registered: Sequence[torch.nn.Parameter],
+    identity: int,
+    limit: CompilationLimit,
+    waiting=None,
 ) -> Callable:
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
 
@@ -118,8 +124,8 @@ def make_backend(
     registrations = Registrations(identity, registered)
     reducible = {id(parameter) for parameter in parameters}
     aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
-    registered = {id(parameter) for parameter in registered}
-    anywhere = frozenset() if aligned else registered
+    own = {id(parameter) for parameter in registered}
+    anywhere = frozenset() if aligned else own
     order = GraphOrder()
 
     def compile_with(partitioner, gm, inputs, mode, options):
@@ -155,7 +161,7 @@ def make_backend(
                 compiled = compile_with(partitioner, graph_module, inputs, mode, options)
             return lambda *args: compiled(*args, registrations.of([args[index] for index in reduced]))
 
-        is_registered = [id(value) in registered for value in example_inputs]
+        is_registered = [id(value) in own for value in example_inputs]
         split = loss.split_loss(gm, is_registered) if reduces and not in_block else None
         if split is None:
             compiled = compile_graph(gm, example_inputs)

@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from ..messages import warn
 from .block_classes import plain_class, subclass
 from .choose_blocks import callers_of
-from .compilation_limit import own_code
+from .compilation_limit import CompilationLimit, own_code
 
 
 def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> List[Parameter]:
@@ -40,7 +40,12 @@ def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> L
 
 
 def compile_blocks(
-    module: Module, blocks: List[Module], backend: Callable, compile_kwargs: Dict[str, Any], limit, waiting=None
+    module: Module,
+    blocks: List[Module],
+    backend: Callable,
+    compile_kwargs: Dict[str, Any],
+    limit: CompilationLimit,
+    waiting=None,
 ) -> List[Module]:
     """Compiles each block's forward, with one graph for all blocks of a class. Modules that call blocks stay eager.
 
