@@ -135,6 +135,8 @@ PROGRAMS = {
     "turns-without-gradients": lambda step, rank: [] if (step + rank) % 2 else [0, 1, 2, 3],
     "early-exit": lambda step, rank: list(range(1 + (step + 2 * rank) % DEPTH)),
     "alike": lambda step, rank: [0, 1, 2, 3],
+    # With two micro-batches, the second leaves out a block.
+    "first-micro-batch": lambda step, rank: [0, 1, 3] if step % 2 else [0, 1, 2, 3],
     "one-less": lambda step, rank: [0, 1, 2, 3] if step < 4 else [0, 1, 3],
     "alike-by-turns": lambda step, rank: [0, 1] if step % 2 else [2, 3],
 }
@@ -169,7 +171,7 @@ def differing(regional, **varied):
     return Case(config={"compile": {"regional_compilation": regional}}, **varied)
 
 
-@vary("program", [name for name in PROGRAMS if not name.startswith(("alike", "one-less"))])
+@vary("program", [name for name in PROGRAMS if not name.startswith(("alike", "first-", "one-less"))])
 @vary("regional", [True, False])
 @vary("backend", ["eager", "inductor"])
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
@@ -219,6 +221,22 @@ def test_little_waits_in_the_first_backward(ranks, stage, groups, regional, mode
     for result in check(ranks(2).run(train, case, "alike", steps=1)):
         # Ranks expect the reverse of the model's order. Of a layer's weight and bias either may come first.
         assert result.counters[0]["peak_unreduced"] <= 4 * 2 * WIDTH
+
+
+@vary("stage", [1, 2])
+def test_nothing_waits_where_alike_ranks_take_another_branch(ranks, stage):
+    case = differing(True, model="Chosen", stage=stage, bucket=1)
+    for result in check(ranks(2).run(train, case, "alike-by-turns", steps=8)):
+        # Both branches have been seen. The graph shows which gradients cannot come.
+        for counters in result.counters[4:]:
+            assert counters["out_of_turn"] == 0, counters
+
+
+def test_a_sum_of_earlier_micro_batches_keeps_its_turn(ranks):
+    case = differing(True, model="Chosen", accumulation=2, bucket=1)
+    for result in check(ranks(2).run(train, case, "first-micro-batch", steps=20)):
+        sent = [counters["buckets_sent"] for counters in result.counters]
+        assert set(sent[1:]) == {sent[1]}, sent
 
 
 @vary("direct", [True, False])

@@ -31,16 +31,24 @@ std::string disagreement(const std::vector<Fingerprint>& fingerprints)
     return "DeepCompile's ranks have not run the same backwards, and would use wrong gradients (sent since "
            "engine.compile(), the first rank of each kind: " +
            sent +
-           "): a backward raised on some ranks only, or ranks ran another number of backwards, or those of different "
-           "engines or models; have every rank run as many, and start the processes again from a checkpoint";
+           "): a backward raised, or replaced gradients, on some ranks only, or ranks ran another number of "
+           "backwards, "
+           "or those of different engines or models; have every rank run as many, and start the processes again from "
+           "a checkpoint";
 }
 
 }  // namespace
 
-void Fingerprint::add_gradient(int64_t index, int64_t numel)
+void Fingerprint::add_gradient(int64_t index)
 {
     ++gradients;
     mix(hash, index);
+}
+
+void Fingerprint::add_piece(int64_t owner, int64_t target_offset, int64_t numel)
+{
+    mix(hash, owner);
+    mix(hash, target_offset);
     mix(hash, numel);
 }
 
@@ -51,10 +59,9 @@ void Fingerprint::add_bucket(const Fingerprint& bucket)
     mix(hash, bucket.hash);
 }
 
-void Fingerprint::add_abandoned_backward()
+void Fingerprint::add(Happening what)
 {
-    // If the backward raised on some ranks only, before any of them sent a bucket, nothing but this tells them apart.
-    mix(hash, -1);
+    mix(hash, static_cast<int64_t>(what));
 }
 
 std::string could_not(const std::string& purpose, const std::string& reason)

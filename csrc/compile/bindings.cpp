@@ -71,5 +71,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("counters", &Reducer::counters, unlocked())
         .def("reset_counters", &Reducer::reset_counters, unlocked())
         .def("agree", &Reducer::agree, unlocked())
+        .def("replace_gradients", &Reducer::replace_gradients, unlocked())
         .def("begin_step", &Reducer::begin_step, unlocked());
 }

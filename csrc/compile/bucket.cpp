@@ -71,7 +71,8 @@ bool Bucket::add_to_waiting(const ParameterRecord& record, const at::Tensor& gra
 void Bucket::add(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
 {
     if (empty()) { first_parameter_ = record.describe(); }
-    fingerprint_.add_gradient(record.index, record.parameter.numel());
+    fingerprint_.add_gradient(record.index);
+    for (const auto& piece : record.pieces) { fingerprint_.add_piece(piece.owner, piece.target_offset, piece.numel); }
     pack(record, gradient, donated);
     const int64_t bytes = gradient.numel() * static_cast<int64_t>(c10::elementSize(record.communication_dtype));
     bytes_ += bytes;

@@ -141,7 +141,6 @@ void Reducer::send_rest_of_turns()
 {
     while (const auto* turn = order_.next()) {
         auto& record = records_[turn->index];
-        if (record.received == 0 && record.unreduced.defined()) { order_.saw_earlier(record.index); }
         send_turn(record, *turn);
     }
     order_.restart();
@@ -150,6 +149,7 @@ void Reducer::send_rest_of_turns()
 void Reducer::send_turn(ParameterRecord& record, const Turn& turn)
 {
     record.received = std::max<int64_t>(record.received - turn.contributions, 0);
+    if (record.unreduced.defined()) { order_.saw_earlier(record.index); }
     order_.advance();
     enqueue_sum(record);
 }
@@ -184,8 +184,10 @@ bool Reducer::find_absent(bool is_first)
     if (!nodes) { return false; }
     bool some = false;
     for (auto& record : records_) {
-        const bool reached = record.hidden || nodes->count(record.accumulation_node.get()) > 0;
-        record.absent = !reached && (is_first || record.absent);
+        const bool reached = nodes->count(record.accumulation_node.get()) > 0;
+        // A later graph of the same backward leads to it.
+        record.hidden = record.hidden || (record.absent && reached);
+        record.absent = !reached && !record.hidden && (is_first || record.absent);
         some = some || record.absent;
     }
     return some;
@@ -194,7 +196,7 @@ bool Reducer::find_absent(bool is_first)
 bool leads_to_checkpoints()
 {
     for (const auto* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
-        // Autograd's own nodes have long names, and there are many.
+        // Autograd's own nodes are many, and to ask each for its name takes long.
         const bool is_python = std::strstr(typeid(*node).name(), "PyNode") != nullptr;
         if (is_python && node->name() == "CheckpointFunctionBackward") { return true; }
     }
@@ -212,9 +214,14 @@ void Reducer::agree()
     const auto& group = groups_.front();
     if (group.world() == 1) { return; }
     streams_.order_after_last_use();
+    agreement_.add(Happening::step_complete);
+    bool is_late = false;
+    for (const auto& record : records_) {
+        if (!record.unreduced.defined()) { continue; }
+        is_late = true;
+        order_.saw_earlier(record.index);
+    }
     order_.end_step();
-    const bool is_late = std::any_of(
-        records_.begin(), records_.end(), [](const ParameterRecord& record) { return record.unreduced.defined(); });
     const bool rank_decides = group.rank() == 0;
     agreement_.ask(*group.process_group,
                    group.device,
@@ -232,8 +239,8 @@ std::vector<int64_t> Reducer::exchange_orders()
     const auto& group = groups_.front();
     const auto count = static_cast<int64_t>(records_.size());
     // The first rank's turns, of which a parameter has two at most, as pairs of index and contributions; then for each
-    // parameter the steps in which this rank has not seen it, and whether this rank has something left of it. The
-    // maximum over ranks is taken: the others leave the turns at -1, and the fewest steps are the most with a minus.
+    // parameter for how many steps this rank has not seen it, and whether this rank has something left of it. The
+    // maximum over ranks is taken. So ranks but the first leave the turns at -1, and steps are negative.
     std::vector<int64_t> own(6 * count, -1);
     if (group.rank() == 0) {
         auto* place = own.data();
@@ -243,9 +250,8 @@ std::vector<int64_t> Reducer::exchange_orders()
         }
     }
     for (int64_t index = 0; index < count; ++index) {
-        const bool is_late = records_[index].unreduced.defined();
-        own[4 * count + index] = is_late ? 0 : -order_.steps_unseen(index);
-        own[5 * count + index] = is_late ? 1 : 0;
+        own[4 * count + index] = -order_.steps_unseen(index);
+        own[5 * count + index] = records_[index].unreduced.defined() ? 1 : 0;
     }
     std::vector<at::Tensor> tensors{at::tensor(own, at::kLong).to(group.device)};
     c10d::AllreduceOptions options;

@@ -240,13 +240,20 @@ void Reducer::finish_backward(bool reduces)
 void Reducer::abandon_backward()
 {
     std::lock_guard<std::mutex> lock(mutex_);
+    // If the backward raised on some ranks only, before any of them sent a bucket, nothing but this tells them apart.
+    agreement_.add(Happening::backward_abandoned);
     abandon_locked();
+}
+
+void Reducer::replace_gradients()
+{
+    std::lock_guard<std::mutex> lock(mutex_);
+    agreement_.add(Happening::gradients_replaced);
 }
 
 void Reducer::abandon_locked()
 {
     at::NoGradGuard no_grad;
-    if (in_backward_) { agreement_.add_abandoned_backward(); }
     reduces_ = in_backward_ = false;
     buckets_.abandon();
     order_.restart();
@@ -341,10 +348,11 @@ std::map<std::string, int64_t> Reducer::counters() const
     auto values = counters_.values();
     values["registered"] = static_cast<int64_t>(records_.size());
     // Between backwards `parameter.grad` holds what is unreduced. In a backward it is autograd's, on any thread.
-    for (const auto& record : records_) {
-        if (in_backward_) { break; }
-        const auto& slot = record.parameter.grad();
-        if (slot.defined()) { values["unreduced"] += bytes_of(slot); }
+    if (!in_backward_) {
+        for (const auto& record : records_) {
+            const auto& slot = record.parameter.grad();
+            if (slot.defined()) { values["unreduced"] += bytes_of(slot); }
+        }
     }
     values["peak_unreduced"] = std::max(values["peak_unreduced"], values["unreduced"]);
     return values;

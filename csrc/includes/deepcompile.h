@@ -28,7 +28,7 @@ is a range of that run and may straddle several partitions.
                         left: a turn whose gradient has not come is sent as zeros. Elements that got no
                         gradient on any rank are bound to zeros. Before the step, Reducer::agree() asks
                         whether some rank has gradients that came after their turn, which all ranks then send.
-  5. Handed over.       Reducer::targets() gives the targets to the optimizer.
+  5. Handed over.       Reducer::targets() gives the targets to the optimizer, which calls Reducer::begin_step() first.
   6. Released.          Reducer::release() forgets them. From then on the reducer holds no gradient memory.
 
 ZeRO-1 reduces only in the backward at the accumulation boundary. Until then a gradient stays on its
@@ -163,7 +163,8 @@ struct Turn {
 /// A process group matches messages by their order alone, but ranks may run different graphs, or the same graphs in
 /// another order. So the order is one on which all ranks have agreed: to begin with, the reverse of the order of
 /// registration; then the order in which gradients arrived on the first rank in an earlier backward. Where all ranks
-/// run the same graphs, no gradient waits for its turn from then on.
+/// run the same graphs, no gradient waits for its turn from then on. A parameter that no rank has seen for many steps
+/// has no turn; a gradient that comes then is late, and gives the parameter a turn again.
 class SendOrder {
 public:
     /// To be called in order of registration. `is_sent`: whether the parameter gets a turn.
@@ -190,8 +191,6 @@ public:
     /// The gradients of a step are complete.
     void end_step();
 
-    /// Parameters in the order in which this rank's contributions to the last backward arrived, as often as they did.
-    const std::vector<int64_t>& arrived() const { return arrived_; }
     /// The order that would have suited this rank's last backward. It has at most two turns for a parameter.
     std::vector<Turn> as_arrived() const;
     /// For how many steps this rank has seen no gradient of a parameter.
@@ -210,9 +209,9 @@ private:
     std::vector<Turn> turns_;
     size_t taken_ = 0;
     std::unordered_map<int64_t, int64_t> left_;  ///< by parameter: its turns that were not taken
-    std::vector<int64_t> arrived_;
-    std::vector<int64_t> unseen_;  ///< by parameter: steps without a gradient on this rank
-    bool suits_ = true;            ///< nothing came out of turn in the last backward
+    std::vector<int64_t> arrived_;  ///< parameters of the last backward's contributions, as often as these came
+    std::vector<int64_t> unseen_;   ///< by parameter: steps without a gradient on this rank
+    bool suits_ = true;             ///< nothing came out of turn in the last backward
 };
 
 // 2. Reduced: gradients on their way to their owners. (bucket.cpp)
@@ -431,6 +430,9 @@ public:
     /// every rank if the ranks have sent different gradients. The host waits for the device, because only then it
     /// knows whether another rank has something left.
     void agree();
+
+    /// 4. Called when a backward begins the step anew, after release_all(). Only for the fingerprint.
+    void replace_gradients();
 
     /// 4. Called when a backward raised: drops what is pending, every target and every unreduced gradient, also those of
     /// earlier backwards.

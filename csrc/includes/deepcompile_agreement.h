@@ -19,16 +19,25 @@ another number of backwards, or its backward raised, the process group would add
 
 namespace deepcompile {
 
+/// What ranks must have in common besides what they send. Ranks that differ in it alone may send the same.
+enum class Happening : int64_t {
+    backward_abandoned = -1,  ///< a backward raised
+    gradients_replaced = -2,  ///< a backward began the step anew
+    step_complete = -3,       ///< the gradients of a step are complete
+};
+
 /// Which gradients of which engine were sent, in which order and in which buckets.
 struct Fingerprint {
     int64_t hash = 0;
     int64_t gradients = 0;
     int64_t buckets = 0;
 
-    /// `index`: of the parameter, in order of registration; `numel`: its elements.
-    void add_gradient(int64_t index, int64_t numel);
+    /// `index`: of the parameter, in order of registration.
+    void add_gradient(int64_t index);
+    /// Where in a partition a piece of that gradient goes.
+    void add_piece(int64_t owner, int64_t target_offset, int64_t numel);
     void add_bucket(const Fingerprint& bucket);
-    void add_abandoned_backward();
+    void add(Happening what);
     bool operator==(const Fingerprint& other) const
     {
         return hash == other.hash && gradients == other.gradients && buckets == other.buckets;
@@ -52,8 +61,7 @@ public:
 
     /// This rank is about to send a bucket.
     void add_bucket(const Fingerprint& bucket) { sent_.add_bucket(bucket); }
-    /// A backward raised on this rank.
-    void add_abandoned_backward() { sent_.add_abandoned_backward(); }
+    void add(Happening what) { sent_.add(what); }
 
     /// Sends this rank's fingerprint and collects the other ranks'. The host does not wait for a GPU. `purpose` is for
     /// the message of throw_for_other_ranks().

@@ -301,6 +301,7 @@ class BackwardLife:
         engine = self._engine()
         if self._begins_step_anew():
             self.release()
+            self._reducer.replace_gradients()
         if self._restarts_at is not None:
             # After a backward that raised, the caller may have called engine.step(), which counted a micro-batch:
             # reset the count.
