@@ -31,10 +31,9 @@ std::string disagreement(const std::vector<Fingerprint>& fingerprints)
     return "DeepCompile's ranks have not run the same backwards, and would use wrong gradients (sent since "
            "engine.compile(), the first rank of each kind: " +
            sent +
-           "): a backward raised, or replaced gradients, on some ranks only, or ranks ran another number of "
-           "backwards, "
-           "or those of different engines or models; have every rank run as many, and start the processes again from "
-           "a checkpoint";
+           "): some ranks ran another number of backwards, or those of another engine or model, or a backward raised "
+           "or replaced gradients on some ranks only; have every rank run the same number, and start the processes "
+           "again from a checkpoint";
 }
 
 }  // namespace
@@ -59,9 +58,9 @@ void Fingerprint::add_bucket(const Fingerprint& bucket)
     mix(hash, bucket.hash);
 }
 
-void Fingerprint::add(Happening what)
+void Fingerprint::add(Marker marker)
 {
-    mix(hash, static_cast<int64_t>(what));
+    mix(hash, static_cast<int64_t>(marker));
 }
 
 std::string could_not(const std::string& purpose, const std::string& reason)

@@ -25,11 +25,6 @@ void SendOrder::add_parameter(int64_t index, bool is_sent)
     ++left_[index];
 }
 
-void SendOrder::clear()
-{
-    *this = SendOrder();
-}
-
 const Turn* SendOrder::next() const
 {
     return complete() ? nullptr : &turns_[taken_];
@@ -46,15 +41,11 @@ bool SendOrder::comes_to(int64_t index) const
     return found != left_.end() && found->second > 0;
 }
 
-void SendOrder::restart()
+void SendOrder::begin_backward()
 {
     taken_ = 0;
     left_.clear();
     for (const auto& turn : turns_) { ++left_[turn.index]; }
-}
-
-void SendOrder::begin_backward()
-{
     arrived_.clear();
     suits_ = true;
 }
@@ -122,11 +113,18 @@ void SendOrder::take_over(const std::vector<Turn>& first_rank, const std::vector
         if (steps_unseen[index] == 0 && !has_turn[index]) { turns.push_back({index, 1}); }
     }
     turns_ = std::move(turns);
-    suits_ = true;
-    restart();
 }
 
 // Sent in turn.
+
+void Reducer::begin_turns()
+{
+    order_.begin_backward();
+    for (auto& record : records_) {
+        record.received = 0;
+        record.absent = false;
+    }
+}
 
 void Reducer::send_those_in_turn()
 {
@@ -139,11 +137,11 @@ void Reducer::send_those_in_turn()
 
 void Reducer::send_rest_of_turns()
 {
-    while (const auto* turn = order_.next()) {
-        auto& record = records_[turn->index];
-        send_turn(record, *turn);
-    }
-    order_.restart();
+    while (const auto* turn = order_.next()) { send_turn(records_[turn->index], *turn); }
+    // Sums of earlier micro-batches whose parameters have no turn. reduce() has counted what came in this backward.
+    counters_.out_of_turn += std::count_if(records_.begin(), records_.end(), [](const ParameterRecord& record) {
+        return record.received == 0 && record.unreduced.defined();
+    });
 }
 
 void Reducer::send_turn(ParameterRecord& record, const Turn& turn)
@@ -173,7 +171,7 @@ void Reducer::enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradie
         return;
     }
     record.unreduced.add(gradient, donated);
-    buckets_.enqueue(record, record.unreduced.take(), /*donated=*/true);
+    enqueue_sum(record);
 }
 
 // Gradients that cannot come.
@@ -214,7 +212,7 @@ void Reducer::agree()
     const auto& group = groups_.front();
     if (group.world() == 1) { return; }
     streams_.order_after_last_use();
-    agreement_.add(Happening::step_complete);
+    agreement_.add(Marker::step_complete);
     bool is_late = false;
     for (const auto& record : records_) {
         if (!record.unreduced.defined()) { continue; }

@@ -95,7 +95,7 @@ void Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
     // what lies in `parameter.grad` is autograd's.
     if (is_first) {
         for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
-        order_.begin_backward();
+        begin_turns();
     }
     reduces_ = reduces;
     in_backward_ = true;
@@ -212,7 +212,7 @@ void Reducer::finish_backward(bool reduces)
     if (reduces) {
         // Where no backward has begun, every sum still lies in `parameter.grad`.
         if (!in_backward_) {
-            order_.begin_backward();
+            begin_turns();
             for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
         }
         for (auto& record : records_) {
@@ -229,10 +229,6 @@ void Reducer::finish_backward(bool reduces)
         for (auto& group : groups_) { group.allocate_flat_partition(); }
         for (const auto& record : records_) { record.group->bind_to_zeros(record.pieces); }
     }
-    for (auto& record : records_) {
-        record.received = 0;
-        record.absent = false;
-    }
     streams_.let_wait(caller);
     reduces_ = in_backward_ = false;
 }
@@ -241,14 +237,14 @@ void Reducer::abandon_backward()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     // If the backward raised on some ranks only, before any of them sent a bucket, nothing but this tells them apart.
-    agreement_.add(Happening::backward_abandoned);
+    agreement_.add(Marker::backward_abandoned);
     abandon_locked();
 }
 
 void Reducer::replace_gradients()
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    agreement_.add(Happening::gradients_replaced);
+    agreement_.add(Marker::gradients_replaced);
 }
 
 void Reducer::abandon_locked()
@@ -256,11 +252,6 @@ void Reducer::abandon_locked()
     at::NoGradGuard no_grad;
     reduces_ = in_backward_ = false;
     buckets_.abandon();
-    order_.restart();
-    for (auto& record : records_) {
-        record.received = 0;
-        record.absent = false;
-    }
     forget_gradients();
 }
 
@@ -333,7 +324,7 @@ void Reducer::close()
     abandon_locked();
     begin.swap(begin_unannounced_);
     remove_reducer(options_.identity);
-    order_.clear();
+    order_ = SendOrder();
     records_.clear();
     groups_.clear();
     // Forgets the device too, which may be gone when the destructor closes the reducer a second time.

@@ -169,7 +169,6 @@ class SendOrder {
 public:
     /// To be called in order of registration. `is_sent`: whether the parameter gets a turn.
     void add_parameter(int64_t index, bool is_sent);
-    void clear();
 
     /// The next turn; null once all were taken.
     const Turn* next() const;
@@ -177,10 +176,8 @@ public:
     bool complete() const { return taken_ == turns_.size(); }
     /// Whether the parameter has a turn that was not taken.
     bool comes_to(int64_t index) const;
-    /// The next backward begins with the first turn.
-    void restart();
 
-    /// Forgets in which order the contributions of the backward before have arrived.
+    /// Begins with the first turn, and forgets in which order contributions to the backward before have arrived.
     void begin_backward();
     /// A contribution to this parameter has arrived.
     void saw(int64_t index);
@@ -472,6 +469,8 @@ private:
     /// Looks which parameters the graph of autograd's running task does not lead to; returns whether there are some. A
     /// backward of several losses may have several graphs. `is_first`: whether this is the first of them.
     bool find_absent(bool is_first);
+    /// Begins with the first turn.
+    void begin_turns();
     void send_those_in_turn();
     void send_rest_of_turns();
     void send_turn(ParameterRecord& record, const Turn& turn);

@@ -19,8 +19,8 @@ another number of backwards, or its backward raised, the process group would add
 
 namespace deepcompile {
 
-/// What ranks must have in common besides what they send. Ranks that differ in it alone may send the same.
-enum class Happening : int64_t {
+/// What a fingerprint holds besides what was sent: ranks that differ in it alone may send the same.
+enum class Marker : int64_t {
     backward_abandoned = -1,  ///< a backward raised
     gradients_replaced = -2,  ///< a backward began the step anew
     step_complete = -3,       ///< the gradients of a step are complete
@@ -37,7 +37,7 @@ struct Fingerprint {
     /// Where in a partition a piece of that gradient goes.
     void add_piece(int64_t owner, int64_t target_offset, int64_t numel);
     void add_bucket(const Fingerprint& bucket);
-    void add(Happening what);
+    void add(Marker marker);
     bool operator==(const Fingerprint& other) const
     {
         return hash == other.hash && gradients == other.gradients && buckets == other.buckets;
@@ -61,7 +61,7 @@ public:
 
     /// This rank is about to send a bucket.
     void add_bucket(const Fingerprint& bucket) { sent_.add_bucket(bucket); }
-    void add(Happening what) { sent_.add(what); }
+    void add(Marker marker) { sent_.add(marker); }
 
     /// Sends this rank's fingerprint and collects the other ranks'. The host does not wait for a GPU. `purpose` is for
     /// the message of throw_for_other_ranks().
