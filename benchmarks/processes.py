@@ -67,7 +67,8 @@ def run(
         }
         if not gpus:
             environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", *where, "--master_port", str(_free_port())]
+        port = _free_port()
+        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", *where, "--master_port", str(port)]
         # In a session of its own, the signal that ends it reaches all of its processes.
         process = subprocess.Popen(
             [*launcher, "--module", f"{PACKAGE.name}.measure", *arguments, "--json", str(file)],
@@ -81,7 +82,7 @@ def run(
         try:
             status = process.wait(limit)
         except BaseException as error:
-            _end(process)
+            _end(process, port)
             # A process that is ended while it compiles native code leaves a lock, for which the next run would wait
             # forever.
             for lock in extensions.glob("**/lock"):
@@ -89,7 +90,7 @@ def run(
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             return no_result(f"not done after {limit:.0f} s, see {log}", failed=True)
-        _end(process)
+        _end(process, port)
         if status or not file.exists():
             return no_result(f"ended with exit status {status}, see {log}", failed=True)
         return json.loads(file.read_text())
@@ -110,7 +111,7 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen, port: int) -> None:
     """Ends what is left of a run's processes, and waits until they are gone and have given back their memory."""
     for _ in range(300):
         try:
@@ -120,3 +121,6 @@ def _end(process: subprocess.Popen) -> None:
         process.poll()
         time.sleep(0.1)
     process.wait()
+    # DeepSpeed's all-reduce on CPU leaves 66 MiB of shared memory a rank, named after the port.
+    for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        file.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from support.pool import free_port
+from support.pool import free_port, remove_buffers
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo" / "train_qwen3.py"
@@ -21,8 +21,9 @@ def launch(script, *arguments):
     """Runs a script in two CPU processes and returns the finished launcher."""
     # As a module: where packages were installed into a folder of their own, the script is not beside the interpreter.
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
-    launcher += ["--num_accelerators", "2", "--master_port", str(free_port())]
-    return subprocess.run(
+    port = free_port()
+    launcher += ["--num_accelerators", "2", "--master_port", str(port)]
+    finished = subprocess.run(
         [*launcher, str(script), *arguments],
         # In the checkout's own folder a module would be looked for in its deepspeed/, which is not the whole package.
         cwd=ROOT / "tests",
@@ -37,6 +38,8 @@ def launch(script, *arguments):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    remove_buffers(port)
+    return finished
 
 
 @pytest.mark.slow

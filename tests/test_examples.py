@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from support.models import qwen3_config
-from support.pool import free_port
+from support.pool import free_port, remove_buffers
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SUMS = [f"{a} plus {b} is {a + b}." for a in range(8) for b in range(8)]
@@ -60,9 +60,10 @@ def test_trains(model, inductor_cache, tmp_path, program):
     for package in PROGRAMS[program]:
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
     gpus = min(torch.cuda.device_count(), 2)
+    port = free_port()
     finished = subprocess.run(
         [
-            *(sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(free_port())),
+            *(sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)),
             *(["--num_gpus", str(gpus)] if gpus else ["--num_accelerators", "2"]),
             *(str(EXAMPLES / program), "--model", str(model), "--epochs", "1", "--lr", "1e-2"),
         ],
@@ -78,6 +79,7 @@ def test_trains(model, inductor_cache, tmp_path, program):
         stderr=subprocess.STDOUT,
         text=True,
     )
+    remove_buffers(port)
     assert finished.returncode == 0, finished.stdout
     losses = [float(loss) for loss in re.findall(r"(?<!_)loss'?:? '?([\d.]+)", finished.stdout)]
     assert len(losses) >= 8 and losses[-1] < losses[0] - 0.2, finished.stdout

@@ -40,6 +40,15 @@ def free_port():
                 continue
 
 
+def remove_buffers(port):
+    """Removes the shared memory that DeepSpeed's all-reduce on CPU leaves behind, 66 MiB a rank, of ranks on ``port``.
+
+    What processes have mapped stays theirs.
+    """
+    for file in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
+        file.unlink(missing_ok=True)
+
+
 class RankFailed(AssertionError):
     """A function raised on at least one rank; the message holds each traceback."""
 
@@ -160,6 +169,10 @@ def _serve():
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     patience = datetime.timedelta(seconds=int(os.environ.get("RANKS_TIMEOUT", "1800")))
     deepspeed.init_distributed(dist_backend=backend, timeout=patience)
+    if backend == "gloo":
+        # When all ranks have mapped it, none needs its name any more. Most of these processes are killed in the end.
+        torch.distributed.barrier()
+        remove_buffers(os.environ["MASTER_PORT"])
     # Only now, because DeepSpeed may have compiled native code, for which no test shall run out of time.
     connection.send(int(os.environ["RANK"]))
     while True:
