@@ -7,6 +7,7 @@ backward. A step is in one :class:`Phase` at a time, and ``TRANSITIONS`` says wh
 which. ``docs/life_of_a_gradient.md`` draws the transitions.
 """
 
+import dataclasses
 import enum
 import functools
 import weakref
@@ -61,6 +62,16 @@ TRANSITIONS = {
 }
 
 
+@dataclasses.dataclass
+class _Step:
+    """What to know of a step besides its phase. Dropped with the gradients of the step."""
+
+    backwards: int = 0  # that have ended
+    told_by_caller: bool = False  # whether the caller decides which backwards belong to the step
+    forward_since_hand_over: bool = False
+    by_earlier_region: bool = False  # whether a region of coalesce_grad_reduction() that has ended left gradients
+
+
 class BackwardLife:
     """Tracks the backwards of an engine's current step, and decides what remains of the step when a backward raises.
 
@@ -87,18 +98,13 @@ class BackwardLife:
         self._graph_task: Optional[int] = None
         # Changes when a backward begins or is abandoned, so that watches of earlier backwards know they are outdated.
         self._serial = 0
-        # How many backwards of the step have ended, and whether the caller decides which backwards belong to the step.
-        self._finished = 0
-        self._told_by_caller = False
-        self._forward_since_hand_over = False
+        self._step = _Step()
         # How many of the step's backwards were dropped because a later one raised, and the value to which the next
         # backward resets `engine.micro_steps`.
         self._lost = 0
         self._restarts_at: Optional[int] = None
-        # A region is the scope of engine.coalesce_grad_reduction(). Whether a backward has begun in the current
-        # region, and whether an earlier region of the step has left gradients.
+        # A region is the scope of engine.coalesce_grad_reduction(). Whether a backward has begun in the current one.
         self._in_region = False
-        self._region_left_gradients = False
         self._has_warned = False
 
     def _advance(self, event):
@@ -114,7 +120,7 @@ class BackwardLife:
 
     def forward_begins(self) -> None:
         """Called before a forward for which gradients are enabled."""
-        self._forward_since_hand_over = True
+        self._step.forward_since_hand_over = True
 
     def enter(self, enter_backward: Callable[[], None]) -> None:
         """Called for each output through which autograd enters a backward.
@@ -160,7 +166,7 @@ class BackwardLife:
             self._join_step()
         self._reduce_rest(self._reduces())
         self._graph_task = None
-        self._finished += 1
+        self._step.backwards += 1
         self._advance(Event.FINISH)
         # Also true if an earlier backward of the step handed gradients over and this one only kept its own.
         if self._is_handed_over():
@@ -170,12 +176,12 @@ class BackwardLife:
         """Called at the end of a region: reduces the gradients that the region's backwards kept on this rank."""
         try:
             self.abandon_unfinished()
-            if self._finished:
+            if self._step.backwards:
                 self._reduce_rest(True)
                 if self._is_handed_over():
                     self._advance(Event.HAND_OVER)
         finally:
-            self._in_region, self._region_left_gradients = False, True
+            self._in_region, self._step.by_earlier_region = False, True
 
     # A step ------------------------------------------------------------------------------------------------------
 
@@ -220,8 +226,7 @@ class BackwardLife:
     def release(self) -> None:
         """Drops every gradient that this rank holds, reduced or not."""
         self._advance(Event.RELEASE)
-        self._finished = 0
-        self._told_by_caller = self._forward_since_hand_over = self._region_left_gradients = False
+        self._step = _Step()
         averaged = self._optimizer().averaged_gradients
         for group, views in list(averaged.items()):
             if isinstance(views, PartitionViews):
@@ -255,13 +260,14 @@ class BackwardLife:
         self._serial += 1
         self._graph_task = None
         self._advance(Event.ABANDON)
-        if self._told_by_caller:
-            self._lost += self._finished
+        before = self._step.backwards
+        if self._step.told_by_caller:
+            self._lost += before
         else:
             self.begin_anew()
-            if self._finished:
+            if before:
                 logger.warning(
-                    f"A backward raised; the gradients of the {self._finished} backwards before it, which belong to "
+                    f"A backward raised; the gradients of the {before} backwards before it, which belong to "
                     "the same step, are dropped too, and the next micro-batch is the first of a step"
                 )
         self._reducer.abandon_backward()
@@ -307,19 +313,19 @@ class BackwardLife:
             # reset the count.
             engine.micro_steps, self._restarts_at = self._restarts_at, None
         if engine._is_gradient_accumulation_boundary is not None or engine.inside_no_sync_ctxt:
-            self._told_by_caller = True
+            self._step.told_by_caller = True
 
     def _begins_step_anew(self):
         """Whether the backward that begins replaces the gradients that are held instead of adding to them."""
         if self._optimizer()._coalesce_grad_reduction and not self._in_region:
             self._in_region = True
-            if self._region_left_gradients:
+            if self._step.by_earlier_region:
                 # One region contains all backwards of a step. With a second region the caller restarts the step.
                 self._lost = 0
                 return True
         # As in DeepSpeed without DeepCompile, a backward at the accumulation boundary replaces gradients that no step
         # has used. But several backwards add up if all their forwards began before the first of the backwards.
-        replaces = self.phase is Phase.COMPLETE and self._forward_since_hand_over
+        replaces = self.phase is Phase.COMPLETE and self._step.forward_since_hand_over
         if replaces and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -358,7 +364,7 @@ class BackwardLife:
                     optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype),
                     functools.partial(self._reducer.release, group),
                 )
-        self._forward_since_hand_over = False
+        self._step.forward_since_hand_over = False
 
 
 class _Watch:
