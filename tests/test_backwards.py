@@ -303,7 +303,7 @@ def polled_counters(case):
 
 @pytest.mark.sanitized
 def test_counters_may_be_read_from_another_thread(ranks):
-    for polled in ranks(2).run(polled_counters, Case(bucket=50), timeout=120):
+    for polled in ranks(2).run(polled_counters, Case(bucket=50)):
         assert polled.reads > 10
         assert polled.error < BOUND
 
@@ -374,6 +374,6 @@ def hook_on_one_rank(case):
 
 @pytest.mark.sanitized
 def test_a_hook_on_one_rank(ranks):
-    first, second = ranks(2).run(hook_on_one_rank, Case(), timeout=120)
+    first, second = ranks(2).run(hook_on_one_rank, Case())
     assert (first.gradients, second.gradients) == (2, 0)
     assert max(first.error, second.error) < BOUND

@@ -23,7 +23,8 @@ BOUND = 1e-5
 # Seconds after which a collective gives up, and what the test allows on top of them. NCCL's watchdog takes another
 # minute to write down what was running before it ends the process.
 TIMEOUT, GRACE = 6, 20
-PATIENCE = 150 if torch.cuda.is_available() else 80
+# Long enough for a busy machine: what is asserted is how long a rank has waited.
+PATIENCE = 300
 
 
 def in_processes_of_their_own(function, *args, patience=PATIENCE):
@@ -134,7 +135,7 @@ def test_memory_that_runs_out_anywhere_in_a_backward(capfd):
     numel = Large.NUMEL
     amounts = [8 * numel * index for index in range(6)]
     case = Case(bucket=numel)
-    answers = in_processes_of_their_own(memory_that_runs_out, case, amounts, patience=150)
+    answers = in_processes_of_their_own(memory_that_runs_out, case, amounts)
     if any(was_ended_by_nccl(answer, capfd) for answer in answers):
         return
     for answer in answers:

@@ -258,7 +258,7 @@ def raising_at_different_layers(case):
 
 def test_ranks_agree_after_a_backward_that_raised(ranks):
     case = Case(config=REGIONAL, bucket=10**6)
-    for result in ranks(2).run(raising_at_different_layers, case, timeout=120):
+    for result in ranks(2).run(raising_at_different_layers, case):
         assert result.raised
         assert result.error < 1e-5
 

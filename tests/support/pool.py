@@ -104,7 +104,7 @@ class Ranks:
             process.wait()
         self._processes, self._connections = [], []
 
-    def run(self, function, *args, timeout=240, **kwargs):
+    def run(self, function, *args, timeout=600, **kwargs):
         """Calls ``function(*args, **kwargs)`` on every rank; returns the results in rank order.
 
         ``function`` is importable under ``tests/``. A rank that raises, dies or takes longer than ``timeout``
