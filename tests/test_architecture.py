@@ -14,7 +14,7 @@ ZERO12 = COMPILE / "zero12"
 # Each module may import those of the lines above its own, and what is on its own line nothing of that line.
 FLOORS = """
 fx passes.zero_1_and_2_compile zero12.messages zero12.native
-zero12.collectives zero12.forward zero12.key_value_cache zero12.chunked_step zero12.layout
+zero12.collectives zero12.forward zero12.key_value_cache zero12.chunked_step zero12.layout zero12.offload
 zero12.backward zero12.gather zero12.step
 zero12.gather_hooks zero12.state
 zero12.optimizer
@@ -27,7 +27,7 @@ zero12.engine
 init_z1_and_2 engine_calls gradient_partition parameter_gather
 """
 
-TRAINING = {"optimizer", "state", "backward", "step", "chunked_step", "gather", "gather_hooks", "layout"}
+TRAINING = {"optimizer", "state", "backward", "step", "chunked_step", "gather", "gather_hooks", "layout", "offload"}
 # What the base keeps of a backward and counts.
 FLAGS = {"micro_steps", "_backward_active_depth", "post_backward_callback_queued"}
 

@@ -133,6 +133,16 @@ BEHAVIOUR = [
         r"overlapping_partition_gradients_reduce_epilogue\(\)",
     ),
     ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.offload_states", r'"move_flat_partition"'),
+    (
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__",
+        r"param_buffer_of_bit16_for_cpu_offload_groups[\s\S]*self\.reduction_stream =[\s\S]*"
+        r"self\.temp_grad_buffer_for_cpu_offload =[\s\S]*self\.temp_grad_buffer_for_gpu_offload =",
+    ),
+    (
+        "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer._link_all_hp_params",
+        r"self\._get_offload_gradient_dict\(\)[\s\S]*offload_gradient_dict=self\.offload_gradient_dict",
+    ),
+    ("deepspeed.utils.tensor_fragment:tensor_fragment.get_lp_grad_fragment", r"self\.offload_gradient_dict\b"),
     ("torch._inductor.compile_fx:get_input_idxs_to_check", r"should_assume_input_aligned"),
     ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.get_grad_norm_direct", r'"_zero_padding"'),
     # What our step does too, in this order. Anything new in between has to be looked at.

@@ -23,6 +23,7 @@ from support.training import (
     held,
     make_engine,
     make_optimizer,
+    offload_on_cpu,
     step_plain,
     total_error,
     train_beside_plain_loop,
@@ -106,6 +107,20 @@ def test_an_overflow_skips_the_step_and_releases(ranks, stage, accumulation):
         assert compiled.scale == eager.scale
         assert compiled.held_after_a_skipped_step == NOTHING
         assert compiled.error < 1.5 * eager.error < compiled.moved
+
+
+@offload_on_cpu
+@vary("dtype", ["bf16", "fp16"])
+@vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_offloaded(ranks, stage, accumulation, dtype):
+    # The first steps overflow fp16.
+    config = {"fp16": {"initial_scale_power": 24, "hysteresis": 1}} if dtype == "fp16" else None
+    case = Case(dtype=dtype, stage=stage, accumulation=accumulation, steps=14, config=config, offloaded=True)
+    for compiled, eager in ranks(2).run(train_beside_fp32, case):
+        assert (compiled.skipped > 0) == (dtype == "fp16")
+        assert compiled.skipped == eager.skipped and compiled.scale == eager.scale
+        assert compiled.error < 1.5 * eager.error < compiled.moved
+        assert compiled.held == NOTHING
 
 
 def test_communication_in_fp32_under_bf16(ranks):

@@ -33,7 +33,7 @@ from support.checkpoints import (
     train,
 )
 from support.ids import vary
-from support.training import device, relative_error, total_error
+from support.training import device, offload_on_cpu, relative_error, total_error
 
 # States moved away and back ----------------------------------------------------------------------------------------
 
@@ -198,8 +198,12 @@ def set_beside_plain_loop(run, setter, moment):
 
 @pytest.mark.parametrize(
     "run",
-    [Run(stage=1, clipping=0.1), Run(stage=2, optimizer="SGD", overlapped=True)],
-    ids=["stage1-AdamW", "stage2-SGD-overlapped"],
+    [
+        Run(stage=1, clipping=0.1),
+        Run(stage=2, optimizer="SGD", overlapped=True),
+        pytest.param(Run(stage=2, clipping=0.1, offloaded=True), marks=offload_on_cpu),
+    ],
+    ids=["stage1-AdamW", "stage2-SGD-overlapped", "stage2-AdamW-offloaded"],
 )
 @vary(
     "setter, moment",

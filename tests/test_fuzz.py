@@ -67,6 +67,7 @@ def as_case(recipe, module, deepcompile):
         bucket=recipe.bucket,
         groups=recipe.groups if have_elements else 1,
         clipping=recipe.clipping,
+        offloaded=recipe.offloaded,
         dtype=recipe.dtype,
         deepcompile=deepcompile,
         config={
@@ -320,6 +321,7 @@ def recipes(draw, backends):
         overlap_comm=draw(st.booleans()),
         regional=regional,
         overlap_gather=regional is True and draw(st.booleans()),
+        offloaded=not torch.cuda.is_available() and draw(st.sampled_from([False, False, False, True])),
         lengths=draw(st.sampled_from([(4,), (4, 5), (3, 4, 6)])),
         uneven=draw(st.sampled_from([False, False, True])),
         evaluates=draw(st.sampled_from(EVALUATIONS)),
@@ -360,7 +362,7 @@ def test_random_models(ranks, request, capsys):
     def trains_as_a_plain_loop(recipe):
         count["tried"] += 1
         try:
-            results = ranks(world).run(train, recipe, timeout=120)
+            results = ranks(world).run(train, recipe)
         except RankFailed as failure:
             # Refused in a sentence: a graph that serves several layers cannot call the hook of one.
             if str(failure).count("has a hook that its compiled graph does not call") != world:
@@ -373,7 +375,7 @@ def test_random_models(ranks, request, capsys):
             elif result.total_error > 0.1 * result.total_moved:
                 # Rounding to 8 bits is large beside a gradient that is small, so all parameters are taken together,
                 # and where even that is much, DeepSpeed without DeepCompile is no better.
-                plainly = ranks(world).run(train, recipe, deepcompile=False, timeout=120)
+                plainly = ranks(world).run(train, recipe, deepcompile=False)
                 rounding = max(each.total_error for each in plainly)
                 assert rounding < 0.5 * result.total_moved
                 assert result.total_error < 1.5 * rounding

@@ -53,13 +53,11 @@ RANDOM_LTD = {
 # By the name under which docs/options.md has them.
 REFUSED = {
     "zero_optimization.offload_optimizer": Refusal(
-        "zero_optimization.offload_optimizer is not supported; remove it or use stage 3",
-        config={**zero_options(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": False},
-    ),
-    "zero_optimization.cpu_offload": Refusal(
-        "zero_optimization.cpu_offload is not supported; remove it or use stage 3",
-        stage=2,
-        config={**zero_options(cpu_offload=True), "zero_force_ds_cpu_optimizer": False},
+        "zero_optimization.offload_optimizer.device='nvme' is only supported in stage 3; use 'cpu'",
+        config={
+            **zero_options(offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
+            "zero_force_ds_cpu_optimizer": False,
+        },
     ),
     "zero_optimization.zenflow": Refusal(
         "zero_optimization.zenflow is not supported; remove it",
@@ -179,11 +177,10 @@ ALSO_REFUSED = {
         {"full_graph": True},
         backend="eager",
     ),
-    "offload-of-both": Refusal(
-        "zero_optimization.offload_optimizer is not supported; remove it or use stage 3",
-        stage=2,
+    "super-offload": Refusal(
+        "zero_optimization.offload_optimizer.super_offload is only supported in stage 3; leave it out",
         config={
-            **zero_options(offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+            **zero_options(offload_optimizer={"device": "cpu", "super_offload": True}),
             "zero_force_ds_cpu_optimizer": False,
         },
     ),

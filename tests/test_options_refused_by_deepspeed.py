@@ -37,6 +37,11 @@ REFUSED_BY_DEEPSPEED = {
         "AssertionError: allgather_bucket_size must be a multiple of nccl_start_alignment_factor",
         {"zero_optimization": {"allgather_bucket_size": 3}},
     ),
+    "zero_optimization.offload_optimizer": RefusedByDeepSpeed(
+        "initialize",
+        "ValidationError: 1 validation error for DeepSpeedZeroConfig",
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+    ),
     "zero_optimization.compute_grad_norm": RefusedByDeepSpeed(
         "initialize",
         "ValueError: zero_optimization.compute_grad_norm=false requires gradient_clipping=0",

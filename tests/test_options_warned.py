@@ -11,7 +11,7 @@ import torch
 
 from support.ids import vary
 from support.options import SMALL, train_and_collect_output
-from support.training import Case, Trained
+from support.training import Case, Trained, offload_on_cpu
 
 
 def only_in_stage_3(section, **options):
@@ -56,7 +56,11 @@ WARNED = {
     "compile_kwargs.name": "compile_kwargs['name'] has no effect, because torch gives it to its own backend only",
 }
 # The same option in another word.
-ALSO_WARNED = {"zero_optimization.cpu_offload_param": OFFLOADS.format("cpu_offload_param")}
+ALSO_WARNED = {
+    "zero_optimization.cpu_offload_param": OFFLOADS.format("cpu_offload_param"),
+    "zero_optimization.ignore_unused_parameters": "zero_optimization.ignore_unused_parameters=False has no effect, "
+    "because a parameter without a gradient is stepped on zeros",
+}
 WITHOUT_EFFECT = Case(
     model=SMALL,
     accumulation=2,
@@ -113,4 +117,13 @@ def test_warned_in_another_word(ranks):
     case = Case(model=SMALL, steps=1, config={"zero_optimization": {"cpu_offload_param": True}})
     result, _ = ranks(2).run(train_and_collect_warnings, case)
     assert result.trained.error < 1e-5
-    assert result.warnings == [("1", *ALSO_WARNED.values())]
+    assert result.warnings == [("1", ALSO_WARNED["zero_optimization.cpu_offload_param"])]
+
+
+@offload_on_cpu
+def test_warned_with_offloading(ranks):
+    config = {"zero_optimization": {"ignore_unused_parameters": False}}
+    case = Case(model="FrozenAndUnused", offloaded=True, config=config)
+    result, _ = ranks(2).run(train_and_collect_warnings, case)
+    assert result.trained.error < 1e-5
+    assert result.warnings == [("1", ALSO_WARNED["zero_optimization.ignore_unused_parameters"])]

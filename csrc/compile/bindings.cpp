@@ -50,8 +50,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
                int64_t partition_numel,
                at::ScalarType target_dtype,
                at::Device device,
-               bool flat) {
-                return self.add_group(std::move(process_group), partition_numel, target_dtype, device, flat);
+               bool flat,
+               std::optional<at::Tensor> host) {
+                return self.add_group(
+                    std::move(process_group), partition_numel, target_dtype, device, flat, std::move(host));
             },
             unlocked())
         .def_property_readonly("identity", &Reducer::identity)

@@ -5,6 +5,7 @@
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
+#include <c10/core/StreamGuard.h>
 
 #include <algorithm>
 #include <set>
@@ -126,6 +127,8 @@ void Bucket::send(const std::deque<PartitionGroup>& groups)
     // Views of the segments' memory. Sorting replaces that memory, and a view would keep the old memory alive.
     waiting_.clear();
     for (const auto& group : groups) {
+        // A single rank has nobody to send to.
+        if (group.world() == 1) { continue; }
         std::vector<Message> messages;
         const bool average = group.process_group->getBackend(group.device.type())->getBackendName() == "nccl";
         for (auto& segment : segments_) {
@@ -192,8 +195,23 @@ void Bucket::send_messages(const PartitionGroup& group, std::vector<Message>& me
 
 // Awaited.
 
+void Bucket::copy_to_host()
+{
+    const c10::StreamGuard on_copies(streams_.copies());
+    // The collectives have waited for the stream that made the gradients, but a single rank has sent nothing.
+    streams_.let_wait(streams_.copies());
+    await();
+    bind_owned();
+    copied_.emplace(on_copies.current_stream().device_type());
+    copied_->record(on_copies.current_stream());
+}
+
 void Bucket::await()
 {
+    if (copied_) {
+        copied_->block(streams_.current());
+        return;
+    }
     try {
         for (auto& work : works_) { work->wait(); }
     } catch (const std::exception& error) {
@@ -202,6 +220,11 @@ void Bucket::await()
 }
 
 void Bucket::bind_arrived()
+{
+    if (!copied_) { bind_owned(); }
+}
+
+void Bucket::bind_owned()
 {
     for (auto& segment : segments_) {
         for (const auto& entry : segment.entries) {
@@ -221,6 +244,7 @@ void Bucket::wait_on_device()
     // themselves hold their tensors, and waiting for the works here could outlast a peer that is gone.
     if (streams_.on_cpu()) { return; }
     streams_.order_after_last_use();
+    if (copied_) { copied_->block(streams_.current()); }
     for (auto& work : works_) {
         try {
             work->wait();
@@ -270,7 +294,8 @@ std::unique_ptr<Bucket> BucketQueue::empty_bucket() const
 
 void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
 {
-    if (record.group->world() == 1) {
+    // A copy to the host takes time, and the gradient's memory waits for it in a bucket.
+    if (record.group->world() == 1 && !record.group->host) {
         record.group->bind(record.pieces.front().target_offset, gradient.detach().reshape({-1}), donated);
         return;
     }
@@ -297,7 +322,7 @@ void BucketQueue::launch()
     RECORD_USER_SCOPE("deepcompile::launch");
     if (options_.synchronize_before) { streams_.synchronize_device(); }
     agreement_.add_bucket(filling_->fingerprint());
-    if (streams_.on_cpu()) {
+    if (streams_.on_cpu() && groups_.front().world() > 1) {
         // gloo ends the process if ranks send different sizes, so the ranks compare first what they are about to send.
         // That makes the host wait, as gloo's reductions do anyway.
         const auto& group = groups_.front();
@@ -307,6 +332,7 @@ void BucketQueue::launch()
     filling_->send(groups_);
     ++counters_.buckets_sent;
     in_flight_ = std::exchange(filling_, empty_bucket());
+    if (groups_.front().host && !streams_.on_cpu()) { in_flight_->copy_to_host(); }
     if (!options_.overlap || options_.synchronize_after) { drain(); }
     if (options_.synchronize_after) { streams_.synchronize_device(); }
 }

@@ -36,8 +36,11 @@ std::map<std::string, int64_t> Counters::values() const
                                           {"out_of_turn", out_of_turn},
                                           {"buckets_sent", buckets_sent},
                                           {"messages_sent", messages_sent}};
-    const std::pair<const char*, const ByteCount*> counts[] = {
-        {"bound", &bound}, {"pending", &pending}, {"bucket", &bucket}, {"unreduced", &unreduced}};
+    const std::pair<const char*, const ByteCount*> counts[] = {{"bound", &bound},
+                                                               {"on_host", &on_host},
+                                                               {"pending", &pending},
+                                                               {"bucket", &bucket},
+                                                               {"unreduced", &unreduced}};
     for (const auto& [name, count] : counts) {
         values[name] = count->now();
         values[std::string("peak_") + name] = count->peak();
@@ -47,7 +50,7 @@ std::map<std::string, int64_t> Counters::values() const
 
 void Counters::reset()
 {
-    for (auto* count : {&bound, &pending, &bucket, &unreduced}) { count->reset_peak(); }
+    for (auto* count : {&bound, &on_host, &pending, &bucket, &unreduced}) { count->reset_peak(); }
     from_graphs = from_autograd = out_of_turn = buckets_sent = messages_sent = 0;
 }
 
@@ -94,6 +97,17 @@ void StreamOrder::synchronize_device() const
     if (!on_cpu()) { c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index()); }
 }
 
+void StreamOrder::synchronize_last() const
+{
+    if (!on_cpu() && last_) { last_->synchronize(); }
+}
+
+c10::Stream StreamOrder::copies()
+{
+    if (!copies_) { copies_ = c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_); }
+    return *copies_;
+}
+
 void StreamOrder::order_after_last_use()
 {
     if (on_cpu()) { return; }
@@ -112,7 +126,7 @@ void StreamOrder::let_wait(const c10::Stream& stream) const
 
 void StreamOrder::record_on_last(const at::Tensor& tensor) const
 {
-    if (several_) { tensor.record_stream(*last_); }
+    if (several_ && !tensor.is_cpu()) { tensor.record_stream(*last_); }
 }
 
 void StreamOrder::record_on_last(const at::Tensor& tensor, const c10::Stream& allocated_on) const

@@ -41,7 +41,8 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                            int64_t partition_numel,
                            at::ScalarType target_dtype,
                            at::Device device,
-                           bool flat)
+                           bool flat,
+                           std::optional<at::Tensor> host)
 {
     std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK_VALUE(partition_numel > 0, "a gradient partition needs at least one element");
@@ -51,7 +52,13 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().device == device,
                       "all parameter groups of an engine must be on one device, but " + device.str() + " follows " +
                           groups_.front().device.str());
-    groups_.emplace_back(std::move(process_group), partition_numel, target_dtype, device, flat, counters_);
+    TORCH_CHECK_VALUE(!host || (!flat && host->is_cpu() && host->is_contiguous() && host->numel() == partition_numel &&
+                                host->scalar_type() == target_dtype),
+                      "host memory for targets must have the partition's size and the targets' dtype");
+    TORCH_CHECK_VALUE(groups_.empty() || groups_.front().host.has_value() == host.has_value(),
+                      "the targets of all parameter groups must lie on the host, or of none");
+    groups_.emplace_back(
+        std::move(process_group), partition_numel, target_dtype, device, flat, std::move(host), counters_);
     streams_.set_device(device);
     return static_cast<int64_t>(groups_.size()) - 1;
 }
@@ -280,7 +287,10 @@ void Reducer::use_targets_here()
 Targets Reducer::targets(int64_t group) const
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    return groups_.at(group).targets();
+    const auto& its_group = groups_.at(group);
+    // The last use was put behind the copies.
+    if (its_group.host) { streams_.synchronize_last(); }
+    return its_group.targets();
 }
 
 std::optional<at::Tensor> Reducer::flat_partition(int64_t group) const

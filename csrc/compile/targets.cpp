@@ -32,12 +32,14 @@ PartitionGroup::PartitionGroup(c10::intrusive_ptr<c10d::ProcessGroup> process_gr
                                at::ScalarType target_dtype,
                                at::Device device,
                                bool flat,
+                               std::optional<at::Tensor> host,
                                Counters& counters)
     : process_group(std::move(process_group)),
       partition_numel(partition_numel),
       target_dtype(target_dtype),
       device(device),
       flat(flat),
+      host(std::move(host)),
       counters_(counters)
 {
 }
@@ -47,18 +49,25 @@ void PartitionGroup::bind(int64_t offset, const at::Tensor& arrived, bool donate
     RECORD_USER_SCOPE("deepcompile::bind");
     const auto bound = targets_.find(offset);
     if (bound != targets_.end()) {
-        bound->second.add_(arrived);
+        auto& target = bound->second;
+        // On the host, the sum is made on the device: otherwise the host would have to wait for what has arrived.
+        auto sum = host ? target.to(device, target_dtype, /*non_blocking=*/true) : target;
+        target.copy_(sum.add_(arrived), /*non_blocking=*/true);
         return;
     }
     at::Tensor target;
-    if (flat) {
+    if (host) {
+        target = host->narrow(0, offset, arrived.numel());
+        // Cast on the device: a copy that also casts is not asynchronous.
+        target.copy_(arrived.to(target_dtype), /*non_blocking=*/true);
+    } else if (flat) {
         allocate_flat_partition();
         target = flat_partition_.narrow(0, offset, arrived.numel());
         target.copy_(arrived);
     } else {
         target = keep_or_copy(arrived, target_dtype, donated);
-        counters_.bound.add(bytes_of(target));
     }
+    if (!flat) { bound_count().add(bytes_of(target)); }
     targets_.emplace(offset, std::move(target));
 }
 
@@ -67,8 +76,10 @@ void PartitionGroup::bind_to_zeros(const std::vector<Piece>& pieces)
     const auto options = at::TensorOptions().dtype(target_dtype).device(device);
     for (const auto& piece : pieces) {
         if (piece.owner != rank() || targets_.count(piece.target_offset)) { continue; }
-        // A flat partition only copies the zeros, so one zero serves for all elements.
-        const auto zeros = flat ? at::zeros({1}, options).expand({piece.numel}) : at::zeros({piece.numel}, options);
+        // Where the zeros are only copied, one zero serves for all elements. Host memory gets them from the device too:
+        // the copy of the step before from that memory may still be on its way.
+        const bool copied = flat || host;
+        const auto zeros = at::zeros({copied ? 1 : piece.numel}, options).expand({piece.numel});
         bind(piece.target_offset, zeros, /*donated=*/true);
     }
 }
@@ -82,7 +93,7 @@ void PartitionGroup::allocate_flat_partition()
 
 void PartitionGroup::release()
 {
-    counters_.bound.remove(bound_bytes());
+    bound_count().remove(bound_bytes());
     flat_partition_ = at::Tensor();
     targets_.clear();
 }

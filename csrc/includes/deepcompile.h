@@ -21,7 +21,8 @@ is a range of that run and may straddle several partitions.
                         copy. So a rank holds what has arrived and no more. Where the optimizer can use the
                         flat partition as it is, the first piece that arrives has the whole partition
                         allocated and zeroed, and targets are views of it. A later piece for the same
-                        elements is added to the target.
+                        elements is added to the target. Where the optimizer is offloaded, targets lie in
+                        host memory, and a piece that has arrived is copied there.
   4. End of backward.   Reducer::end_backward() sends and waits for what is pending and gives the buckets'
                         memory back; the graph that reduces last calls it. The optimizer calls
                         Reducer::finish_backward() after every backward. It does the same for whatever is
@@ -37,9 +38,10 @@ drop it, and in the reducer while a backward runs. ZeRO-2 reduces in every backw
 live until the step.
 
 The reducer is written on ATen and c10d only, so one source serves gloo on CPU and NCCL on CUDA. All
-device work is put on the current stream of the calling thread. On a GPU the host waits for the device in
-Reducer::agree() and nowhere else, unless an option for debugging asks for it. Every error is an
-exception that names the parameter and the rank.
+device work is put on the current stream of the calling thread, except for copies to the host, which have a
+stream of their own. On a GPU the host waits for the device in Reducer::agree(), and in Reducer::targets()
+for targets in host memory, and nowhere else unless an option for debugging asks for it. Every error is
+an exception that names the parameter and the rank.
 
 deepcompile_memory.h has what all parts need for gradient memory, deepcompile_agreement.h has the check
 that all ranks have sent the same gradients.
@@ -51,6 +53,7 @@ that all ranks have sent the same gradients.
 #include "deepcompile_memory.h"
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -246,9 +249,12 @@ public:
     void add(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Sends every piece to the rank that owns it, group after group.
     void send(const std::deque<PartitionGroup>& groups);
-    /// NCCL: the current stream waits for the collectives. gloo: the calling thread does.
+    /// For targets in host memory, on a GPU: has the stream of copies wait for the collectives and bind the pieces that
+    /// this rank owns, while the current stream goes on.
+    void copy_to_host();
+    /// NCCL: the current stream waits for the collectives, or for copy_to_host(). gloo: the calling thread does.
     void await();
-    /// Binds the pieces that this rank owns. To be called after await().
+    /// Binds the pieces that this rank owns, unless copy_to_host() has. To be called after await().
     void bind_arrived();
     /// For a bucket that is dropped before it was awaited: on a GPU, has the current stream wait for what was sent.
     void wait_on_device();
@@ -263,6 +269,7 @@ public:
     std::string purpose() const;
 
 private:
+    void bind_owned();
     void pack(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     Segment& segment_for(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     void sort_by_owner(Segment& segment, std::vector<Message> runs);
@@ -274,8 +281,9 @@ private:
     Counters& counters_;
     std::vector<Segment> segments_;
     std::vector<c10::intrusive_ptr<c10d::Work>> works_;
-    int64_t bytes_ = 0;    ///< of gradients
-    int64_t largest_ = 0;  ///< bytes of the largest gradient
+    std::optional<c10::Event> copied_;  ///< the end of copy_to_host()
+    int64_t bytes_ = 0;                 ///< of gradients
+    int64_t largest_ = 0;               ///< bytes of the largest gradient
     std::string first_parameter_;
     Fingerprint fingerprint_;
     /// Until the bucket is sent: where in it each gradient lies, in the parameter's shape.
@@ -332,19 +340,22 @@ public:
                    at::ScalarType target_dtype,
                    at::Device device,
                    bool flat,
+                   std::optional<at::Tensor> host,
                    Counters& counters);
 
     const c10::intrusive_ptr<c10d::ProcessGroup> process_group;
     const int64_t partition_numel;
     const at::ScalarType target_dtype;  ///< of targets and of unreduced sums
     const at::Device device;
-    const bool flat;  ///< whether targets lie in one flat tensor
+    const bool flat;                       ///< whether targets lie in one flat tensor of their own
+    const std::optional<at::Tensor> host;  ///< [partition_numel], pinned: targets lie there, and not on the device
 
     int64_t rank() const { return process_group->getRank(); }
     int64_t world() const { return process_group->getSize(); }
 
     /// Makes a piece that has arrived the target at `offset`, or adds it to the target that is there. `arrived` is
     /// flat; if it is donated the target may keep its memory, see keep_or_copy().
+    /// Copies to host memory are put on the current stream.
     void bind(int64_t offset, const at::Tensor& arrived, bool donated);
     /// Binds those of the pieces that this rank owns and that are not bound yet.
     void bind_to_zeros(const std::vector<Piece>& pieces);
@@ -355,10 +366,11 @@ public:
 
     /// Those that are bound.
     const Targets& targets() const { return targets_; }
-    /// [partition_numel]; undefined if targets do not lie in one flat tensor, or while nothing is bound.
+    /// [partition_numel]; undefined if targets do not lie in a flat tensor of their own, or while nothing is bound.
     const at::Tensor& flat_partition() const { return flat_partition_; }
 
 private:
+    ByteCount& bound_count() { return host ? counters_.on_host : counters_.bound; }
     int64_t bound_bytes() const;
 
     Counters& counters_;
@@ -384,12 +396,15 @@ public:
     int64_t identity() const { return options_.identity; }
 
     /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a
-    /// Reducer are on one device. `flat`: whether targets shall lie in one flat tensor.
+    /// Reducer are on one device. `flat`: whether targets shall lie in one flat tensor. `host`: pinned memory
+    /// [partition_numel] of the target dtype, in which targets shall lie instead; the caller reads and writes it only
+    /// between targets() and the next backward.
     int64_t add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                       int64_t partition_numel,
                       at::ScalarType target_dtype,
                       at::Device device,
-                      bool flat);
+                      bool flat,
+                      std::optional<at::Tensor> host);
 
     /// 1. Called once a parameter by the engine when it compiles. `offset`: elements from the start of
     /// the group's flat run to the parameter.
@@ -442,7 +457,7 @@ public:
     /// 5. Called by the optimizer before it reads targets, on the stream on which it reads them.
     void use_targets_here();
 
-    /// 5. What is bound of this rank's partition of a group.
+    /// 5. What is bound of this rank's partition of a group. For targets in host memory, the host waits for the copies.
     Targets targets(int64_t group) const;
     /// 5. The flat tensor in which the targets lie, or nothing if they do not lie in one.
     std::optional<at::Tensor> flat_partition(int64_t group) const;

@@ -39,7 +39,8 @@ private:
 
 /// What a reducer holds, and what it has received and sent since the last reset().
 struct Counters {
-    ByteCount bound;      ///< targets
+    ByteCount bound;      ///< targets on the device
+    ByteCount on_host;    ///< targets in host memory, where the optimizer is offloaded
     ByteCount pending;    ///< gradients that wait in a bucket or are on their way
     ByteCount bucket;     ///< memory that buckets allocated, because they could not keep a gradient's own
     ByteCount unreduced;  ///< sums that stay on this rank for now
@@ -83,6 +84,10 @@ public:
     c10::Stream current() const;
     /// The host waits for everything on the device; for debugging.
     void synchronize_device() const;
+    /// The host waits for the last use.
+    void synchronize_last() const;
+    /// The stream on which gradients are copied to the host. Not on CPU.
+    c10::Stream copies();
 
     /// To be called before a use of the memory on the current stream: that stream waits for the last one that used it.
     void order_after_last_use();
@@ -103,6 +108,7 @@ public:
 private:
     c10::Device device_ = c10::Device(c10::kCPU);
     std::optional<c10::Stream> last_;
+    std::optional<c10::Stream> copies_;
     bool several_ = false;
 };
 

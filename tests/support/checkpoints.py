@@ -21,6 +21,7 @@ from support.training import (
     build,
     device,
     low_precision,
+    offload,
     parameter_groups,
     total_error,
 )
@@ -90,6 +91,8 @@ def make_engine(module, run):
     config.update(low_precision(run.dtype, loss_scale_window=3))
     for section, options in (run.config or {}).items():
         config[section] = {**config.get(section, {}), **options}
+    if run.offloaded:
+        offload(config)
     optimizer, schedule = make_optimizer(module, run), None
     if run.schedule == "WarmupDecayLR":
         config["scheduler"] = {"type": run.schedule, "params": WARMUP_DECAY}

@@ -86,6 +86,7 @@ class Recipe:
     overlap_comm: bool = True
     regional: Optional[bool] = None
     overlap_gather: bool = False
+    offloaded: bool = False
     lengths: Tuple[int, ...] = (4,)
     uneven: bool = False
     evaluates: Optional[str] = None

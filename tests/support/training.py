@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Any, Dict, List, Optional
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -35,6 +36,7 @@ class Case:
     bucket: int = 150  # elements
     clipping: float = 0.0
     groups: int = 1
+    offloaded: bool = False  # whether the optimizer is on the host
     skip_on_odd_steps: bool = False
     vary_length: bool = False
     evaluate_between: bool = False
@@ -83,6 +85,15 @@ def low_precision(dtype, loss_scale_window):
     return {"bf16": {"enabled": True}} if dtype == "bf16" else {}
 
 
+offload_on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="offloading is refused on GPUs so far")
+
+
+def offload(config):
+    """Has a configuration keep the optimizer on the host, also one that is not DeepSpeed's own."""
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    config["zero_force_ds_cpu_optimizer"] = False
+
+
 def make_engine(module, case):
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -96,6 +107,8 @@ def make_engine(module, case):
     config.update(low_precision(case.dtype, loss_scale_window=4))
     for section, options in (case.config or {}).items():
         config[section] = {**config.get(section, {}), **options} if isinstance(options, dict) else options
+    if case.offloaded:
+        offload(config)
     # DeepSpeed keeps an engine's autocast section for the life of the process, and processes serve many tests.
     torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
     engine = deepspeed.initialize(model=module, optimizer=make_optimizer(module, case), config=config)[0]
@@ -174,7 +187,7 @@ def total_error(actual, expected):
 
 
 # What held() returns when an engine holds no gradient memory.
-NOTHING = {"bound": 0, "pending": 0, "bucket": 0, "unreduced": 0}
+NOTHING = {"bound": 0, "on_host": 0, "pending": 0, "bucket": 0, "unreduced": 0}
 
 
 def held(counters):

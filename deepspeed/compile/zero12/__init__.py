@@ -18,7 +18,8 @@ def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
     Bytes that the reducer holds now; ``peak_`` before the name gives the most that it held since
     ``reset_gradient_counters()``:
 
-    - ``bound``: gradient targets.
+    - ``bound``: gradient targets on the device.
+    - ``on_host``: gradient targets in host memory, if the optimizer is offloaded.
     - ``pending``: gradients that wait in a bucket or are on their way to their owners.
     - ``bucket``: memory that was allocated for pending gradients.
     - ``unreduced``: gradients that stay on this rank, between the micro-batches of ZeRO-1 or until the last of several

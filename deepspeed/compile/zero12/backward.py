@@ -227,11 +227,12 @@ class BackwardLife:
         """Drops every gradient that this rank holds, reduced or not."""
         self._advance(Event.RELEASE)
         self._step = _Step()
-        averaged = self._optimizer().averaged_gradients
+        optimizer = self._optimizer()
+        averaged = optimizer.averaged_gradients
         for group, views in list(averaged.items()):
             if isinstance(views, PartitionViews):
                 views.release_grad_buffers()
-            averaged[group] = None
+            averaged[group] = optimizer.offload_gradient_dict[group] = None
         self._reducer.release_all()
 
     # A backward that raised --------------------------------------------------------------------------------------
@@ -356,14 +357,16 @@ class BackwardLife:
         optimizer = self._optimizer()
         with torch.profiler.record_function("deepcompile::hand_over"):
             for group, specs in enumerate(self._view_specs):
-                # Keep the dict and set its entries: parameters hold a reference to the dict for safe_get_full_grad().
-                optimizer.averaged_gradients[group] = PartitionViews(
+                # Keep the dicts and set their entries: parameters hold references to the dicts for
+                # safe_get_full_grad(). With an offloaded optimizer these look into the second one, without padding.
+                optimizer.averaged_gradients[group] = views = PartitionViews(
                     self._reducer.targets(group),
                     self._reducer.flat_partition(group),
                     specs,
                     optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype),
                     functools.partial(self._reducer.release, group),
                 )
+                optimizer.offload_gradient_dict[group] = views.without_padding()
         self._step.forward_since_hand_over = False
 
 

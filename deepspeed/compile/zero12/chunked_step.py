@@ -7,20 +7,23 @@ need as much again. If the optimizer treats each element by itself, the fp32 gra
 exist only for one chunk at a time.
 """
 
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 # Elements of a chunk: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 CHUNK_NUMEL = 2**27
+# On the host 32 MiB, which may stay in the processor's cache from one pass to the next.
+CHUNK_NUMEL_ON_HOST = 2**23
 
 # Optimizers that treat each element by itself.
 _ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
     *(torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, FusedAdam),
+    DeepSpeedCPUAdam,
 )
 
 
@@ -87,19 +90,23 @@ def _is_complete(state, parameter):
     )
 
 
-def step_in_chunks(optimizer: torch.optim.Optimizer, index: int, gradient: MasterGradient) -> None:
+def step_in_chunks(
+    optimizer: torch.optim.Optimizer, index: int, gradient: MasterGradient, finish: Callable[[int, int], None]
+) -> None:
     """Steps the only parameter of ``optimizer.param_groups[index]`` chunk by chunk.
 
     Args:
         optimizer: an optimizer for which :func:`may_step_in_chunks` is true.
         index: the index of the parameter group.
         gradient: the gradient of the parameter.
+        finish: a function to call with (first, last) when the elements [first, last) of the parameter were stepped.
     """
     groups = optimizer.param_groups
     (whole,) = groups[index]["params"]
     state = optimizer.state[whole]
-    for first in range(0, whole.numel(), CHUNK_NUMEL):
-        last = min(first + CHUNK_NUMEL, whole.numel())
+    size = min(CHUNK_NUMEL, CHUNK_NUMEL_ON_HOST) if whole.is_cpu else CHUNK_NUMEL
+    for first in range(0, whole.numel(), size):
+        last = min(first + size, whole.numel())
         chunk = torch.nn.Parameter(whole.data[first:last])
         chunk.grad = gradient.take(first, last)
         group = {**groups[index], "params": [chunk]}
@@ -111,6 +118,7 @@ def step_in_chunks(optimizer: torch.optim.Optimizer, index: int, gradient: Maste
         finally:
             optimizer.param_groups = groups
             of_chunk = optimizer.state.pop(chunk)
+        finish(first, last)
     # The other states are counts of steps. Each chunk has counted this step, so take the counts of the last chunk.
     for name, value in state.items():
         if torch.is_tensor(value) and not _is_per_element(value, whole):

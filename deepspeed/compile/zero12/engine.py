@@ -21,6 +21,7 @@ from .graph.compilation_limit import CompilationLimit
 from .key_value_cache import train_without_cache
 from .layout import flat_layout, registered_parameters
 from .native import Reducer, reducer_module
+from .offload import memory_for_gradients
 from .optimizer import attach, has_hooks, take_over_parameters
 from .options import Plan, make_plan
 
@@ -127,14 +128,17 @@ def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:
     )
     places = {}
     for group, process_group in enumerate(optimizer.real_dp_process_group):
+        host = memory_for_gradients(optimizer, group)
         reducer.add_group(
             process_group or dist.get_world_group(),
             int(optimizer.partition_size[group]),
             optimizer.gradient_accumulation_dtype,
             optimizer.bit16_groups_flat[group].device,
             # The step needs the gradients in the master weights' dtype. Targets of that dtype serve the step without
-            # a copy, so they must lie in one flat tensor.
-            optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
+            # a copy, so they must lie in one flat tensor. A step on the host goes chunk by chunk.
+            host is None
+            and optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
+            host,
         )
         places.update({id(parameter): (group, offset) for parameter, offset in flat_layout(optimizer, group)})
     for parameter in registered_parameters(optimizer):

@@ -173,6 +173,10 @@ class PartitionViews(list):
             views.append(view)
         self[:] = views
 
+    def without_padding(self) -> List[torch.Tensor]:
+        """Lists the views that are no padding, one for each parameter in this rank's partition."""
+        return [view for view in self if not getattr(view, "_zero_padding", False)]
+
     def move_flat_partition(self, device: torch.device, non_blocking: bool = False) -> None:
         """Moves the gradients to ``device``. The base calls this in ``offload_states()`` and ``reload_states()``."""
         self._padding = self._padding.to(device)

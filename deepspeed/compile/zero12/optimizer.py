@@ -26,6 +26,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from . import step
 from .layout import registered_parameters
 from .native import Reducer
+from .offload import drop_unused_memory
 from .state import Zero12
 
 if TYPE_CHECKING:
@@ -140,6 +141,9 @@ class StepLocalGradients:
         super()._link_all_hp_params()
         keep_no_graph(self)
 
+    def _get_offload_gradient_dict(self):
+        """Does nothing: BackwardLife fills the dict with what it hands over."""
+
     def destroy(self):
         self._zero12.let_go()
         detach(self)
@@ -174,6 +178,8 @@ def attach(engine: "DeepSpeedEngine", reducer: Reducer, limit) -> Zero12:
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
+    if optimizer.cpu_offload:
+        drop_unused_memory(optimizer)
     keep_no_graph(optimizer)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
     _attached.add(optimizer)

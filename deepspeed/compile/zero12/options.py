@@ -168,9 +168,18 @@ def _unsupported_zero_options(engine):
     # zenflow needs offload_optimizer, so name zenflow first.
     if zero_config.zenflow is not None:
         yield "zero_optimization.zenflow is not supported; remove it"
-    if _offloads(zero_config.offload_optimizer):
-        written = "cpu_offload" if "cpu_offload" in zero_config.model_fields_set else "offload_optimizer"
-        yield f"zero_optimization.{written} is not supported; remove it or use stage 3"
+    offload = zero_config.offload_optimizer
+    if _offloads(offload):
+        if offload.device == OffloadDeviceEnum.nvme:
+            yield "zero_optimization.offload_optimizer.device='nvme' is only supported in stage 3; use 'cpu'"
+        if offload.super_offload:
+            yield "zero_optimization.offload_optimizer.super_offload is only supported in stage 3; leave it out"
+        device = next(engine.module.parameters()).device.type
+        if device != "cpu":
+            yield (
+                f"zero_optimization.offload_optimizer is only supported for a model on CPU so far, and this one is on "
+                f"{device}; remove it or use stage 3"
+            )
 
 
 def _offloads(offload):
@@ -189,6 +198,11 @@ def _without_effect(engine, compile_config, compile_kwargs):
             value = getattr(values, name)
             if value not in harmless:
                 yield f"{section}.{name}={value} has no effect in this stage, only in stage 3"
+    if _offloads(zero_config.offload_optimizer) and not zero_config.ignore_unused_parameters:
+        yield (
+            "zero_optimization.ignore_unused_parameters=False has no effect, because a parameter without a gradient "
+            "is stepped on zeros"
+        )
     if "z3" in (compile_config.passes or ()):
         yield "compile.passes holds 'z3', which has no effect in this stage"
     # With prescale_gradients, DeepSpeed itself does not read the factor.

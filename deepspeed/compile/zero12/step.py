@@ -11,6 +11,7 @@
 """
 
 import contextlib
+import functools
 from typing import TYPE_CHECKING, Optional
 
 import torch
@@ -29,6 +30,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 from .chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
 from .collectives import collective
 from .layout import lies_in_flat_tensor
+from .offload import parameters_on_their_way, write_back
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -58,7 +60,7 @@ def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
 
 
 def _run(optimizer):
-    zero12, device = optimizer._zero12, optimizer.bit16_groups_flat[0].device
+    zero12 = optimizer._zero12
     optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
 
     zero12.reducer.begin_step()
@@ -78,10 +80,11 @@ def _run(optimizer):
         return
     optimizer._global_grad_norm = None if norm is None else norm / scale
 
-    factor = _factor(norm, scale, optimizer.clip_grad, device)
+    factor = _factor(norm, scale, optimizer.clip_grad, optimizer.single_partition_of_fp32_groups[0].device)
     with zero12.interrupted_step.changing_parameters(zero12.engine):
-        for group in range(len(optimizer.bit16_groups)):
-            _step_group(optimizer, group, factor)
+        with parameters_on_their_way(optimizer):
+            for group in range(len(optimizer.bit16_groups)):
+                _step_group(optimizer, group, factor)
         with _timed(optimizer, OPTIMIZER_ALLGATHER_TIMER), torch.profiler.record_function("deepcompile::gather"):
             zero12.gather.start()
         for group in range(len(optimizer.bit16_groups)):
@@ -95,33 +98,34 @@ def _run(optimizer):
 # Norm and overflow ----------------------------------------------------------------------------------------------
 
 
-def _global_norm(optimizer):
-    """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid."""
+def _global_norm(optimizer, dtype=torch.float32):
+    """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid.
+
+    ``dtype`` is that in which the squares of one gradient are added up.
+    """
     groups = range(len(optimizer.bit16_groups))
-    return combine_grad_norm_groups([_group_norm(optimizer, group) for group in groups], norm_type=2)
+    return combine_grad_norm_groups([_group_norm(optimizer, group, dtype) for group in groups], norm_type=2)
 
 
-def _group_norm(optimizer, group):
+def _group_norm(optimizer, group, dtype):
     """Returns the 2-norm of one group's gradients over all ranks, fp32 [], and as in the base -1 if not finite."""
-    views = optimizer.averaged_gradients[group]
-    whole = (view for view in views if not getattr(view, "_zero_padding", False))
+    gradients = optimizer.averaged_gradients[group].without_padding()
     counted = [
         gradient
-        for gradient, parameter in zip(whole, optimizer.params_in_partition[group], strict=True)
+        for gradient, parameter in zip(gradients, optimizer.params_in_partition[group], strict=True)
         # With model parallelism some parameters lie on several ranks, and one of these ranks counts the gradient.
         if not getattr(parameter, PIPE_REPLICATED, False)
         and (optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(parameter))
     ]
     # As for every new tensor in this file, name the dtype: the caller may have changed torch's default dtype.
-    total = torch.zeros((), dtype=torch.float32, device=optimizer.bit16_groups_flat[0].device)
+    total = torch.zeros((), dtype=torch.float64, device=optimizer.bit16_groups_flat[0].device)
     if counted:
-        # _foreach_norm() accumulates in fp32 while it reads a gradient, so it makes no fp32 copy.
-        norms = torch.stack(torch._foreach_norm(counted, 2, dtype=torch.float32))
-        total = norms.double().square().sum().float()
+        # _foreach_norm() casts while it reads a gradient, so it makes no copy of another dtype.
+        total.copy_(torch.stack(torch._foreach_norm(counted, 2, dtype=dtype)).double().square().sum())
     with collective("add up the norm of the gradients"):
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
     optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
-    total = total.sqrt()
+    total = total.sqrt().float()
     return total.masked_fill_(~total.isfinite(), -1.0)
 
 
@@ -141,7 +145,7 @@ def _overflow(optimizer, norm):
         return optimizer.overflow, None
     if is_invalid_grad_norm(norm):
         # A squared norm may overflow fp32 although no gradient does. The base squares in fp64.
-        norm = optimizer.scaled_global_norm()
+        norm = _global_norm(optimizer, torch.float64)
     return is_invalid_grad_norm(norm), norm
 
 
@@ -162,9 +166,11 @@ def _step_group(optimizer, group, factor):
     master, views = optimizer.single_partition_of_fp32_groups[group], optimizer.averaged_gradients[group]
     optimizer.averaged_gradients[group] = None
     scaler = optimizer.torch_autocast_gradscaler
+    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+    finish = functools.partial(write_back, optimizer, group, rank)
     if views.flat_partition is None and not scaler and may_step_in_chunks(optimizer.optimizer, master):
         with _timed(optimizer, OPTIMIZER_STEP_TIMER):
-            step_in_chunks(optimizer.optimizer, group, MasterGradient(views, factor, master.data))
+            step_in_chunks(optimizer.optimizer, group, MasterGradient(views, factor, master.data), finish)
             # As _optimizer_step() does after a step. With a loaded state, the first step may run here.
             optimizer._lazy_init_hp_params_optimizer_state()
     else:
@@ -179,8 +185,7 @@ def _step_group(optimizer, group, factor):
             # loaded then needs all groups.
             optimizer.optimizer.param_groups = param_groups
             master.grad = None
-    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
-    optimizer.parallel_partitioned_bit16_groups[group][rank].data.copy_(master.data)
+        finish(0, master.numel())
 
 
 def _whole_gradient(views, factor, master):

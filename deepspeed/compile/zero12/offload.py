@@ -1,0 +1,97 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Where gradients and new parameters lie on the host, if ``offload_optimizer`` keeps the optimizer there.
+
+DeepSpeed has pinned a tensor of each partition's size and of the parameters' dtype, through which new parameters go to
+the device. The gradients of the partition lie in the same memory: the optimizer has read a gradient before the new
+parameter is written over it.
+"""
+
+import contextlib
+from typing import TYPE_CHECKING, Optional
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+
+def memory_for_gradients(optimizer: "DeepSpeedZeroOptimizer", group: int) -> Optional[torch.Tensor]:
+    """Returns host memory for the gradients of this rank's partition of a group, or None without offloading.
+
+    Returns:
+        A 1-D tensor of ``partition_size`` elements in the gradient accumulation dtype, pinned as ``pin_memory`` says.
+
+    Raises:
+        RuntimeError: if the memory cannot be had.
+    """
+    if not optimizer.cpu_offload:
+        return None
+    dtype = optimizer.gradient_accumulation_dtype
+    # The second is what the base makes for gradients in the dtype of the master weights.
+    for tensor in (optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group], _master(optimizer, group).grad):
+        if tensor is not None and tensor.dtype == dtype:
+            return tensor.detach()
+    numel = int(optimizer.partition_size[group])
+    try:
+        memory = torch.empty(numel, dtype=dtype)
+        return get_accelerator().pin_memory(memory) if optimizer.cpu_offload_pin_memory else memory
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"zero_optimization.offload_optimizer: {numel * dtype.itemsize / 2**30:.1f} GiB of "
+            f"{'pinned ' if optimizer.cpu_offload_pin_memory else ''}host memory for gradients could not be had; "
+            "use more ranks, or set offload_optimizer.pin_memory to false"
+        ) from error
+
+
+def drop_unused_memory(optimizer: "DeepSpeedZeroOptimizer") -> None:
+    """Drops memory that the base keeps for its own way of offloading gradients, on the host and on the device."""
+    for group in range(len(optimizer.bit16_groups)):
+        _master(optimizer, group).grad = None
+        optimizer.offload_gradient_dict[group] = None
+    if optimizer.cpu_offload_pin_memory:
+        get_accelerator().unpin_memory(optimizer.temp_grad_buffer_for_cpu_offload)
+    optimizer.temp_grad_buffer_for_cpu_offload = optimizer.temp_grad_buffer_for_gpu_offload = None
+
+
+def write_back(optimizer: "DeepSpeedZeroOptimizer", group: int, rank: int, first: int, last: int) -> None:
+    """Copies elements [first, last) of a partition's master weights into the parameters.
+
+    From the host, the copy is queued on a stream of its own: :func:`parameters_on_their_way` has the current stream
+    wait for it. The gradients of these elements are lost.
+
+    Args:
+        group: the index of the parameter group.
+        rank: this rank, in the group's process group.
+        first, last: in elements, from the beginning of the partition.
+    """
+    source = _master(optimizer, group).data[first:last]
+    target = optimizer.parallel_partitioned_bit16_groups[group][rank].data[first:last]
+    if not optimizer.cpu_offload:
+        target.copy_(source)
+        return
+    staged = optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group][first:last].copy_(source)
+    with get_accelerator().stream(optimizer.reduction_stream):
+        target.copy_(staged, non_blocking=True)
+
+
+@contextlib.contextmanager
+def parameters_on_their_way(optimizer: "DeepSpeedZeroOptimizer"):
+    """Context of calls of :func:`write_back`: puts its copies behind the current stream's work, and before later work.
+
+    The base's stream of reductions is free: the reducer has its own way of overlapping.
+    """
+    stream = optimizer.reduction_stream if optimizer.cpu_offload else None
+    if stream is not None:
+        stream.wait_stream(get_accelerator().current_stream())
+    try:
+        yield
+    finally:
+        if stream is not None:
+            get_accelerator().current_stream().wait_stream(stream)
+
+
+def _master(optimizer, group):
+    return optimizer.single_partition_of_fp32_groups[group]

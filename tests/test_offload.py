@@ -1,0 +1,249 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""With the optimizer on the host (``offload_optimizer``), gradients go there too, and training stays what it is.
+
+``test_dtypes.py`` has the number formats, ``test_checkpoints.py`` and ``test_engine_state.py`` what is saved, read and
+set.
+"""
+
+import copy
+from typing import Dict, NamedTuple
+
+import torch
+import torch.distributed as dist
+from test_faults import half_a_step, on_every_rank
+
+import deepspeed
+from deepspeed.compile.zero12 import chunked_step, gradient_counters
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from support.ids import vary
+from support.lifetime import backward, start
+from support.models import CASES
+from support.training import (
+    NOTHING,
+    Case,
+    batch,
+    build,
+    check_trained,
+    held,
+    low_precision,
+    offload_on_cpu,
+    relative_error,
+    total_error,
+    train_beside_plain_loop,
+)
+
+pytestmark = offload_on_cpu
+OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
+
+
+@vary(
+    "stage, accumulation, model, backend",
+    [
+        *((1 + index % 2, 1 + 2 * (index // 2 % 2), model, "eager") for index, model in enumerate(CASES)),
+        (1, 3, "RepeatedLayers", "inductor"),
+        (2, 1, "OneGraph", "inductor"),
+    ],
+)
+def test_table(ranks, stage, accumulation, model, backend):
+    case = Case(model=model, stage=stage, accumulation=accumulation, backend=backend, offloaded=True)
+    results = check_trained(ranks(2).run(train_beside_plain_loop, case))
+    # Of FewParameters one rank owns padding only.
+    assert any(result.counters["on_host"] > 0 for result in results)
+    assert all(result.counters["peak_bound"] == 0 for result in results)
+
+
+@vary(
+    "varied",
+    [
+        {"groups": 3, "clipping": 0.05},
+        {"model": "OddSizes", "bucket": 1},
+        {"model": "RepeatedLayers", "config": OVERLAPPED},
+        {"config": {"zero_optimization": {"round_robin_gradients": True, "overlap_comm": False}}},
+        {"config": {"zero_optimization": {"parameter_alignment": True}}, "model": "OddSizes", "groups": 2},
+        {"config": {"data_types": {"grad_accum_dtype": "fp32"}}, "skip_on_odd_steps": True, "steps": 5},
+    ],
+)
+@vary("stage", [1, 2])
+def test_variations(ranks, stage, varied):
+    case = Case(stage=stage, accumulation=2, offloaded=True, **varied)
+    check_trained(ranks(2).run(train_beside_plain_loop, case))
+
+
+@vary("model", ["OneGraph", "FewParameters"])
+@vary("world", [1, 3])
+def test_layouts(ranks, world, model):
+    for stage in (1, 2):
+        case = Case(model=model, stage=stage, accumulation=2, offloaded=True)
+        check_trained(ranks(world).run(train_beside_plain_loop, case))
+
+
+class Memory(NamedTuple):
+    """What an engine holds at each moment of a step: the counters, and where gradients and masters lie."""
+
+    counters: Dict[str, Dict[str, int]]
+    partition: int  # bytes of this rank's gradients
+    on_host: bool  # gradients that were handed over, and masters
+    is_master_free: bool  # masters have no gradients of their own between steps
+
+
+def follow_a_step(case):
+    module, engine = start(case)
+    optimizer, counters = engine.optimizer, {}
+    backward(engine)
+    counters["first backward"] = held(gradient_counters(engine))
+    engine.step()
+    backward(engine, micro_step=1)
+    counters["last backward"] = held(gradient_counters(engine))
+    tensors = [*optimizer.averaged_gradients[0], *optimizer.single_partition_of_fp32_groups]
+    partition = sum(view.numel() * view.element_size() for view in optimizer.averaged_gradients[0])
+    engine.step()
+    counters["step"] = held(gradient_counters(engine))
+    is_master_free = optimizer.single_partition_of_fp32_groups[0].grad is None
+    engine.destroy()
+    return Memory(counters, partition, all(each.is_cpu for each in tensors), is_master_free)
+
+
+@vary("stage", [1, 2])
+def test_no_gradient_stays_on_the_device(ranks, stage):
+    for memory in ranks(2).run(follow_a_step, Case(stage=stage, accumulation=2, dtype="bf16", offloaded=True)):
+        on_host = {**NOTHING, "on_host": memory.partition}
+        if stage == 2:
+            assert memory.counters["first backward"] == on_host
+        else:
+            assert memory.counters["first backward"]["unreduced"] > 0
+        assert memory.counters["last backward"] == on_host
+        assert memory.counters["step"] == NOTHING
+        assert memory.on_host and memory.is_master_free
+
+
+def engine_with_optimizer_of_configuration(module, params, config, deepcompile=True):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "AdamW", "params": params},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "compile": {"deepcompile": deepcompile},
+        **config,
+    }
+    engine = deepspeed.initialize(model=module, config=config)[0]
+    if deepcompile:
+        engine.compile(backend="eager")
+    return engine
+
+
+class Stepped(NamedTuple):
+    """What an optimizer that DeepSpeed has made came to, against one of torch in a plain loop."""
+
+    optimizer: str
+    masters: float
+    states: float
+    chunks: int  # of steps behind the first
+
+
+def train_with_optimizer_of_configuration(params, chunk):
+    """Trains with an optimizer that the configuration names, chunk by chunk, beside torch's AdamW."""
+    torch._dynamo.reset()
+    settings = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}
+    module = build(Case())
+    plain = copy.deepcopy(module)
+    engine = engine_with_optimizer_of_configuration(module, {**settings, **params}, {"gradient_clipping": 0.5})
+    expected = torch.optim.AdamW(plain.parameters(), **settings)
+    default, chunked_step.CHUNK_NUMEL = chunked_step.CHUNK_NUMEL, chunk
+    take, taken = chunked_step.MasterGradient.take, []
+    chunked_step.MasterGradient.take = lambda self, *span: taken.append(span) or take(self, *span)
+    try:
+        for step in range(4):
+            backward(engine, step)
+            if step == 0:
+                # The first step makes the optimizer's states, and goes over the whole partition.
+                engine.step()
+                taken.clear()
+            else:
+                engine.step()
+            plain(batch(step, 0, dist.get_rank(), 4)).backward()
+            clip_and_step(plain, expected)
+    finally:
+        chunked_step.CHUNK_NUMEL, chunked_step.MasterGradient.take = default, take
+    pairs = list(zip(module.parameters(), plain.parameters(), strict=True))
+    states = [
+        (safe_get_full_optimizer_state(parameter, name), expected.state[other][name])
+        for parameter, other in pairs
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
+    result = Stepped(
+        type(engine.optimizer.optimizer).__name__,
+        relative_error([safe_get_full_fp32_param(parameter) for parameter, _ in pairs], plain.parameters()),
+        relative_error(*zip(*states, strict=True)),
+        len(taken),
+    )
+    engine.destroy()
+    return result
+
+
+def clip_and_step(plain, optimizer):
+    for parameter in plain.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@vary("params, name", [({}, "DeepSpeedCPUAdam"), ({"torch_adam": True}, "AdamW")], expects="name")
+def test_the_optimizer_that_deepspeed_makes(ranks, params, name):
+    for stepped in ranks(2).run(train_with_optimizer_of_configuration, params, chunk=50):
+        assert stepped.optimizer == name
+        assert stepped.masters < 1e-5 and stepped.states < 1e-5
+        assert stepped.chunks > 6
+
+
+MASTERS = {"bf16": "bf16_master_weights_and_grads", "fp16": "fp16_master_weights_and_grads"}
+
+
+def masters_in_low_precision(dtype):
+    """Trains with DeepCompile and without; returns (difference of the masters, how far they moved, their dtype)."""
+    section = {**low_precision(dtype, loss_scale_window=4)[dtype], MASTERS[dtype]: True}
+    trained = []
+    for deepcompile in (True, False):
+        torch._dynamo.reset()
+        module = build(Case())
+        engine = engine_with_optimizer_of_configuration(module, {"lr": 0.05}, {dtype: section}, deepcompile)
+        for step in range(6):
+            backward(engine, step)
+            engine.step()
+        trained.append([safe_get_full_fp32_param(parameter).float() for parameter in module.parameters()])
+        master_dtype = engine.optimizer.single_partition_of_fp32_groups[0].dtype
+        engine.destroy()
+    return total_error(*trained), total_error(trained[0], build(Case()).parameters()), str(master_dtype)
+
+
+@vary("dtype, master", [("bf16", "torch.bfloat16"), ("fp16", "torch.float16")], expects="master")
+def test_masters_in_low_precision(ranks, dtype, master):
+    for difference, moved, master_dtype in ranks(2).run(masters_in_low_precision, dtype):
+        assert master_dtype == master
+        assert difference < 1e-2 * moved
+
+
+@vary("where, how", [("forward", "raises"), ("backward", "raises"), ("behind the backward", "interrupted")])
+@vary("stage", [1, 2])
+def test_the_step_after_a_fault(ranks, stage, where, how):
+    case = Case(stage=stage, accumulation=3, bucket=50, offloaded=True)
+    for after in ranks(2).run(on_every_rank, case, where, how):
+        assert after.raised and after.error < 1e-5
+        assert after.held_at_last == NOTHING
+
+
+@vary("stage", [1, 2])
+def test_half_a_step(ranks, tmp_path, stage):
+    case = Case(stage=stage, accumulation=3, groups=2, offloaded=True)
+    for after in ranks(2).run(half_a_step, case, str(tmp_path)):
+        assert "was ended half way (Injected: behind the update)" in after.raised[1]
+        assert after.error < 1e-5
+
+
+def test_deprecated_name(ranks):
+    config = {"zero_optimization": {"cpu_offload": True}, "zero_force_ds_cpu_optimizer": False}
+    for result in check_trained(ranks(2).run(train_beside_plain_loop, Case(stage=2, config=config))):
+        assert result.counters["on_host"] > 0 == result.counters["peak_bound"]
