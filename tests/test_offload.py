@@ -139,7 +139,7 @@ class Stepped(NamedTuple):
     optimizer: str
     masters: float
     states: float
-    chunks: int  # of steps behind the first
+    chunks: int
 
 
 def train_with_optimizer_of_configuration(params, chunk):
@@ -156,12 +156,7 @@ def train_with_optimizer_of_configuration(params, chunk):
     try:
         for step in range(4):
             backward(engine, step)
-            if step == 0:
-                # The first step makes the optimizer's states, and goes over the whole partition.
-                engine.step()
-                taken.clear()
-            else:
-                engine.step()
+            engine.step()
             plain(batch(step, 0, dist.get_rank(), 4)).backward()
             clip_and_step(plain, expected)
     finally:
@@ -196,7 +191,7 @@ def test_the_optimizer_that_deepspeed_makes(ranks, params, name):
     for stepped in ranks(2).run(train_with_optimizer_of_configuration, params, chunk=50):
         assert stepped.optimizer == name
         assert stepped.masters < 1e-5 and stepped.states < 1e-5
-        assert stepped.chunks > 6
+        assert stepped.chunks > 8
 
 
 MASTERS = {"bf16": "bf16_master_weights_and_grads", "fp16": "fp16_master_weights_and_grads"}

@@ -73,7 +73,7 @@ def may_step_in_chunks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor
     """Whether stepping ``parameter`` in chunks gives the same result as one step, and no hook would see the chunks."""
     return (
         type(optimizer) in _ELEMENTWISE
-        and _is_complete(optimizer.state.get(parameter), parameter)
+        and _is_complete(optimizer.state.get(parameter) or {}, parameter)
         # A step() that was replaced on the instance may count its calls. The one that a learning rate's schedule puts
         # there only notes that a call was made.
         and ("step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched"))
@@ -84,7 +84,7 @@ def may_step_in_chunks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor
 
 def _is_complete(state, parameter):
     # The first step makes the state. A later step makes an entry that is still None, if an option now asks for it.
-    return bool(state) and all(
+    return all(
         _is_per_element(value, parameter) or (value.numel() == 1 if torch.is_tensor(value) else value is not None)
         for value in state.values()
     )
@@ -103,28 +103,38 @@ def step_in_chunks(
     """
     groups = optimizer.param_groups
     (whole,) = groups[index]["params"]
-    state = optimizer.state[whole]
+    state = optimizer.state.get(whole) or {}
+    # In the first step, the optimizer makes the state of each chunk.
+    is_new = not state
     size = min(CHUNK_NUMEL, CHUNK_NUMEL_ON_HOST) if whole.is_cpu else CHUNK_NUMEL
     for first in range(0, whole.numel(), size):
         last = min(first + size, whole.numel())
         chunk = torch.nn.Parameter(whole.data[first:last])
         chunk.grad = gradient.take(first, last)
         group = {**groups[index], "params": [chunk]}
-        of_chunk = {name: _part(value, whole, first, last) for name, value in state.items()}
-        optimizer.state[chunk] = of_chunk
+        if not is_new:
+            optimizer.state[chunk] = {name: _part(value, whole, first, last) for name, value in state.items()}
         optimizer.param_groups = [group]
         try:
             optimizer.step()
         finally:
             optimizer.param_groups = groups
-            of_chunk = optimizer.state.pop(chunk)
+            of_chunk = optimizer.state.pop(chunk, {})
+        if is_new:
+            for name, value in of_chunk.items():
+                if _is_per_element(value, chunk):
+                    if name not in state:
+                        state[name] = value.new_empty(whole.shape)
+                    state[name][first:last] = value
         finish(first, last)
     # The other states are counts of steps. Each chunk has counted this step, so take the counts of the last chunk.
-    for name, value in state.items():
-        if torch.is_tensor(value) and not _is_per_element(value, whole):
-            value.copy_(of_chunk[name])
-        elif not torch.is_tensor(value):
-            state[name] = of_chunk[name]
+    for name, value in of_chunk.items():
+        if name not in state or not torch.is_tensor(value):
+            state[name] = value
+        elif not _is_per_element(state[name], whole):
+            state[name].copy_(value)
+    if state:
+        optimizer.state[whole] = state
     groups[index].update((name, value) for name, value in group.items() if name != "params")
 
 
