@@ -9,6 +9,7 @@ from typing import List, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.zero12 import chunked_step
 from deepspeed.compile.zero12.chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
@@ -155,6 +156,35 @@ def test_an_engine_steps_in_chunks(ranks):
     for chunks in ranks(2).run(chunks_of_a_step, Case(dtype="bf16", clipping=0.1)):
         assert chunks.pieces[0] > 5 and chunks.pieces == 3 * chunks.pieces[:1]
         assert chunks.error == 0
+
+
+def gradients_within_a_step(case):
+    """Returns how many targets exist each time that a chunk of the fp32 gradient is made."""
+    take, counts, targets = chunked_step.MasterGradient.take, [], []
+
+    def taken(self, first, last):
+        counts.append(sum(not target.expired() for target in targets))
+        return take(self, first, last)
+
+    default, chunked_step.CHUNK_NUMEL, chunked_step.MasterGradient.take = chunked_step.CHUNK_NUMEL, 50, taken
+    try:
+        _, engine = start(case)
+        for step in range(2):
+            backward(engine, step)
+            views = engine.optimizer.averaged_gradients[0].without_padding()
+            targets, views = [StorageWeakRef(view.untyped_storage()) for view in views], None
+            counts.clear()
+            engine.step()
+        engine.destroy()
+    finally:
+        chunked_step.CHUNK_NUMEL, chunked_step.MasterGradient.take = default, take
+    return counts
+
+
+def test_a_gradient_is_released_behind_its_last_chunk(ranks):
+    for counts in ranks(2).run(gradients_within_a_step, Case(dtype="bf16", model="RepeatedLayers")):
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] > 5 and counts[-1] <= 2
 
 
 def chunks_of_a_loaded_state(case):

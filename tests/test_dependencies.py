@@ -6,6 +6,7 @@ A move to another base or torch release fails here, by name, and not somewhere i
 """
 
 import ast
+import contextlib
 import importlib
 import inspect
 import re
@@ -171,6 +172,9 @@ PROVIDED = {
 def resolve(reference):
     module, _, name = reference.partition(":")
     found = importlib.import_module(module)
+    # A module of a package is the package's attribute only once it was imported.
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(f"{module}.{name}")
     for part in name.split("."):
         found = getattr(found, part)
     return found

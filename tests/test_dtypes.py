@@ -123,6 +123,16 @@ def test_offloaded(ranks, stage, accumulation, dtype):
         assert compiled.held == NOTHING
 
 
+@offload_on_cpu
+@vary("stage", [1, 2])
+def test_offloaded_with_fp32_accumulation(ranks, stage):
+    config = {"data_types": {"grad_accum_dtype": "fp32"}}
+    case = Case(dtype="bf16", stage=stage, accumulation=3, steps=6, config=config, offloaded=True)
+    for compiled, eager in ranks(2).run(train_beside_fp32, case):
+        assert compiled.error < 1.5 * eager.error
+        assert compiled.held == NOTHING
+
+
 def test_communication_in_fp32_under_bf16(ranks):
     case = Case(dtype="bf16", config={"communication_data_type": "fp32"}, steps=6)
     for compiled, eager in ranks(2).run(train_beside_fp32, case):

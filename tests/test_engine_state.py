@@ -105,6 +105,14 @@ def test_states_moved_away_and_back(ranks, stage, dtype, overlapped, moment):
         assert_same(moved.end, dtype)
 
 
+@offload_on_cpu
+@vary("moment", ["between steps", "between micro-batches", "between backward and step"])
+def test_states_moved_away_and_back_with_offloading(ranks, moment):
+    run = Run(stage=2, dtype="bf16", steps=4, offloaded=True)
+    for moved in ranks(2).run(train_with_states_moved, run, moment):
+        assert_same(moved.end, "bf16")
+
+
 # Reading and setting -----------------------------------------------------------------------------------------------
 
 

@@ -200,10 +200,18 @@ void Bucket::copy_to_host()
     const c10::StreamGuard on_copies(streams_.copies());
     // The collectives have waited for the stream that made the gradients, but a single rank has sent nothing.
     streams_.let_wait(streams_.copies());
-    await();
-    bind_owned();
-    copied_.emplace(on_copies.current_stream().device_type());
-    copied_->record(on_copies.current_stream());
+    c10::Event copied(on_copies.current_stream().device_type());
+    try {
+        await();
+        bind_owned();
+    } catch (...) {
+        // Copies may have been queued. abandon() waits for them.
+        copied.record(on_copies.current_stream());
+        copied_ = std::move(copied);
+        throw;
+    }
+    copied.record(on_copies.current_stream());
+    copied_ = std::move(copied);
 }
 
 void Bucket::await()

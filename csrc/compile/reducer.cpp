@@ -69,6 +69,8 @@ void Reducer::register_parameter(
     std::lock_guard<std::mutex> lock(mutex_);
     auto& its_group = groups_.at(group);
     auto pieces = cut_at_partitions(offset, parameter.numel(), its_group.partition_numel);
+    // A single rank sends nothing, so nothing is cast for that.
+    if (its_group.world() == 1) { communication_dtype = its_group.target_dtype; }
     ParameterRecord record{static_cast<int64_t>(records_.size()),
                            std::move(name),
                            std::move(parameter),
@@ -277,6 +279,7 @@ void Reducer::use_targets_here()
     std::lock_guard<std::mutex> lock(mutex_);
     if (groups_.empty()) { return; }
     streams_.order_after_last_use();
+    if (groups_.front().host) { streams_.synchronize_last(); }
     // The optimizer reads targets on this stream, and may drop them before the stream has read them.
     for (const auto& group : groups_) {
         for (const auto& [offset, target] : group.targets()) { streams_.record_on_last(target); }

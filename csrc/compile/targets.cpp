@@ -12,6 +12,33 @@
 
 namespace deepcompile {
 
+namespace {
+
+// Elements of host memory that are copied or added at once, so that what the device needs for a cast or for a sum is
+// bounded.
+constexpr int64_t block_numel = int64_t(1) << 23;
+
+void copy_to_host(const at::Tensor& target, const at::Tensor& arrived)
+{
+    for (int64_t first = 0; first < target.numel(); first += block_numel) {
+        const int64_t numel = std::min(block_numel, target.numel() - first);
+        target.narrow(0, first, numel).copy_(arrived.narrow(0, first, numel), /*non_blocking=*/true);
+    }
+}
+
+/// Adds to a target in host memory. The sum is made on the device: the host would have to wait for what has arrived.
+void add_to_host(const at::Tensor& target, const at::Tensor& arrived)
+{
+    for (int64_t first = 0; first < target.numel(); first += block_numel) {
+        const int64_t numel = std::min(block_numel, target.numel() - first);
+        const auto block = target.narrow(0, first, numel);
+        auto sum = block.to(arrived.device(), block.scalar_type(), /*non_blocking=*/true);
+        block.copy_(sum.add_(arrived.narrow(0, first, numel)), /*non_blocking=*/true);
+    }
+}
+
+}  // namespace
+
 std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel)
 {
     std::vector<Piece> pieces;
@@ -49,17 +76,17 @@ void PartitionGroup::bind(int64_t offset, const at::Tensor& arrived, bool donate
     RECORD_USER_SCOPE("deepcompile::bind");
     const auto bound = targets_.find(offset);
     if (bound != targets_.end()) {
-        auto& target = bound->second;
-        // On the host, the sum is made on the device: otherwise the host would have to wait for what has arrived.
-        auto sum = host ? target.to(device, target_dtype, /*non_blocking=*/true) : target;
-        target.copy_(sum.add_(arrived), /*non_blocking=*/true);
+        if (host) {
+            add_to_host(bound->second, arrived);
+        } else {
+            bound->second.add_(arrived);
+        }
         return;
     }
     at::Tensor target;
     if (host) {
         target = host->narrow(0, offset, arrived.numel());
-        // Cast on the device: a copy that also casts is not asynchronous.
-        target.copy_(arrived.to(target_dtype), /*non_blocking=*/true);
+        copy_to_host(target, arrived);
     } else if (flat) {
         allocate_flat_partition();
         target = flat_partition_.narrow(0, offset, arrived.numel());
@@ -76,8 +103,8 @@ void PartitionGroup::bind_to_zeros(const std::vector<Piece>& pieces)
     const auto options = at::TensorOptions().dtype(target_dtype).device(device);
     for (const auto& piece : pieces) {
         if (piece.owner != rank() || targets_.count(piece.target_offset)) { continue; }
-        // Where the zeros are only copied, one zero serves for all elements. Host memory gets them from the device too:
-        // the copy of the step before from that memory may still be on its way.
+        // Where the zeros are only copied, one zero serves for all elements. Host memory gets them from the device too,
+        // which may still be reading there what the step before has written.
         const bool copied = flat || host;
         const auto zeros = at::zeros({copied ? 1 : piece.numel}, options).expand({piece.numel});
         bind(piece.target_offset, zeros, /*donated=*/true);

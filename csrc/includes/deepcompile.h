@@ -39,9 +39,9 @@ live until the step.
 
 The reducer is written on ATen and c10d only, so one source serves gloo on CPU and NCCL on CUDA. All
 device work is put on the current stream of the calling thread, except for copies to the host, which have a
-stream of their own. On a GPU the host waits for the device in Reducer::agree(), and in Reducer::targets()
-for targets in host memory, and nowhere else unless an option for debugging asks for it. Every error is
-an exception that names the parameter and the rank.
+stream of their own. On a GPU the host waits for the device in Reducer::agree() and nowhere else, unless an option for debugging asks for it or targets lie in host
+memory: then also before the host reads these and, if the memory is not pinned, in each copy. Every error
+is an exception that names the parameter and the rank.
 
 deepcompile_memory.h has what all parts need for gradient memory, deepcompile_agreement.h has the check
 that all ranks have sent the same gradients.
@@ -348,7 +348,7 @@ public:
     const at::ScalarType target_dtype;  ///< of targets and of unreduced sums
     const at::Device device;
     const bool flat;                       ///< whether targets lie in one flat tensor of their own
-    const std::optional<at::Tensor> host;  ///< [partition_numel], pinned: targets lie there, and not on the device
+    const std::optional<at::Tensor> host;  ///< [partition_numel] on CPU: targets lie there, and not on the device
 
     int64_t rank() const { return process_group->getRank(); }
     int64_t world() const { return process_group->getSize(); }
@@ -396,9 +396,9 @@ public:
     int64_t identity() const { return options_.identity; }
 
     /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a
-    /// Reducer are on one device. `flat`: whether targets shall lie in one flat tensor. `host`: pinned memory
-    /// [partition_numel] of the target dtype, in which targets shall lie instead; the caller reads and writes it only
-    /// between targets() and the next backward.
+    /// Reducer are on one device. `flat`: whether targets shall lie in one flat tensor. `host`: memory
+    /// [partition_numel] of the host, of the target dtype, in which targets shall lie instead; the caller reads and
+    /// writes it only between targets() and the next backward.
     int64_t add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                       int64_t partition_numel,
                       at::ScalarType target_dtype,
@@ -454,7 +454,8 @@ public:
     /// another rank began one more backward instead of the step, gloo would wait for it or end the process.
     void begin_step();
 
-    /// 5. Called by the optimizer before it reads targets, on the stream on which it reads them.
+    /// 5. Called by the optimizer before it reads targets, on the stream on which it reads them. For targets in host
+    /// memory, the host waits for the copies.
     void use_targets_here();
 
     /// 5. What is bound of this rank's partition of a group. For targets in host memory, the host waits for the copies.

@@ -170,6 +170,9 @@ class BackwardLife:
         self._advance(Event.FINISH)
         # Also true if an earlier backward of the step handed gradients over and this one only kept its own.
         if self._is_handed_over():
+            if self._optimizer().cpu_offload:
+                # This backward may have added to gradients on the host, which reads them without a stream.
+                self._reducer.use_targets_here()
             self._advance(Event.HAND_OVER)
 
     def end_region(self) -> None:
@@ -232,7 +235,9 @@ class BackwardLife:
         for group, views in list(averaged.items()):
             if isinstance(views, PartitionViews):
                 views.release_grad_buffers()
-            averaged[group] = optimizer.offload_gradient_dict[group] = None
+            averaged[group] = None
+            if optimizer.cpu_offload:
+                optimizer.offload_gradient_dict[group] = None
         self._reducer.release_all()
 
     # A backward that raised --------------------------------------------------------------------------------------
@@ -357,16 +362,18 @@ class BackwardLife:
         optimizer = self._optimizer()
         with torch.profiler.record_function("deepcompile::hand_over"):
             for group, specs in enumerate(self._view_specs):
-                # Keep the dicts and set their entries: parameters hold references to the dicts for
-                # safe_get_full_grad(). With an offloaded optimizer these look into the second one, without padding.
+                # Keep the dict and set its entries: parameters hold a reference to the dict for safe_get_full_grad().
                 optimizer.averaged_gradients[group] = views = PartitionViews(
                     self._reducer.targets(group),
                     self._reducer.flat_partition(group),
                     specs,
                     optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype),
                     functools.partial(self._reducer.release, group),
+                    stay_on_host=optimizer.cpu_offload,
                 )
-                optimizer.offload_gradient_dict[group] = views.without_padding()
+                if optimizer.cpu_offload:
+                    # Here parameters look for gradients then. Their memory stays, so these references hold nothing.
+                    optimizer.offload_gradient_dict[group] = views.without_padding()
         self._step.forward_since_hand_over = False
 
 

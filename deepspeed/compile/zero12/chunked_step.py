@@ -16,8 +16,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 # Elements of a chunk: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 CHUNK_NUMEL = 2**27
-# On the host 32 MiB, which may stay in the processor's cache from one pass to the next.
-CHUNK_NUMEL_ON_HOST = 2**23
+# On the host 8 MiB: much of it is still in the processor's cache when the next pass reads it, and the C library takes
+# more than 32 MiB from the system anew each time.
+CHUNK_NUMEL_ON_HOST = 2**21
 
 # Optimizers that treat each element by itself.
 _ELEMENTWISE = (
@@ -32,7 +33,7 @@ class MasterGradient:
 
     Args:
         views: the PartitionViews of the partition. This object takes the gradients out of them.
-        factor: a tensor [1] in the master weights' dtype with which to multiply gradients, or None for 1.
+        factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
         like: a tensor of the dtype and on the device of the master weights.
     """
 

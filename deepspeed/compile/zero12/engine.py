@@ -135,7 +135,7 @@ def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:
             optimizer.gradient_accumulation_dtype,
             optimizer.bit16_groups_flat[group].device,
             # The step needs the gradients in the master weights' dtype. Targets of that dtype serve the step without
-            # a copy, so they must lie in one flat tensor. A step on the host goes chunk by chunk.
+            # a copy, so they must lie in one flat tensor. Host memory is one tensor anyway.
             host is None
             and optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
             host,

@@ -139,8 +139,9 @@ class PartitionViews(list):
         flat_partition: the 1-D tensor of ``partition_size`` elements in which all targets lie, or None if targets do
             not share one tensor.
         specs: what :func:`view_specs` returned for the group.
-        padding: a tensor without elements, in the dtype and on the device of the targets.
+        padding: a tensor without elements, in the dtype of the targets.
         release: a function that makes the reducer forget the targets.
+        stay_on_host: whether targets lie in host memory for good, because the optimizer is there.
     """
 
     def __init__(
@@ -150,13 +151,15 @@ class PartitionViews(list):
         specs: List[ViewSpec],
         padding: torch.Tensor,
         release: Callable[[], None],
+        stay_on_host: bool = False,
     ):
         super().__init__()
         self.flat_partition = flat_partition
         self._targets = targets
         self._specs = specs
-        self._padding = padding
+        self._padding = padding.cpu() if stay_on_host else padding
         self._release = release
+        self._stay_on_host = stay_on_host
         self._cut()
 
     def _cut(self):
@@ -179,6 +182,8 @@ class PartitionViews(list):
 
     def move_flat_partition(self, device: torch.device, non_blocking: bool = False) -> None:
         """Moves the gradients to ``device``. The base calls this in ``offload_states()`` and ``reload_states()``."""
+        if self._stay_on_host:
+            return
         self._padding = self._padding.to(device)
         if self.flat_partition is None:
             for target in self._targets.values():

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where gradients and new parameters lie on the host, if ``offload_optimizer`` keeps the optimizer there.
 
-DeepSpeed has pinned a tensor of each partition's size and of the parameters' dtype, through which new parameters go to
-the device. The gradients of the partition lie in the same memory: the optimizer has read a gradient before the new
-parameter is written over it.
+DeepSpeed has a tensor of each partition's size and of the parameters' dtype, pinned if ``pin_memory`` says so, through
+which new parameters go to the device. The gradients of the partition lie in the same memory: the optimizer has read a
+gradient before the new parameter is written over it.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ def memory_for_gradients(optimizer: "DeepSpeedZeroOptimizer", group: int) -> Opt
     """Returns host memory for the gradients of this rank's partition of a group, or None without offloading.
 
     Returns:
-        A 1-D tensor of ``partition_size`` elements in the gradient accumulation dtype, pinned as ``pin_memory`` says.
+        A 1-D tensor of ``partition_size`` elements in the gradient accumulation dtype, pinned if ``pin_memory`` says
+        so. The caller must keep this object: DeepSpeed may unpin its memory when the object is gone.
 
     Raises:
         RuntimeError: if the memory cannot be had.
@@ -33,16 +34,17 @@ def memory_for_gradients(optimizer: "DeepSpeedZeroOptimizer", group: int) -> Opt
     # The second is what the base makes for gradients in the dtype of the master weights.
     for tensor in (optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group], _master(optimizer, group).grad):
         if tensor is not None and tensor.dtype == dtype:
-            return tensor.detach()
+            return tensor
     numel = int(optimizer.partition_size[group])
     try:
         memory = torch.empty(numel, dtype=dtype)
         return get_accelerator().pin_memory(memory) if optimizer.cpu_offload_pin_memory else memory
     except RuntimeError as error:
+        pinned = optimizer.cpu_offload_pin_memory
         raise RuntimeError(
             f"zero_optimization.offload_optimizer: {numel * dtype.itemsize / 2**30:.1f} GiB of "
-            f"{'pinned ' if optimizer.cpu_offload_pin_memory else ''}host memory for gradients could not be had; "
-            "use more ranks, or set offload_optimizer.pin_memory to false"
+            f"{'pinned ' if pinned else ''}host memory for gradients could not be had; use more ranks"
+            f"{', or set offload_optimizer.pin_memory to false' if pinned else ''}"
         ) from error
 
 

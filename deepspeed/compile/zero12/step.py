@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_TIMERS,
 )
 
-from .chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
+from .chunked_step import CHUNK_NUMEL_ON_HOST, MasterGradient, may_step_in_chunks, step_in_chunks
 from .collectives import collective
 from .layout import lies_in_flat_tensor
 from .offload import parameters_on_their_way, write_back
@@ -120,7 +120,9 @@ def _group_norm(optimizer, group, dtype):
     # As for every new tensor in this file, name the dtype: the caller may have changed torch's default dtype.
     total = torch.zeros((), dtype=torch.float64, device=optimizer.bit16_groups_flat[0].device)
     if counted:
-        # _foreach_norm() casts while it reads a gradient, so it makes no copy of another dtype.
+        if counted[0].is_cpu:
+            # Here _foreach_norm() makes a copy of each tensor in the other dtype. On GPUs it casts as it reads.
+            counted = [part for gradient in counted for part in gradient.view(-1).split(CHUNK_NUMEL_ON_HOST)]
         total.copy_(torch.stack(torch._foreach_norm(counted, 2, dtype=dtype)).double().square().sum())
     with collective("add up the norm of the gradients"):
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
@@ -155,7 +157,7 @@ def _factor(norm, scale, clip, device) -> Optional[torch.Tensor]:
         return None if scale == 1.0 else torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
     # With an infinite norm the factor is zero. Torch's clip_grad_norm_() adds 1e-6 to the norm too.
     excess = ((norm / scale + 1e-6) / clip).clamp(min=1.0)
-    return (1.0 / (excess * scale)).reshape(1)
+    return (1.0 / (excess * scale)).reshape(1).to(device)
 
 
 # The optimizer --------------------------------------------------------------------------------------------------
