@@ -27,8 +27,9 @@ SANITIZER ?= address thread undefined
 VENV := .venv/$(shell printf '%s' '$(TORCH)' | tr -cs 'A-Za-z0-9.+' '-')
 BIN := $(CURDIR)/$(VENV)/bin
 PIP := '$(BIN)/python' -m pip --disable-pip-version-check
-# Native code compiled at run time stays in the environment whose torch it was compiled against.
-RUN := PATH='$(BIN)':"$$PATH" TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/torch_extensions'
+# Native code compiled at run time stays in the environment whose torch it was compiled against. CONTRIBUTING.md sets a
+# variable for a shell in the checkout under which modules of the checkout are not found.
+RUN := env -u PYTHONSAFEPATH PATH='$(BIN)':"$$PATH" TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/torch_extensions'
 
 # $(call content,PATHS): a short name for what is in these files and folders
 content = $(shell find $(1) -type f ! -name '*.pyc' | LC_ALL=C sort | xargs sha256sum | sha256sum | cut -c 1-16)
@@ -98,7 +99,8 @@ format: $(TOOLS)
 	$(BIN)/clang-format -i $(NATIVE)
 
 clean:
-	rm -rf .venv build/wheel build/editable build/sanitizers .pytest_cache .ruff_cache
+	rm -rf .venv build/wheel build/editable build/sanitizers benchmark-results .pytest_cache .ruff_cache .mypy_cache \
+		.hypothesis
 	find deepspeed tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The native code is compiled when it is first used, so a missing compiler is better noticed here.

@@ -30,10 +30,11 @@ CASES = {
     "plain": [],
     "checkpoint": ["--checkpoint"],
     "accumulation": ["--accumulation", "4"],
+    "offload": ["--offload"],
 }
 FORK, OVERLAPPED, ONE_GRAPH = "fork", "fork, gather overlapped", "fork as one graph"
 BASE, ZERO, FSDP2 = "base", "fork without DeepCompile", "FSDP2"
-SYSTEMS = {
+COLUMNS = {
     FORK: ["--system", "deepcompile"],
     OVERLAPPED: ["--system", "deepcompile", "--overlap-gather"],
     ONE_GRAPH: ["--system", "deepcompile", "--one-graph"],
@@ -60,7 +61,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
         epilog="Arguments behind -- go to benchmarks.measure, see python -m benchmarks.measure --help.",
     )
     parser.add_argument("--base", metavar="DIR", help="folder with an unchanged DeepSpeed")
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="which to measure; default: those that can be")
+    parser.add_argument("--systems", nargs="+", choices=COLUMNS, help="which to measure; default: those that can be")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["plain"])
     parser.add_argument("--processes", type=int, help="default: one for each GPU, or two on a CPU")
     parser.add_argument("--again", action="store_true", help="start each system a second time, from torch's caches")
@@ -116,7 +117,7 @@ def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict
     """
     gpus = visible_gpus()
     ranks = options.processes or len(gpus) or 2
-    systems = options.systems or [name for name in SYSTEMS if name != ZERO or not gpus]
+    systems = options.systems or [name for name in COLUMNS if name != ZERO or not gpus]
     results = {case: {} for case in options.cases}
     with tempfile.TemporaryDirectory(prefix="benchmark-caches-") as caches:
         for case in options.cases:
@@ -125,7 +126,7 @@ def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict
                 if reason:
                     results[case][system] = no_result(reason)
                     continue
-                arguments = [*SYSTEMS[system], *(ON_GPUS if gpus else ON_CPU), *CASES[case], *rest]
+                arguments = [*COLUMNS[system], *(ON_GPUS if gpus else ON_CPU), *CASES[case], *rest]
                 site = options.base if system == BASE else None
                 compiled = Path(caches) / f"{case}-{_slug(system)}"
                 # One DeepSpeed must not load native code that was compiled for another.

@@ -126,9 +126,12 @@ def main() -> None:
         device = f"cuda:{torch.cuda.current_device()}"
     else:
         device = "cpu"
+    if device == "cpu" or settings.offload:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["WORLD_SIZE"])))
     if settings.system == "fsdp2":
-        on_gpu = {"backend": "nccl", "device_id": torch.device(device)}
+        # With offloading, gradients are on the host when their norm is taken.
+        backend = "cuda:nccl,cpu:gloo" if settings.offload else "nccl"
+        on_gpu = {"backend": backend, "device_id": torch.device(device)}
         dist.init_process_group(**({"backend": "gloo"} if device == "cpu" else on_gpu))
     else:
         import deepspeed

@@ -29,7 +29,9 @@ class Settings:
         checkpoint: whether every layer keeps only its input and the backward computes the rest again.
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
         overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
-        adam: torch's implementation of AdamW, "foreach" or "fused".
+        offload: whether masters, optimizer states and the step are on the host.
+        adam: torch's implementation of AdamW, "foreach" or "fused". With ``offload``, ZeRO has DeepSpeed's Adam for
+            CPUs and FSDP2 has torch's fused one.
         backend: "inductor", or "eager" for graphs without generated code.
         bucket: ZeRO's ``reduce_bucket_size``, in elements. FSDP2 reduces whole blocks instead.
         learning_rate: of AdamW.
@@ -48,6 +50,7 @@ class Settings:
     checkpoint: bool = False
     one_graph: bool = False
     overlap_gather: bool = False
+    offload: bool = False
     adam: str = "foreach"
     backend: str = "inductor"
     bucket: int = 500_000_000
@@ -87,6 +90,9 @@ def parse_command_line(description: str) -> CommandLine:
     )
     parser.add_argument(
         "--overlap-gather", action="store_true", default=None, help="DeepCompile's overlap_param_gather"
+    )
+    parser.add_argument(
+        "--offload", action="store_true", default=None, help="masters, optimizer states and the step on the host"
     )
     parser.add_argument("--adam", choices=("foreach", "fused"), help="which implementation of torch's AdamW")
     parser.add_argument("--backend", choices=("inductor", "eager"), help="eager: graphs, but no generated code")

@@ -53,7 +53,14 @@ def is_fork() -> bool:
 
 
 def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=settings.learning_rate, **{settings.adam: True})
+    if not settings.offload:
+        return torch.optim.AdamW(parameters, lr=settings.learning_rate, **{settings.adam: True})
+    if settings.system == "fsdp2":
+        return torch.optim.AdamW(parameters, lr=settings.learning_rate, fused=True)
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    # Its default of the weight decay is another one.
+    return DeepSpeedCPUAdam(parameters, lr=settings.learning_rate, weight_decay=0.01)
 
 
 class DeepSpeed:
@@ -74,6 +81,7 @@ class DeepSpeed:
                     "stage": settings.stage,
                     "reduce_bucket_size": settings.bucket,
                     "overlap_comm": True,
+                    **({"offload_optimizer": {"device": "cpu"}} if settings.offload else {}),
                 },
                 "compile": {
                     "deepcompile": settings.system == "deepcompile",
@@ -122,7 +130,7 @@ class FSDP2:
 
     def __init__(self, settings: Settings, model: torch.nn.Module):
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         self._model, self._accumulation = model, settings.accumulation
         self._reduces_always = settings.stage == 2
@@ -130,6 +138,7 @@ class FSDP2:
         precision = MixedPrecisionPolicy()
         if settings.dtype == "bf16":
             precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+        offload = CPUOffloadPolicy() if settings.offload else OffloadPolicy()
         device_type = next(model.parameters()).device.type
         mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
 
@@ -137,7 +146,9 @@ class FSDP2:
             # The shards are the fp32 master weights. They start from the same bf16 values as ZeRO's master weights.
             for module in modules:
                 module.float()
-            fully_shard(list(modules), mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+            fully_shard(
+                list(modules), mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False
+            )
 
         backend = _torch_backend(settings.backend)
         for block in model.model.layers:

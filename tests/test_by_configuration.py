@@ -129,7 +129,7 @@ def test_a_module_trained_in_evaluation_mode(ranks):
     for rank, found in enumerate(trained(ranks, Case(), in_evaluation_mode)):
         assert found.compiled == [False, True, True]
         assert found.from_graphs[0] == 0 and all(found.from_graphs[1:])
-        assert rank != 0 or len(said(found.texts, "behind its first step, because " + BECAUSE)) == 1
+        assert rank != 0 or len(said(found.texts, "after its first step, because " + BECAUSE)) == 1
 
 
 def of_the_module(loop, ids):

@@ -197,8 +197,15 @@ def test_the_optimizer_that_deepspeed_makes(ranks, params, name):
 MASTERS = {"bf16": "bf16_master_weights_and_grads", "fp16": "fp16_master_weights_and_grads"}
 
 
+class Masters(NamedTuple):
+    """What came of training with DeepCompile and without."""
+
+    difference: float
+    moved: float
+    dtype: str
+
+
 def masters_in_low_precision(dtype):
-    """Trains with DeepCompile and without; returns (difference of the masters, how far they moved, their dtype)."""
     section = {**low_precision(dtype, loss_scale_window=4)[dtype], MASTERS[dtype]: True}
     trained = []
     for deepcompile in (True, False):
@@ -211,14 +218,14 @@ def masters_in_low_precision(dtype):
         trained.append([safe_get_full_fp32_param(parameter).float() for parameter in module.parameters()])
         master_dtype = engine.optimizer.single_partition_of_fp32_groups[0].dtype
         engine.destroy()
-    return total_error(*trained), total_error(trained[0], build(Case()).parameters()), str(master_dtype)
+    return Masters(total_error(*trained), total_error(trained[0], build(Case()).parameters()), str(master_dtype))
 
 
 @vary("dtype, master", [("bf16", "torch.bfloat16"), ("fp16", "torch.float16")], expects="master")
 def test_masters_in_low_precision(ranks, dtype, master):
-    for difference, moved, master_dtype in ranks(2).run(masters_in_low_precision, dtype):
-        assert master_dtype == master
-        assert difference < 1e-2 * moved
+    for masters in ranks(2).run(masters_in_low_precision, dtype):
+        assert masters.dtype == master
+        assert masters.difference < 1e-2 * masters.moved
 
 
 @vary("where, how", [("forward", "raises"), ("backward", "raises"), ("behind the backward", "interrupted")])

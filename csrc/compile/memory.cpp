@@ -97,7 +97,7 @@ void StreamOrder::synchronize_device() const
     if (!on_cpu()) { c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index()); }
 }
 
-void StreamOrder::synchronize_last() const
+void StreamOrder::wait_on_host() const
 {
     if (!on_cpu() && last_) { last_->synchronize(); }
 }

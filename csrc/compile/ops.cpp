@@ -18,7 +18,7 @@ at::Tensor done(const at::Tensor& gradient)
 }
 
 /// The engine's number, and then the indices that parameters have in the engine's reducer; `Registrations` in
-/// registrations.py makes them.
+/// graph/frames.py makes them.
 at::Tensor on_host(const at::Tensor& registrations)
 {
     // A user's saved_tensors_hooks may have moved the tensor to a GPU while the graph kept it for its backward.
@@ -39,8 +39,8 @@ at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registratio
     // A gradient that the graph has not donated is copied, because the compiler may use its memory again as soon as
     // this operator returns. The graph knows tensors, not storages: an operator may have produced several tensors in
     // one storage, and then one of them cannot be donated alone.
-    const bool sole_user = gradient.storage().use_count() == 1;
-    reducer->reduce(static_cast<size_t>(number[slot]), gradient, Route::graph, donated && sole_user);
+    donated = donated && gradient.storage().use_count() == 1;
+    reducer->reduce(static_cast<size_t>(number[slot]), gradient, Route::graph, donated);
     return done(gradient);
 }
 

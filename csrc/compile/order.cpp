@@ -63,7 +63,7 @@ void SendOrder::end_step()
 
 bool SendOrder::wants_change() const
 {
-    // Not in every step: other ranks may see what this one does not.
+    // Ask only in every 16th step, because another rank may still see the parameter.
     const auto may_go = [this](const Turn& turn) {
         return unseen_[turn.index] > 0 && unseen_[turn.index] % steps_to_give_up == 0;
     };
@@ -92,7 +92,7 @@ void SendOrder::take_over(const std::vector<Turn>& first_rank, const std::vector
     std::vector<bool> arrived(steps_unseen.size(), false);
     for (const auto& turn : turns) { arrived[turn.index] = true; }
     // A turn of the old order whose gradient has not arrived on the first rank is put behind the turn that it stood
-    // behind, so that branches which take turns do not push each other to the end. For example, old a b c d and arrived
+    // behind, so that branches which alternate do not push each other to the end. For example, old a b c d and arrived
     // d a give d a b c. `behind`: the place for the next such turn.
     size_t behind = 0;
     std::vector<bool> has_turn = arrived;

@@ -279,7 +279,7 @@ void Reducer::use_targets_here()
     std::lock_guard<std::mutex> lock(mutex_);
     if (groups_.empty()) { return; }
     streams_.order_after_last_use();
-    if (groups_.front().host) { streams_.synchronize_last(); }
+    if (groups_.front().host) { streams_.wait_on_host(); }
     // The optimizer reads targets on this stream, and may drop them before the stream has read them.
     for (const auto& group : groups_) {
         for (const auto& [offset, target] : group.targets()) { streams_.record_on_last(target); }
@@ -292,7 +292,7 @@ Targets Reducer::targets(int64_t group) const
     std::lock_guard<std::mutex> lock(mutex_);
     const auto& its_group = groups_.at(group);
     // The last use was put behind the copies.
-    if (its_group.host) { streams_.synchronize_last(); }
+    if (its_group.host) { streams_.wait_on_host(); }
     return its_group.targets();
 }
 

@@ -29,7 +29,8 @@ is a range of that run and may straddle several partitions.
                         left: a turn whose gradient has not come is sent as zeros. Elements that got no
                         gradient on any rank are bound to zeros. Before the step, Reducer::agree() asks
                         whether some rank has gradients that came after their turn, which all ranks then send.
-  5. Handed over.       Reducer::targets() gives the targets to the optimizer, which calls Reducer::begin_step() first.
+  5. Handed over.       Reducer::targets() gives the targets to the optimizer. Before the optimizer reads them in its
+                        step, it calls Reducer::begin_step() and Reducer::use_targets_here().
   6. Released.          Reducer::release() forgets them. From then on the reducer holds no gradient memory.
 
 ZeRO-1 reduces only in the backward at the accumulation boundary. Until then a gradient stays on its
@@ -204,7 +205,7 @@ public:
 
 private:
     static constexpr int64_t seen_now = -1;          ///< end_step() makes it 0
-    static constexpr int64_t steps_to_give_up = 16;  ///< so that branches may take turns without losing theirs
+    static constexpr int64_t steps_to_give_up = 16;  ///< so that branches may alternate without losing their turns
 
     std::vector<Turn> turns_;
     size_t taken_ = 0;
@@ -511,6 +512,8 @@ private:
     BucketQueue buckets_;
     SendOrder order_;
 
+    /// Mirrors the phases RUNNING and ENDING of BackwardLife: whether what lies in `parameter.grad` is autograd's, and
+    /// whether a gradient has to announce a backward. Its thread cannot ask Python, whose lock another may hold.
     bool in_backward_ = false;
     bool reduces_ = false;  ///< whether the backward that runs reduces
     std::shared_ptr<const std::function<void()>> begin_unannounced_;

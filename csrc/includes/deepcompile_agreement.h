@@ -19,7 +19,8 @@ another number of backwards, or its backward raised, the process group would add
 
 namespace deepcompile {
 
-/// What a fingerprint holds besides what was sent: ranks that differ in it alone may send the same.
+/// Events that are mixed into the fingerprint although nothing is sent for them. Without them, ranks that differ only
+/// in such an event would look alike.
 enum class Marker : int64_t {
     backward_abandoned = -1,  ///< a backward raised
     gradients_replaced = -2,  ///< a backward began the step anew

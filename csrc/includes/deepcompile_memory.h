@@ -85,7 +85,7 @@ public:
     /// The host waits for everything on the device; for debugging.
     void synchronize_device() const;
     /// The host waits for the last use.
-    void synchronize_last() const;
+    void wait_on_host() const;
     /// The stream on which gradients are copied to the host. Not on CPU.
     c10::Stream copies();
 
@@ -96,8 +96,7 @@ public:
     /// Has `stream` wait for the last use, without making `stream` the last one.
     void let_wait(const c10::Stream& stream) const;
 
-    /// Whether several streams have used the memory since the last settle().
-    bool several() const { return several_; }
+    /// From now on it counts as if one stream had used the memory.
     void settle() { several_ = false; }
     /// Where several streams have used the memory: keeps the allocator of the tensor's stream from handing out the
     /// tensor's memory again before the last stream is done with it.

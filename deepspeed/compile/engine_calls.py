@@ -56,7 +56,7 @@ def after_step(engine: "DeepSpeedEngine") -> None:
     engine, or if gradients were held before the forward.
     """
     if not engine.is_compiled and _is_due(engine):
-        _compile(engine, "behind its first step")
+        _compile(engine, "after its first step")
 
 
 def note_compile(engine: "DeepSpeedEngine", backend, compile_kwargs: Dict[str, Any], schedule: Optional[List]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
+from . import fx_base
 from .fx_base import *  # noqa: F403 (whatever a new base adds is found here too)
 from .fx_base import _make_node_meta  # noqa: F401 (the base's passes import the first from here)
 
@@ -74,8 +75,8 @@ def should_release_reduce_buckets(graph_order: Iterable[Tuple[int, bool]], graph
             forward graph, in forward order.
         graph_id: one of these ids.
     """
-    reducing = [candidate for candidate, needs_backward in graph_order if _reduces(candidate, needs_backward)]
-    return not reducing or graph_id == reducing[0]
+    reducing = [(candidate, _reduces(candidate, needs_backward)) for candidate, needs_backward in graph_order]
+    return fx_base.should_release_reduce_buckets(reducing, graph_id)
 
 
 def add_end_backward(graph: Graph, graph_id: int, release_reduce_buckets: bool = True) -> None:

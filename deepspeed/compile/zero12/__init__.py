@@ -22,14 +22,14 @@ def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
     - ``on_host``: gradient targets in host memory, if the optimizer is offloaded.
     - ``pending``: gradients that wait in a bucket or are on their way to their owners.
     - ``bucket``: memory that was allocated for pending gradients.
-    - ``unreduced``: gradients that stay on this rank, between the micro-batches of ZeRO-1 or until the last of several
-      contributions to a parameter has come.
+    - ``unreduced``: gradients that stay on this rank, between the micro-batches of ZeRO-1 or until their turn comes.
 
     Numbers since ``reset_gradient_counters()``, except the first:
 
     - ``registered``: registered parameters.
     - ``from_graphs``: gradients received from graphs that reduce.
     - ``from_autograd``: gradients received from code that was not compiled.
+    - ``out_of_turn``: gradients that came before their turn or after it.
     - ``buckets_sent``: buckets.
     - ``messages_sent``: messages in these buckets, each to one owner.
 

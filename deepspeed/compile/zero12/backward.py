@@ -67,6 +67,7 @@ class _Step:
     """What to know of a step besides its phase. Dropped with the gradients of the step."""
 
     backwards: int = 0  # that have ended
+    handed_over: bool = False  # whether the optimizer has gradients, also while a further backward runs
     told_by_caller: bool = False  # whether the caller decides which backwards belong to the step
     forward_since_hand_over: bool = False
     by_earlier_region: bool = False  # whether a region of coalesce_grad_reduction() that has ended left gradients
@@ -169,7 +170,7 @@ class BackwardLife:
         self._step.backwards += 1
         self._advance(Event.FINISH)
         # Also true if an earlier backward of the step handed gradients over and this one only kept its own.
-        if self._is_handed_over():
+        if self._step.handed_over:
             if self._optimizer().cpu_offload:
                 # This backward may have added to gradients on the host, which reads them without a stream.
                 self._reducer.use_targets_here()
@@ -181,7 +182,7 @@ class BackwardLife:
             self.abandon_unfinished()
             if self._step.backwards:
                 self._reduce_rest(True)
-                if self._is_handed_over():
+                if self._step.handed_over:
                     self._advance(Event.HAND_OVER)
         finally:
             self._in_region, self._step.by_earlier_region = False, True
@@ -203,7 +204,7 @@ class BackwardLife:
                 f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
                 "step was not taken; call engine.optimizer.zero_grad() and run all of its micro-batches again"
             )
-        if not self._is_handed_over():
+        if not self._step.handed_over:
             self.begin_anew()
             raise RuntimeError(
                 "optimizer.step() found no gradients: run a backward at the gradient accumulation "
@@ -256,7 +257,7 @@ class BackwardLife:
         interrupted after its last gradient.
         """
         if self._runs:
-            logger.warning("The backward before did not come to its end; its gradients are dropped")
+            logger.warning("The previous backward did not finish, so its gradients are dropped")
             self.abandon()
 
     def abandon(self) -> None:
@@ -335,9 +336,9 @@ class BackwardLife:
         if replaces and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "A backward at the gradient accumulation boundary replaces the gradients of the one before, which no "
-                "engine.step() has used, as in DeepSpeed without DeepCompile; to have several backwards in one step, "
-                "use engine.coalesce_grad_reduction() or engine.set_gradient_accumulation_boundary()"
+                "A backward at the gradient accumulation boundary replaces the previous backward's gradients, which "
+                "no engine.step() has used, as in DeepSpeed without DeepCompile; to have several backwards in one "
+                "step, use engine.coalesce_grad_reduction() or engine.set_gradient_accumulation_boundary()"
             )
         return replaces
 
@@ -352,10 +353,6 @@ class BackwardLife:
             # Also on an interrupt: the next backward would add to what is bound.
             self.abandon()
             raise
-
-    def _is_handed_over(self):
-        averaged = self._optimizer().averaged_gradients
-        return all(averaged.get(group) is not None for group in range(len(self._view_specs)))
 
     def _hand_over(self):
         """Puts views of the bound targets into the optimizer's ``averaged_gradients``."""
@@ -374,7 +371,7 @@ class BackwardLife:
                 if optimizer.cpu_offload:
                     # Here parameters look for gradients then. Their memory stays, so these references hold nothing.
                     optimizer.offload_gradient_dict[group] = views.without_padding()
-        self._step.forward_since_hand_over = False
+        self._step.handed_over, self._step.forward_since_hand_over = True, False
 
 
 class _Watch:

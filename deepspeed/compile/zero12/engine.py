@@ -13,7 +13,7 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from .collectives import collective
-from .forward import AroundForward
+from .forward import AroundForward, switch_off_flops_profiler
 from .gather_hooks import Waiting
 from .graph import compile_blocks
 from .graph.backend import make_backend
@@ -74,6 +74,7 @@ def compile_engine(
     if plan.overlaps_gather:
         waiting = Waiting(optimizer, module, plan.blocks)
         undo(waiting.remove_hooks)
+    undo(switch_off_flops_profiler(engine))
     zero12.around_forward = AroundForward(engine, waiting)
 
     reducible = parameters_reduced_by_graphs(optimizer)

@@ -7,12 +7,26 @@ hooks, because the compiler would compile them with the module.
 """
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Callable
 
 import torch
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+def switch_off_flops_profiler(engine: "DeepSpeedEngine") -> Callable[[], None]:
+    """Keeps the engine from starting the flops profiler on one rank. Returns a function that restores the option.
+
+    The profiler replaces functions that the compiler traces.
+    """
+    config = engine._config.flops_profiler_config
+    before, config.enabled = config.enabled, False
+
+    def restore():
+        config.enabled = before
+
+    return restore
 
 
 class AroundForward:
@@ -26,10 +40,6 @@ class AroundForward:
     def __init__(self, engine: "DeepSpeedEngine", waiting):
         self._waiting = waiting
         self._acts = _acts_around_forward(engine)
-        if self._acts:
-            # _forward_prologue() would start the flops profiler, on one rank. The profiler replaces functions that the
-            # compiler traces.
-            engine._config.flops_profiler_config.enabled = False
 
     @contextlib.contextmanager
     def __call__(self, engine, inputs, kwargs):

@@ -58,34 +58,27 @@ def drop_unused_memory(optimizer: "DeepSpeedZeroOptimizer") -> None:
     optimizer.temp_grad_buffer_for_cpu_offload = optimizer.temp_grad_buffer_for_gpu_offload = None
 
 
-def write_back(optimizer: "DeepSpeedZeroOptimizer", group: int, rank: int, first: int, last: int) -> None:
-    """Copies elements [first, last) of a partition's master weights into the parameters.
+def send_to_device(optimizer: "DeepSpeedZeroOptimizer", group: int, first: int, target: torch.Tensor) -> None:
+    """Copies master weights into ``target``, this rank's parameters from element ``first`` of its partition on.
 
-    From the host, the copy is queued on a stream of its own: :func:`parameters_on_their_way` has the current stream
-    wait for it. The gradients of these elements are lost.
-
-    Args:
-        group: the index of the parameter group.
-        rank: this rank, in the group's process group.
-        first, last: in elements, from the beginning of the partition.
+    The copy is queued on a stream of its own: :func:`parameters_on_their_way` has the current stream wait for it. The
+    gradients of these elements are lost.
     """
-    source = _master(optimizer, group).data[first:last]
-    target = optimizer.parallel_partitioned_bit16_groups[group][rank].data[first:last]
-    if not optimizer.cpu_offload:
-        target.copy_(source)
-        return
-    staged = optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group][first:last].copy_(source)
+    span = slice(first, first + target.numel())
+    buffer = optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group][span]
+    buffer.copy_(_master(optimizer, group).data[span])
     with get_accelerator().stream(optimizer.reduction_stream):
-        target.copy_(staged, non_blocking=True)
+        target.copy_(buffer, non_blocking=True)
 
 
 @contextlib.contextmanager
 def parameters_on_their_way(optimizer: "DeepSpeedZeroOptimizer"):
-    """Context of calls of :func:`write_back`: puts its copies behind the current stream's work, and before later work.
+    """Context of calls of :func:`send_to_device`: orders its copies after the current stream's work and before later
+    work.
 
-    The base's stream of reductions is free: the reducer has its own way of overlapping.
+    The base's stream of reductions is free: the reducer has its own way of overlapping. On CPU there is none.
     """
-    stream = optimizer.reduction_stream if optimizer.cpu_offload else None
+    stream = optimizer.reduction_stream
     if stream is not None:
         stream.wait_stream(get_accelerator().current_stream())
     try:

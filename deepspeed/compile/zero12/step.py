@@ -30,7 +30,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 from .chunked_step import CHUNK_NUMEL_ON_HOST, MasterGradient, may_step_in_chunks, step_in_chunks
 from .collectives import collective
 from .layout import lies_in_flat_tensor
-from .offload import parameters_on_their_way, write_back
+from .offload import parameters_on_their_way, send_to_device
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -82,7 +82,7 @@ def _run(optimizer):
 
     factor = _factor(norm, scale, optimizer.clip_grad, optimizer.single_partition_of_fp32_groups[0].device)
     with zero12.interrupted_step.changing_parameters(zero12.engine):
-        with parameters_on_their_way(optimizer):
+        with parameters_on_their_way(optimizer) if optimizer.cpu_offload else contextlib.nullcontext():
             for group in range(len(optimizer.bit16_groups)):
                 _step_group(optimizer, group, factor)
         with _timed(optimizer, OPTIMIZER_ALLGATHER_TIMER), torch.profiler.record_function("deepcompile::gather"):
@@ -168,8 +168,7 @@ def _step_group(optimizer, group, factor):
     master, views = optimizer.single_partition_of_fp32_groups[group], optimizer.averaged_gradients[group]
     optimizer.averaged_gradients[group] = None
     scaler = optimizer.torch_autocast_gradscaler
-    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
-    finish = functools.partial(write_back, optimizer, group, rank)
+    finish = functools.partial(_write_back, optimizer, group)
     if views.flat_partition is None and not scaler and may_step_in_chunks(optimizer.optimizer, master):
         with _timed(optimizer, OPTIMIZER_STEP_TIMER):
             step_in_chunks(optimizer.optimizer, group, MasterGradient(views, factor, master.data), finish)
@@ -188,6 +187,16 @@ def _step_group(optimizer, group, factor):
             optimizer.optimizer.param_groups = param_groups
             master.grad = None
         finish(0, master.numel())
+
+
+def _write_back(optimizer, group, first, last):
+    """Copies elements [first, last) of the master weights into this rank's partition of the parameters."""
+    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+    target = optimizer.parallel_partitioned_bit16_groups[group][rank].data[first:last]
+    if optimizer.cpu_offload:
+        send_to_device(optimizer, group, first, target)
+    else:
+        target.copy_(optimizer.single_partition_of_fp32_groups[group].data[first:last])
 
 
 def _whole_gradient(views, factor, master):
