@@ -86,6 +86,8 @@ def reason_against(system: str, case: str, gpus: list[str], options: argparse.Na
         return "its DeepCompile needs GPUs"
     if system == BASE and case == "accumulation":
         return "its DeepCompile aborts with accumulation in ZeRO-1"
+    if system == FSDP2 and case == "offload" and not gpus:
+        return "its CPUOffloadPolicy needs GPUs"
     return None
 
 
