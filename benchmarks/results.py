@@ -108,12 +108,12 @@ def describe(result: Result) -> str:
     run, where = result["run"], result["environment"]
     layers = f", {run['layers']} layers" if run["layers"] else ""
     nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""
+    adam = "on the host" if run.get("offload") else run["adam"]
     return (
         f"{run['shape']}{layers}, {result['parameters'] / 1e6:,.1f} million parameters in {run['dtype']}; "
         f"{where['world']} x {where['device']}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
         f"{run['accumulation']}, {'every layer checkpointed' if run['checkpoint'] else 'no checkpointing'}, "
-        f"ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {'on the host' if run.get('offload') else run['adam']}; "
-        f"steps {run['warm']} to "
+        f"ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {adam}; steps {run['warm']} to "
         f"{run['steps'] - 1} timed; torch {where['torch']}{nccl}, transformers {where['transformers']}; "
         f"{where['host']}, {where['date']}"
     )
