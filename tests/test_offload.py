@@ -23,6 +23,7 @@ from support.models import CASES
 from support.training import (
     NOTHING,
     Case,
+    average_gradients,
     batch,
     build,
     check_trained,
@@ -178,9 +179,7 @@ def train_with_optimizer_of_configuration(params, chunk):
 
 
 def clip_and_step(plain, optimizer):
-    for parameter in plain.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
+    average_gradients(plain)
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     optimizer.step()
     optimizer.zero_grad()
