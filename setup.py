@@ -61,6 +61,12 @@ EDITS = (
     ),
     (
         ENGINE,
+        "optimizer of initialize()",
+        "self.optimizer = self._configure_zero_optimizer(basic_optimizer)",
+        "self.optimizer = engine_calls.zero_optimizer(self, basic_optimizer)",
+    ),
+    (
+        ENGINE,
         "warning in forward()",
         "if self.is_deepcompile_enabled() and not self.is_deepcompile_active() and not self.is_compiled:",
         "if engine_calls.awaits_its_user(self):",

@@ -16,6 +16,7 @@ import gc
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import warnings
@@ -101,6 +102,8 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
         "reserved": reserved,
         "most_gradients": recorded.most_gradients(),
         "counters": counters,
+        # Linux tells it in KiB.
+        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     shown = dist.get_rank() in (0, dist.get_world_size() - 1)
     timelines = gather(dataclasses.asdict(recorded.thinned(TIMELINE_POINTS)) if shown else None)

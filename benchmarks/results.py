@@ -22,6 +22,7 @@ class RankResult(TypedDict):
             a CPU.
         most_gradients: the most bytes of gradients at any time of one step.
         counters: phase -> what this fork's ``gradient_counters()`` says at its end. Empty for other systems.
+        host: the most memory of the host that the process has had, while it set up and trained.
     """
 
     setup_s: float
@@ -32,6 +33,7 @@ class RankResult(TypedDict):
     reserved: int | None
     most_gradients: int
     counters: dict[str, dict[str, int]]
+    host: int
 
 
 class Result(TypedDict):

@@ -26,7 +26,7 @@ from support.checkpoints import (
 )
 from support.ids import vary
 from support.parameter_gather import DELAY, one_rank_late
-from support.training import offload_on_cpu, relative_error, total_error
+from support.training import relative_error, total_error
 
 
 class Loaded(NamedTuple):
@@ -94,7 +94,6 @@ def test_saved_and_loaded(ranks, tmp_path, deepcompile, stage, dtype):
     assert_saved_and_loaded(ranks(2).run(save_and_load, run, str(tmp_path)), dtype)
 
 
-@offload_on_cpu
 @pytest.mark.parametrize("deepcompile", [True, False], ids=["saved-with", "saved-without"])
 @vary("stage, dtype", [(1, "bf16"), (2, "fp32"), (2, "fp16")])
 def test_saved_and_loaded_with_offloading(ranks, tmp_path, deepcompile, stage, dtype):

@@ -109,6 +109,7 @@ SAVED = [
     (2, Run(stage=2, dtype="bf16", deepcompile=False)),
     (3, Run(stage=1, dtype="bf16")),
     (3, Run(stage=2, dtype="fp32")),
+    (3, Run(stage=2, dtype="bf16", offloaded=True)),
 ]
 CONVERT = """
 import sys
@@ -134,7 +135,7 @@ def saved(ranks, tmp_path_factory):
 
 def saved_id(index):
     world, run = SAVED[index]
-    return f"ranks{world}-stage{run.stage}-{run.dtype}"
+    return f"ranks{world}-stage{run.stage}-{run.dtype}{'-offloaded' if run.offloaded else ''}"
 
 
 @pytest.mark.parametrize("deepcompile", [True, False], ids=["loaded-with", "loaded-without"])

@@ -23,7 +23,6 @@ from support.training import (
     held,
     make_engine,
     make_optimizer,
-    offload_on_cpu,
     step_plain,
     total_error,
     train_beside_plain_loop,
@@ -109,7 +108,6 @@ def test_an_overflow_skips_the_step_and_releases(ranks, stage, accumulation):
         assert compiled.error < 1.5 * eager.error < compiled.moved
 
 
-@offload_on_cpu
 @vary("dtype", ["bf16", "fp16"])
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_offloaded(ranks, stage, accumulation, dtype):
@@ -123,7 +121,6 @@ def test_offloaded(ranks, stage, accumulation, dtype):
         assert compiled.held == NOTHING
 
 
-@offload_on_cpu
 @vary("stage", [1, 2])
 def test_offloaded_with_fp32_accumulation(ranks, stage):
     config = {"data_types": {"grad_accum_dtype": "fp32"}}

@@ -33,7 +33,7 @@ from support.checkpoints import (
     train,
 )
 from support.ids import vary
-from support.training import device, offload_on_cpu, relative_error, total_error
+from support.training import device, relative_error, total_error
 
 # States moved away and back ----------------------------------------------------------------------------------------
 
@@ -105,7 +105,6 @@ def test_states_moved_away_and_back(ranks, stage, dtype, overlapped, moment):
         assert_same(moved.end, dtype)
 
 
-@offload_on_cpu
 @vary("moment", ["between steps", "between micro-batches", "between backward and step"])
 def test_states_moved_away_and_back_with_offloading(ranks, moment):
     run = Run(stage=2, dtype="bf16", steps=4, offloaded=True)
@@ -209,7 +208,7 @@ def set_beside_plain_loop(run, setter, moment):
     [
         Run(stage=1, clipping=0.1),
         Run(stage=2, optimizer="SGD", overlapped=True),
-        pytest.param(Run(stage=2, clipping=0.1, offloaded=True), marks=offload_on_cpu),
+        Run(stage=2, clipping=0.1, offloaded=True),
     ],
     ids=["stage1-AdamW", "stage2-SGD-overlapped", "stage2-AdamW-offloaded"],
 )

@@ -321,7 +321,7 @@ def recipes(draw, backends):
         overlap_comm=draw(st.booleans()),
         regional=regional,
         overlap_gather=regional is True and draw(st.booleans()),
-        offloaded=not torch.cuda.is_available() and draw(st.sampled_from([False, False, False, True])),
+        offloaded=draw(st.sampled_from([False, False, False, True])),
         lengths=draw(st.sampled_from([(4,), (4, 5), (3, 4, 6)])),
         uneven=draw(st.sampled_from([False, False, True])),
         evaluates=draw(st.sampled_from(EVALUATIONS)),

@@ -9,11 +9,13 @@ set.
 import copy
 from typing import Dict, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from test_faults import half_a_step, on_every_rank
 
 import deepspeed
+from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import chunked_step, gradient_counters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -29,13 +31,13 @@ from support.training import (
     check_trained,
     held,
     low_precision,
-    offload_on_cpu,
+    make_engine,
+    make_optimizer,
     relative_error,
     total_error,
     train_beside_plain_loop,
 )
 
-pytestmark = offload_on_cpu
 OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
 
 
@@ -62,6 +64,7 @@ def test_table(ranks, stage, accumulation, model, backend):
         {"model": "OddSizes", "bucket": 1},
         {"model": "RepeatedLayers", "config": OVERLAPPED},
         {"config": {"zero_optimization": {"round_robin_gradients": True, "overlap_comm": False}}},
+        {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}},
         {"config": {"zero_optimization": {"parameter_alignment": True}}, "model": "OddSizes", "groups": 2},
         {"config": {"data_types": {"grad_accum_dtype": "fp32"}}, "skip_on_odd_steps": True, "steps": 5},
     ],
@@ -159,7 +162,7 @@ def train_with_optimizer_of_configuration(params, chunk):
             backward(engine, step)
             engine.step()
             plain(batch(step, 0, dist.get_rank(), 4)).backward()
-            clip_and_step(plain, expected)
+            clip_and_step(plain, expected, 0.5)
     finally:
         chunked_step.CHUNK_NUMEL, chunked_step.MasterGradient.take = default, take
     pairs = list(zip(module.parameters(), plain.parameters(), strict=True))
@@ -178,9 +181,9 @@ def train_with_optimizer_of_configuration(params, chunk):
     return result
 
 
-def clip_and_step(plain, optimizer):
+def clip_and_step(plain, optimizer, norm):
     average_gradients(plain)
-    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), norm)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -244,7 +247,87 @@ def test_half_a_step(ranks, tmp_path, stage):
         assert after.error < 1e-5
 
 
+def without_memory_to_pin():
+    """Returns what deepspeed.initialize() says where no memory can be pinned, and what that followed from."""
+    accelerator = get_accelerator()
+
+    def pin_memory(tensor, **_):
+        raise RuntimeError(f"{tensor.numel()} elements could not be pinned")
+
+    accelerator.pin_memory = pin_memory
+    try:
+        with pytest.raises(RuntimeError) as raised:
+            make_engine(build(Case()), Case(offloaded=True))
+    finally:
+        del accelerator.pin_memory
+    return str(raised.value), str(raised.value.__cause__)
+
+
+def test_no_memory_to_pin(ranks):
+    for sentence, cause in ranks(2).run(without_memory_to_pin):
+        assert sentence == (
+            "zero_optimization.offload_optimizer: 0.0 GiB more of pinned host memory could not be had; use more "
+            "ranks, or set offload_optimizer.pin_memory to false"
+        )
+        assert "could not be pinned" in cause
+
+
 def test_deprecated_name(ranks):
     config = {"zero_optimization": {"cpu_offload": True}, "zero_force_ds_cpu_optimizer": False}
     for result in check_trained(ranks(2).run(train_beside_plain_loop, Case(stage=2, config=config))):
         assert result.counters["on_host"] > 0 == result.counters["peak_bound"]
+
+
+# Copies between device and host ------------------------------------------------------------------------------------
+
+# Of the device's clock: about a quarter of a second.
+CYCLES = 5 * 10**8
+
+
+def keep_other_streams_busy():
+    """Keeps every stream busy but the current one. What the caller then puts on another stream runs late."""
+    # torch's pool has 32 streams, which it gives out in turn. The reducer's stream of copies is one of them.
+    for stream in [torch.cuda.Stream() for _ in range(32)]:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(CYCLES)
+
+
+def train_with_late_work(case, late):
+    """Trains beside a plain loop, while part of the device's work runs late in each step.
+
+    ``late``: "copies" to the host and collectives, the "gradients" themselves, or the "parameters" that come back.
+    """
+    torch._dynamo.reset()
+    rank, module = dist.get_rank(), build(case)
+    plain = copy.deepcopy(module)
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    for step in range(case.steps):
+        for micro_step in range(case.accumulation):
+            ids = batch(step, micro_step, rank, 4)
+            loss = engine(ids)
+            if late == "copies":
+                keep_other_streams_busy()
+            elif late == "gradients":
+                torch.cuda._sleep(CYCLES)
+            engine.backward(loss)
+            if late == "parameters":
+                keep_other_streams_busy()
+            engine.step()
+            (plain(ids) / case.accumulation).backward()
+        clip_and_step(plain, optimizer, case.clipping)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no streams")
+@vary("late", ["copies", "gradients", "parameters"])
+@vary("world, stage, accumulation", [(1, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)])
+@vary("model, bucket", [("OneGraph", 200), ("Wide", 10**6), ("WideRepeatedLayers", 10**6)])
+def test_late_work_is_waited_for(ranks, model, bucket, world, stage, accumulation, late):
+    # Clipping, because the host then needs the norm.
+    case = Case(model, stage=stage, accumulation=accumulation, bucket=bucket, steps=4, clipping=0.05, offloaded=True)
+    # With fewer connections to the device, streams share them and wait for each other.
+    for error in ranks(world, CUDA_DEVICE_MAX_CONNECTIONS="32").run(train_with_late_work, case, late):
+        assert error < 1e-5

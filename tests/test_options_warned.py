@@ -11,7 +11,7 @@ import torch
 
 from support.ids import vary
 from support.options import SMALL, train_and_collect_output
-from support.training import Case, Trained, offload_on_cpu
+from support.training import Case, Trained
 
 
 def only_in_stage_3(section, **options):
@@ -120,7 +120,6 @@ def test_warned_in_another_word(ranks):
     assert result.warnings == [("1", ALSO_WARNED["zero_optimization.cpu_offload_param"])]
 
 
-@offload_on_cpu
 def test_warned_with_offloading(ranks):
     config = {"zero_optimization": {"ignore_unused_parameters": False}}
     case = Case(model="FrozenAndUnused", offloaded=True, config=config)

@@ -10,6 +10,7 @@ that all ranks make.
 import contextlib
 import inspect
 import logging
+import traceback
 from typing import TYPE_CHECKING, Any, ContextManager, Dict, List, Optional, Tuple
 
 import torch
@@ -21,6 +22,24 @@ from .zero12.messages import warn
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+def zero_optimizer(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer):
+    """Returns the ZeRO optimizer that an engine wraps around ``optimizer``.
+
+    Raises:
+        RuntimeError: if host memory could not be pinned for an offloaded optimizer. The message says how much.
+    """
+    try:
+        return engine._configure_zero_optimizer(optimizer)
+    except RuntimeError as error:
+        calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "pin_memory"]
+        if not engine.is_deepcompile_enabled() or not calls:
+            raise
+        raise RuntimeError(
+            f"zero_optimization.offload_optimizer: {calls[0].f_locals['tensor'].nbytes / 2**30:.1f} GiB more of "
+            "pinned host memory could not be had; use more ranks, or set offload_optimizer.pin_memory to false"
+        ) from error
 
 
 def awaits_its_user(engine: "DeepSpeedEngine") -> bool:

@@ -16,9 +16,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 # Elements of a chunk: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 CHUNK_NUMEL = 2**27
-# On the host 8 MiB: much of it is still in the processor's cache when the next pass reads it, and the C library takes
-# more than 32 MiB from the system anew each time.
-CHUNK_NUMEL_ON_HOST = 2**21
+# On the host 16 MiB: most of it is still in the processor's cache when the next pass reads it, and the C library takes
+# more than 32 MiB from the system anew each time. With less, starting the threads of each pass takes too long.
+CHUNK_NUMEL_ON_HOST = 2**22
 
 # Optimizers that treat each element by itself.
 _ELEMENTWISE = (
@@ -40,15 +40,18 @@ class MasterGradient:
     def __init__(self, views, factor: Optional[torch.Tensor], like: torch.Tensor):
         # (offset, gradient), with the lowest offset last, so that pop() takes it.
         self._rest = sorted(views.take(), key=lambda entry: entry[0], reverse=True)
-        self._factor, self._like = factor, like
+        self._factor = factor
+        self._memory = like.new_empty(0)
 
     def take(self, first: int, last: int) -> torch.Tensor:
-        """Returns elements [first, last) of the partition's scaled gradient as a new 1-D tensor. Padding is zero.
+        """Returns elements [first, last) of the partition's scaled gradient, 1-D. Padding is zero.
 
-        Calls must ask for ranges in ascending order. A gradient is dropped as soon as all its elements have been
-        taken.
+        The next call overwrites what this call returns. Calls must ask for ranges in ascending order. A gradient is
+        dropped as soon as all its elements have been taken.
         """
-        gradient, filled = self._like.new_empty(last - first), first
+        if self._memory.numel() < last - first:
+            self._memory = self._memory.new_empty(last - first)
+        gradient, filled = self._memory[: last - first], first
         while self._rest and self._rest[-1][0] < last:
             offset, view = self._rest[-1]
             begin, end = max(offset, first), min(offset + view.numel(), last)
@@ -64,6 +67,9 @@ class MasterGradient:
     def _scale(self, source, target):
         if self._factor is None:
             target.copy_(source)
+        elif target.is_cpu:
+            # On a CPU, a product of two dtypes takes several times as long as a cast and a product of one dtype.
+            target.copy_(source).mul_(self._factor)
         else:
             # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
             # dimensions, torch would compute in the dtype of `source`.

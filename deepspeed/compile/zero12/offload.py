@@ -56,6 +56,11 @@ def drop_unused_memory(optimizer: "DeepSpeedZeroOptimizer") -> None:
     if optimizer.cpu_offload_pin_memory:
         get_accelerator().unpin_memory(optimizer.temp_grad_buffer_for_cpu_offload)
     optimizer.temp_grad_buffer_for_cpu_offload = optimizer.temp_grad_buffer_for_gpu_offload = None
+    if optimizer.reduction_stream is not None:
+        # Torch keeps pinned memory that nobody uses any more. Only from torch 2.12 on is there a public function.
+        give_back = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
+        if give_back is not None:
+            give_back()
 
 
 def send_to_device(optimizer: "DeepSpeedZeroOptimizer", group: int, first: int, target: torch.Tensor) -> None:

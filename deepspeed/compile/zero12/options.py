@@ -174,12 +174,6 @@ def _unsupported_zero_options(engine):
             yield "zero_optimization.offload_optimizer.device='nvme' is only supported in stage 3; use 'cpu'"
         if offload.super_offload:
             yield "zero_optimization.offload_optimizer.super_offload is only supported in stage 3; leave it out"
-        device = torch.device(engine.device).type
-        if device != "cpu":
-            yield (
-                f"zero_optimization.offload_optimizer is only supported for a model on CPU so far, and this one is on "
-                f"{device}; remove it or use stage 3"
-            )
 
 
 def _offloads(offload):

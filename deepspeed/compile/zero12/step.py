@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_TIMERS,
 )
 
-from .chunked_step import CHUNK_NUMEL_ON_HOST, MasterGradient, may_step_in_chunks, step_in_chunks
+from .chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
 from .collectives import collective
 from .layout import lies_in_flat_tensor
 from .offload import parameters_on_their_way, send_to_device
@@ -35,6 +35,9 @@ from .offload import parameters_on_their_way, send_to_device
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+# Elements of the blocks in which a CPU adds up squares: 4 MiB of fp32, which stay in the processor's cache.
+BLOCK_NUMEL = 2**20
 
 
 def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
@@ -120,15 +123,22 @@ def _group_norm(optimizer, group, dtype):
     # As for every new tensor in this file, name the dtype: the caller may have changed torch's default dtype.
     total = torch.zeros((), dtype=torch.float64, device=optimizer.bit16_groups_flat[0].device)
     if counted:
-        if counted[0].is_cpu:
-            # Here _foreach_norm() makes a copy of each tensor in the other dtype. On GPUs it casts as it reads.
-            counted = [part for gradient in counted for part in gradient.view(-1).split(CHUNK_NUMEL_ON_HOST)]
-        total.copy_(torch.stack(torch._foreach_norm(counted, 2, dtype=dtype)).double().square().sum())
+        total.copy_(_sum_of_squares(counted, dtype))
     with collective("add up the norm of the gradients"):
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
     optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
     total = total.sqrt().float()
     return total.masked_fill_(~total.isfinite(), -1.0)
+
+
+def _sum_of_squares(gradients, dtype):
+    """Returns the sum of the squares of all elements, fp64 []. ``dtype`` is that in which squares are added up."""
+    if not gradients[0].is_cpu:
+        return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square().sum()
+    # On a CPU a norm takes several times as long as a cast and a product of blocks, and rounds more.
+    parts = [part for gradient in gradients for part in gradient.view(-1).split(BLOCK_NUMEL)]
+    memory = torch.empty(max(part.numel() for part in parts), dtype=dtype)
+    return sum(torch.dot(block, block).double() for part in parts for block in [memory[: part.numel()].copy_(part)])
 
 
 def _host_waits(optimizer, norm):
