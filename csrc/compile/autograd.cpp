@@ -3,11 +3,16 @@
 
 #include "deepcompile.h"
 
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
+#include <cstring>
+#include <typeinfo>
+
 // What the reducer has to do with autograd: the nodes that accumulate gradients of code that was not compiled, which
-// gradients a running task wants, and the sums that lie in `parameter.grad` between backwards.
+// gradients a running task wants and which it cannot compute, and the sums that lie in `parameter.grad` between
+// backwards.
 
 namespace deepcompile {
 
@@ -100,6 +105,33 @@ bool ParameterRecord::autograd_wants() const
                 describe() + " is reduced by its compiled graph, so torch.autograd.grad() cannot return its " +
                     "gradient; use safe_get_full_grad() after engine.backward()");
     return found->second.needed_;
+}
+
+// Gradients that autograd's running task cannot compute.
+
+bool Reducer::find_absent(bool is_first)
+{
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (!nodes) { return false; }
+    bool some = false;
+    for (auto& record : records_) {
+        const bool reached = nodes->count(record.accumulation_node.get()) > 0;
+        // A later graph of the same backward leads to it.
+        record.hidden = record.hidden || (record.absent && reached);
+        record.absent = !reached && !record.hidden && (is_first || record.absent);
+        some = some || record.absent;
+    }
+    return some;
+}
+
+bool leads_to_checkpoints()
+{
+    for (const auto* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
+        // Autograd's own nodes are many, and to ask each for its name takes long.
+        const bool is_python = std::strstr(typeid(*node).name(), "PyNode") != nullptr;
+        if (is_python && node->name() == "CheckpointFunctionBackward") { return true; }
+    }
+    return false;
 }
 
 // Sums of gradients that stay on this rank.

@@ -3,12 +3,10 @@
 
 #include "deepcompile.h"
 
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
+#include <ATen/Functions.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
-#include <cstring>
-#include <typeinfo>
 
 // The order in which all ranks send gradients, and what a rank does whose own gradients come in another order.
 
@@ -172,33 +170,6 @@ void Reducer::enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradie
     }
     record.unreduced.add(gradient, donated);
     enqueue_sum(record);
-}
-
-// Gradients that cannot come.
-
-bool Reducer::find_absent(bool is_first)
-{
-    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-    if (!nodes) { return false; }
-    bool some = false;
-    for (auto& record : records_) {
-        const bool reached = nodes->count(record.accumulation_node.get()) > 0;
-        // A later graph of the same backward leads to it.
-        record.hidden = record.hidden || (record.absent && reached);
-        record.absent = !reached && !record.hidden && (is_first || record.absent);
-        some = some || record.absent;
-    }
-    return some;
-}
-
-bool leads_to_checkpoints()
-{
-    for (const auto* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
-        // Autograd's own nodes are many, and to ask each for its name takes long.
-        const bool is_python = std::strstr(typeid(*node).name(), "PyNode") != nullptr;
-        if (is_python && node->name() == "CheckpointFunctionBackward") { return true; }
-    }
-    return false;
 }
 
 // What came when its parameter's turns were over.

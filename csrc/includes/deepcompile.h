@@ -39,10 +39,11 @@ drop it, and in the reducer while a backward runs. ZeRO-2 reduces in every backw
 live until the step.
 
 The reducer is written on ATen and c10d only, so one source serves gloo on CPU and NCCL on CUDA. All
-device work is put on the current stream of the calling thread, except for copies to the host, which have a
-stream of their own. On a GPU the host waits for the device in Reducer::agree() and nowhere else, unless an option for debugging asks for it or targets lie in host
-memory: then also before the host reads these and, if the memory is not pinned, in each copy. Every error
-is an exception that names the parameter and the rank.
+device work is put on the current stream of the calling thread, except for copies to the host, which
+have a stream of their own. On a GPU the host waits for the device in Reducer::agree(), and elsewhere
+only if an option for debugging asks for it or if targets lie in host memory. In host memory, the host
+also waits before it reads targets and, if the memory is not pinned, in each copy. Every error is an
+exception that names the parameter and the rank.
 
 deepcompile_memory.h has what all parts need for gradient memory, deepcompile_agreement.h has the check
 that all ranks have sent the same gradients.
@@ -521,7 +522,7 @@ private:
 };
 
 /// Whether the graph of autograd's running task has a function of reentrant checkpointing, which runs a backward of its
-/// own. Takes the interpreter's lock. (order.cpp)
+/// own. Takes the interpreter's lock. (autograd.cpp)
 bool leads_to_checkpoints();
 
 /// The reducer of the engine with this number, or nothing if the engine was destroyed. Any thread.
