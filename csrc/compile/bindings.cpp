@@ -16,7 +16,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {
     using deepcompile::Reducer;
     // Calls release the interpreter's lock: a call may wait for a process group, or for another thread's call, and that
-    // one may need the interpreter's lock to go on.
+    // thread may need the interpreter's lock to go on.
     using unlocked = py::call_guard<py::gil_scoped_release>;
 
     m.def("could_not", &deepcompile::could_not);
