@@ -59,7 +59,9 @@ def after_step(engine: "DeepSpeedEngine") -> None:
         _compile(engine, "after its first step")
 
 
-def note_compile(engine: "DeepSpeedEngine", backend, compile_kwargs: Dict[str, Any], schedule: Optional[List]) -> None:
+def note_compile(
+    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
+) -> None:
     """Called when ``engine.compile()`` begins. Warns if the engine is already compiled with other arguments."""
     arguments = backend, dict(compile_kwargs), schedule
     if not engine.is_compiled:
@@ -74,7 +76,7 @@ def note_compile(engine: "DeepSpeedEngine", backend, compile_kwargs: Dict[str, A
         )
 
 
-def compile_module(engine: "DeepSpeedEngine", **compile_kwargs) -> None:
+def compile_module(engine: "DeepSpeedEngine", **compile_kwargs: Any) -> None:
     """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does; ZeRO-1/2 add a ``CompilationLimit``."""
     if engine.is_deepcompile_active() and _is_attached(engine):
         engine.optimizer._zero12.limit.compile_module(engine.module, **compile_kwargs)

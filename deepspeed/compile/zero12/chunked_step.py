@@ -7,12 +7,15 @@ need as much again. If the optimizer treats each element by itself, the fp32 gra
 exist only for one chunk at a time.
 """
 
-from typing import Callable, Optional
+from typing import TYPE_CHECKING, Callable, Optional
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+if TYPE_CHECKING:
+    from .layout import PartitionViews
 
 # Elements of a chunk: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 CHUNK_NUMEL = 2**27
@@ -37,7 +40,7 @@ class MasterGradient:
         like: a tensor of the dtype and on the device of the master weights.
     """
 
-    def __init__(self, views, factor: Optional[torch.Tensor], like: torch.Tensor):
+    def __init__(self, views: "PartitionViews", factor: Optional[torch.Tensor], like: torch.Tensor):
         # (offset, gradient), with the lowest offset last, so that pop() takes it.
         self._rest = sorted(views.take(), key=lambda entry: entry[0], reverse=True)
         self._factor, self._like = factor, like

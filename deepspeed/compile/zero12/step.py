@@ -12,7 +12,7 @@
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Iterator, Optional
 
 import torch
 
@@ -228,7 +228,7 @@ class InterruptedStep:
         self._hooks = []
 
     @contextlib.contextmanager
-    def changing_parameters(self, engine: "DeepSpeedEngine"):
+    def changing_parameters(self, engine: "DeepSpeedEngine") -> Iterator[None]:
         """Context of the code that changes parameters.
 
         After an exception in this context, calls of the engine and state dicts of its module raise RuntimeError.

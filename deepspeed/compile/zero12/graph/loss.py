@@ -9,7 +9,7 @@ is free as soon as that backward has run.
 """
 
 import operator
-from typing import Callable, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -116,7 +116,7 @@ def inputs_of_head(split: GraphModule, example_inputs: Sequence) -> list:
     return [values[argument] for argument in call.args]
 
 
-def compile_loss(loss: GraphModule, **arguments) -> Callable:
+def compile_loss(loss: GraphModule, **arguments: Any) -> Callable:
     """Returns a function that runs the graph of a loss, compiled by ``torch.compile(**arguments)`` when called."""
 
     # torch 2.11 does not compile a graph module that Dynamo has made, but compiles a function that calls the module.
