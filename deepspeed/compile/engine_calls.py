@@ -114,7 +114,7 @@ def _is_due(engine):
         # The caller called engine.compile() already. If that call raised and the caller goes on, the caller has
         # decided to train without DeepCompile.
         return False
-    from .zero12.optimizer import holds_its_parameters
+    from .zero12.layout import holds_its_parameters
     from .zero12.options import has_gradients
 
     # Compiling would lose gradients that no step has used, so wait for a step. And leave parameters that a later

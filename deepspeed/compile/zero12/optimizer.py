@@ -230,20 +230,6 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
             _attached.discard(earlier)
 
 
-def holds_its_parameters(optimizer: DeepSpeedZeroOptimizer) -> bool:
-    """Whether an optimizer's parameters lie in its own flat tensors, and not in those of a later ZeRO-1/2 optimizer.
-
-    True for an optimizer other than the ZeRO-1/2 optimizer.
-    """
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return True
-    return all(
-        parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-        for flat, group in zip(optimizer.bit16_groups_flat, optimizer.bit16_groups)
-        for parameter in group[:1]
-    )
-
-
 def is_attached(optimizer: DeepSpeedZeroOptimizer) -> bool:
     """Whether an optimizer takes its gradients from a reducer."""
     return isinstance(optimizer, StepLocalGradients)
