@@ -1,5 +1,8 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
+# Names of DeepCompileBuilder, of its methods and of its module are those of the base's dc.py, which is
+# Copyright (c) Microsoft Corporation.
+# SPDX-License-Identifier: Apache-2.0
 """Builders of DeepCompile's native code: this fork's for ZeRO-1/2, the base's for ZeRO-3.
 
 Each builder builds a module with its own torch operators, which serves only its own stages. A module is built when
