@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # Elements of a chunk: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 CHUNK_NUMEL = 2**27
-# On the host 8 MiB: much of it is still in the processor's cache when the next pass reads it, and the C library takes
-# more than 32 MiB from the system anew each time.
+# On the host 8 MiB: much of a chunk is still in the processor's cache when the next pass reads it, and the C library
+# takes memory of more than 32 MiB from the system anew each time.
 CHUNK_NUMEL_ON_HOST = 2**21
 
 # Optimizers that treat each element by itself.
@@ -78,8 +78,8 @@ def may_step_in_chunks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor
     return (
         type(optimizer) in _ELEMENTWISE
         and _is_complete(optimizer.state.get(parameter) or {}, parameter)
-        # A step() that was replaced on the instance may count its calls. The one that a learning rate's schedule puts
-        # there only notes that a call was made.
+        # A step() that was replaced on the instance may count its calls. A learning rate scheduler replaces step() by
+        # a function that only notes that a call was made.
         and ("step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched"))
         and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)

@@ -19,7 +19,7 @@ from .native import reducer_module
 
 
 class Piece(NamedTuple):
-    """A run of elements of one parameter that lies in one partition.
+    """The part of one parameter that lies in one partition.
 
     ``owner`` is the rank, in the group's process group, that owns the partition. ``offset`` (from the beginning of the
     partition) and ``numel`` are in elements.
@@ -61,8 +61,8 @@ def flat_layout(optimizer: DeepSpeedZeroOptimizer, group: int) -> Iterator[Tuple
 def registered_parameters(optimizer: DeepSpeedZeroOptimizer) -> List[Parameter]:
     """Lists the registered parameters in the order in which the reducer numbers them, which is that of the model.
 
-    A model's order is about that of its forward, and the reducer expects gradients in the reverse. The order in which
-    the optimizer has them is another one: by parameter group, for example.
+    A model lists its parameters roughly in the order in which its forward uses them, and the reducer expects gradients
+    in the reverse order. The optimizer has its parameters in another order, for example by parameter group.
     """
     place = {id(parameter): index for index, parameter in enumerate(optimizer.param_names)}
     groups = range(len(optimizer.bit16_groups))

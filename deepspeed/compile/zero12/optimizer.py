@@ -141,8 +141,8 @@ class StepLocalGradients(_NextClass):
     def reload_states(self, *args, **kwargs) -> None:
         self._zero12.gather.wait_all()
         super().reload_states(*args, **kwargs)
-        # The base has moved every tensor to the device. Torch's optimizers keep their counts of steps on the host:
-        # from the device, each step would have to wait for the counts.
+        # The base has moved every tensor to the device. Torch's optimizers keep their counts of steps on the host,
+        # because each step would have to wait for counts on the device.
         for state, name in self._zero12.states_on_host:
             state[name] = state[name].cpu()
 
@@ -151,7 +151,7 @@ class StepLocalGradients(_NextClass):
         keep_no_graph(self)
 
     def _get_offload_gradient_dict(self):
-        """Does nothing: BackwardLife fills the dict with what it hands over."""
+        """Does nothing: BackwardLife fills the dict when it hands gradients over."""
 
     def destroy(self) -> None:
         self._zero12.let_go()

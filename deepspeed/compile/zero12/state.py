@@ -33,7 +33,7 @@ class Zero12:
         interrupted_step: refuses to go on after a step that an exception ended while it changed parameters.
         gather: distributes the stepped parameters to all ranks: an ``AllGather`` or an ``OverlappedGather``.
         around_forward: None, or the ``AroundForward`` that makes the context of each forward of the engine.
-        undo: functions to call when the engine is destroyed, the one added last first.
+        undo: functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         taken_over: whether a later engine trains the parameters.
     """
 

@@ -101,7 +101,7 @@ def _run(optimizer):
 def _global_norm(optimizer, dtype=torch.float32):
     """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid.
 
-    ``dtype`` is that in which the squares of one gradient are added up.
+    ``dtype`` is the dtype in which the squares of one gradient are added up.
     """
     groups = range(len(optimizer.bit16_groups))
     return combine_grad_norm_groups([_group_norm(optimizer, group, dtype) for group in groups], norm_type=2)
@@ -121,7 +121,7 @@ def _group_norm(optimizer, group, dtype):
     total = torch.zeros((), dtype=torch.float64, device=optimizer.bit16_groups_flat[0].device)
     if counted:
         if counted[0].is_cpu:
-            # Here _foreach_norm() makes a copy of each tensor in the other dtype. On GPUs it casts as it reads.
+            # On CPU, _foreach_norm() makes a copy of each tensor in `dtype`. On GPUs it casts as it reads.
             counted = [part for gradient in counted for part in gradient.view(-1).split(CHUNK_NUMEL_ON_HOST)]
         total.copy_(torch.stack(torch._foreach_norm(counted, 2, dtype=dtype)).double().square().sum())
     with collective("add up the norm of the gradients"):
@@ -172,7 +172,7 @@ def _step_group(optimizer, group, factor):
     if views.flat_partition is None and not scaler and may_step_in_chunks(optimizer.optimizer, master):
         with _timed(optimizer, OPTIMIZER_STEP_TIMER):
             step_in_chunks(optimizer.optimizer, group, MasterGradient(views, factor, master.data), finish)
-            # As _optimizer_step() does after a step. With a loaded state, the first step may run here.
+            # _optimizer_step() also does this after a step. With a loaded state, the first step may run in chunks.
             optimizer._lazy_init_hp_params_optimizer_state()
     else:
         with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):

@@ -99,7 +99,7 @@ class CompilationLimit:
         def call(*args, **kwargs):
             return module._call_impl(*args, **kwargs)
 
-        # This limit takes the place of that of torch.compile.
+        # This limit takes the place of torch.compile's own limit.
         compile_kwargs.pop("recompile_limit", None)
         compiled = torch.compile(own_code(call), **compile_kwargs)
 
