@@ -52,18 +52,18 @@ def split_loss(gm: GraphModule, is_registered: Sequence[bool]) -> Optional[Graph
 def _last_returned(graph, parameters):
     """Returns the node of the tensor after which the graph can be cut, or None."""
     output = get_output_node(graph)
-    has_loss, left_behind = False, set()
+    has_loss, open_contexts = False, set()
     for node in reversed(graph.nodes):
         if node is output:
             continue
         if node in output.all_input_nodes and set(node.users) - {output} and _is_large(node):
-            return node if has_loss and not left_behind else None
+            return node if has_loss and not open_contexts else None
         if parameters.intersection(node.all_input_nodes) or _changes_in_place(node):
             return None
         # An autocast context must not begin in one graph and end in the other.
         if node.target is torch.amp.autocast_mode._exit_autocast:
-            left_behind.update(node.all_input_nodes)
-        left_behind.discard(node)
+            open_contexts.update(node.all_input_nodes)
+        open_contexts.discard(node)
         has_loss = has_loss or (node in output.all_input_nodes and _is_scalar(node))
     return None
 
