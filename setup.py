@@ -23,7 +23,7 @@ import sys
 import tarfile
 import tempfile
 from pathlib import Path
-from typing import Iterator, List, NoReturn, Tuple
+from typing import Any, Dict, Iterator, List, NoReturn, Tuple
 
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / "build"
@@ -273,7 +273,8 @@ def compose(archive: Path, version: str, tree: Path, link: bool) -> None:
     BUILD.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=BUILD) as scratch:
         with tarfile.open(archive) as tar:
-            tar.extractall(scratch, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+            safely: Dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+            tar.extractall(scratch, **safely)
         fresh = Path(scratch, f"deepspeed-{version}")
         ours = list(our_files())
         check_overlay(fresh, ours, version)

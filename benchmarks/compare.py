@@ -7,7 +7,7 @@ From the root of the repository::
     python -m benchmarks.compare                                        tiny on a CPU, Qwen3-8B on GPUs
     python -m benchmarks.compare --base /tmp/base --cases plain checkpoint --out results -- --layers 8 --steps 16
 
-Arguments behind `--` go to benchmarks.measure. `--base` is a folder with an unchanged DeepSpeed, made by
+Arguments after `--` go to benchmarks.measure. `--base` is a folder with an unchanged DeepSpeed, made by
 `pip install --no-deps --target /tmp/base deepspeed==0.19.8`. The results are written as results.json and results.md,
 and benchmarks.pictures draws them.
 """
@@ -58,7 +58,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare",
         description=__doc__.splitlines()[0],
-        epilog="Arguments behind -- go to benchmarks.measure, see python -m benchmarks.measure --help.",
+        epilog="Arguments after -- go to benchmarks.measure, see python -m benchmarks.measure --help.",
     )
     parser.add_argument("--base", metavar="DIR", help="folder with an unchanged DeepSpeed")
     parser.add_argument("--systems", nargs="+", choices=COLUMNS, help="which to measure; default: those that can be")

@@ -58,7 +58,7 @@ def build_model(shape: Shape, dtype: torch.dtype, device: str, checkpoint: bool)
 
 
 def text(limit: int) -> str:
-    """Returns the source of Python's standard library, cut behind the file with which it reaches ``limit`` characters.
+    """Returns the source of Python's standard library, cut after the file with which it reaches ``limit`` characters.
 
     Every call in one Python installation returns the same text.
     """

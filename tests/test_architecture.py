@@ -1,14 +1,19 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The rules by which files of the fork import each other and write state. ``docs/architecture.md`` tells why."""
+"""The rules by which files of the fork import each other, write state, use private names, and tell their types.
+
+``docs/architecture.md`` tells why.
+"""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 
-COMPILE = Path(__file__).resolve().parent.parent / "deepspeed" / "compile"
+ROOT = Path(__file__).resolve().parent.parent
+COMPILE = ROOT / "deepspeed" / "compile"
 ZERO12 = COMPILE / "zero12"
 
 # Each module may import those of the lines above its own, and what is on its own line nothing of that line.
@@ -30,6 +35,9 @@ init_z1_and_2 engine_calls gradient_partition parameter_gather
 TRAINING = {"optimizer", "state", "backward", "step", "chunked_step", "gather", "gather_hooks", "layout", "offload"}
 # What the base keeps of a backward and counts.
 FLAGS = {"micro_steps", "_backward_active_depth", "post_backward_callback_queued"}
+# Private names that the fork gives to objects of the base, and one of Python's named tuples.
+OWN_NAMES = {"_zero12", "_compile_arguments", "_replace"}
+COMPILER = ("torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor")
 
 
 def name_of(path):
@@ -42,10 +50,21 @@ def modules():
     return {name_of(path): ast.parse(path.read_text()) for path in COMPILE.rglob("*.py")}
 
 
+def run_nodes(node):
+    """Yields the nodes of a syntax tree that Python runs: none below ``if TYPE_CHECKING``, which only names types."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            for other in child.orelse:
+                yield from run_nodes(other)
+        else:
+            yield from run_nodes(child)
+
+
 def imported(name, tree, known):
     """Yields the modules of the fork that a module imports, also within functions."""
     package = name.split(".") if (COMPILE / Path(*name.split(".")) / "__init__.py").is_file() else name.split(".")[:-1]
-    for node in ast.walk(tree):
+    for node in run_nodes(tree):
         if not isinstance(node, ast.ImportFrom) or not node.level:
             continue
         above = package[: len(package) - node.level + 1]
@@ -86,6 +105,96 @@ def test_one_module_writes_the_flags_of_a_backward(flag):
     assert writers == {"zero12.backward"}
 
 
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def dotted(node):
+    """Returns "a.b.c" for such an expression; whatever is no name or attribute stands as "?"."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+def private_names(tree):
+    """Yields the private names that a module imports, reads or writes, each with what stands before it."""
+    for node in run_nodes(tree):
+        if isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [dotted(node)]
+        elif isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "setattr", "hasattr", "delattr"):
+            names = [f"?.{each.value}" for each in node.args[1:2] if isinstance(each, ast.Constant)]
+        else:
+            continue
+        yield from (name for name in names if any(map(is_private, name.split("."))))
+
+
+def own_names(tree):
+    """Yields the names that a module defines, and the attributes that its classes give themselves."""
+    for node in run_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
+            name = dotted(node)
+            yield name.removeprefix("self.")
+
+
+def test_the_docs_list_who_uses_private_names():
+    trees = modules()
+    own = {name for tree in trees.values() for name in own_names(tree)} | OWN_NAMES
+    found = {"of torch's compiler": set(), "others of torch, and those of the base": set()}
+    for name, tree in trees.items():
+        file = "graph/" if name.startswith("zero12.graph") else f"{name.removeprefix('zero12.')}.py"
+        for private in private_names(tree):
+            if private.startswith(COMPILER):
+                found["of torch's compiler"].add(file)
+            elif not {part for part in private.split(".") if is_private(part)} <= own:
+                found["others of torch, and those of the base"].add(file)
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for kind, files in found.items():
+        (row,) = re.findall(rf"(?m)^ *\| {kind} \|(.*)\|$", page)
+        assert {*re.findall(r"`([^`]+)`", row)} == files, kind
+
+
+def public_functions(tree):
+    """Yields the functions of a module, and the methods of its public classes, that another file may call."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not is_private(node.name):
+            yield from public_functions(node)
+        elif isinstance(node, ast.FunctionDef) and (not is_private(node.name)):
+            yield node
+
+
+def test_functions_that_other_files_call_are_typed():
+    """mypy checks calls only against types that are there."""
+    paths = [ROOT / "setup.py", *(ROOT / "deepspeed").rglob("*.py")]
+    for path in paths:
+        for function in public_functions(ast.parse(path.read_text())):
+            arguments = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+            untyped = [each.arg for each in arguments if each.annotation is None and each.arg != "self"]
+            assert not untyped, f"{path.name}: {function.name}({', '.join(untyped)})"
+            assert function.returns or function.name.startswith("__"), f"{path.name}: {function.name}() -> ?"
+
+
+def test_the_native_code_has_what_its_protocols_say():
+    from deepspeed.compile.zero12 import native
+
+    module = native.reducer_module()
+
+    def members(cls):
+        return {name for name in vars(cls) if not name.startswith("_")}
+
+    assert members(native.Reducer) == members(module.Reducer)
+    assert members(native.NativeModule) | {"Reducer"} == members(module)
+    for protocol, found in ((native.Reducer, module.Reducer), (native.NativeModule, module)):
+        for name in members(protocol) - {"identity"}:
+            taken = len(re.findall(r"\barg\d+: ", getattr(found, name).__doc__))
+            assert len(inspect.signature(getattr(protocol, name)).parameters) == 1 + taken, name
+    keywords = re.findall(r"(\w+): ", module.Reducer.__init__.__doc__.partition("*,")[2])
+    assert [*inspect.signature(native.Reducer.__init__).parameters] == ["self", *keywords]
+
+
 def test_every_phase_has_a_way_out_and_events_lead_somewhere():
     from deepspeed.compile.zero12.backward import TRANSITIONS, Event, Phase
 
@@ -102,7 +211,7 @@ def test_every_phase_has_a_way_out_and_events_lead_somewhere():
 def test_the_docs_draw_and_list_the_transitions():
     from deepspeed.compile.zero12.backward import TRANSITIONS, Event, Phase
 
-    page = (COMPILE.parents[1] / "docs" / "life_of_a_gradient.md").read_text()
+    page = (ROOT / "docs" / "life_of_a_gradient.md").read_text()
     drawn = re.findall(r"(\w+) --> (\w+): (\w+)", page)
     assert {event for _, _, event in drawn} == {event.name for event in Event}
     for before, after, event in drawn:

@@ -181,7 +181,7 @@ def gradients_within_a_step(case):
     return counts
 
 
-def test_a_gradient_is_released_behind_its_last_chunk(ranks):
+def test_a_gradient_is_released_after_its_last_chunk(ranks):
     for counts in ranks(2).run(gradients_within_a_step, Case(dtype="bf16", model="RepeatedLayers")):
         assert counts == sorted(counts, reverse=True)
         assert counts[0] > 5 and counts[-1] <= 2

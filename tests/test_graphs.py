@@ -46,7 +46,7 @@ def calls(graph):
     return [(node.name, str(node.target), node.args) for node in graph.nodes if node.op == "call_function"]
 
 
-def test_end_backward_stands_behind_every_reduction(fx):
+def test_end_backward_stands_after_every_reduction(fx):
     graph = backward_graph(2)
     fx.add_end_backward(graph, 7, release_reduce_buckets=True)
     fx.replace_reduce_outputs_with_none(graph)

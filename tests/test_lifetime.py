@@ -250,7 +250,7 @@ def activations_behind_their_last_use(case):
 
 
 @pytest.mark.parametrize("backend", [sanitized("eager"), "inductor"])
-def test_activations_are_freed_behind_their_last_use(ranks, backend):
+def test_activations_are_freed_after_their_last_use(ranks, backend):
     for live in ranks(2).run(activations_behind_their_last_use, Case(backend=backend)):
         assert live == [0, 0, 0]
 

@@ -202,7 +202,7 @@ def targets(graph_module):
     return [node.target for node in graph_module.graph.nodes if node.op.startswith("call")]
 
 
-def test_cut_behind_what_is_returned():
+def test_cut_after_what_is_returned():
     traced = Traced()
     split = traced.cut(traced.loss_of(traced.logits), traced.logits)
     assert (targets(split.submod_0), targets(split.submod_1)) == ([operator.matmul], ["sum"])

@@ -3,11 +3,16 @@
 
 #include "deepcompile.h"
 
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
+#include <cstring>
+#include <typeinfo>
+
 // What the reducer has to do with autograd: the nodes that accumulate gradients of code that was not compiled, which
-// gradients a running task wants, and the sums that lie in `parameter.grad` between backwards.
+// gradients a running task wants and which it cannot compute, and the sums that lie in `parameter.grad` between
+// backwards.
 
 namespace deepcompile {
 
@@ -79,12 +84,12 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
     if (!slot.defined()) { return; }
     at::Tensor gradient = std::move(slot);
     slot = at::Tensor();
-    // Autograd may have put into the slot a view of memory that another gradient still uses. For this hook it has also
-    // kept the node's input. If nothing else refers to that input, it is a second name of the gradient's memory and
-    // counts as one more reference to the storage.
+    // Autograd may have put into the slot a view of memory that another gradient still uses. For this hook, autograd
+    // has also kept the node's input. If nothing else refers to the input, the input is a second name of the gradient's
+    // memory and counts as one more reference to the storage.
     const bool kept_for_hook = inputs.size() == 1 && inputs[0].defined() && inputs[0].use_count() == 1 &&
                                inputs[0].layout() == at::kStrided && gradient.is_alias_of(inputs[0]);
-    // A hook of the user's that ran before may hold the gradient, which is then not donated.
+    // A user's hook that ran earlier may hold the gradient. The gradient is then not donated.
     const bool donated = gradient.layout() == at::kStrided && gradient.use_count() == 1 &&
                          gradient.storage().use_count() == (kept_for_hook ? 2 : 1);
     reduce(index, gradient, Route::autograd, donated);
@@ -102,6 +107,33 @@ bool ParameterRecord::autograd_wants() const
     return found->second.needed_;
 }
 
+// Gradients that autograd's running task cannot compute.
+
+bool Reducer::find_absent(bool is_first)
+{
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (!nodes) { return false; }
+    bool some = false;
+    for (auto& record : records_) {
+        const bool reached = nodes->count(record.accumulation_node.get()) > 0;
+        // A parameter that was absent is hidden if a later graph of the same backward leads to it.
+        record.hidden = record.hidden || (record.absent && reached);
+        record.absent = !reached && !record.hidden && (is_first || record.absent);
+        some = some || record.absent;
+    }
+    return some;
+}
+
+bool leads_to_checkpoints()
+{
+    for (const auto* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
+        // Autograd's own nodes are many, and to ask each for its name takes long.
+        const bool is_python = std::strstr(typeid(*node).name(), "PyNode") != nullptr;
+        if (is_python && node->name() == "CheckpointFunctionBackward") { return true; }
+    }
+    return false;
+}
+
 // Sums of gradients that stay on this rank.
 
 UnreducedSum::UnreducedSum(at::ScalarType dtype, StreamOrder& streams, Counters& counters)
@@ -113,7 +145,7 @@ void UnreducedSum::add(const at::Tensor& gradient, bool donated)
 {
     if (sum_.defined()) {
         sum_.add_(gradient);
-        // The sum's memory may come from the pool of another stream than the one that has just added to it.
+        // The stream that has just added to the sum may not be the one whose pool the sum's memory comes from.
         streams_.record_on_last(sum_);
         return;
     }
@@ -153,7 +185,7 @@ void UnreducedSum::take_from_grad(const at::Tensor& parameter)
     at::Tensor kept = std::move(slot);
     slot = at::Tensor();
     // A gradient that somebody else refers to as well is copied below, on the current stream, and dropped at once. The
-    // pool of the stream that allocated it must not hand its memory out before the copy is done.
+    // pool of the stream that allocated the gradient must not hand its memory out before the copy is done.
     record_on_current_stream(kept);
     add(kept, /*donated=*/kept.use_count() == 1 && kept.storage().use_count() == 1);
 }

@@ -16,7 +16,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {
     using deepcompile::Reducer;
     // Calls release the interpreter's lock: a call may wait for a process group, or for another thread's call, and that
-    // one may need the interpreter's lock to go on.
+    // thread may need the interpreter's lock to go on.
     using unlocked = py::call_guard<py::gil_scoped_release>;
 
     m.def("could_not", &deepcompile::could_not);
@@ -43,25 +43,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
              py::arg("overlap"),
              py::arg("synchronize_before"),
              py::arg("synchronize_after"))
-        .def(
-            "add_group",
-            [](Reducer& self,
-               c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-               int64_t partition_numel,
-               at::ScalarType target_dtype,
-               at::Device device,
-               bool flat,
-               std::optional<at::Tensor> host) {
-                return self.add_group(
-                    std::move(process_group), partition_numel, target_dtype, device, flat, std::move(host));
-            },
-            unlocked())
+        .def("add_group", &Reducer::add_group, unlocked())
         .def_property_readonly("identity", &Reducer::identity)
         .def("register_parameter", &Reducer::register_parameter, unlocked())
         .def("begin_backward", &Reducer::begin_backward, unlocked())
         .def("on_unannounced_backward", &Reducer::on_unannounced_backward, unlocked())
         .def("follow_stream", &Reducer::follow_stream, unlocked())
-        .def("end_backward", &Reducer::end_backward, unlocked())
         .def("finish_backward", &Reducer::finish_backward, unlocked())
         .def("abandon_backward", &Reducer::abandon_backward, unlocked())
         .def("use_targets_here", &Reducer::use_targets_here, unlocked())

@@ -17,9 +17,9 @@ at::Tensor done(const at::Tensor& gradient)
     return at::empty({0}, gradient.options());
 }
 
-/// The engine's number, and then the indices that parameters have in the engine's reducer; `Registrations` in
-/// graph/frames.py makes them.
-at::Tensor on_host(const at::Tensor& registrations)
+/// Returns `registrations` as a tensor on the host: the engine's number, and then the indices that parameters have in
+/// the engine's reducer. `Registrations` in graph/frames.py makes that tensor.
+at::Tensor readable(const at::Tensor& registrations)
 {
     // A user's saved_tensors_hooks may have moved the tensor to a GPU while the graph kept it for its backward.
     return registrations.is_cpu() ? registrations : registrations.cpu();
@@ -28,7 +28,7 @@ at::Tensor on_host(const at::Tensor& registrations)
 at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registrations, int64_t slot, bool donated)
 {
     if (gradient.numel() == 0) { return done(gradient); }
-    const auto numbers = on_host(registrations);
+    const auto numbers = readable(registrations);
     const auto* number = numbers.const_data_ptr<int64_t>();
     const auto reducer = find_reducer(number[0]);
     TORCH_CHECK(
@@ -47,7 +47,7 @@ at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registratio
 void end_backward(at::TensorList reductions_and_registrations, int64_t graph_id, bool release_reduce_buckets)
 {
     if (!release_reduce_buckets || reductions_and_registrations.empty()) { return; }
-    const auto numbers = on_host(reductions_and_registrations.back());
+    const auto numbers = readable(reductions_and_registrations.back());
     if (const auto reducer = find_reducer(numbers.const_data_ptr<int64_t>()[0])) { reducer->end_backward(); }
 }
 

@@ -3,14 +3,12 @@
 
 #include "deepcompile.h"
 
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/graph_task.h>
+#include <ATen/Functions.h>
+#include <ATen/record_function.h>
 
 #include <algorithm>
-#include <cstring>
-#include <typeinfo>
 
-// The order in which all ranks send gradients, and what a rank does whose own gradients come in another order.
+// The order in which all ranks send gradients, and what a rank does if its own gradients come in another order.
 
 namespace deepcompile {
 
@@ -78,8 +76,8 @@ std::vector<Turn> SendOrder::as_arrived() const
     std::unordered_map<int64_t, int64_t> so_far;
     for (const auto index : arrived_) {
         // Two contributions are sent one by one. They are often those of an embedding that is also the head, at the
-        // two ends of the backward, and their sum would be held all the time between them. More are sent together,
-        // with the last of them.
+        // two ends of the backward, and their sum would be held all the time between them. Three or more are sent
+        // together when the last of them has come.
         const int64_t together = contributions[index] > 2 ? contributions[index] : 1;
         if (++so_far[index] % together == 0) { turns.push_back({index, together}); }
     }
@@ -91,24 +89,24 @@ void SendOrder::take_over(const std::vector<Turn>& first_rank, const std::vector
     std::vector<Turn> turns = first_rank;
     std::vector<bool> arrived(steps_unseen.size(), false);
     for (const auto& turn : turns) { arrived[turn.index] = true; }
-    // A turn of the old order whose gradient has not arrived on the first rank is put behind the turn that it stood
-    // behind, so that branches which alternate do not push each other to the end. For example, old a b c d and arrived
-    // d a give d a b c. `behind`: the place for the next such turn.
-    size_t behind = 0;
+    // Some turns of the old order have gradients that did not arrive on the first rank. Such a turn keeps its place
+    // after the turn that it followed, so that branches which alternate do not push each other to the end. For example,
+    // old a b c d and arrived d a give d a b c. `place` is where the next such turn goes.
+    size_t place = 0;
     std::vector<bool> has_turn = arrived;
     for (const auto& turn : turns_) {
         if (!arrived[turn.index]) {
             if (steps_unseen[turn.index] >= steps_to_give_up) { continue; }
-            turns.insert(turns.begin() + static_cast<std::ptrdiff_t>(behind++), turn);
+            turns.insert(turns.begin() + static_cast<std::ptrdiff_t>(place++), turn);
             has_turn[turn.index] = true;
             continue;
         }
-        const auto found = std::find_if(turns.begin() + static_cast<std::ptrdiff_t>(behind),
+        const auto found = std::find_if(turns.begin() + static_cast<std::ptrdiff_t>(place),
                                         turns.end(),
                                         [&turn](const Turn& other) { return other.index == turn.index; });
-        if (found != turns.end()) { behind = static_cast<size_t>(found - turns.begin()) + 1; }
+        if (found != turns.end()) { place = static_cast<size_t>(found - turns.begin()) + 1; }
     }
-    // What had no turn, and came late on another rank.
+    // Parameters without a turn whose gradients came late on some rank get a turn at the end.
     for (auto index = static_cast<int64_t>(steps_unseen.size()) - 1; index >= 0; --index) {
         if (steps_unseen[index] == 0 && !has_turn[index]) { turns.push_back({index, 1}); }
     }
@@ -158,7 +156,7 @@ void Reducer::enqueue_sum(ParameterRecord& record)
         buckets_.enqueue(record, record.unreduced.take(), /*donated=*/true);
         return;
     }
-    // Other ranks may have a gradient, and what this rank adds to it is nothing.
+    // Other ranks may have a gradient of this parameter, to which this rank adds zeros.
     const auto& parameter = record.parameter;
     buckets_.enqueue(
         record, at::zeros(parameter.sizes(), parameter.options().dtype(record.communication_dtype)), /*donated=*/true);
@@ -174,34 +172,7 @@ void Reducer::enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradie
     enqueue_sum(record);
 }
 
-// Gradients that cannot come.
-
-bool Reducer::find_absent(bool is_first)
-{
-    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-    if (!nodes) { return false; }
-    bool some = false;
-    for (auto& record : records_) {
-        const bool reached = nodes->count(record.accumulation_node.get()) > 0;
-        // A later graph of the same backward leads to it.
-        record.hidden = record.hidden || (record.absent && reached);
-        record.absent = !reached && !record.hidden && (is_first || record.absent);
-        some = some || record.absent;
-    }
-    return some;
-}
-
-bool leads_to_checkpoints()
-{
-    for (const auto* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
-        // Autograd's own nodes are many, and to ask each for its name takes long.
-        const bool is_python = std::strstr(typeid(*node).name(), "PyNode") != nullptr;
-        if (is_python && node->name() == "CheckpointFunctionBackward") { return true; }
-    }
-    return false;
-}
-
-// What came when its parameter's turns were over.
+// Late gradients, and the order of later backwards.
 
 void Reducer::agree()
 {
@@ -236,9 +207,10 @@ std::vector<int64_t> Reducer::exchange_orders()
 {
     const auto& group = groups_.front();
     const auto count = static_cast<int64_t>(records_.size());
-    // The first rank's turns, of which a parameter has two at most, as pairs of index and contributions; then for each
-    // parameter for how many steps this rank has not seen it, and whether this rank has something left of it. The
-    // maximum over ranks is taken. So ranks but the first leave the turns at -1, and steps are negative.
+    // What each rank sends: the first rank's turns, at most two for each parameter, as pairs of index and contributions;
+    // then for each parameter the number of steps in which this rank has not seen it, negated; then for each parameter
+    // whether this rank has gradients of it left. The ranks take the maximum of each number, so all ranks but the first
+    // leave the turns at -1.
     std::vector<int64_t> own(6 * count, -1);
     if (group.rank() == 0) {
         auto* place = own.data();

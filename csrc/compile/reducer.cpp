@@ -69,7 +69,7 @@ void Reducer::register_parameter(
     std::lock_guard<std::mutex> lock(mutex_);
     auto& its_group = groups_.at(group);
     auto pieces = cut_at_partitions(offset, parameter.numel(), its_group.partition_numel);
-    // A single rank sends nothing, so nothing is cast for that.
+    // A single rank sends nothing, so its gradients need no dtype for sending.
     if (its_group.world() == 1) { communication_dtype = its_group.target_dtype; }
     ParameterRecord record{static_cast<int64_t>(records_.size()),
                            std::move(name),
@@ -79,7 +79,7 @@ void Reducer::register_parameter(
                            std::move(pieces),
                            UnreducedSum(its_group.target_dtype, streams_, counters_)};
     TORCH_CHECK_VALUE(record.pieces.empty() || record.pieces.back().owner < its_group.world(),
-                      record.describe() + " ends behind the last partition of its group");
+                      record.describe() + " reaches beyond the last partition of its group");
     // A group of one rank sends nothing.
     order_.add_parameter(record.index, its_group.world() > 1 && !record.pieces.empty());
     records_.push_back(std::move(record));
@@ -109,7 +109,7 @@ void Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
     reduces_ = reduces;
     in_backward_ = true;
     if (!reduces || !find_absent(is_first)) { return; }
-    // The name of a Python function takes the interpreter's lock, whose holder may be waiting for mutex_.
+    // leads_to_checkpoints() takes the interpreter's lock, whose holder may be waiting for mutex_.
     lock.unlock();
     if (!leads_to_checkpoints()) { return; }
     // Reentrant checkpointing hides from this graph what the checkpointed modules use.
@@ -199,7 +199,8 @@ void Reducer::end_backward()
 {
     std::lock_guard<std::mutex> lock(mutex_);
     at::NoGradGuard no_grad;
-    // Where turns are left, other ranks may have come further, and the bucket that is being filled is not theirs yet.
+    // If turns are left on this rank, other ranks may have put more gradients into the bucket that is being filled. All
+    // ranks must send the same bucket, so do not send it here.
     if (buckets_.empty() || !order_.complete()) { return; }
     streams_.order_after_last_use();
     buckets_.launch();
@@ -245,7 +246,8 @@ void Reducer::finish_backward(bool reduces)
 void Reducer::abandon_backward()
 {
     std::lock_guard<std::mutex> lock(mutex_);
-    // If the backward raised on some ranks only, before any of them sent a bucket, nothing but this tells them apart.
+    // If the backward raised on some ranks only, before any of them sent a bucket, only this marker makes their
+    // fingerprints differ from those of the other ranks.
     agreement_.add(Marker::backward_abandoned);
     abandon_locked();
 }
@@ -291,7 +293,7 @@ Targets Reducer::targets(int64_t group) const
 {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto& its_group = groups_.at(group);
-    // The last use was put behind the copies.
+    // The last use of the memory was ordered after the copies, so waiting for that use is enough.
     if (its_group.host) { streams_.wait_on_host(); }
     return its_group.targets();
 }

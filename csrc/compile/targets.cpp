@@ -18,7 +18,7 @@ namespace {
 // bounded.
 constexpr int64_t block_numel = int64_t(1) << 23;
 
-void copy_to_host(const at::Tensor& target, const at::Tensor& arrived)
+void fill_host_target(const at::Tensor& target, const at::Tensor& arrived)
 {
     for (int64_t first = 0; first < target.numel(); first += block_numel) {
         const int64_t numel = std::min(block_numel, target.numel() - first);
@@ -27,7 +27,7 @@ void copy_to_host(const at::Tensor& target, const at::Tensor& arrived)
 }
 
 /// Adds to a target in host memory. The sum is made on the device: the host would have to wait for what has arrived.
-void add_to_host(const at::Tensor& target, const at::Tensor& arrived)
+void add_to_host_target(const at::Tensor& target, const at::Tensor& arrived)
 {
     for (int64_t first = 0; first < target.numel(); first += block_numel) {
         const int64_t numel = std::min(block_numel, target.numel() - first);
@@ -77,7 +77,7 @@ void PartitionGroup::bind(int64_t offset, const at::Tensor& arrived, bool donate
     const auto bound = targets_.find(offset);
     if (bound != targets_.end()) {
         if (host) {
-            add_to_host(bound->second, arrived);
+            add_to_host_target(bound->second, arrived);
         } else {
             bound->second.add_(arrived);
         }
@@ -86,7 +86,7 @@ void PartitionGroup::bind(int64_t offset, const at::Tensor& arrived, bool donate
     at::Tensor target;
     if (host) {
         target = host->narrow(0, offset, arrived.numel());
-        copy_to_host(target, arrived);
+        fill_host_target(target, arrived);
     } else if (flat) {
         allocate_flat_partition();
         target = flat_partition_.narrow(0, offset, arrived.numel());

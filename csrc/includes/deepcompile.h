@@ -4,9 +4,9 @@
 /*
 The life of a gradient under DeepCompile ZeRO-1 and ZeRO-2, in the order in which it happens.
 
-A parameter group of `world` ranks is one flat run of elements, cut into `world` partitions of equal
-size. Rank r owns partition r: no other rank needs the averaged gradient of those elements. A parameter
-is a range of that run and may straddle several partitions.
+A parameter group of `world` ranks is one flat tensor, cut into `world` partitions of equal size. Rank r
+owns partition r: no other rank needs the averaged gradient of those elements. A parameter is a range of
+the flat tensor and may straddle several partitions.
 
   1. Registered empty.  Reducer::register_parameter() notes where a parameter lies. No gradient memory
                         exists yet.
@@ -25,10 +25,11 @@ is a range of that run and may straddle several partitions.
                         host memory, and a piece that has arrived is copied there.
   4. End of backward.   Reducer::end_backward() sends and waits for what is pending and gives the buckets'
                         memory back; the graph that reduces last calls it. The optimizer calls
-                        Reducer::finish_backward() after every backward. It does the same for whatever is
-                        left: a turn whose gradient has not come is sent as zeros. Elements that got no
-                        gradient on any rank are bound to zeros. Before the step, Reducer::agree() asks
-                        whether some rank has gradients that came after their turn, which all ranks then send.
+                        Reducer::finish_backward() after every backward. That function does the same for
+                        whatever is left: a turn whose gradient has not come is sent as zeros. Elements that
+                        got no gradient on any rank are bound to zeros. Before the step, Reducer::agree() asks
+                        whether some rank has late gradients. If so, all ranks send what they have left of
+                        those parameters.
   5. Handed over.       Reducer::targets() gives the targets to the optimizer. Before the optimizer reads them in its
                         step, it calls Reducer::begin_step() and Reducer::use_targets_here().
   6. Released.          Reducer::release() forgets them. From then on the reducer holds no gradient memory.
@@ -39,10 +40,11 @@ drop it, and in the reducer while a backward runs. ZeRO-2 reduces in every backw
 live until the step.
 
 The reducer is written on ATen and c10d only, so one source serves gloo on CPU and NCCL on CUDA. All
-device work is put on the current stream of the calling thread, except for copies to the host, which have a
-stream of their own. On a GPU the host waits for the device in Reducer::agree() and nowhere else, unless an option for debugging asks for it or targets lie in host
-memory: then also before the host reads these and, if the memory is not pinned, in each copy. Every error
-is an exception that names the parameter and the rank.
+device work is put on the current stream of the calling thread, except for copies to the host, which
+have a stream of their own. On a GPU the host waits for the device in Reducer::agree(), and elsewhere
+only if an option for debugging asks for it or if targets lie in host memory. In the latter case the
+host waits before it reads targets and, if the memory is not pinned, in each copy. Every error is an
+exception that names the parameter and the rank.
 
 deepcompile_memory.h has what all parts need for gradient memory, deepcompile_agreement.h has the check
 that all ranks have sent the same gradients.
@@ -74,7 +76,7 @@ that all ranks have sent the same gradients.
 
 namespace deepcompile {
 
-/// How a Reducer behaves; from `ds_config`, fixed for its life.
+/// How a Reducer behaves. The values come from `ds_config` and never change while the Reducer exists.
 struct Options {
     int64_t identity;         ///< the engine's number: the same on every rank, another for each engine of a process
     int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once
@@ -85,7 +87,7 @@ struct Options {
 
 // 1. Registered empty: where a parameter lies. (targets.cpp)
 
-/// A run of elements of one parameter that lies in one partition.
+/// The part of one parameter that lies in one partition.
 struct Piece {
     int64_t owner;          ///< rank in the group's process group
     int64_t source_offset;  ///< elements from the start of the parameter
@@ -105,14 +107,14 @@ public:
     bool defined() const { return sum_.defined(); }
     /// The first gradient becomes the sum, without a copy if it is donated; see keep_or_copy().
     void add(const at::Tensor& gradient, bool donated);
-    /// Gives the sum away, for use on the current stream.
+    /// Returns the sum, for use on the current stream, and forgets it.
     at::Tensor take();
     void drop();
 
     /// Between backwards, moves the sum to `parameter.grad`. Keeps a sum whose dtype differs from the parameter's,
     /// because torch does not allow such a gradient there.
     void leave_in_grad(const at::Tensor& parameter);
-    /// Adds what lies in `parameter.grad` and empties that. Leaves a sparse gradient where it is.
+    /// Adds `parameter.grad` to the sum and empties `parameter.grad`. Leaves a sparse gradient where it is.
     void take_from_grad(const at::Tensor& parameter);
 
 private:
@@ -150,7 +152,7 @@ struct ParameterRecord {
     /// Name, shape and rank, for messages.
     std::string describe() const;
     /// Whether autograd's running task wants this gradient: torch.autograd.grad() and backward(inputs=...) ask for
-    /// some gradients, and a compiled graph computes all of them. Raises if the caller wants it returned.
+    /// some gradients, and a compiled graph computes all of them. Raises if the caller wants this gradient returned.
     bool autograd_wants() const;
 };
 
@@ -181,11 +183,11 @@ public:
     /// Whether the parameter has a turn that was not taken.
     bool comes_to(int64_t index) const;
 
-    /// Begins with the first turn, and forgets in which order contributions to the backward before have arrived.
+    /// Begins with the first turn, and forgets in which order the previous backward's contributions have arrived.
     void begin_backward();
     /// A contribution to this parameter has arrived.
     void saw(int64_t index);
-    /// What is sent for this parameter are gradients of earlier backwards.
+    /// The gradients that are sent for this parameter come from earlier backwards.
     void saw_earlier(int64_t index) { unseen_[index] = seen_now; }
     /// A contribution of this backward has come before its turn or after it.
     void came_out_of_turn() { suits_ = false; }
@@ -198,9 +200,9 @@ public:
     int64_t steps_unseen(int64_t index) const { return unseen_[index]; }
     /// Whether this rank would change the order: something came out of turn, or a turn may be given up.
     bool wants_change() const;
-    /// Makes the order that of the first rank, with what that rank has not seen behind what it stood behind before. A
-    /// turn is given up if no rank has seen its parameter for many steps. `steps_unseen`: of each parameter, the
-    /// fewest of any rank.
+    /// Takes over the order in which gradients arrived on the first rank. A turn whose gradient did not arrive there
+    /// keeps its place after the turn that it followed in the old order. A turn is given up if no rank has seen its
+    /// parameter for many steps. `steps_unseen`: for each parameter, the smallest number of any rank.
     void take_over(const std::vector<Turn>& first_rank, const std::vector<int64_t>& steps_unseen);
 
 private:
@@ -234,7 +236,7 @@ struct Segment {
     };
     std::vector<Entry> entries = {};
 
-    /// One message for each run of entries that have the same owner.
+    /// One message for neighbouring entries that have the same owner.
     std::vector<Message> messages() const;
 };
 
@@ -354,9 +356,9 @@ public:
     int64_t rank() const { return process_group->getRank(); }
     int64_t world() const { return process_group->getSize(); }
 
-    /// Makes a piece that has arrived the target at `offset`, or adds it to the target that is there. `arrived` is
-    /// flat; if it is donated the target may keep its memory, see keep_or_copy().
-    /// Copies to host memory are put on the current stream.
+    /// Makes a piece that has arrived the target at `offset`, or adds the piece to the target that is there. `arrived`
+    /// is flat; if it is donated, the target may keep its memory, see keep_or_copy(). Copies to host memory are put on
+    /// the current stream.
     void bind(int64_t offset, const at::Tensor& arrived, bool donated);
     /// Binds those of the pieces that this rank owns and that are not bound yet.
     void bind_to_zeros(const std::vector<Piece>& pieces);
@@ -365,7 +367,7 @@ public:
     /// Forgets the targets.
     void release();
 
-    /// Those that are bound.
+    /// The bound targets.
     const Targets& targets() const { return targets_; }
     /// [partition_numel]; undefined if targets do not lie in a flat tensor of their own, or while nothing is bound.
     const at::Tensor& flat_partition() const { return flat_partition_; }
@@ -381,7 +383,8 @@ private:
 
 // 1. to 6.: the whole life. (reducer.cpp, autograd.cpp, order.cpp)
 
-/// How a gradient came here. Counted, because the way past the graphs is slower and gives the same numbers.
+/// How a gradient came here. The reducer counts each way, because gradients that come past the graphs are reduced more
+/// slowly, and the results do not show it.
 enum class Route { graph, autograd };
 
 /// Reduces the gradients of one engine. Every public method may be called from any thread.
@@ -396,10 +399,10 @@ public:
     /// The engine's number, by which graphs find its reducer.
     int64_t identity() const { return options_.identity; }
 
-    /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a
-    /// Reducer are on one device. `flat`: whether targets shall lie in one flat tensor. `host`: memory
-    /// [partition_numel] of the host, of the target dtype, in which targets shall lie instead; the caller reads and
-    /// writes it only between targets() and the next backward.
+    /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a Reducer are on one
+    /// device. `flat`: whether targets are to lie in one flat tensor. `host`: host memory [partition_numel] of the
+    /// target dtype, in which targets are to lie instead; the caller reads and writes this memory only between
+    /// targets() and the next backward.
     int64_t add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                       int64_t partition_numel,
                       at::ScalarType target_dtype,
@@ -407,8 +410,8 @@ public:
                       bool flat,
                       std::optional<at::Tensor> host);
 
-    /// 1. Called once a parameter by the engine when it compiles. `offset`: elements from the start of
-    /// the group's flat run to the parameter.
+    /// 1. Called once for each parameter by the engine when it compiles. `offset`: elements from the start of the
+    /// group's flat tensor to the parameter.
     void register_parameter(
         int64_t group, std::string name, at::Tensor parameter, at::ScalarType communication_dtype, int64_t offset);
 
@@ -439,27 +442,27 @@ public:
     void finish_backward(bool reduces);
 
     /// 4. Called by the optimizer on every rank when the gradients of a step are complete. Reduces what came after its
-    /// turn on some rank, and has the ranks agree on another order if this one did not suit the first rank. Raises on
-    /// every rank if the ranks have sent different gradients. The host waits for the device, because only then it
-    /// knows whether another rank has something left.
+    /// turn on some rank, and has the ranks agree on another order if the current one did not suit the first rank.
+    /// Raises on every rank if the ranks have sent different gradients. The host waits for the device, because only
+    /// then the host knows whether another rank has something left.
     void agree();
 
-    /// 4. Called when a backward begins the step anew, after release_all(). Only for the fingerprint.
+    /// 4. Called when a backward begins the step anew, after release_all(). Only adds a marker to the fingerprint.
     void replace_gradients();
 
     /// 4. Called when a backward raised: drops what is pending, every target and every unreduced gradient, also those of
     /// earlier backwards.
     void abandon_backward();
 
-    /// 5. Called by the optimizer on every rank before a step. On CPU ranks compare once more what they have sent. If
-    /// another rank began one more backward instead of the step, gloo would wait for it or end the process.
+    /// 5. Called by the optimizer on every rank before a step. On CPU, ranks compare once more what they have sent.
+    /// Otherwise, if another rank began one more backward instead of the step, gloo would hang or end the process.
     void begin_step();
 
     /// 5. Called by the optimizer before it reads targets, on the stream on which it reads them. For targets in host
     /// memory, the host waits for the copies.
     void use_targets_here();
 
-    /// 5. What is bound of this rank's partition of a group. For targets in host memory, the host waits for the copies.
+    /// 5. The targets in this rank's partition of a group. For targets in host memory, the host waits for the copies.
     Targets targets(int64_t group) const;
     /// 5. The flat tensor in which the targets lie, or nothing if they do not lie in one.
     std::optional<at::Tensor> flat_partition(int64_t group) const;
@@ -470,7 +473,7 @@ public:
     void release_all();
 
     /// Unregisters the parameters. The hooks on their accumulation nodes do nothing from then on. The destructor calls
-    /// it.
+    /// this function.
     void close();
 
     /// Name -> value: the number of parameters registered, and what Counters has.
@@ -482,11 +485,11 @@ private:
     void look_at_parameters();
     void watch_accumulation(ParameterRecord& record);
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
-    // With mutex_ held:
-    /// Looks which parameters the graph of autograd's running task does not lead to; returns whether there are some. A
-    /// backward of several losses may have several graphs. `is_first`: whether this is the first of them.
+    // The functions below need mutex_ held by the caller.
+    /// Notes which parameters are absent: the graph of autograd's running task does not lead to them. Returns whether
+    /// there are any. A backward of several losses may have several graphs. `is_first`: whether this is the first.
     bool find_absent(bool is_first);
-    /// Begins with the first turn.
+    /// Begins with the first turn, and forgets what the previous backward has noted in the records.
     void begin_turns();
     void send_those_in_turn();
     void send_rest_of_turns();
@@ -512,8 +515,9 @@ private:
     BucketQueue buckets_;
     SendOrder order_;
 
-    /// Mirrors the phases RUNNING and ENDING of BackwardLife: whether what lies in `parameter.grad` is autograd's, and
-    /// whether a gradient has to announce a backward. Its thread cannot ask Python, whose lock another may hold.
+    /// Whether BackwardLife is in phase RUNNING or ENDING. Then what lies in `parameter.grad` is autograd's, and a
+    /// gradient need not announce a backward. The reducer keeps a copy, because a thread that holds mutex_ must not ask
+    /// Python: the thread that holds the interpreter's lock may be waiting for mutex_.
     bool in_backward_ = false;
     bool reduces_ = false;  ///< whether the backward that runs reduces
     std::shared_ptr<const std::function<void()>> begin_unannounced_;
@@ -521,7 +525,7 @@ private:
 };
 
 /// Whether the graph of autograd's running task has a function of reentrant checkpointing, which runs a backward of its
-/// own. Takes the interpreter's lock. (order.cpp)
+/// own. Takes the interpreter's lock. (autograd.cpp)
 bool leads_to_checkpoints();
 
 /// The reducer of the engine with this number, or nothing if the engine was destroyed. Any thread.

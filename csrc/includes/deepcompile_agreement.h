@@ -35,7 +35,7 @@ struct Fingerprint {
 
     /// `index`: of the parameter, in order of registration.
     void add_gradient(int64_t index);
-    /// Where in a partition a piece of that gradient goes.
+    /// Where in a partition a piece of the gradient that was added last goes.
     void add_piece(int64_t owner, int64_t target_offset, int64_t numel);
     void add_bucket(const Fingerprint& bucket);
     void add(Marker marker);
@@ -52,8 +52,8 @@ std::string could_not(const std::string& purpose, const std::string& reason);
 /// To be called in the handler that caught the error. `purpose` completes "could not".
 [[noreturn]] void throw_for_other_ranks(const std::string& purpose, const std::exception& error);
 
-/// What this rank has sent, and whether the other ranks have sent the same. With that each rank tells whether it wants
-/// an exchange of orders; see Reducer::agree().
+/// What this rank has sent, and whether the other ranks have sent the same. With its fingerprint, each rank also says
+/// whether it wants an exchange of orders; see Reducer::agree().
 class Agreement {
 public:
     /// `identity`: the engine's number. Engines may share a process group, and ranks that send for different engines

@@ -78,7 +78,9 @@ def after_step(engine: "DeepSpeedEngine") -> None:
         _compile(engine, "after its first step")
 
 
-def note_compile(engine: "DeepSpeedEngine", backend, compile_kwargs: Dict[str, Any], schedule: Optional[List]) -> None:
+def note_compile(
+    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
+) -> None:
     """Called when ``engine.compile()`` begins. Warns if the engine is already compiled with other arguments."""
     arguments = backend, dict(compile_kwargs), schedule
     if not engine.is_compiled:
@@ -93,7 +95,7 @@ def note_compile(engine: "DeepSpeedEngine", backend, compile_kwargs: Dict[str, A
         )
 
 
-def compile_module(engine: "DeepSpeedEngine", **compile_kwargs) -> None:
+def compile_module(engine: "DeepSpeedEngine", **compile_kwargs: Any) -> None:
     """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does; ZeRO-1/2 add a ``CompilationLimit``."""
     if engine.is_deepcompile_active() and _is_attached(engine):
         engine.optimizer._zero12.limit.compile_module(engine.module, **compile_kwargs)
@@ -131,7 +133,7 @@ def _is_due(engine):
         # The caller called engine.compile() already. If that call raised and the caller goes on, the caller has
         # decided to train without DeepCompile.
         return False
-    from .zero12.optimizer import holds_its_parameters
+    from .zero12.layout import holds_its_parameters
     from .zero12.options import has_gradients
 
     # Compiling would lose gradients that no step has used, so wait for a step. And leave parameters that a later

@@ -9,7 +9,7 @@ The base's ZeRO-3, AutoSP and AutoTP passes import these names too, so the overr
 know the reductions of both native modules, and release buckets after the last graph that really reduces.
 """
 
-from typing import Any, Iterable, List, Optional, Tuple
+from typing import Any, Iterable, List, Tuple
 
 import torch
 from torch.fx import Graph, Node
@@ -34,16 +34,16 @@ def get_output_node(graph: Graph) -> Node:
     return found[0]
 
 
-def _namespace(node: Any) -> Optional[str]:
-    """Returns the operator namespace of a reduction (this fork's or ZeRO-3's), or None if a node is no reduction."""
+def _namespace(node: Any) -> str:
+    """Returns the operator namespace of a reduction (this fork's or ZeRO-3's), or "" if a node is no reduction."""
     if not isinstance(node, Node):
-        return None
+        return ""
     for namespace in ("deepcompile", "dc"):
         ops = getattr(torch.ops, namespace)
         # An operator exists only once its native module is loaded.
         if hasattr(ops, "reduce_grad") and node.target == ops.reduce_grad.default:
             return namespace
-    return None
+    return ""
 
 
 def reduce_nodes(graph: Graph) -> List[Node]:

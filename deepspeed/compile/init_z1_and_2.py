@@ -1,10 +1,27 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
+# Name and signature of the function are those of the base's init_z1_and_2.py, which is
+# Copyright (c) Microsoft Corporation.
+# SPDX-License-Identifier: Apache-2.0
 """The entry of DeepCompile for ZeRO-1 and ZeRO-2, which the base's ``engine.compile()`` calls."""
+
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 from .zero12.engine import compile_engine
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
-def init_z1_and_2(engine, backend, compile_config, compile_kwargs, schedule=None, use_z2=False):
+    from .config import CompileConfig
+
+
+def init_z1_and_2(
+    engine: "DeepSpeedEngine",
+    backend: str,
+    compile_config: "CompileConfig",
+    compile_kwargs: Dict[str, Any],
+    schedule: Optional[List] = None,
+    use_z2: bool = False,
+) -> Callable:
     """Calls ``compile_engine()``, which prepares an engine and returns the backend that compiles its module."""
     return compile_engine(engine, backend, compile_config, compile_kwargs, schedule, stage=2 if use_z2 else 1)

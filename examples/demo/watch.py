@@ -96,7 +96,7 @@ class GradientWatch:
 
 
 class MemoryWatch:
-    """Notes a GPU's allocated bytes behind each phase of a step, and the peak in it. Does nothing without a GPU."""
+    """Notes a GPU's allocated bytes after each phase of a step, and the peak in it. Does nothing without a GPU."""
 
     def __init__(self):
         self.bytes = {}

@@ -23,7 +23,7 @@ QUICK = {
     # Number formats
     "test_as_close_to_fp32_as_eager_zero",
     # Graphs
-    "test_end_backward_stands_behind_every_reduction",
+    "test_end_backward_stands_after_every_reduction",
     "test_release_goes_to_the_first_graph_that_reduces",
     "test_end_backward_releases_once",
     "test_not_cut",

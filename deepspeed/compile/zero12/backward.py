@@ -92,7 +92,7 @@ class BackwardLife:
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
         self._view_specs = [view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
-        # On an accelerator, autograd's device thread may hold the graph task of a backward that raised for a moment.
+        # On an accelerator, autograd's device thread may for a moment hold the graph task of a backward that raised.
         self._held_by_threads = not optimizer.bit16_groups_flat[0].is_cpu
         self.phase = Phase.EMPTY
         # The id of the running backward's autograd graph task.
@@ -163,7 +163,8 @@ class BackwardLife:
     def finish(self) -> None:
         """Called after every backward: reduces what no graph reduced, and hands over if the step is complete."""
         if not self._runs:
-            # No gradient has announced this backward: its loss needs no output of the engine. On other ranks it may.
+            # No gradient has announced this backward: its loss needs no output of the engine. On other ranks,
+            # the loss may need one.
             self._join_step()
         self._reduce_rest(self._reduces())
         self._graph_task = None
@@ -172,7 +173,7 @@ class BackwardLife:
         # Also true if an earlier backward of the step handed gradients over and this one only kept its own.
         if self._step.handed_over:
             if self._optimizer().cpu_offload:
-                # This backward may have added to gradients on the host, which reads them without a stream.
+                # This backward may have added to gradients in host memory, which the optimizer reads without a stream.
                 self._reducer.use_targets_here()
             self._advance(Event.HAND_OVER)
 
@@ -223,7 +224,7 @@ class BackwardLife:
         return lost
 
     def close(self) -> None:
-        """Called when the engine is destroyed or gives way: drops its gradients, and no watch may tell it anything."""
+        """Called when the engine is destroyed or gives way: drops all gradients, and ignores watches from now on."""
         self._serial += 1
         self.release()
 
@@ -369,7 +370,8 @@ class BackwardLife:
                     stay_on_host=optimizer.cpu_offload,
                 )
                 if optimizer.cpu_offload:
-                    # Here parameters look for gradients then. Their memory stays, so these references hold nothing.
+                    # With offloading, parameters look for their gradients in this dict. It keeps no memory alive,
+                    # because the host memory of the gradients stays allocated.
                     optimizer.offload_gradient_dict[group] = views.without_padding()
         self._step.handed_over, self._step.forward_since_hand_over = True, False
 

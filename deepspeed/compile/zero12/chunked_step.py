@@ -7,17 +7,21 @@ need as much again. If the optimizer treats each element by itself, the fp32 gra
 exist only for one chunk at a time.
 """
 
-from typing import Callable, Optional
+from typing import TYPE_CHECKING, Callable, Optional
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
+if TYPE_CHECKING:
+    from .layout import PartitionViews
+
 # Elements of a chunk: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 CHUNK_NUMEL = 2**27
-# On the host 16 MiB: most of it is still in the processor's cache when the next pass reads it, and the C library takes
-# more than 32 MiB from the system anew each time. With less, starting the threads of each pass takes too long.
+# On the host 16 MiB: most of a chunk is still in the processor's cache when the next pass reads it, and the C library
+# takes memory of more than 32 MiB from the system anew each time. With less, the threads of each pass would take too
+# long to start.
 CHUNK_NUMEL_ON_HOST = 2**22
 
 # Optimizers that treat each element by itself.
@@ -37,7 +41,7 @@ class MasterGradient:
         like: a tensor of the dtype and on the device of the master weights.
     """
 
-    def __init__(self, views, factor: Optional[torch.Tensor], like: torch.Tensor):
+    def __init__(self, views: "PartitionViews", factor: Optional[torch.Tensor], like: torch.Tensor):
         # (offset, gradient), with the lowest offset last, so that pop() takes it.
         self._rest = sorted(views.take(), key=lambda entry: entry[0], reverse=True)
         self._factor = factor
@@ -81,8 +85,8 @@ def may_step_in_chunks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor
     return (
         type(optimizer) in _ELEMENTWISE
         and _is_complete(optimizer.state.get(parameter) or {}, parameter)
-        # A step() that was replaced on the instance may count its calls. The one that a learning rate's schedule puts
-        # there only notes that a call was made.
+        # A step() that was replaced on the instance may count its calls. A learning rate scheduler replaces step() by
+        # a function that only notes that a call was made.
         and ("step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched"))
         and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)

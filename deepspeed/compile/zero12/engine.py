@@ -29,13 +29,20 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+    from ..config import CompileConfig
+
 # module -> [_Compilation]: one entry for each engine that has compiled the module and still exists, oldest first.
 _compilations = weakref.WeakKeyDictionary()
 _last_identity = 0
 
 
 def compile_engine(
-    engine, backend: str, compile_config, compile_kwargs: Dict[str, Any], schedule: Optional[List], stage: int
+    engine: "DeepSpeedEngine",
+    backend: str,
+    compile_config: "CompileConfig",
+    compile_kwargs: Dict[str, Any],
+    schedule: Optional[List],
+    stage: int,
 ) -> Callable:
     """Prepares an engine and returns the backend with which its module is to be compiled.
 
@@ -77,14 +84,13 @@ def compile_engine(
     undo(switch_off_flops_profiler(engine))
     zero12.around_forward = AroundForward(engine, waiting)
 
-    reducible = parameters_reduced_by_graphs(optimizer)
+    reducible = compile_blocks.reducible_in_all(plan.blocks, parameters_reduced_by_graphs(optimizer))
+    graphs = make_backend(plan, reducible, zero12.registered, reducer.identity, limit, waiting)
     if not plan.blocks:
         logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
-        return make_backend(plan, reducible, zero12.registered, reducer.identity, limit, waiting)
+        return graphs
     names = sorted({type(block).__name__ for block in plan.blocks})
     logger.info(f"DeepCompile makes one graph for all {len(plan.blocks)} blocks of each class of {names}")
-    reducible = compile_blocks.reducible_in_all(plan.blocks, reducible)
-    graphs = make_backend(plan, reducible, zero12.registered, reducer.identity, limit, waiting)
     of_blocks = functools.partial(graphs, in_block=True)
     changed = compile_blocks.compile_blocks(module, plan.blocks, of_blocks, compile_kwargs, limit, waiting)
     undo(compile_blocks.restore, changed)

@@ -7,12 +7,14 @@ hooks, because the compiler would compile them with the module.
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from .gather_hooks import Waiting
 
 
 def switch_off_flops_profiler(engine: "DeepSpeedEngine") -> Callable[[], None]:
@@ -37,12 +39,14 @@ class AroundForward:
         waiting: None, or the ``Waiting`` for parameters that are on their way.
     """
 
-    def __init__(self, engine: "DeepSpeedEngine", waiting):
+    def __init__(self, engine: "DeepSpeedEngine", waiting: Optional["Waiting"]):
         self._waiting = waiting
         self._acts = _acts_around_forward(engine)
 
     @contextlib.contextmanager
-    def __call__(self, engine, inputs, kwargs):
+    def __call__(
+        self, engine: "DeepSpeedEngine", inputs: Tuple, kwargs: Dict[str, Any]
+    ) -> Iterator[Tuple[Tuple, Dict[str, Any]]]:
         """Yields the inputs and kwargs for the module's forward. If the forward raises, nothing runs after it."""
         zero12 = engine.optimizer._zero12
         zero12.reducer.follow_stream()

@@ -7,21 +7,19 @@ ranks, and rank r owns partition r. A parameter may straddle several partitions.
 cuts a parameter into pieces, and all code of this file gets pieces from that function.
 """
 
-from typing import TYPE_CHECKING, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
 
 import deepspeed.comm as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .native import reducer_module
 
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
 
 class Piece(NamedTuple):
-    """A run of elements of one parameter that lies in one partition.
+    """The part of one parameter that lies in one partition.
 
     ``owner`` is the rank, in the group's process group, that owns the partition. ``offset`` (from the beginning of the
     partition) and ``numel`` are in elements.
@@ -55,16 +53,16 @@ class ViewSpec(NamedTuple):
     is_padding: bool = False
 
 
-def flat_layout(optimizer: "DeepSpeedZeroOptimizer", group: int) -> Iterator[Tuple[Parameter, int]]:
+def flat_layout(optimizer: DeepSpeedZeroOptimizer, group: int) -> Iterator[Tuple[Parameter, int]]:
     """Yields (parameter, its offset in elements) for a parameter group, in the order of the group's flat tensor."""
     return zip(optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group])
 
 
-def registered_parameters(optimizer: "DeepSpeedZeroOptimizer") -> List[Parameter]:
+def registered_parameters(optimizer: DeepSpeedZeroOptimizer) -> List[Parameter]:
     """Lists the registered parameters in the order in which the reducer numbers them, which is that of the model.
 
-    A model's order is about that of its forward, and the reducer expects gradients in the reverse. The order in which
-    the optimizer has them is another one: by parameter group, for example.
+    A model lists its parameters roughly in the order in which its forward uses them, and the reducer expects gradients
+    in the reverse order. The optimizer has its parameters in another order, for example by parameter group.
     """
     place = {id(parameter): index for index, parameter in enumerate(optimizer.param_names)}
     groups = range(len(optimizer.bit16_groups))
@@ -72,7 +70,7 @@ def registered_parameters(optimizer: "DeepSpeedZeroOptimizer") -> List[Parameter
     return sorted(parameters, key=lambda parameter: place[id(parameter)])
 
 
-def pieces(optimizer: "DeepSpeedZeroOptimizer", group: int) -> Iterator[Piece]:
+def pieces(optimizer: DeepSpeedZeroOptimizer, group: int) -> Iterator[Piece]:
     """Yields the pieces of a group's parameters in the order of the flat tensor."""
     cut, partition_numel = reducer_module().cut_at_partitions, int(optimizer.partition_size[group])
     for parameter, offset in flat_layout(optimizer, group):
@@ -80,7 +78,7 @@ def pieces(optimizer: "DeepSpeedZeroOptimizer", group: int) -> Iterator[Piece]:
             yield Piece(parameter, owner, target_offset, numel)
 
 
-def view_specs(optimizer: "DeepSpeedZeroOptimizer", group: int) -> List[ViewSpec]:
+def view_specs(optimizer: DeepSpeedZeroOptimizer, group: int) -> List[ViewSpec]:
     """Lists the runs that fill this rank's partition of a group: pieces, and the padding between and after them."""
     rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
     specs, filled = [], 0
@@ -98,7 +96,7 @@ def view_specs(optimizer: "DeepSpeedZeroOptimizer", group: int) -> List[ViewSpec
     return specs
 
 
-def runs(optimizer: "DeepSpeedZeroOptimizer", parameters: Iterable[Parameter]) -> List[Run]:
+def runs(optimizer: DeepSpeedZeroOptimizer, parameters: Iterable[Parameter]) -> List[Run]:
     """Lists the runs that cover ``parameters``, in the order of the flat tensors.
 
     Adjacent pieces of one owner form one run, which includes the padding between the pieces.
@@ -120,12 +118,26 @@ def runs(optimizer: "DeepSpeedZeroOptimizer", parameters: Iterable[Parameter]) -
     return found
 
 
-def lies_in_flat_tensor(optimizer: "DeepSpeedZeroOptimizer", group: int) -> bool:
+def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:
     """Whether the data of each parameter of a group still lies at its place in the group's flat tensor."""
     flat = optimizer.bit16_groups_flat[group]
     first, size = flat.data_ptr(), flat.element_size()
     layout = ((parameter, offset) for parameter, offset in flat_layout(optimizer, group) if parameter.numel())
     return all(parameter.data_ptr() == first + size * offset for parameter, offset in layout)
+
+
+def holds_its_parameters(optimizer: DeepSpeedZeroOptimizer) -> bool:
+    """Whether an optimizer's parameters lie in its own flat tensors, and not in those of a later ZeRO-1/2 optimizer.
+
+    True for an optimizer other than the ZeRO-1/2 optimizer.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return True
+    return all(
+        parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        for flat, group in zip(optimizer.bit16_groups_flat, optimizer.bit16_groups)
+        for parameter in group[:1]
+    )
 
 
 class PartitionViews(list):

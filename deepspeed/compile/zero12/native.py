@@ -3,17 +3,70 @@
 """Access to DeepCompile's native code."""
 
 import functools
-from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Protocol, Tuple, Type
 
 import torch
 
-# The native class, whose methods ``csrc/includes/deepcompile.h`` explains.
-Reducer = Any
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class Reducer(Protocol):
+    """The native class ``Reducer`` as Python sees it. ``csrc/includes/deepcompile.h`` explains its methods."""
+
+    def __init__(
+        self, *, identity: int, bucket_numel: int, overlap: bool, synchronize_before: bool, synchronize_after: bool
+    ): ...
+
+    @property
+    def identity(self) -> int: ...
+
+    def add_group(
+        self,
+        process_group: "ProcessGroup",
+        partition_numel: int,
+        target_dtype: torch.dtype,
+        device: torch.device,
+        flat: bool,
+        host: Optional[torch.Tensor],
+    ) -> int: ...
+
+    def register_parameter(
+        self, group: int, name: str, parameter: torch.Tensor, communication_dtype: torch.dtype, offset: int
+    ) -> None: ...
+
+    def begin_backward(self, reduces: bool, hooked: List[int]) -> None: ...
+    def on_unannounced_backward(self, begin: Callable[[], None]) -> None: ...
+    def follow_stream(self) -> None: ...
+    def finish_backward(self, reduces: bool) -> None: ...
+    def abandon_backward(self) -> None: ...
+    def replace_gradients(self) -> None: ...
+    def agree(self) -> None: ...
+    def begin_step(self) -> None: ...
+    def use_targets_here(self) -> None: ...
+    def targets(self, group: int) -> Dict[int, torch.Tensor]: ...
+    def flat_partition(self, group: int) -> Optional[torch.Tensor]: ...
+    def release(self, group: int) -> None: ...
+    def release_all(self) -> None: ...
+    def close(self) -> None: ...
+    def counters(self) -> Dict[str, int]: ...
+    def reset_counters(self) -> None: ...
+
+
+_ReducerClass = Type[Reducer]
+
+
+class NativeModule(Protocol):
+    """What ``csrc/compile/bindings.cpp`` puts into the native module."""
+
+    Reducer: _ReducerClass
+
+    def could_not(self, purpose: str, reason: str) -> str: ...
+    def cut_at_partitions(self, offset: int, numel: int, partition_numel: int) -> List[Tuple[int, int, int, int]]: ...
 
 
 @functools.lru_cache(maxsize=1)
-def reducer_module() -> ModuleType:
+def reducer_module() -> NativeModule:
     """Returns the native module of ZeRO-1/2, built at first use.
 
     Loading the module registers the operators ``torch.ops.deepcompile``.

@@ -8,7 +8,7 @@ gradient before the new parameter is written over it.
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Iterator, Optional
 
 import torch
 
@@ -77,7 +77,7 @@ def send_to_device(optimizer: "DeepSpeedZeroOptimizer", group: int, first: int, 
 
 
 @contextlib.contextmanager
-def parameters_on_their_way(optimizer: "DeepSpeedZeroOptimizer"):
+def parameters_on_their_way(optimizer: "DeepSpeedZeroOptimizer") -> Iterator[None]:
     """Context of calls of :func:`send_to_device`: orders its copies after the current stream's work and before later
     work.
 

@@ -16,7 +16,7 @@ The native half of the story is told in ``csrc/includes/deepcompile.h``.
 
 import functools
 import weakref
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
 
 import torch
 
@@ -31,6 +31,13 @@ from .state import Zero12
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+    # attach() puts the mixin before this class at run time.
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
+
+    from .graph.compilation_limit import CompilationLimit
+else:
+    _NextClass = object
 
 # The attached optimizers whose parameters no later engine has taken over.
 _attached = weakref.WeakSet()
@@ -47,64 +54,66 @@ def _with_current_parameters(name):
     return method
 
 
-class StepLocalGradients:
+class StepLocalGradients(_NextClass):
     """The methods of the base's ZeRO-1/2 optimizer that work differently while an engine's reducer reduces.
 
     :func:`attach` mixes this class into the class of the optimizer, as FSDP2 does with the classes of modules. The
     attribute ``_zero12`` holds all state.
     """
 
+    _zero12: Zero12
+
     # Backward, in the order in which the base calls ---------------------------------------------------------------
 
-    def scale_if_loss(self, value):
+    def scale_if_loss(self, value: Any) -> Any:
         # engine.backward() begins with this call. An earlier backward that is still unfinished was interrupted.
         self._zero12.backward.abandon_interrupted()
         return super().scale_if_loss(value)
 
-    def enter_backward(self):
+    def enter_backward(self) -> None:
         self._zero12.backward.enter(super().enter_backward)
 
-    def backward_prologue(self):
+    def backward_prologue(self) -> None:
         self._zero12.refuse()
         hooked = [index for index, parameter in enumerate(self._zero12.registered) if has_hooks(parameter)]
         self._zero12.backward.begin(super().backward_prologue, hooked)
 
-    def backward_epilogue(self, *args, **kwargs):
+    def backward_epilogue(self, *args, **kwargs) -> None:
         super().backward_epilogue(*args, **kwargs)
         self._zero12.backward.finish()
 
-    def overlapping_partition_gradients_reduce_epilogue(self):
+    def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         backward = self._zero12.backward
         # engine.coalesce_grad_reduction() ends with this call. An engine whose compile() failed also makes this call
         # at the end of each backward: do nothing then, because backward_epilogue() finishes the backward.
         if backward.in_region or not self._backward_active_depth:
             backward.end_region()
 
-    def setup_buckets(self):
+    def setup_buckets(self) -> None:
         """Does nothing: the reducer has its own buckets."""
 
-    def reduce_ready_partitions_and_remove_grads(self, *_):
+    def reduce_ready_partitions_and_remove_grads(self, *_) -> None:
         """Does nothing: when a region ends, the reducer takes the gradients that parameters hold."""
 
     # Step --------------------------------------------------------------------------------------------------------
 
-    def step(self, closure=None):
+    def step(self, closure: Optional[Callable] = None) -> None:
         self._zero12.refuse()
         step.run(self)
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         self._zero12.backward.forget_lost()
         self._zero12.backward.release()
 
     # Checkpoints and states ----------------------------------------------------------------------------------------
 
-    def state_dict(self):
+    def state_dict(self) -> Dict[str, Any]:
         self._zero12.interrupted_step.refuse()
         self._zero12.gather.wait_all()
         return super().state_dict()
 
-    def load_state_dict(self, *args, **kwargs):
+    def load_state_dict(self, *args, **kwargs) -> None:
         self._zero12.gather.wait_all()
         super().load_state_dict(*args, **kwargs)
         # All parameters have the checkpoint's values now, and a new step begins.
@@ -118,7 +127,7 @@ class StepLocalGradients:
     update_lp_params = _with_current_parameters("update_lp_params")
     refresh_fp32_params = _with_current_parameters("refresh_fp32_params")
 
-    def offload_states(self, *args, **kwargs):
+    def offload_states(self, *args, **kwargs) -> None:
         self._zero12.gather.wait_all()
         if OffloadStateTypeEnum.optim_states not in self.offloaded_states:
             self._zero12.states_on_host = [
@@ -129,11 +138,11 @@ class StepLocalGradients:
             ]
         super().offload_states(*args, **kwargs)
 
-    def reload_states(self, *args, **kwargs):
+    def reload_states(self, *args, **kwargs) -> None:
         self._zero12.gather.wait_all()
         super().reload_states(*args, **kwargs)
-        # The base has moved every tensor to the device. Torch's optimizers keep their counts of steps on the host:
-        # from the device, each step would have to wait for the counts.
+        # The base has moved every tensor to the device. Torch's optimizers keep their counts of steps on the host,
+        # because each step would have to wait for counts on the device.
         for state, name in self._zero12.states_on_host:
             state[name] = state[name].cpu()
 
@@ -142,9 +151,9 @@ class StepLocalGradients:
         keep_no_graph(self)
 
     def _get_offload_gradient_dict(self):
-        """Does nothing: BackwardLife fills the dict with what it hands over."""
+        """Does nothing: BackwardLife fills the dict when it hands gradients over."""
 
-    def destroy(self):
+    def destroy(self) -> None:
         self._zero12.let_go()
         detach(self)
         self.destroy()
@@ -155,7 +164,7 @@ def _with_step_local_gradients(cls):
     return type(f"StepLocal{cls.__name__}", (StepLocalGradients, cls), {"plain_class": cls})
 
 
-def attach(engine: "DeepSpeedEngine", reducer: Reducer, limit) -> Zero12:
+def attach(engine: "DeepSpeedEngine", reducer: Reducer, limit: "CompilationLimit") -> Zero12:
     """Makes an engine's optimizer take its gradients from ``reducer``. Returns the optimizer's new state.
 
     Args:
@@ -219,20 +228,6 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
             earlier._zero12.taken_over = True
             earlier._zero12.let_go()
             _attached.discard(earlier)
-
-
-def holds_its_parameters(optimizer: DeepSpeedZeroOptimizer) -> bool:
-    """Whether an optimizer's parameters lie in its own flat tensors, and not in those of a later ZeRO-1/2 optimizer.
-
-    True for an optimizer other than the ZeRO-1/2 optimizer.
-    """
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return True
-    return all(
-        parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-        for flat, group in zip(optimizer.bit16_groups_flat, optimizer.bit16_groups)
-        for parameter in group[:1]
-    )
 
 
 def is_attached(optimizer: DeepSpeedZeroOptimizer) -> bool:

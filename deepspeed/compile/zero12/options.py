@@ -9,7 +9,7 @@ one sentence. ``docs/options.md`` lists every option with what happens to it.
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import Module
@@ -27,11 +27,13 @@ from .optimizer import is_attached
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+    from ..config import CompileConfig
+
 OLDEST_TORCH = "2.11"
 
 # Options that only ZeRO-3 implements: section -> name -> the values that switch the option off. Options that merely
 # tune ZeRO-3 (sizes, thresholds) cause no warning: users leave them in a configuration when they change the stage.
-_ZERO3_ONLY = {
+_ZERO3_ONLY: Dict[str, Dict[str, Tuple]] = {
     "zero_optimization": {
         "zero_quantized_weights": (False,),
         "zero_quantized_nontrainable_weights": (False,),
@@ -82,7 +84,12 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    engine, backend: str, compile_config, compile_kwargs: Dict[str, Any], schedule: Optional[List], stage: int
+    engine: "DeepSpeedEngine",
+    backend: str,
+    compile_config: "CompileConfig",
+    compile_kwargs: Dict[str, Any],
+    schedule: Optional[List],
+    stage: int,
 ) -> Plan:
     """Checks the options of an engine and returns its plan. The engine stays as it is.
 

@@ -16,6 +16,8 @@ from .step import InterruptedStep
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+    from .graph.compilation_limit import CompilationLimit
+
 
 class Zero12:
     """The state of an engine under DeepCompile ZeRO-1/2. An attached optimizer holds this object as ``_zero12``.
@@ -31,11 +33,11 @@ class Zero12:
         interrupted_step: refuses to go on after a step that an exception ended while it changed parameters.
         gather: distributes the stepped parameters to all ranks: an ``AllGather`` or an ``OverlappedGather``.
         around_forward: None, or the ``AroundForward`` that makes the context of each forward of the engine.
-        undo: functions to call when the engine is destroyed, the one added last first.
+        undo: functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         taken_over: whether a later engine trains the parameters.
     """
 
-    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, limit):
+    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, limit: "CompilationLimit"):
         self._engine = weakref.ref(engine)
         self.reducer = reducer
         self.limit = limit
@@ -50,7 +52,7 @@ class Zero12:
         self.states_on_host = []
 
     @property
-    def engine(self):
+    def engine(self) -> Optional["DeepSpeedEngine"]:
         """The engine, or None if only the engine's optimizer still exists."""
         return self._engine()
 

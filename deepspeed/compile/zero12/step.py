@@ -12,7 +12,7 @@
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Iterator, Optional
 
 import torch
 
@@ -104,7 +104,7 @@ def _run(optimizer):
 def _global_norm(optimizer, dtype=torch.float32):
     """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid.
 
-    ``dtype`` is that in which the squares of one gradient are added up.
+    ``dtype`` is the dtype in which the squares of one gradient are added up.
     """
     groups = range(len(optimizer.bit16_groups))
     return combine_grad_norm_groups([_group_norm(optimizer, group, dtype) for group in groups], norm_type=2)
@@ -182,7 +182,7 @@ def _step_group(optimizer, group, factor):
     if views.flat_partition is None and not scaler and may_step_in_chunks(optimizer.optimizer, master):
         with _timed(optimizer, OPTIMIZER_STEP_TIMER):
             step_in_chunks(optimizer.optimizer, group, MasterGradient(views, factor, master.data), finish)
-            # As _optimizer_step() does after a step. With a loaded state, the first step may run here.
+            # _optimizer_step() also does this after a step. With a loaded state, the first step may run in chunks.
             optimizer._lazy_init_hp_params_optimizer_state()
     else:
         with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
@@ -238,7 +238,7 @@ class InterruptedStep:
         self._hooks = []
 
     @contextlib.contextmanager
-    def changing_parameters(self, engine: "DeepSpeedEngine"):
+    def changing_parameters(self, engine: "DeepSpeedEngine") -> Iterator[None]:
         """Context of the code that changes parameters.
 
         After an exception in this context, calls of the engine and state dicts of its module raise RuntimeError.

@@ -1,15 +1,26 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
+# Names of DeepCompileBuilder, of its methods and of its module are those of the base's dc.py, which is
+# Copyright (c) Microsoft Corporation.
+# SPDX-License-Identifier: Apache-2.0
 """Builders of DeepCompile's native code: this fork's for ZeRO-1/2, the base's for ZeRO-3.
 
 Each builder builds a module with its own torch operators, which serves only its own stages. A module is built when
 first used, or at installation with ``DS_BUILD_DEEP_COMPILE=1`` or ``DS_BUILD_DEEP_COMPILE_ZERO3=1``.
 """
 
+from typing import TYPE_CHECKING, Any, List
+
 # Import the file and not its class: DeepSpeed takes each name here that ends with Builder for another operator. Of the
-# two classes called DeepCompileBuilder it takes the one here, because it reads dc.py before dc_base.py.
+# two classes called DeepCompileBuilder, DeepSpeed takes the one here, because it reads dc.py before dc_base.py.
 from . import dc_base
 from .builder import OpBuilder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from deepspeed.compile.config import CompileConfig
+    from deepspeed.compile.zero12.native import NativeModule
 
 # Where setup.py keeps the base's native code.
 ZERO3_FOLDER = "csrc/compile_zero3"
@@ -24,25 +35,25 @@ class DeepCompileBuilder(OpBuilder):
     def __init__(self):
         super().__init__(name=self.NAME)
 
-    def absolute_name(self):
+    def absolute_name(self) -> str:
         return f"deepspeed.ops.{self.NAME}_op"
 
-    def sources(self):
+    def sources(self) -> List[str]:
         life_of_a_gradient = ("reducer", "order", "bucket", "targets", "autograd", "memory")
         around_it = ("agreement", "registry", "ops", "bindings")
         return [f"csrc/compile/{name}.cpp" for name in life_of_a_gradient + around_it]
 
-    def include_paths(self):
+    def include_paths(self) -> List[str]:
         return ["csrc/includes"]
 
-    def cxx_args(self):
+    def cxx_args(self) -> List[str]:
         return ["-O2", "-g0"]
 
-    def load_reducer(self):
+    def load_reducer(self) -> "NativeModule":
         """Returns the native module that holds ``Reducer``, built at first use."""
         return super().load(verbose=False)
 
-    def load(self, verbose=False):
+    def load(self, verbose: bool = False) -> "DeepCompileHandle":
         """Returns the handle that the base's callers expect of ``get_deepcompile_handle()``."""
         return DeepCompileHandle()
 
@@ -53,10 +64,10 @@ class DeepCompileZero3Builder(dc_base.DeepCompileBuilder):
     BUILD_VAR = "DS_BUILD_DEEP_COMPILE_ZERO3"
     NAME = "dc_zero3"
 
-    def sources(self):
+    def sources(self) -> List[str]:
         return [source.replace("csrc/compile/", f"{ZERO3_FOLDER}/") for source in super().sources()]
 
-    def include_paths(self):
+    def include_paths(self) -> List[str]:
         # The base's own deepcompile.h lies beside its sources and is found before this fork's.
         return [ZERO3_FOLDER, *(path for path in super().include_paths() if path != "csrc/compile")]
 
@@ -71,7 +82,7 @@ class DeepCompileHandle:
     def __init__(self):
         self._zero3 = None
 
-    def init(self, process_group, compile_config, reduce_bucket_size):
+    def init(self, process_group: "ProcessGroup", compile_config: "CompileConfig", reduce_bucket_size: int) -> None:
         """Called by the engine when ZeRO-3 is compiled.
 
         Raises:
@@ -83,12 +94,12 @@ class DeepCompileHandle:
         # __getattr__() loads the native module of ZeRO-3. A plain `self.init` would be this method again.
         self.__getattr__("init")(process_group, compile_config, reduce_bucket_size)
 
-    def start_backward(self, is_gradient_accumulation_boundary):
+    def start_backward(self, is_gradient_accumulation_boundary: bool) -> None:
         """Called by the base when a backward begins. Does nothing unless the native module of ZeRO-3 is loaded."""
         if self._zero3 is not None:
             self._zero3.start_backward(is_gradient_accumulation_boundary)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         if self._zero3 is None:

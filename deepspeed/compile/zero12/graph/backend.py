@@ -5,12 +5,13 @@
 import functools
 import hashlib
 from pathlib import Path
-from typing import Callable, Dict, Iterable, List, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
 
 import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.utils import GPU_ALIGN_BYTES
+from torch.fx import GraphModule
 
 from deepspeed.utils import logger
 
@@ -19,6 +20,10 @@ from . import loss, lowering
 from .compilation_limit import CompilationLimit
 from .frames import Registrations, one_more_input, traced_registrations
 from .reductions import donate_gradients, finish_backward_graph, insert_reductions
+
+if TYPE_CHECKING:
+    from ..gather_hooks import Waiting
+    from ..options import Plan
 
 
 class GraphOrder:
@@ -65,7 +70,14 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         lies_anywhere: for each input of the graph, whether it may lie at an address of any alignment.
     """
 
-    def __init__(self, slots, graph_id, release_reduce_buckets, debug_log, lies_anywhere):
+    def __init__(
+        self,
+        slots: Mapping[int, int],
+        graph_id: int,
+        release_reduce_buckets: bool,
+        debug_log: bool,
+        lies_anywhere: Sequence[bool],
+    ):
         self.slots = dict(slots)
         self.graph_id = graph_id
         self.release_reduce_buckets = release_reduce_buckets
@@ -73,7 +85,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         self.lies_anywhere = tuple(lies_anywhere)
         # Names of the inputs that may lie at any address. None until the partitioner runs, which happens only for
         # graphs with a backward.
-        self.names_lying_anywhere = None
+        self.names_lying_anywhere: Optional[Set[str]] = None
 
     def uuid(self) -> bytes:
         """Identifies this partitioner in the keys of torch's caches."""
@@ -82,7 +94,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         key = (cache_key(), schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere)
         return hashlib.sha256(repr(key).encode()).digest()
 
-    def __call__(self, gm, joint_inputs, **kwargs):
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
         primals = gm.graph.find_nodes(op="placeholder")
         self.names_lying_anywhere = {node.name for node, flag in zip(primals, self.lies_anywhere) if flag}
         insert_reductions(gm, self.slots)
@@ -96,12 +108,12 @@ class ReduceGradPartitioner(CustomPartitionerFn):
 
 
 def make_backend(
-    plan,
+    plan: "Plan",
     parameters: Iterable[torch.nn.Parameter],
     registered: Sequence[torch.nn.Parameter],
     identity: int,
     limit: CompilationLimit,
-    waiting=None,
+    waiting: Optional["Waiting"] = None,
 ) -> Callable:
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
 

@@ -25,7 +25,7 @@ def choose_blocks(
 
     Args:
         module: the model.
-        wanted: the option ``compile.regional_compilation``. None chooses the blocks that repeat if all of this is
+        wanted: the option ``compile.regional_compilation``. None chooses the blocks that repeat, if all of this is
             true: their parameters are alike, torch can compile the blocks, a module inside the model calls the blocks,
             and the blocks hold most of that module's parameters. The code around that module, usually head and loss,
             is compiled too.

@@ -27,7 +27,7 @@ _UNLIMITED = 10**6
 _MANY = 4
 
 
-def own_code(function) -> types.FunctionType:
+def own_code(function: Callable) -> types.FunctionType:
     """Returns a copy of ``function`` with its own code object, for which Dynamo has counted no compilation yet."""
     copied = types.FunctionType(
         function.__code__.replace(),
@@ -93,13 +93,13 @@ class CompilationLimit:
         with self._room():
             return compiled(block, *args, **kwargs)
 
-    def compile_module(self, module: torch.nn.Module, **compile_kwargs) -> None:
+    def compile_module(self, module: torch.nn.Module, **compile_kwargs: Any) -> None:
         """Compiles a module as ``module.compile(**compile_kwargs)`` does, but within this limit."""
 
         def call(*args, **kwargs):
             return module._call_impl(*args, **kwargs)
 
-        # This limit takes the place of that of torch.compile.
+        # This limit takes the place of torch.compile's own limit.
         compile_kwargs.pop("recompile_limit", None)
         compiled = torch.compile(own_code(call), **compile_kwargs)
 

@@ -7,7 +7,7 @@ Modules that call blocks run uncompiled. The code around these modules is compil
 
 import inspect
 from collections import defaultdict
-from typing import Any, Callable, Dict, Iterable, List
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional
 
 import torch
 from torch.nn import Module, Parameter
@@ -16,6 +16,9 @@ from ..messages import warn
 from .block_classes import plain_class, subclass
 from .choose_blocks import callers_of
 from .compilation_limit import CompilationLimit, own_code
+
+if TYPE_CHECKING:
+    from ..gather_hooks import Waiting
 
 
 def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> List[Parameter]:
@@ -45,7 +48,7 @@ def compile_blocks(
     backend: Callable,
     compile_kwargs: Dict[str, Any],
     limit: CompilationLimit,
-    waiting=None,
+    waiting: Optional["Waiting"] = None,
 ) -> List[Module]:
     """Compiles each block's forward, with one graph for all blocks of a class. Modules that call blocks stay eager.
 
@@ -94,7 +97,7 @@ def _uncompiled(forward, waiting):
         waiting.leave()
         return output
 
-    method.__signature__ = inspect.signature(forward)
+    method.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     return torch.compiler.disable(method)
 
 
@@ -114,7 +117,7 @@ def _compiled(forward, backend, compile_kwargs, limit, waiting):
             waiting.enter(self)
         return limit.call_block(self, compiled, forward, args, kwargs)
 
-    method.__signature__ = inspect.signature(forward)
+    method.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
     return method
 
 

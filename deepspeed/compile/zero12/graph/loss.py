@@ -9,7 +9,7 @@ is free as soon as that backward has run.
 """
 
 import operator
-from typing import Callable, Optional, Sequence
+from typing import Any, Callable, Optional, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -52,18 +52,18 @@ def split_loss(gm: GraphModule, is_registered: Sequence[bool]) -> Optional[Graph
 def _last_returned(graph, parameters):
     """Returns the node of the tensor after which the graph can be cut, or None."""
     output = get_output_node(graph)
-    has_loss, left_behind = False, set()
+    has_loss, open_contexts = False, set()
     for node in reversed(graph.nodes):
         if node is output:
             continue
         if node in output.all_input_nodes and set(node.users) - {output} and _is_large(node):
-            return node if has_loss and not left_behind else None
+            return node if has_loss and not open_contexts else None
         if parameters.intersection(node.all_input_nodes) or _changes_in_place(node):
             return None
         # An autocast context must not begin in one graph and end in the other.
         if node.target is torch.amp.autocast_mode._exit_autocast:
-            left_behind.update(node.all_input_nodes)
-        left_behind.discard(node)
+            open_contexts.update(node.all_input_nodes)
+        open_contexts.discard(node)
         has_loss = has_loss or (node in output.all_input_nodes and _is_scalar(node))
     return None
 
@@ -116,7 +116,7 @@ def inputs_of_head(split: GraphModule, example_inputs: Sequence) -> list:
     return [values[argument] for argument in call.args]
 
 
-def compile_loss(loss: GraphModule, **arguments) -> Callable:
+def compile_loss(loss: GraphModule, **arguments: Any) -> Callable:
     """Returns a function that runs the graph of a loss, compiled by ``torch.compile(**arguments)`` when called."""
 
     # torch 2.11 does not compile a graph module that Dynamo has made, but compiles a function that calls the module.

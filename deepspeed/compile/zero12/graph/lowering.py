@@ -7,17 +7,24 @@ it has to copy the gradient unless the gradient is donated. For a donated gradie
 right after the call, and Inductor gives the buffer's memory to no other buffer.
 """
 
+from typing import TYPE_CHECKING, Any, Tuple
+
 import torch
 from torch._inductor import config, ir
 from torch._inductor.lowering import add_needs_realized_inputs, make_fallback, register_lowering
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
+if TYPE_CHECKING:
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
 
 class ReduceGradKernel(ir.FallbackKernel):
     """A call of ``reduce_grad`` in generated code."""
 
-    def codegen(self, wrapper):
+    constant_args: Tuple
+
+    def codegen(self, wrapper: "PythonWrapperCodegen") -> None:
         # Decide here and not in the lowering, because only now all users of the buffer are known.
         donated = self._may_donate_gradient()
         self.constant_args = (*self.constant_args[:-1], donated)
@@ -41,7 +48,7 @@ class ReduceGradKernel(ir.FallbackKernel):
         return len(users) == 1 and getattr(users[0], "node", None) is self
 
 
-def lower_reduce_grad(gradient, registrations, slot, donated=False):
+def lower_reduce_grad(gradient: ir.TensorBox, registrations: ir.TensorBox, slot: int, donated: bool = False) -> Any:
     """Lowers one call of ``reduce_grad``. :class:`ReduceGradKernel` decides later whether the gradient is donated."""
     operator = torch.ops.deepcompile.reduce_grad.default
     outputs = ReduceGradKernel.create(operator, gradient, registrations, slot, donated)
