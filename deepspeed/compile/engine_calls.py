@@ -22,9 +22,10 @@ from .zero12.messages import warn
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
-def zero_optimizer(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer):
+def zero_optimizer(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) -> "DeepSpeedZeroOptimizer":
     """Returns the ZeRO optimizer that an engine wraps around ``optimizer``.
 
     Raises:
