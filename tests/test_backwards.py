@@ -19,6 +19,7 @@ from support.ids import vary
 from support.lifetime import Raises, backward, start, step_beside
 from support.models import Model
 from support.training import (
+    BOUND,
     NOTHING,
     Case,
     average_gradients,
@@ -29,8 +30,6 @@ from support.training import (
     make_optimizer,
     relative_error,
 )
-
-BOUND = 1e-5
 
 
 class AfterRaising(NamedTuple):

@@ -12,7 +12,6 @@ import pytest
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.checkpoints import (
-    BOUND,
     SCHEDULES,
     Compared,
     Plain,
@@ -26,7 +25,7 @@ from support.checkpoints import (
 )
 from support.ids import vary
 from support.parameter_gather import DELAY, one_rank_late
-from support.training import offload_on_cpu, relative_error, total_error
+from support.training import BOUND, offload_on_cpu, relative_error, total_error
 
 
 class Loaded(NamedTuple):

@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero12 import wait_for_parameters
 
-from support.engines import BOUND, OVERLAPPED, Beside
+from support.engines import OVERLAPPED, Beside
 from support.faults import Fragile, Injected, in_backward, in_forward, raise_injected
 from support.ids import vary
 from support.lifetime import backward, start, step_beside
 from support.models import BlocksWithin
 from support.training import (
+    BOUND,
     NOTHING,
     Case,
     average_gradients,

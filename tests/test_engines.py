@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters
 
-from support.engines import BOUND, OVERLAPPED, Beside, Errors, check
+from support.engines import OVERLAPPED, Beside, Errors, check
 from support.lifetime import allocated_bytes
 from support.training import (
+    BOUND,
     Case,
     average_gradients,
     batch,

@@ -25,9 +25,7 @@ from support.faults import (
     train_step,
 )
 from support.ids import vary
-from support.training import NOTHING, Case, average_gradients, batch, device, held, relative_error
-
-BOUND = 1e-5
+from support.training import BOUND, NOTHING, Case, average_gradients, batch, device, held, relative_error
 
 
 class AfterFault(NamedTuple):

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from support.faults import Injected, fragile, held_soon, in_backward, plain_step, raise_injected, train_step
 from support.ids import vary
 from support.pool import Ranks
-from support.training import NOTHING, Case, batch, build, device, make_engine, make_optimizer, relative_error
+from support.training import BOUND, NOTHING, Case, batch, build, device, make_engine, make_optimizer, relative_error
 
-BOUND = 1e-5
 # Seconds after which a collective gives up, and what the test allows on top of them. NCCL's watchdog takes another
 # minute to write down what was running before it ends the process.
 TIMEOUT, GRACE = 6, 20

@@ -39,11 +39,7 @@ from support.front_doors import (
     warnings_told,
 )
 from support.ids import vary
-from support.training import compile_backend
-
-# Relative, of losses in fp32.
-BOUND = 1e-5
-
+from support.training import BOUND, compile_backend
 
 # Accelerate
 

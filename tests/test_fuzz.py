@@ -27,6 +27,7 @@ from support.faults import Injected, in_backward, raise_injected
 from support.pool import RankFailed
 from support.recipes import EVALUATIONS, KINDS, STEPS, Piece, Recipe, add_hooks, build
 from support.training import (
+    BOUND,
     Case,
     average_gradients,
     batch,
@@ -37,9 +38,6 @@ from support.training import (
     relative_error,
     total_error,
 )
-
-BOUND = 1e-5
-
 
 # What the ranks do -------------------------------------------------------------------------------------------------
 

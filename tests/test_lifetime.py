@@ -19,6 +19,7 @@ from support.ids import vary
 from support.lifetime import allocated_bytes, backward, start
 from support.models import Model
 from support.training import (
+    BOUND,
     NOTHING,
     Case,
     average_gradients,
@@ -31,8 +32,6 @@ from support.training import (
     make_optimizer,
     relative_error,
 )
-
-BOUND = 1e-5
 
 
 def sanitized(*values):

@@ -15,6 +15,7 @@ from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 from support.ids import vary
 from support.models import Model
 from support.training import (
+    BOUND,
     NOTHING,
     Case,
     batch,
@@ -26,7 +27,6 @@ from support.training import (
     step_plain,
 )
 
-BOUND = 1e-5
 ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 WHOLE_MODEL = 10**6  # elements of a bucket
 BLOCK_PARAMETERS = 6

@@ -6,7 +6,7 @@ import dataclasses
 from typing import List, NamedTuple, Optional
 
 from support.ids import vary
-from support.options import SMALL, prepare, train_prepared
+from support.options import SMALL, TWICE_ROUNDED, prepare, train_prepared
 from support.training import Case
 
 
@@ -246,5 +246,4 @@ def test_refused(ranks, name):
         assert "\n" not in refused.raised
         assert refused.changed == []
         if refusal.trains:
-            # Twice the rounding of the parameters' format, in which they are compared.
-            assert refused.error < {"fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7}[refusal.dtype]
+            assert refused.error < TWICE_ROUNDED[refusal.dtype]

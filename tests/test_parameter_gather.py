@@ -23,6 +23,7 @@ from support.ids import vary
 from support.models import WITH_BLOCKS, Block
 from support.parameter_gather import DELAY, MODELS, Around, EagerAround, one_rank_late
 from support.training import (
+    BOUND,
     Case,
     batch,
     device,
@@ -34,7 +35,6 @@ from support.training import (
 )
 
 OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
-BOUND = 1e-5
 
 
 @vary(

@@ -20,7 +20,7 @@ from deepspeed.utils import safe_get_full_grad
 
 from support.ids import vary
 from support.recipes import Gain
-from support.training import Case, device, make_engine
+from support.training import BOUND, Case, device, make_engine
 
 WIDTH = 64
 
@@ -144,7 +144,7 @@ def train(run, block=Drops, regional=None, evaluation_mode=False):
 )
 def test_checkpointed(ranks, varied):
     for drawn in ranks(2).run(train, **varied):
-        assert drawn.error < 1e-5
+        assert drawn.error < BOUND
         assert drawn.from_graphs == 6
         # What runs under the checkpoint's no_grad is compiled as what is computed again.
         assert drawn.eager_calls == 0
@@ -172,7 +172,7 @@ def replay(regional):
 @vary("regional", [True, False])
 def test_replayed_after_a_pass_without_gradients(ranks, regional):
     for drawn in ranks(2).run(replay, regional):
-        assert drawn.error < 1e-5
+        assert drawn.error < BOUND
         assert (drawn.from_graphs, drawn.eager_calls) == (6, 0)
 
 

@@ -13,7 +13,7 @@ import torch
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
-from support.training import device, held, make_engine, make_optimizer, relative_error, step_plain, total_error
+from support.training import BOUND, device, held, make_engine, make_optimizer, relative_error, step_plain, total_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Beside:
         return [safe_get_full_fp32_param(parameter) for parameter in parameters]
 
 
-def check(results, bound=1e-5):
+def check(results, bound=BOUND):
     """Asserts that every rank's engine trained as the plain loop; returns the results."""
     for result in results:
         assert result.error < bound, result

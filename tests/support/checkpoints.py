@@ -16,6 +16,7 @@ from deepspeed.runtime.lr_schedules import WarmupDecayLR
 
 from support.models import VOCABULARY
 from support.training import (
+    ROUNDING,
     Case,
     average_gradients,
     build,
@@ -26,9 +27,6 @@ from support.training import (
     total_error,
 )
 
-BOUND = 1e-5
-# What one rounding of the format makes of the distance that parameters have moved.
-ROUNDING = {"fp32": BOUND, "bf16": 2**-8, "fp16": 2**-11}
 # On CPU the same steps give the same bits; on GPUs some kernels add in any order.
 EXACT = not torch.cuda.is_available()
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.training import (
+    BOUND,
     average_gradients,
     batch,
     build,
@@ -22,9 +23,9 @@ from support.training import (
     total_error,
 )
 
-BOUND = 1e-5
-# As close to fp32 as rounding allows: bf16 has 8 bits.
-ROUNDING = {"fp32": BOUND, "bf16": 3e-2}
+# How far master parameters may be from those of a plain loop in fp32, relative to these, where an engine computes in
+# this format. The roundings of several steps add up: bf16 has 8 bits.
+CLOSE_TO_FP32 = {"fp32": BOUND, "bf16": 3e-2}
 OVERLAPPED = {"compile": {"overlap_param_gather": True}}
 
 
@@ -71,7 +72,7 @@ def check(results, cases):
     """Asserts that each engine of each rank trained as its plain loop. A result lists the errors of each case."""
     for result in results:
         for errors, case in zip(result, cases, strict=True):
-            assert (errors.worst if case.dtype == "fp32" else errors.total) < ROUNDING[case.dtype]
+            assert (errors.worst if case.dtype == "fp32" else errors.total) < CLOSE_TO_FP32[case.dtype]
 
 
 def check_one(results, case):

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 
 from support.training import (
+    BOUND,
+    ROUNDING,
     Case,
     Trained,
     batch,
@@ -26,10 +28,8 @@ from support.training import (
 
 # Two parameters, quickly compiled. What options do to gradients does not depend on more; layouts have their own tests.
 SMALL = "FillsPartition"
-# Both ways round gradients at the same places, but sum micro-batches and ranks in one order or another, and where
-# DeepSpeed stores a sum in the parameters' format, it is here in the format asked for. So parameters differ by what
-# one rounding of the coarsest format involved makes of the distance that they have moved.
-ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
+# The relative error that is left where parameters are compared in their own format: twice that format's rounding.
+TWICE_ROUNDED = {"fp32": BOUND, "bf16": 2 * ROUNDING["bf16"], "fp16": 2 * ROUNDING["fp16"]}
 
 
 def train_each_beside_plain_loop(cases):
