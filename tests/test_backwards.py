@@ -29,6 +29,7 @@ from support.training import (
     held,
     make_optimizer,
     relative_error,
+    step_plain,
 )
 
 
@@ -90,9 +91,7 @@ def backward_that_raises(case, direct):
             run_backward(step, micro_step)
             engine.step()
             (plain(batch(step, micro_step, rank, 4)) / case.accumulation).backward()
-        average_gradients(plain)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_plain(plain, optimizer)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return AfterRaising(raised, received, after, error)

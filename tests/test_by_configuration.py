@@ -60,7 +60,7 @@ class Loop(Beside):
     def step(self, step, call=None):
         for micro_step in range(self.case.accumulation):
             self.micro_batch(step, micro_step, call)
-        self.plain_step()
+        self.step_plain()
 
     def end(self):
         """Destroys the engine; returns the parameters' error."""
@@ -155,7 +155,7 @@ def with_gradients_already(loop):
     """The first micro-batch of a step goes to the module by itself."""
     loop.micro_batch(5, 0, loop.module)
     loop.micro_batch(5, 1)
-    loop.plain_step()
+    loop.step_plain()
 
 
 def test_an_engine_that_holds_gradients_waits_for_the_step(ranks):

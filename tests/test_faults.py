@@ -13,19 +13,9 @@ from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.compile.zero12 import step as optimizer_step
 from deepspeed.compile.zero12.backward import BackwardLife
 
-from support.faults import (
-    HAPPENINGS,
-    Injected,
-    arm,
-    fragile,
-    held_soon,
-    in_backward,
-    plain_step,
-    raise_injected,
-    train_step,
-)
+from support.faults import HAPPENINGS, Injected, arm, fragile, held_soon, in_backward, raise_injected, train_step
 from support.ids import vary
-from support.training import BOUND, NOTHING, Case, average_gradients, batch, device, held, relative_error
+from support.training import BOUND, NOTHING, Case, batch, device, held, relative_error, step_plain, train_plain
 
 
 class AfterFault(NamedTuple):
@@ -44,7 +34,7 @@ def on_every_rank(case, where, how):
     """
     module, engine, plain, optimizer = fragile(case)
     train_step(engine, 0, case.accumulation)
-    plain_step(plain, optimizer, 0, case.accumulation)
+    train_plain(plain, optimizer, 0, case.accumulation)
     for micro_step in range(case.accumulation - 1):
         engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
         engine.step()
@@ -58,12 +48,12 @@ def on_every_rank(case, where, how):
         # Nothing was lost: the step goes on with another micro-batch.
         engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
         engine.step()
-        plain_step(plain, optimizer, 1, case.accumulation)
+        train_plain(plain, optimizer, 1, case.accumulation)
     after = held_soon(engine)
     error = 0.0
     for step in range(2, 4):
         train_step(engine, step, case.accumulation)
-        plain_step(plain, optimizer, step, case.accumulation)
+        train_plain(plain, optimizer, step, case.accumulation)
         error = max(error, relative_error(module.parameters(), plain.parameters()))
     at_last = held(gradient_counters(engine))
     engine.destroy()
@@ -111,7 +101,7 @@ def part_of_a_step_lost(case, how):
     """
     module, engine, plain, optimizer = fragile(case)
     train_step(engine, 0, 3)
-    plain_step(plain, optimizer, 0, 3)
+    train_plain(plain, optimizer, 0, 3)
 
     steps_each = how in ("boundary", "counted", "no_sync, counted")
 
@@ -152,14 +142,12 @@ def part_of_a_step_lost(case, how):
             engine.step()
         for micro_step in (2, 0, 1):
             (plain(batch(1, micro_step, dist.get_rank(), 4)) / 3).backward()
-        average_gradients(plain)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_plain(plain, optimizer)
     else:
         if how == "no_sync":
             engine.set_gradient_accumulation_boundary(True)
         run(2, fails=False)
-        plain_step(plain, optimizer, 2, 3)
+        train_plain(plain, optimizer, 2, 3)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return AfterLoss(raised, error)
@@ -200,7 +188,7 @@ def a_block_that_was_left(case, where):
         block(step, fails=False)
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
-        plain_step(plain, optimizer, step, 3)
+        train_plain(plain, optimizer, step, 3)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return AfterLoss(raised, error)
@@ -242,7 +230,7 @@ def a_step_that_changed_nothing(case, where=(optimizer_step, "_global_norm")):
     after = held(gradient_counters(engine))
     for step in range(2):
         train_step(engine, step, case.accumulation)
-        plain_step(plain, optimizer, step, case.accumulation)
+        train_plain(plain, optimizer, step, case.accumulation)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return AfterStep(raised, after, error)
@@ -281,7 +269,7 @@ def half_a_step(case, folder):
     """A step raises while it changes parameters, and another is tried. Then a checkpoint is loaded."""
     module, engine, plain, optimizer = fragile(case)
     train_step(engine, 0, case.accumulation)
-    plain_step(plain, optimizer, 0, case.accumulation)
+    train_plain(plain, optimizer, 0, case.accumulation)
     engine.save_checkpoint(folder)
     inner, raised = engine.optimizer.optimizer, []
     own_step = inner.step
@@ -298,7 +286,7 @@ def half_a_step(case, folder):
             raised.append(str(error))
     engine.load_checkpoint(folder)
     train_step(engine, 1, case.accumulation)
-    plain_step(plain, optimizer, 1, case.accumulation)
+    train_plain(plain, optimizer, 1, case.accumulation)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return AfterHalf(raised, error)

@@ -135,7 +135,7 @@ def train(case, steps):
                     own = [parameter.grad for parameter in pair.plain.parameters()]
                     of_clipped.append(None if None in seen else relative_error(seen, own))
                     clip(pair.plain)
-            pair.plain_step()
+            pair.step_plain()
             errors[name] = pair.error()
     return Followed(**vars(pair.end()), errors=errors, warnings=warnings, of_clipped=of_clipped)
 

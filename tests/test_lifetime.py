@@ -31,6 +31,7 @@ from support.training import (
     make_engine,
     make_optimizer,
     relative_error,
+    step_plain,
 )
 
 
@@ -377,9 +378,7 @@ def train_with_a_straggler(case, delay):
         waited = max(waited, time.monotonic() - begun) if step > 0 else 0.0
         engine.step()
         plain(batch(step, 0, rank, 4)).backward()
-        average_gradients(plain)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_plain(plain, optimizer)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return Delayed(error, waited)

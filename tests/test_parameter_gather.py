@@ -30,8 +30,8 @@ from support.training import (
     make_engine,
     make_optimizer,
     relative_error,
-    step_plain,
     train_beside_plain_loop,
+    train_plain,
 )
 
 OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
@@ -73,12 +73,6 @@ def make(case, model):
         built.append(MODELS[model]().to(device()))
     module, plain = built
     return module, plain, make_engine(module, case), make_optimizer(plain, case)
-
-
-def train_plain(plain, optimizer, step):
-    """A step of the plain loop with this rank's batch."""
-    plain(batch(step, 0, dist.get_rank(), 4)).backward()
-    step_plain(plain, optimizer)
 
 
 class WithALateRank(NamedTuple):

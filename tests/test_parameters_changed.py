@@ -55,12 +55,12 @@ class FromMasters(Beside):
         self.masters = [parameter.detach().clone() for parameter in self.plain.parameters()]
         self.most_changed = 0.0
 
-    def plain_step(self):
+    def step_plain(self):
         parameters = list(self.plain.parameters())
         for parameter, master in zip(parameters, self.masters, strict=True):
             self.most_changed = max(self.most_changed, float((parameter.detach() - master).abs().max()))
             parameter.data.copy_(master)
-        super().plain_step()
+        super().step_plain()
         self.masters = [parameter.detach().clone() for parameter in parameters]
 
 
@@ -77,7 +77,7 @@ def train(make, case):
     for step in range(3):
         for micro_step in range(case.accumulation):
             pair.micro_batch(batch(step, micro_step, rank, 4))
-        pair.plain_step()
+        pair.step_plain()
     return Changed(**vars(pair.end()), changed=pair.most_changed)
 
 
@@ -127,7 +127,7 @@ def train_with_hooks(make_hooks, case):
         pair.engine.backward(loss)
         pair.engine.step()
         pair.plain(ids).backward()
-        pair.plain_step()
+        pair.step_plain()
     return pair.end()
 
 

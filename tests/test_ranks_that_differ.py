@@ -163,7 +163,7 @@ def train(case, program, steps=5, lengths=lambda step, rank: 4, direct=False):
             ids = batch(step, micro_step, rank, lengths(number, rank))
             pair.micro_batch(ids, PROGRAMS[program](number, rank), anchor, direct=direct)
         counters.append(gradient_counters(pair.engine))
-        pair.plain_step()
+        pair.step_plain()
     return Differing(**vars(pair.end()), counters=counters)
 
 
@@ -318,7 +318,7 @@ def train_architecture(case, name):
         inputs = {key: value.to(device()) for key, value in INPUTS[name](architecture, seed, rank).items()}
         pair.micro_batch(seed, inputs)
         missing.append({name for name, parameter in pair.plain.named_parameters() if parameter.grad is None})
-        pair.plain_step()
+        pair.step_plain()
     return Missing(**vars(pair.end()), missing=missing)
 
 
@@ -347,7 +347,7 @@ def train_replacing(case):
         pair.engine.step()
         if rank == 0:
             pair.plain(batch(step, 1, rank, 4), [0, 1], anchor).backward()
-        pair.plain_step()
+        pair.step_plain()
     return pair.end()
 
 

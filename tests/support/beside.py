@@ -73,13 +73,13 @@ class Beside:
         self.engine.step()
         (self.plain(*inputs) / self.case.accumulation).backward()
 
-    def plain_step(self):
+    def step_plain(self):
         step_plain(self.plain, self.optimizer)
 
     def step(self, *inputs):
         """A step of one micro-batch."""
         self.micro_batch(*inputs)
-        self.plain_step()
+        self.step_plain()
 
     def evaluate(self, *inputs):
         """Calls the model as evaluation does, in eval mode and without gradients."""

@@ -17,7 +17,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.compile.zero12 import gradient_counters
 
 from support.models import Model
-from support.training import average_gradients, batch, device, held, make_engine, make_optimizer
+from support.training import batch, device, held, make_engine, make_optimizer
 
 
 class Injected(Exception):
@@ -132,14 +132,6 @@ def train_step(engine, step, accumulation):
     for micro_step in range(accumulation):
         engine.backward(engine(batch(step, micro_step, dist.get_rank(), 4)))
         engine.step()
-
-
-def plain_step(plain, optimizer, step, accumulation):
-    for micro_step in range(accumulation):
-        (plain(batch(step, micro_step, dist.get_rank(), 4)) / accumulation).backward()
-    average_gradients(plain)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 class FragilePair(NamedTuple):

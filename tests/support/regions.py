@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 
-from support.training import batch, make_engine, make_optimizer, relative_error, step_plain
+from support.training import batch, make_engine, make_optimizer, relative_error, train_plain
 
 REGIONAL = {"compile": {"regional_compilation": True}}
 
@@ -19,8 +19,7 @@ def train_beside(engine, plain, optimizer, steps):
         engine.backward(engine(batch(step, 0, rank, 4)))
         seen.append(gradient_counters(engine))
         engine.step()
-        plain(batch(step, 0, rank, 4)).backward()
-        step_plain(plain, optimizer)
+        train_plain(plain, optimizer, step)
     return seen
 
 

@@ -175,6 +175,13 @@ def step_plain(plain, optimizer):
     optimizer.zero_grad()
 
 
+def train_plain(plain, optimizer, step, accumulation=1):
+    """Trains a plain loop for one step, on this rank's micro-batches of it."""
+    for micro_step in range(accumulation):
+        (plain(batch(step, micro_step, dist.get_rank(), 4)) / accumulation).backward()
+    step_plain(plain, optimizer)
+
+
 def relative_error(actual, expected):
     """Largest ||a - e|| / ||e|| over pairs of tensors; where e is zero, ||a||."""
     worst = 0.0
