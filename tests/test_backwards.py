@@ -97,6 +97,7 @@ def backward_that_raises(case, direct):
     return AfterRaising(raised, received, after, error)
 
 
+@pytest.mark.quick
 @pytest.mark.sanitized
 @pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 2)])

@@ -9,6 +9,7 @@ import logging
 import weakref
 from typing import List, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -119,6 +120,7 @@ def rank_0_evaluates(loop):
     assert not loop.engine.is_compiled
 
 
+@pytest.mark.quick
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_before_the_first_training_forward(ranks, stage, accumulation):
     case = Case(stage=stage, accumulation=accumulation)

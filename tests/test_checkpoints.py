@@ -140,6 +140,7 @@ def roll_back(run, folder, late=False):
     return Loaded(differing(loaded, saved), compared(again, expected, saved))
 
 
+@pytest.mark.quick
 @vary("stage, dtype, overlapped", [(1, "fp32", True), (2, "bf16", True), (1, "bf16", False)])
 def test_rolled_back(ranks, tmp_path, stage, dtype, overlapped):
     run = Run(stage=stage, dtype=dtype, overlapped=overlapped)

@@ -51,6 +51,7 @@ def views(seed):
     return Views({offset: flat[offset : offset + numel].bfloat16() for offset, numel in runs}), flat
 
 
+@pytest.mark.quick
 @vary("chunk", [1, 3, 7, 32, 50, 100])
 @pytest.mark.parametrize("factor", [None, 1 / 3], ids=["unscaled", "scaled"])
 def test_gradient(chunk, factor):
@@ -62,6 +63,7 @@ def test_gradient(chunk, factor):
     assert not gradient._rest, "gradients are held longer than they are needed"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_chunks_step_as_the_whole(monkeypatch, name):
     monkeypatch.setattr(chunked_step, "CHUNK_NUMEL", 7)
@@ -151,6 +153,7 @@ def chunks_of_a_step(case):
     return Chunks([calls.count((50, step)) for step in range(3)], relative_error(*trained))
 
 
+@pytest.mark.quick
 def test_an_engine_steps_in_chunks(ranks):
     """bf16 gradients are scaled into one chunk of fp32 after the other, and a parameter may lie in several."""
     for chunks in ranks(2).run(chunks_of_a_step, Case(dtype="bf16", clipping=0.1)):

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from typing import Dict, List, NamedTuple, Optional
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -83,6 +84,7 @@ def train_beside_fp32(case):
     return WithAndWithout(*(train(dataclasses.replace(case, deepcompile=flag)) for flag in (True, False)))
 
 
+@pytest.mark.quick
 @vary("backend", ["eager", "inductor"])
 @vary("dtype", ["bf16", "fp16"])
 @vary("accumulation", [1, 3])

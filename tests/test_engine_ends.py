@@ -319,6 +319,7 @@ def moment_id(value):
     return f"stage{value.stage}-acc{value.accumulation}" + ("-overlapped" if value.config else "")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "moment, case",
     [

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.compile.zero12 import gradient_counters
 
 from support.engines import OVERLAPPED, CaseBeside, Errors, check
+from support.ids import sanitized
 from support.lifetime import allocated_bytes
 from support.training import (
     BOUND,
@@ -40,6 +41,7 @@ def take_turns(cases, steps=4):
     return [pair.end() for pair in pairs]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "cases",
     [
@@ -165,8 +167,8 @@ def two_engines_taking_turns(first, second):
 @pytest.mark.parametrize(
     "first, second",
     [
-        pytest.param(Case(), Case(model="RepeatedLayers", stage=2), marks=pytest.mark.sanitized),
-        pytest.param(Case(accumulation=2), Case(stage=2, accumulation=3), marks=pytest.mark.sanitized),
+        sanitized(Case(), Case(model="RepeatedLayers", stage=2)),
+        sanitized(Case(accumulation=2), Case(stage=2, accumulation=3)),
         (Case(backend="inductor"), Case(backend="inductor")),
     ],
     ids=["models", "acc2-acc3", "inductor"],

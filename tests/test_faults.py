@@ -60,6 +60,7 @@ def on_every_rank(case, where, how):
     return AfterFault(raised, after, at_last, error)
 
 
+@pytest.mark.quick
 @vary(
     "where, how",
     [

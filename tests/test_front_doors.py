@@ -337,6 +337,7 @@ def packages(door):
     return (*trainer, "trl", "peft", "datasets") if "SFT" in door or "DPO" in door else trainer
 
 
+@pytest.mark.table
 @vary(
     "door, stage, backend",
     [

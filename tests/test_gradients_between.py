@@ -10,6 +10,7 @@ import collections
 import dataclasses
 from typing import Callable, Dict, List, NamedTuple, Optional, Tuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -148,6 +149,7 @@ def check(results):
     return results
 
 
+@pytest.mark.quick
 @vary(
     "accumulation, script, counted",
     [(1, "FBDFBS", (1,)), (2, "FBSDFBS", (1,)), (2, "FBSFBDFBS", (2,))],

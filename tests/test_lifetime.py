@@ -15,7 +15,7 @@ from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.compile.zero12.optimizer import is_attached
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 
-from support.ids import vary
+from support.ids import sanitized, vary
 from support.lifetime import allocated_bytes, backward, start
 from support.models import Model
 from support.training import (
@@ -33,12 +33,6 @@ from support.training import (
     relative_error,
     step_plain,
 )
-
-
-def sanitized(*values):
-    """A case that runs under sanitizers, of a test whose other cases call nothing else in the native code."""
-    return pytest.param(*values, marks=pytest.mark.sanitized)
-
 
 # Stages of a target ---------------------------------------------------------------------------------------------
 
@@ -94,6 +88,7 @@ def stages_of_a_target(case):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [sanitized("fp32"), "bf16"])
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_stages_of_a_target(ranks, stage, accumulation, dtype):

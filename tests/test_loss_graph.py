@@ -7,6 +7,7 @@ import copy
 import operator
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
@@ -75,6 +76,7 @@ def train(case, uses_logits, numel):
     return WithLogits(len(cuts), from_graphs, error)
 
 
+@pytest.mark.quick
 @vary("uses_logits", [False, True])
 @vary("config", [None, WHOLE])
 @vary("stage, backend", [(1, "inductor"), (2, "eager")])
@@ -276,6 +278,7 @@ def too_small(traced):
     return traced.loss_of(traced.logits), traced.logits
 
 
+@pytest.mark.quick
 @vary(
     "outputs",
     [

@@ -110,6 +110,8 @@ def off_and_on(name, stage):
     return OffAndOn(off.losses, on.losses, total_error(on.parameters, off.parameters), on.moved, on.counted)
 
 
+@pytest.mark.quick
+@pytest.mark.table
 def test_trains_as_without_deepcompile(ranks, record_property, stage, name):
     pytest.importorskip("transformers")
     found = {"name": name, "stage": stage}

@@ -5,6 +5,7 @@
 import dataclasses
 from typing import Dict, List, NamedTuple, Optional, Tuple
 
+import pytest
 import torch
 
 from support.ids import vary
@@ -151,6 +152,7 @@ FORMATS = {
 }
 
 
+@pytest.mark.quick
 @vary("name", FORMATS)
 def test_formats(ranks, name):
     how = FORMATS[name]

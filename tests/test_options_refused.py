@@ -5,6 +5,8 @@
 import dataclasses
 from typing import List, NamedTuple, Optional
 
+import pytest
+
 from support.ids import vary
 from support.options import SMALL, TWICE_ROUNDED, prepare, train_prepared
 from support.training import Case
@@ -237,6 +239,8 @@ def state_of(engine):
     }
 
 
+@pytest.mark.quick
+@pytest.mark.table
 @vary("name", [*REFUSED, *ALSO_REFUSED])
 def test_refused(ranks, name):
     refusal = {**REFUSED, **ALSO_REFUSED}[name]

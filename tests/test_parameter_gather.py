@@ -37,6 +37,7 @@ from support.training import (
 OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
 
 
+@pytest.mark.quick
 @vary(
     "model, backend",
     # What waits is around the generated code, so that of a few models shows it.
@@ -212,6 +213,7 @@ def read_after_a_step(case, how):
     return worst
 
 
+@pytest.mark.quick
 @vary("how", [*READS, *FORWARDS])
 def test_reads_after_a_step(ranks, how):
     for error in ranks(2).run(read_after_a_step, Case(config=OVERLAPPED), how):

@@ -8,6 +8,7 @@ the optimizer's own copies.
 
 import dataclasses
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -85,6 +86,7 @@ def with_regions(wanted):
     return {"compile": {"regional_compilation": wanted}}
 
 
+@pytest.mark.quick
 @vary("regional", [True, False])
 @vary("make", [MaxNorm, MaxNormInBlocks, Clamped])
 @vary("stage, accumulation", [(1, 1), (2, 2)])

@@ -8,6 +8,7 @@ linear in each parameter: the product of a parameter and its gradient, summed up
 
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -132,6 +133,7 @@ def train(run, block=Drops, regional=None, evaluation_mode=False):
     return Drawn(worst, counters["from_graphs"], Drops.eager_calls)
 
 
+@pytest.mark.quick
 @vary(
     "varied",
     [

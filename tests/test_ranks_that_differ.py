@@ -171,6 +171,8 @@ def differing(regional, **varied):
     return Case(config={"compile": {"regional_compilation": regional}}, **varied)
 
 
+@pytest.mark.quick
+@pytest.mark.table
 @vary("program", [name for name in PROGRAMS if not name.startswith(("alike", "first-", "one-less"))])
 @vary("regional", [True, False])
 @vary("backend", ["eager", "inductor"])

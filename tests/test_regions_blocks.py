@@ -149,6 +149,7 @@ def test_options_are_not_used_up():
     restore(changed)
 
 
+@pytest.mark.quick
 def test_blocks_that_are_named(find_blocks):
     nested = Nested()
     assert find_blocks(nested, ["Block"]) == [block for stage in nested.stages for block in stage]

@@ -6,6 +6,7 @@ import copy
 import itertools
 from typing import Any, Dict, List, NamedTuple, Set
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._inductor import compile_fx, config
@@ -40,6 +41,7 @@ def check(results):
 
 
 # With graphs as they are traced, test_parameter_gather.py has the same table.
+@pytest.mark.quick
 @vary(
     "stage, accumulation, model",
     [(*varied, model) for model, varied in zip(WITH_BLOCKS, itertools.cycle([(1, 3), (2, 1)]))],
