@@ -120,8 +120,8 @@ def part_of_a_step_lost(case, how):
             engine.step()
 
     def run(step, fails):
-        in_a_block = how == "coalesce_grad_reduction"
-        with engine.coalesce_grad_reduction() if in_a_block else contextlib.nullcontext():
+        in_a_region = how == "coalesce_grad_reduction"
+        with engine.coalesce_grad_reduction() if in_a_region else contextlib.nullcontext():
             for micro_step in range(3):
                 micro_batch(step, micro_step, fails)
         if not steps_each:
@@ -165,14 +165,14 @@ def test_a_step_of_which_a_part_was_lost(ranks, how, stage):
         assert after.error < BOUND
 
 
-def a_block_that_was_left(case, where):
+def a_region_that_was_left(case, where):
     """The second of three micro-batches raises out of ``coalesce_grad_reduction()``, and all are run again.
 
     Another step follows.
     """
     module, engine, plain, optimizer = fragile(case)
 
-    def block(step, fails):
+    def region(step, fails):
         with engine.coalesce_grad_reduction():
             for micro_step in range(3):
                 if fails and micro_step == 1:
@@ -183,10 +183,10 @@ def a_block_that_was_left(case, where):
     for step in range(2):
         if step == 0:
             try:
-                block(step, fails=True)
+                region(step, fails=True)
             except (Injected, KeyboardInterrupt) as error:
                 raised = type(error).__name__
-        block(step, fails=False)
+        region(step, fails=False)
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
         train_plain(plain, optimizer, step, 3)
@@ -197,9 +197,9 @@ def a_block_that_was_left(case, where):
 
 @vary("where", ["forward", "backward", "behind the backward"])
 @vary("stage", [1, 2])
-def test_a_block_that_was_left(ranks, stage, where):
+def test_a_region_that_was_left(ranks, stage, where):
     case = Case(stage=stage, accumulation=3, bucket=50)
-    for after in ranks(2).run(a_block_that_was_left, case, where):
+    for after in ranks(2).run(a_region_that_was_left, case, where):
         assert after.raised == ("KeyboardInterrupt" if where == "behind the backward" else "Injected")
         assert after.error < BOUND
 

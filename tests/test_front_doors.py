@@ -92,7 +92,7 @@ def accelerate_with_dynamo(case, resumes):
     return accelerate_loop(case, resumes, dynamo_backend=case.backend)
 
 
-def accelerate_with_regions(case, resumes):
+def accelerate_with_blocks(case, resumes):
     from accelerate.utils import TorchDynamoPlugin
 
     plugin = TorchDynamoPlugin(backend=case.backend, use_regional_compilation=True)
@@ -288,7 +288,7 @@ def lightning_trainer(case, resumes):
 DOORS = {
     "Accelerate": accelerate_loop,
     "Accelerate with dynamo": accelerate_with_dynamo,
-    "Accelerate with regions": accelerate_with_regions,
+    "Accelerate with blocks": accelerate_with_blocks,
     "Trainer": transformers_trainer,
     "Trainer with torch_compile": transformers_trainer_with_torch_compile,
     "Lightning": lightning_trainer,
@@ -344,7 +344,7 @@ def packages(door):
         ("Accelerate", 1, "eager"),
         ("Accelerate", 2, "eager"),
         ("Accelerate with dynamo", 1, "eager"),
-        ("Accelerate with regions", 1, "eager"),
+        ("Accelerate with blocks", 1, "eager"),
         # As a person has it who sets nothing else.
         ("Trainer", 1, "inductor"),
         ("Trainer with torch_compile", 1, "eager"),
@@ -376,7 +376,7 @@ def test_trains_with_the_line_in_the_configuration(ranks, tmp_path, door, stage,
         assert on.others_compiled == ([False] if door == "DPOTrainer" else [])
 
     told = [message for record in results[0] for message in record.warnings]
-    if door == "Accelerate with regions":
+    if door == "Accelerate with blocks":
         assert len(told) == 2 and all("compiled before" in message for message in told), told
     else:
         assert not told

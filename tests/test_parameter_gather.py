@@ -307,6 +307,6 @@ def test_a_script_module_among_the_others(ranks):
         assert error < BOUND
 
 
-def test_needs_regions():
+def test_needs_blocks():
     with pytest.raises(ValueError, match="overlap_param_gather needs blocks .* compile.regional_compilation to true"):
         CompileConfig(deepcompile=True, overlap_param_gather=True, regional_compilation=False)

@@ -82,7 +82,7 @@ def train(make, case):
     return Changed(**vars(pair.end()), changed=pair.most_changed)
 
 
-def with_regions(wanted):
+def with_blocks(wanted):
     return {"compile": {"regional_compilation": wanted}}
 
 
@@ -91,14 +91,14 @@ def with_regions(wanted):
 @vary("make", [MaxNorm, MaxNormInBlocks, Clamped])
 @vary("stage, accumulation", [(1, 1), (2, 2)])
 def test_changed_in_place(ranks, stage, accumulation, make, regional):
-    case = Case(stage=stage, accumulation=accumulation, config=with_regions(regional))
+    case = Case(stage=stage, accumulation=accumulation, config=with_blocks(regional))
     for result in check(ranks(2).run(train, make, case)):
         assert result.changed > 0.01, "the forward changed no parameter"
 
 
 @vary("make, regional", [(MaxNorm, False), (MaxNormInBlocks, True), (Clamped, True)])
 def test_changed_in_place_by_generated_code(ranks, make, regional):
-    check(ranks(2).run(train, make, Case(backend="inductor", config=with_regions(regional))))
+    check(ranks(2).run(train, make, Case(backend="inductor", config=with_blocks(regional))))
 
 
 @vary("make", [MaxNorm, MaxNormInBlocks, Clamped])
@@ -136,9 +136,9 @@ def train_with_hooks(make_hooks, case):
 @vary("regional", [True, False])
 @vary("hooks", [copies, detached, on_cpu])
 def test_hooks_on_saved_tensors(ranks, hooks, regional):
-    check(ranks(2).run(train_with_hooks, hooks, Case(config=with_regions(regional))))
+    check(ranks(2).run(train_with_hooks, hooks, Case(config=with_blocks(regional))))
 
 
 @vary("regional", [True, False])
 def test_hooks_on_saved_tensors_of_generated_code(ranks, regional):
-    check(ranks(2).run(train_with_hooks, copies, Case(backend="inductor", config=with_regions(regional))))
+    check(ranks(2).run(train_with_hooks, copies, Case(backend="inductor", config=with_blocks(regional))))

@@ -14,11 +14,11 @@ from torch._inductor import compile_fx, config
 from deepspeed.compile.fx import reduce_nodes
 from deepspeed.compile.zero12.graph import backend as reduce_backend
 
+from support.blocks import REGIONAL, train_and_destroy, train_beside
 from support.ids import vary
 from support.lifetime import Raises
 from support.models import WITH_BLOCKS, Model
 from support.parameter_gather import Around
-from support.regions import REGIONAL, train_and_destroy, train_beside
 from support.training import (
     BOUND,
     Case,
@@ -105,7 +105,7 @@ def test_one_graph_serves_all_layers(ranks):
         assert seen.sent == [1, 1, 1, 1]
 
 
-def test_blocks_within_the_model_are_regions_by_default(ranks):
+def test_blocks_within_the_model_by_default(ranks):
     for seen in ranks(2).run(graphs_and_buckets, Case(model="BlocksWithin")):
         # All blocks' graph, and that of the head and the loss, around the uncompiled body.
         assert seen.graphs == [6, 1]
@@ -113,7 +113,7 @@ def test_blocks_within_the_model_are_regions_by_default(ranks):
         assert seen.error < BOUND
 
 
-def test_without_regions_one_graph_has_all(ranks):
+def test_without_blocks_one_graph_has_all(ranks):
     for seen in ranks(2).run(graphs_and_buckets, Case(bucket=10**6)):
         assert seen.graphs == [20] and seen.sent == [1, 1, 1, 1]
 

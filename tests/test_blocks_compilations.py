@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero12.graph import backend as reduce_backend
 
+from support.blocks import REGIONAL, train_beside
 from support.ids import vary
 from support.models import Block, Model
-from support.regions import REGIONAL, train_beside
 from support.training import BOUND, Case, batch, build, device, make_engine, make_optimizer, relative_error, step_plain
 
 
