@@ -88,10 +88,10 @@ def graphs_and_buckets(case):
     plain = copy.deepcopy(module)
     reduce_backend.finish_backward_graph = recording
     try:
-        seen, error = train_and_destroy(module, plain, case, 4)
+        counters, error = train_and_destroy(module, plain, case, 4)
     finally:
         reduce_backend.finish_backward_graph = finish
-    return GraphsAndBuckets(graphs, seen[-1], [counters["buckets_sent"] for counters in seen], error)
+    return GraphsAndBuckets(graphs, counters[-1], [each["buckets_sent"] for each in counters], error)
 
 
 def test_one_graph_serves_all_layers(ranks):
@@ -128,8 +128,8 @@ def train_what_is_partly_uncompiled(case):
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = Around().to(device())
-    seen, error = train_and_destroy(module, copy.deepcopy(module), case, 3)
-    return PartlyUncompiled(seen[-1], error)
+    counters, error = train_and_destroy(module, copy.deepcopy(module), case, 3)
+    return PartlyUncompiled(counters[-1], error)
 
 
 def test_gradients_of_uncompiled_code_are_not_copied(ranks):
@@ -279,8 +279,8 @@ def hook_on_second_layer(case):
     plain = copy.deepcopy(module)
     calls = []
     module.blocks[1].up.weight.register_hook(lambda gradient: calls.append(gradient.shape))
-    seen, error = train_and_destroy(module, plain, case, 2)
-    return HookOnOneLayer(len(calls), seen[-1], error)
+    counters, error = train_and_destroy(module, plain, case, 2)
+    return HookOnOneLayer(len(calls), counters[-1], error)
 
 
 def test_a_hook_on_one_layer(ranks):

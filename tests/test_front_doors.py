@@ -9,6 +9,7 @@ nothing about DeepCompile but its line in the configuration. It trains, evaluate
 
 import dataclasses
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -298,14 +299,18 @@ DOORS = {
 }
 
 
-def off_on_resumed(case):
-    """Trains without DeepCompile, with DeepCompile, and with DeepCompile from the second run's checkpoint.
+class Records(NamedTuple):
+    """What came of a program's runs."""
 
-    Returns:
-        The record of each.
-    """
+    off: Record  # without DeepCompile
+    on: Record
+    resumed: Record  # from the checkpoint of the run before, with DeepCompile too
+
+
+def off_on_resumed(case):
+    """Runs the program of a case without DeepCompile, with DeepCompile, and from the second run's checkpoint."""
     off = dataclasses.replace(case, deepcompile=False, folder=os.path.join(case.folder, "off"))
-    return [run(off, resumes=False), run(case, resumes=False), run(case, resumes=True)]
+    return Records(run(off, resumes=False), run(case, resumes=False), run(case, resumes=True))
 
 
 def run(case, resumes):

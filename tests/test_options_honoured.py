@@ -7,7 +7,7 @@ With each, training on two ranks gives the parameters of a plain loop.
 
 import gc
 import re
-from typing import List, NamedTuple, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -116,8 +116,15 @@ def test_reduce_bucket_size(ranks):
             assert result.counters["peak_pending"] <= 4 * bucket + largest_gradient
 
 
+class Norms(NamedTuple):
+    """What an engine says of the norm of a step's gradients; None if it says nothing."""
+
+    computed: Optional[float]
+    skipped: Optional[float]  # with ``compute_grad_norm: false``
+
+
 def train_with_and_without_norm(stage):
-    """Returns the norm of the gradients of a step, and what stands for it with ``compute_grad_norm: false``."""
+    """Trains for one step with the norm of the gradients and one without."""
     norms = []
     for options in ({}, {"compute_grad_norm": False}):
         case = Case(model=SMALL, stage=stage, config={"zero_optimization": options})
@@ -126,14 +133,14 @@ def train_with_and_without_norm(stage):
         engine.step()
         norms.append(engine.get_global_grad_norm())
         engine.destroy()
-    return [None if norm is None else float(norm) for norm in norms]
+    return Norms(*(None if norm is None else float(norm) for norm in norms))
 
 
 def test_compute_grad_norm(ranks):
     train_both_stages(ranks, config={"zero_optimization": {"compute_grad_norm": False}})
     for stage in (1, 2):
-        (computed, skipped), other_rank = ranks(2).run(train_with_and_without_norm, stage)
-        assert computed > 0 and skipped is None and other_rank == [computed, skipped]
+        norms, of_other_rank = ranks(2).run(train_with_and_without_norm, stage)
+        assert norms.computed > 0 and norms.skipped is None and of_other_rank == norms
 
 
 def test_debug_log(ranks):

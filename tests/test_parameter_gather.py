@@ -25,6 +25,7 @@ from support.parameter_gather import DELAY, MODELS, Around, EagerAround, one_ran
 from support.training import (
     BOUND,
     Case,
+    Pair,
     batch,
     device,
     make_engine,
@@ -67,13 +68,14 @@ def test_variations(ranks, world, varied):
 
 
 def make(case, model):
+    """Makes an engine of a model and a plain loop beside it."""
     torch._dynamo.reset()
     built = []
     for _ in range(2):
         torch.manual_seed(0)
         built.append(MODELS[model]().to(device()))
     module, plain = built
-    return module, plain, make_engine(module, case), make_optimizer(plain, case)
+    return Pair(module, make_engine(module, case), plain, make_optimizer(plain, case))
 
 
 class WithALateRank(NamedTuple):
@@ -84,7 +86,7 @@ class WithALateRank(NamedTuple):
 
 def train_with_a_late_rank(case, model, waits=True):
     """Trains where each rank in turn sends its parameters late."""
-    module, plain, engine, optimizer = make(case, model)
+    module, engine, plain, optimizer = make(case, model)
     worst = 0.0
     with one_rank_late(DELAY) as waited:
         wait = gather.OverlappedGather.wait
@@ -189,7 +191,7 @@ FORWARDS = ["evaluate", "module", "module without gradients"]
 
 def read_after_a_step(case, how):
     """Largest error of what ``how`` reads right behind a step in which another rank was late."""
-    module, plain, engine, optimizer = make(case, "Around")
+    module, engine, plain, optimizer = make(case, "Around")
     worst = 0.0
     for step in range(2):
         engine.train()
@@ -231,7 +233,7 @@ class Waits(NamedTuple):
 
 def order_of_waits(case):
     """Takes two steps and records what each block waits for."""
-    module, _, engine, _ = make(case, "Around")
+    module, engine, _, _ = make(case, "Around")
     in_use, pending = engine.optimizer._zero12.gather, []
     enter = gather_hooks.Waiting.enter
 

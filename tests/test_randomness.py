@@ -21,7 +21,7 @@ from deepspeed.utils import safe_get_full_grad
 
 from support.ids import vary
 from support.recipes import Gain
-from support.training import BOUND, Case, device, make_engine
+from support.training import BOUND, Case, Started, device, make_engine
 
 WIDTH = 64
 
@@ -89,11 +89,12 @@ class Loss(Representation):
 
 
 def make(module, **varied):
+    """Makes an engine of a module, with random numbers of each rank's own."""
     torch._dynamo.reset()
     torch.manual_seed(1 + dist.get_rank())
     module = module.to(device())
     Drops.eager_calls = 0
-    return module, make_engine(module, Case(backend="inductor", **varied))
+    return Started(module, make_engine(module, Case(backend="inductor", **varied)))
 
 
 def inputs():

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of models whose blocks are graphs of their own, beside a plain loop."""
 
+from typing import Any, Dict, List, NamedTuple
+
 import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
@@ -23,10 +25,15 @@ def train_beside(engine, plain, optimizer, steps):
     return seen
 
 
+class TrainedInBlocks(NamedTuple):
+    counters: List[Dict[str, Any]]  # of each step's backward
+    error: float  # of the parameters
+
+
 def train_and_destroy(module, plain, case, steps):
-    """Makes an engine of ``module`` and trains both; returns what each backward counted and the parameters' error."""
+    """Makes an engine of ``module``, trains it beside ``plain`` and destroys it."""
     engine = make_engine(module, case)
-    seen = train_beside(engine, plain, make_optimizer(plain, case), range(steps))
+    counters = train_beside(engine, plain, make_optimizer(plain, case), range(steps))
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
-    return seen, error
+    return TrainedInBlocks(counters, error)

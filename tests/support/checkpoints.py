@@ -18,6 +18,7 @@ from support.models import VOCABULARY
 from support.training import (
     ROUNDING,
     Case,
+    Started,
     average_gradients,
     build,
     device,
@@ -105,10 +106,10 @@ def make_engine(module, run):
 
 
 def start(run, seed=0):
-    """(module, engine), of which nothing has been compiled yet."""
+    """Makes a module and its engine, of which nothing has been compiled yet."""
     torch._dynamo.reset()
     module = build(run, seed)
-    return module, make_engine(module, run)
+    return Started(module, make_engine(module, run))
 
 
 class Plain:

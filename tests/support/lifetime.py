@@ -10,14 +10,14 @@ import ctypes
 import torch
 import torch.distributed as dist
 
-from support.training import batch, build, make_engine, train_plain
+from support.training import Started, batch, build, make_engine, train_plain
 
 
 def start(case, module=None):
-    """Returns the module and its engine, of which nothing has been compiled yet."""
+    """Makes a module and its engine, of which nothing has been compiled yet."""
     torch._dynamo.reset()
     module = module or build(case)
-    return module, make_engine(module, case)
+    return Started(module, make_engine(module, case))
 
 
 def backward(engine, step=0, micro_step=0):

@@ -15,6 +15,7 @@ from support.training import (
     BOUND,
     ROUNDING,
     Case,
+    Started,
     Trained,
     batch,
     build,
@@ -69,12 +70,12 @@ def train_and_collect_output(case):
 
 
 def prepare(case):
-    """A module and its engine, on which engine.compile() has not been called."""
+    """Makes a module and its engine, on which engine.compile() has not been called."""
     torch._dynamo.reset()
     config = {"compile": {}, **(case.config or {})}
     config["compile"] = {"deepcompile": True, **config["compile"]}
     module = build(case)
-    return module, make_engine(module, dataclasses.replace(case, config=config, deepcompile=False))
+    return Started(module, make_engine(module, dataclasses.replace(case, config=config, deepcompile=False)))
 
 
 def train_prepared(case, module, engine):

@@ -9,13 +9,14 @@ import contextlib
 import copy
 import dataclasses
 import math
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
 from deepspeed.runtime import torch_autocast
@@ -122,6 +123,22 @@ def make_engine(module, case):
     if case.deepcompile:
         engine.compile(backend=case.backend, compile_kwargs=dict(case.compile_kwargs or {}))
     return engine
+
+
+class Started(NamedTuple):
+    """A module and its engine, which has not trained yet."""
+
+    module: torch.nn.Module
+    engine: DeepSpeedEngine
+
+
+class Pair(NamedTuple):
+    """An engine and a plain loop that begin with the same parameters."""
+
+    module: torch.nn.Module
+    engine: DeepSpeedEngine
+    plain: torch.nn.Module
+    optimizer: torch.optim.Optimizer  # of the plain loop
 
 
 @contextlib.contextmanager
