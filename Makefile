@@ -3,7 +3,7 @@
 # make quick    fast tests of each subject, which take less than two minutes on two cores
 # make demo     train the small model of examples/demo on two processes (DEMO_ARGS="..." reaches the script)
 # make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7 WORLD=3: how many, seed, ranks)
-# make models   train every architecture of tests/support/architectures.py with DeepCompile off and on (WORKERS=14)
+# make models   train every architecture of tests/support/architectures with DeepCompile off and on (WORKERS=14)
 # make sanitize test the native code under gcc's sanitizers (SANITIZER=address, thread or undefined: only that one)
 # make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks.compare)
 # make lint     check the formatting and the usual mistakes; make format repairs what can be repaired

@@ -80,7 +80,7 @@ def pytest_configure(config):
 # Before pytest deselects by marks.
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    selection.mark(config, items)
+    selection.keep_one_quick_case(items)
     if config.option.fewer_cases:
         kept = selection.thin_out(items)
         config.hook.pytest_deselected(items=list(set(items).difference(kept)))

@@ -19,6 +19,7 @@ from support.ids import vary
 from support.lifetime import Raises, backward, start, step_beside
 from support.models import Model
 from support.training import (
+    BOUND,
     NOTHING,
     Case,
     average_gradients,
@@ -28,9 +29,8 @@ from support.training import (
     held,
     make_optimizer,
     relative_error,
+    step_plain,
 )
-
-BOUND = 1e-5
 
 
 class AfterRaising(NamedTuple):
@@ -91,14 +91,13 @@ def backward_that_raises(case, direct):
             run_backward(step, micro_step)
             engine.step()
             (plain(batch(step, micro_step, rank, 4)) / case.accumulation).backward()
-        average_gradients(plain)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_plain(plain, optimizer)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return AfterRaising(raised, received, after, error)
 
 
+@pytest.mark.quick
 @pytest.mark.sanitized
 @pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 2)])

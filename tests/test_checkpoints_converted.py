@@ -16,9 +16,9 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from support.checkpoints import BOUND, ROUNDING, Plain, Run, differing, start, train
+from support.checkpoints import Plain, Run, differing, start, train
 from support.parameter_gather import DELAY, one_rank_late
-from support.training import device, relative_error, total_error
+from support.training import BOUND, ROUNDING, device, relative_error, total_error
 
 # Another number of ranks -------------------------------------------------------------------------------------------
 

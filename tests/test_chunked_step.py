@@ -42,19 +42,25 @@ class Views(dict):
             yield self.popitem()
 
 
-def views(seed):
-    """Gradients with padding in front of them, between them and behind them; and all of it flat."""
+class Gradients(NamedTuple):
+    views: Views
+    flat: torch.Tensor  # the same, with the padding
+
+
+def draw_gradients(seed):
+    """Draws gradients with padding in front of them, between them and behind them."""
     torch.manual_seed(seed)
     flat, runs = torch.zeros(NUMEL), [(2, 5), (7, 20), (30, 1), (33, 14)]
     for offset, numel in runs:
         flat[offset : offset + numel] = torch.randn(numel).bfloat16().float()
-    return Views({offset: flat[offset : offset + numel].bfloat16() for offset, numel in runs}), flat
+    return Gradients(Views({offset: flat[offset : offset + numel].bfloat16() for offset, numel in runs}), flat)
 
 
+@pytest.mark.quick
 @vary("chunk", [1, 3, 7, 32, 50, 100])
 @pytest.mark.parametrize("factor", [None, 1 / 3], ids=["unscaled", "scaled"])
 def test_gradient(chunk, factor):
-    given, flat = views(0)
+    given, flat = draw_gradients(0)
     gradient = MasterGradient(given, factor and torch.tensor([factor]), torch.empty(0))
     assert not given
     taken = [gradient.take(first, min(first + chunk, NUMEL)).clone() for first in range(0, NUMEL, chunk)]
@@ -62,6 +68,7 @@ def test_gradient(chunk, factor):
     assert not gradient._rest, "gradients are held longer than they are needed"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_chunks_step_as_the_whole(monkeypatch, name):
     monkeypatch.setattr(chunked_step, "CHUNK_NUMEL", 7)
@@ -73,7 +80,7 @@ def test_chunks_step_as_the_whole(monkeypatch, name):
     expected_scheduler = torch.optim.lr_scheduler.StepLR(expected, 2, 0.5)
     stepped = []
     for step in range(6):
-        given, flat = views(step)
+        given, flat = draw_gradients(step)
         whole.grad = flat
         expected.step()
         assert may_step_in_chunks(optimizer, chunked)
@@ -151,6 +158,7 @@ def chunks_of_a_step(case):
     return Chunks([calls.count((50, step)) for step in range(3)], relative_error(*trained))
 
 
+@pytest.mark.quick
 def test_an_engine_steps_in_chunks(ranks):
     """bf16 gradients are scaled into one chunk of fp32 after the other, and a parameter may lie in several."""
     for chunks in ranks(2).run(chunks_of_a_step, Case(dtype="bf16", clipping=0.1)):

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import List
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -73,6 +74,7 @@ def check_given_up(results, ranks=(0, 1)):
         assert (result.from_graphs[-1] > 0) == (rank not in ranks), results
 
 
+@pytest.mark.quick
 @vary("regional", [True, False])
 @vary("what", ["lengths", "branches"])
 @vary("stage, rank", [(1, 0), (2, None)])

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of images: convolutions under Inductor, which lays out their weights anew, and batches that are uneven."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -176,5 +177,6 @@ def test_a_batch_of_one_in_generated_code(ranks):
     check(ranks(2).run(train, WithQueries, case, ((4, 1), 4, (4, 1))))
 
 
+@pytest.mark.quick
 def test_a_batch_of_one_comes_first(ranks):
     check(ranks(2).run(train, VisionTransformer, Case(bucket=40), ((1, 4), 4, 1, (4, 1))))

@@ -180,6 +180,7 @@ def resolve(reference):
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("reference", [*names_used(), *IMPORTABLE])
 def test_name_exists(reference):
     resolve(reference)

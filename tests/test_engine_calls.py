@@ -8,7 +8,7 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from support.engines import Beside, check_one
+from support.engines import CaseBeside, check_one
 from support.ids import vary
 from support.training import Case, batch, device
 
@@ -19,7 +19,7 @@ def forwards_before_a_backward(case, direct):
     Returns the errors. All forwards come first: a later one would begin a step anew.
     """
     torch._dynamo.reset()
-    pair = Beside(case)
+    pair = CaseBeside(case)
     for step in range(3):
         batches = [batch(step, number, dist.get_rank(), 4) for number in range(4)]
         backward = torch.Tensor.backward if direct else pair.engine.backward
@@ -30,7 +30,7 @@ def forwards_before_a_backward(case, direct):
         pair.engine.step()
         (pair.plain(batches[0]) + pair.plain(batches[1])).backward()
         (pair.plain(batches[2]) * pair.plain(batches[3])).backward()
-        pair.plain_step()
+        pair.step_plain()
     return pair.end()
 
 
@@ -45,7 +45,7 @@ def test_two_forwards_before_a_backward(ranks, direct, model, stage):
 def backwards_of_one_forward(case, how):
     """Two losses of one forward with a backward each, and one that goes backward twice; returns the errors."""
     torch._dynamo.reset()
-    pair = Beside(case)
+    pair = CaseBeside(case)
     # A backward whose graph gives its buffers away cannot run twice.
     torch._functorch.config.donated_buffer = False
 
@@ -64,7 +64,7 @@ def backwards_of_one_forward(case, how):
         pair.engine.step()
         loss = pair.plain(ids)
         (3 * loss + loss.square()).backward()
-        pair.plain_step()
+        pair.step_plain()
     torch._functorch.config.donated_buffer = True
     return pair.end()
 
@@ -79,7 +79,7 @@ def test_several_backwards_of_one_forward(ranks, how, stage):
 def computed_again(case, direct, both):
     """Outputs of two forwards, the first or both computed again in the backward of one loss; returns the errors."""
     torch._dynamo.reset()
-    pair = Beside(case)
+    pair = CaseBeside(case)
 
     def loss_of(model, step):
         def run(factor, ids):
@@ -95,7 +95,7 @@ def computed_again(case, direct, both):
         (torch.Tensor.backward if direct else pair.engine.backward)(loss_of(pair.engine, step))
         pair.engine.step()
         loss_of(pair.plain, step).backward()
-        pair.plain_step()
+        pair.step_plain()
     return pair.end()
 
 
@@ -115,13 +115,13 @@ def test_computed_again(ranks, direct, both, stage):
 def module_called(case):
     """The engine's module is called instead of the engine, from its first forward on; returns the errors."""
     torch._dynamo.reset()
-    pair = Beside(case)
+    pair = CaseBeside(case)
     for step in range(3):
         ids = batch(step, 0, dist.get_rank(), 4)
         pair.module(ids).backward()
         pair.engine.step()
         pair.plain(ids).backward()
-        pair.plain_step()
+        pair.step_plain()
     return pair.end()
 
 
@@ -134,7 +134,7 @@ def test_module_called(ranks, model):
 def compiled_again(case):
     """``engine.compile()`` is called again between steps; returns the errors."""
     torch._dynamo.reset()
-    pair = Beside(case)
+    pair = CaseBeside(case)
     for step in range(3):
         pair.step(step)
         pair.engine.compile(backend=case.backend)

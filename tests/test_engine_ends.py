@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero12 import wait_for_parameters
 
-from support.engines import BOUND, OVERLAPPED, Beside
+from support.engines import OVERLAPPED, CaseBeside
 from support.faults import Fragile, Injected, in_backward, in_forward, raise_injected
 from support.ids import vary
 from support.lifetime import backward, start, step_beside
 from support.models import BlocksWithin
 from support.training import (
+    BOUND,
     NOTHING,
     Case,
     average_gradients,
@@ -32,6 +33,7 @@ from support.training import (
     make_engine,
     make_optimizer,
     relative_error,
+    step_plain,
 )
 
 NOTHING_LEFT = {**NOTHING, "registered": 0}
@@ -77,9 +79,9 @@ class Second(NamedTuple):
 def second_engine(case, stages):
     """A second engine for a module whose first one has trained and is still alive."""
     torch._dynamo.reset()
-    first = Beside(dataclasses.replace(case, stage=stages[0]))
+    first = CaseBeside(dataclasses.replace(case, stage=stages[0]))
     first.step(0)
-    second = Beside(dataclasses.replace(case, stage=stages[1]), module=first.module)
+    second = CaseBeside(dataclasses.replace(case, stage=stages[1]), module=first.module)
     for step in range(1, 4):
         second.step(step)
     error = relative_error(second.module.parameters(), second.plain.parameters())
@@ -145,9 +147,7 @@ def again_after_destroy(case):
             engine.backward(engine(batch(step, life, rank, 4)))
             engine.step()
             plain(batch(step, life, rank, 4)).backward()
-            average_gradients(plain)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_plain(plain, optimizer)
         engine.destroy()
     return relative_error(module.parameters(), plain.parameters())
 
@@ -319,6 +319,7 @@ def moment_id(value):
     return f"stage{value.stage}-acc{value.accumulation}" + ("-overlapped" if value.config else "")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "moment, case",
     [

@@ -20,7 +20,6 @@ from deepspeed.utils import (
 )
 
 from support.checkpoints import (
-    BOUND,
     Compared,
     Plain,
     Run,
@@ -33,7 +32,7 @@ from support.checkpoints import (
     train,
 )
 from support.ids import vary
-from support.training import device, relative_error, total_error
+from support.training import BOUND, device, relative_error, total_error
 
 # States moved away and back ----------------------------------------------------------------------------------------
 

@@ -14,11 +14,12 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters
 
-from support.engines import BOUND, OVERLAPPED, Beside, Errors, check
+from support.engines import OVERLAPPED, CaseBeside, Errors, check
+from support.ids import sanitized
 from support.lifetime import allocated_bytes
 from support.training import (
+    BOUND,
     Case,
-    average_gradients,
     batch,
     build,
     device,
@@ -26,19 +27,21 @@ from support.training import (
     make_engine,
     make_optimizer,
     relative_error,
+    step_plain,
 )
 
 
 def take_turns(cases, steps=4):
     """Engines of one process train step by step in turns; returns each one's errors."""
     torch._dynamo.reset()
-    pairs = [Beside(case, seed) for seed, case in enumerate(cases)]
+    pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
     for step in range(steps):
         for pair in pairs:
             pair.step(step)
     return [pair.end() for pair in pairs]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "cases",
     [
@@ -67,7 +70,7 @@ class Turns(NamedTuple):
 def turns_in_another_order(case):
     """Each rank steps two engines of one kind, every other rank in the other order."""
     torch._dynamo.reset()
-    pairs, raised = [Beside(case) for _ in range(2)], []
+    pairs, raised = [CaseBeside(case) for _ in range(2)], []
     ids = batch(0, 0, dist.get_rank(), 4)
     for pair in reversed(pairs) if dist.get_rank() % 2 else pairs:
         try:
@@ -91,7 +94,7 @@ def test_turns_in_another_order(ranks):
 def one_loss_of_two_engines(cases):
     """One backward through two engines' models, as where a critic's loss goes into an actor's; returns the errors."""
     torch._dynamo.reset()
-    pairs = [Beside(case, seed) for seed, case in enumerate(cases)]
+    pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
     for step in range(3):
         ids = batch(step, 0, dist.get_rank(), 4)
         first, second = (pair.engine(ids) for pair in pairs)
@@ -100,7 +103,7 @@ def one_loss_of_two_engines(cases):
         (first * 2 + first.detach() * second).backward()
         for pair in pairs:
             pair.engine.step()
-            pair.plain_step()
+            pair.step_plain()
     return [pair.end() for pair in pairs]
 
 
@@ -112,7 +115,7 @@ def test_one_loss_of_two_engines(ranks):
 def in_other_threads(cases):
     """Each step of each engine runs in a new thread, one at a time; returns the errors."""
     torch._dynamo.reset()
-    pairs = [Beside(case, seed) for seed, case in enumerate(cases)]
+    pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
     own_device, raised = device(), []
 
     def run(pair, step):
@@ -154,9 +157,7 @@ def two_engines_taking_turns(first, second):
                 engine.backward(engine(batch(step, micro_step, rank, 4)))
                 engine.step()
                 (plain(batch(step, micro_step, rank, 4)) / case.accumulation).backward()
-            average_gradients(plain)
-            optimizer.step()
-            optimizer.zero_grad()
+            step_plain(plain, optimizer)
     errors = [relative_error(module.parameters(), plain.parameters()) for _, module, _, plain, _ in pairs]
     for _, _, engine, _, _ in pairs:
         engine.destroy()
@@ -166,8 +167,8 @@ def two_engines_taking_turns(first, second):
 @pytest.mark.parametrize(
     "first, second",
     [
-        pytest.param(Case(), Case(model="RepeatedLayers", stage=2), marks=pytest.mark.sanitized),
-        pytest.param(Case(accumulation=2), Case(stage=2, accumulation=3), marks=pytest.mark.sanitized),
+        sanitized(Case(), Case(model="RepeatedLayers", stage=2)),
+        sanitized(Case(accumulation=2), Case(stage=2, accumulation=3)),
         (Case(backend="inductor"), Case(backend="inductor")),
     ],
     ids=["models", "acc2-acc3", "inductor"],
@@ -192,9 +193,7 @@ def overlapping_windows(first, second):
                 engines[index].step()
                 (plains[index](batch(step, micro_step, rank, 4)) / case.accumulation).backward()
                 if micro_step == case.accumulation - 1 or case.accumulation == 1:
-                    average_gradients(plains[index])
-                    optimizers[index].step()
-                    optimizers[index].zero_grad()
+                    step_plain(plains[index], optimizers[index])
     errors = [relative_error(a.parameters(), b.parameters()) for a, b in zip(modules, plains)]
     for engine in engines:
         engine.destroy()
@@ -220,7 +219,7 @@ class Wrapped(NamedTuple):
 def beside_plain_loop_in_wrapped_groups(case):
     """Trains for three steps."""
     torch._dynamo.reset()
-    pair = Beside(case)
+    pair = CaseBeside(case)
     wrapped = pair.engine.data_parallel_group._get_backend(device()).wrapped_pg
     for step in range(3):
         pair.step(step)
@@ -257,7 +256,7 @@ class LongRun(NamedTuple):
 def long_run(case, steps, settled):
     """1 to 4 micro-batches a step, of 3 to 20 tokens, beside a plain loop; a sample every ``settled`` steps."""
     torch._dynamo.reset()
-    pair, rank = Beside(case), dist.get_rank()
+    pair, rank = CaseBeside(case), dist.get_rank()
     # The same on every rank, and lengths of each rank's own.
     of_all, own = random.Random(1), random.Random(2 + rank)
     most_held, samples = 0, []
@@ -269,7 +268,7 @@ def long_run(case, steps, settled):
             pair.engine.backward(pair.engine(ids) / micro_batches)
             pair.engine.step()
             (pair.plain(ids) / micro_batches).backward()
-        pair.plain_step()
+        pair.step_plain()
         most_held = max(most_held, *held(gradient_counters(pair.engine)).values())
         if step % settled == 0:
             gc.collect()

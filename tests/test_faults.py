@@ -13,21 +13,9 @@ from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.compile.zero12 import step as optimizer_step
 from deepspeed.compile.zero12.backward import BackwardLife
 
-from support.faults import (
-    HAPPENINGS,
-    Injected,
-    arm,
-    fragile,
-    held_soon,
-    in_backward,
-    plain_step,
-    raise_injected,
-    train_step,
-)
+from support.faults import HAPPENINGS, Injected, arm, fragile, held_soon, in_backward, raise_injected, train_step
 from support.ids import vary
-from support.training import NOTHING, Case, average_gradients, batch, device, held, relative_error
-
-BOUND = 1e-5
+from support.training import BOUND, NOTHING, Case, batch, device, held, relative_error, step_plain, train_plain
 
 
 class AfterFault(NamedTuple):
@@ -46,7 +34,7 @@ def on_every_rank(case, where, how):
     """
     module, engine, plain, optimizer = fragile(case)
     train_step(engine, 0, case.accumulation)
-    plain_step(plain, optimizer, 0, case.accumulation)
+    train_plain(plain, optimizer, 0, case.accumulation)
     for micro_step in range(case.accumulation - 1):
         engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
         engine.step()
@@ -60,18 +48,19 @@ def on_every_rank(case, where, how):
         # Nothing was lost: the step goes on with another micro-batch.
         engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
         engine.step()
-        plain_step(plain, optimizer, 1, case.accumulation)
+        train_plain(plain, optimizer, 1, case.accumulation)
     after = held_soon(engine)
     error = 0.0
     for step in range(2, 4):
         train_step(engine, step, case.accumulation)
-        plain_step(plain, optimizer, step, case.accumulation)
+        train_plain(plain, optimizer, step, case.accumulation)
         error = max(error, relative_error(module.parameters(), plain.parameters()))
     at_last = held(gradient_counters(engine))
     engine.destroy()
     return AfterFault(raised, after, at_last, error)
 
 
+@pytest.mark.quick
 @vary(
     "where, how",
     [
@@ -113,7 +102,7 @@ def part_of_a_step_lost(case, how):
     """
     module, engine, plain, optimizer = fragile(case)
     train_step(engine, 0, 3)
-    plain_step(plain, optimizer, 0, 3)
+    train_plain(plain, optimizer, 0, 3)
 
     steps_each = how in ("boundary", "counted", "no_sync, counted")
 
@@ -131,8 +120,8 @@ def part_of_a_step_lost(case, how):
             engine.step()
 
     def run(step, fails):
-        in_a_block = how == "coalesce_grad_reduction"
-        with engine.coalesce_grad_reduction() if in_a_block else contextlib.nullcontext():
+        in_a_region = how == "coalesce_grad_reduction"
+        with engine.coalesce_grad_reduction() if in_a_region else contextlib.nullcontext():
             for micro_step in range(3):
                 micro_batch(step, micro_step, fails)
         if not steps_each:
@@ -154,14 +143,12 @@ def part_of_a_step_lost(case, how):
             engine.step()
         for micro_step in (2, 0, 1):
             (plain(batch(1, micro_step, dist.get_rank(), 4)) / 3).backward()
-        average_gradients(plain)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_plain(plain, optimizer)
     else:
         if how == "no_sync":
             engine.set_gradient_accumulation_boundary(True)
         run(2, fails=False)
-        plain_step(plain, optimizer, 2, 3)
+        train_plain(plain, optimizer, 2, 3)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return AfterLoss(raised, error)
@@ -178,14 +165,14 @@ def test_a_step_of_which_a_part_was_lost(ranks, how, stage):
         assert after.error < BOUND
 
 
-def a_block_that_was_left(case, where):
+def a_region_that_was_left(case, where):
     """The second of three micro-batches raises out of ``coalesce_grad_reduction()``, and all are run again.
 
     Another step follows.
     """
     module, engine, plain, optimizer = fragile(case)
 
-    def block(step, fails):
+    def region(step, fails):
         with engine.coalesce_grad_reduction():
             for micro_step in range(3):
                 if fails and micro_step == 1:
@@ -196,13 +183,13 @@ def a_block_that_was_left(case, where):
     for step in range(2):
         if step == 0:
             try:
-                block(step, fails=True)
+                region(step, fails=True)
             except (Injected, KeyboardInterrupt) as error:
                 raised = type(error).__name__
-        block(step, fails=False)
+        region(step, fails=False)
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
-        plain_step(plain, optimizer, step, 3)
+        train_plain(plain, optimizer, step, 3)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return AfterLoss(raised, error)
@@ -210,9 +197,9 @@ def a_block_that_was_left(case, where):
 
 @vary("where", ["forward", "backward", "behind the backward"])
 @vary("stage", [1, 2])
-def test_a_block_that_was_left(ranks, stage, where):
+def test_a_region_that_was_left(ranks, stage, where):
     case = Case(stage=stage, accumulation=3, bucket=50)
-    for after in ranks(2).run(a_block_that_was_left, case, where):
+    for after in ranks(2).run(a_region_that_was_left, case, where):
         assert after.raised == ("KeyboardInterrupt" if where == "behind the backward" else "Injected")
         assert after.error < BOUND
 
@@ -244,7 +231,7 @@ def a_step_that_changed_nothing(case, where=(optimizer_step, "_global_norm")):
     after = held(gradient_counters(engine))
     for step in range(2):
         train_step(engine, step, case.accumulation)
-        plain_step(plain, optimizer, step, case.accumulation)
+        train_plain(plain, optimizer, step, case.accumulation)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return AfterStep(raised, after, error)
@@ -283,7 +270,7 @@ def half_a_step(case, folder):
     """A step raises while it changes parameters, and another is tried. Then a checkpoint is loaded."""
     module, engine, plain, optimizer = fragile(case)
     train_step(engine, 0, case.accumulation)
-    plain_step(plain, optimizer, 0, case.accumulation)
+    train_plain(plain, optimizer, 0, case.accumulation)
     engine.save_checkpoint(folder)
     inner, raised = engine.optimizer.optimizer, []
     own_step = inner.step
@@ -300,7 +287,7 @@ def half_a_step(case, folder):
             raised.append(str(error))
     engine.load_checkpoint(folder)
     train_step(engine, 1, case.accumulation)
-    plain_step(plain, optimizer, 1, case.accumulation)
+    train_plain(plain, optimizer, 1, case.accumulation)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return AfterHalf(raised, error)

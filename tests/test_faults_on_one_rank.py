@@ -14,12 +14,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.faults import Injected, fragile, held_soon, in_backward, plain_step, raise_injected, train_step
+from support.faults import Injected, fragile, held_soon, in_backward, raise_injected, train_step
 from support.ids import vary
 from support.pool import Ranks
-from support.training import NOTHING, Case, batch, build, device, make_engine, make_optimizer, relative_error
+from support.training import (
+    BOUND,
+    NOTHING,
+    Case,
+    batch,
+    build,
+    device,
+    make_engine,
+    make_optimizer,
+    relative_error,
+    train_plain,
+)
 
-BOUND = 1e-5
 # Seconds after which a collective gives up, and what the test allows on top of them. NCCL's watchdog takes another
 # minute to write down what was running before it ends the process.
 TIMEOUT, GRACE = 6, 20
@@ -107,7 +117,7 @@ def memory_that_runs_out(case, amounts):
     engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
     raised, afterwards, ended = [], [], None
     train_step(engine, 0, 1)
-    plain_step(plain, optimizer, 0, 1)
+    train_plain(plain, optimizer, 0, 1)
     for step, amount in enumerate(amounts, 1):
         loss = engine(batch(99, 0, dist.get_rank(), 4))
         try:
@@ -124,7 +134,7 @@ def memory_that_runs_out(case, amounts):
         except RuntimeError as error:
             ended = str(error)
             break
-        plain_step(plain, optimizer, step, 1)
+        train_plain(plain, optimizer, step, 1)
     error = relative_error(module.parameters(), plain.parameters())
     moved = relative_error(module.parameters(), before.parameters())
     engine.destroy()

@@ -9,6 +9,7 @@ nothing about DeepCompile but its line in the configuration. It trains, evaluate
 
 import dataclasses
 import os
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -39,11 +40,7 @@ from support.front_doors import (
     warnings_told,
 )
 from support.ids import vary
-from support.training import compile_backend
-
-# Relative, of losses in fp32.
-BOUND = 1e-5
-
+from support.training import BOUND, compile_backend
 
 # Accelerate
 
@@ -96,7 +93,7 @@ def accelerate_with_dynamo(case, resumes):
     return accelerate_loop(case, resumes, dynamo_backend=case.backend)
 
 
-def accelerate_with_regions(case, resumes):
+def accelerate_with_blocks(case, resumes):
     from accelerate.utils import TorchDynamoPlugin
 
     plugin = TorchDynamoPlugin(backend=case.backend, use_regional_compilation=True)
@@ -292,7 +289,7 @@ def lightning_trainer(case, resumes):
 DOORS = {
     "Accelerate": accelerate_loop,
     "Accelerate with dynamo": accelerate_with_dynamo,
-    "Accelerate with regions": accelerate_with_regions,
+    "Accelerate with blocks": accelerate_with_blocks,
     "Trainer": transformers_trainer,
     "Trainer with torch_compile": transformers_trainer_with_torch_compile,
     "Lightning": lightning_trainer,
@@ -302,14 +299,18 @@ DOORS = {
 }
 
 
-def off_on_resumed(case):
-    """Trains without DeepCompile, with DeepCompile, and with DeepCompile from the second run's checkpoint.
+class Records(NamedTuple):
+    """What came of a program's runs."""
 
-    Returns:
-        The record of each.
-    """
+    off: Record  # without DeepCompile
+    on: Record
+    resumed: Record  # from the checkpoint of the run before, with DeepCompile too
+
+
+def off_on_resumed(case):
+    """Runs the program of a case without DeepCompile, with DeepCompile, and from the second run's checkpoint."""
     off = dataclasses.replace(case, deepcompile=False, folder=os.path.join(case.folder, "off"))
-    return [run(off, resumes=False), run(case, resumes=False), run(case, resumes=True)]
+    return Records(run(off, resumes=False), run(case, resumes=False), run(case, resumes=True))
 
 
 def run(case, resumes):
@@ -341,13 +342,14 @@ def packages(door):
     return (*trainer, "trl", "peft", "datasets") if "SFT" in door or "DPO" in door else trainer
 
 
+@pytest.mark.table
 @vary(
     "door, stage, backend",
     [
         ("Accelerate", 1, "eager"),
         ("Accelerate", 2, "eager"),
         ("Accelerate with dynamo", 1, "eager"),
-        ("Accelerate with regions", 1, "eager"),
+        ("Accelerate with blocks", 1, "eager"),
         # As a person has it who sets nothing else.
         ("Trainer", 1, "inductor"),
         ("Trainer with torch_compile", 1, "eager"),
@@ -379,7 +381,7 @@ def test_trains_with_the_line_in_the_configuration(ranks, tmp_path, door, stage,
         assert on.others_compiled == ([False] if door == "DPOTrainer" else [])
 
     told = [message for record in results[0] for message in record.warnings]
-    if door == "Accelerate with regions":
+    if door == "Accelerate with blocks":
         assert len(told) == 2 and all("compiled before" in message for message in told), told
     else:
         assert not told

@@ -27,6 +27,7 @@ from support.faults import Injected, in_backward, raise_injected
 from support.pool import RankFailed
 from support.recipes import EVALUATIONS, KINDS, STEPS, Piece, Recipe, add_hooks, build
 from support.training import (
+    BOUND,
     Case,
     average_gradients,
     batch,
@@ -37,9 +38,6 @@ from support.training import (
     relative_error,
     total_error,
 )
-
-BOUND = 1e-5
-
 
 # What the ranks do -------------------------------------------------------------------------------------------------
 
@@ -290,11 +288,11 @@ pieces = st.builds(
 @st.composite
 def recipes(draw, backends):
     drawn = draw(st.lists(pieces, min_size=1, max_size=5).map(tuple))
-    # Regions need blocks that repeat, and something that waits needs regions.
-    has_regions = any(piece.kind == "block" and piece.repeats > 1 and piece.like is None for piece in drawn)
+    # Only modules that repeat are blocks, and something that waits needs blocks.
+    has_blocks = any(piece.kind == "block" and piece.repeats > 1 and piece.like is None for piece in drawn)
     dtype = draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16", "fp16"]))
     backend = draw(st.sampled_from(backends))
-    regional = draw(st.sampled_from([None, False, True] if has_regions else [None, False]))
+    regional = draw(st.sampled_from([None, False, True] if has_blocks else [None, False]))
     stage = draw(st.sampled_from([1, 2]))
     says = draw(st.sampled_from(["counted", "counted", *(each for each in STEPS if (each, stage) != ("no_sync", 2))]))
     direct = draw(st.booleans())

@@ -46,6 +46,7 @@ def calls(graph):
     return [(node.name, str(node.target), node.args) for node in graph.nodes if node.op == "call_function"]
 
 
+@pytest.mark.quick
 def test_end_backward_stands_after_every_reduction(fx):
     graph = backward_graph(2)
     fx.add_end_backward(graph, 7, release_reduce_buckets=True)
@@ -91,6 +92,7 @@ def test_a_graph_that_reduces_nothing_gets_no_end(fx):
     assert str(graph) == before
 
 
+@pytest.mark.quick
 def test_release_goes_to_the_first_graph_that_reduces(fx):
     order = [(0, False), (1, True), (2, True)]
     assert [fx.should_release_reduce_buckets(order, graph_id) for graph_id, _ in order] == [False, True, False]
@@ -199,6 +201,7 @@ def backward_graphs(case):
     return BackwardGraphs(copy.deepcopy(entries), buckets)
 
 
+@pytest.mark.quick
 @vary("backend", ["eager", "inductor"])
 @vary(
     "model, first_graph_reduces",

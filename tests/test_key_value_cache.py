@@ -2,13 +2,67 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training forwards of transformers' models keep no cache of keys and values, unless the model reads it."""
 
+import time
+from typing import List, NamedTuple
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from support.by_configuration import first_step, language_model
 from support.ids import vary
+from support.models import qwen3_config
 from support.training import compile_backend, device, engine_by_configuration
+
+
+def language_model(layers, width, use_cache):
+    from transformers import Qwen3ForCausalLM
+
+    more = {} if use_cache is None else {"use_cache": use_cache}
+    config = qwen3_config(64, layers, width, intermediate_size=3 * width, **more)
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(config).to(device()).train()
+
+
+class FirstStep(NamedTuple):
+    graphs: int  # that were compiled for the step
+    seconds: float
+    loss: float
+    cache_in_training: bool  # whether the outputs hold a cache
+    cache_in_evaluation: bool
+    use_cache: bool  # of the configuration, afterwards
+    generated: List[List[int]]  # the text that the model generated
+
+
+def first_step(use_cache, layers=6, width=32, backend="eager", asked=None):
+    """Trains a language model for one step, by an engine that compiles itself; then evaluates and generates."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    module = language_model(layers, width, use_cache)
+    engine = engine_by_configuration(module, True)
+    ids = torch.arange(24, device=device()).view(2, 12)
+    with compile_backend(backend):
+        began = time.perf_counter()
+        output = engine(input_ids=ids, labels=ids, **(asked or {}))
+        engine.backward(output.loss)
+        engine.step()
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    engine.eval()
+    with torch.no_grad():
+        evaluated = engine(input_ids=ids)
+    result = FirstStep(
+        graphs=graphs,
+        seconds=seconds,
+        loss=float(output.loss.detach()),
+        cache_in_training=output.past_key_values is not None,
+        cache_in_evaluation=evaluated.past_key_values is not None,
+        use_cache=module.config.use_cache,
+        generated=module.generate(ids, max_new_tokens=4, do_sample=False).tolist(),
+    )
+    engine.destroy()
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +100,15 @@ class Memory(torch.nn.Module):
         return self.lm(input_ids=second, labels=second, past_key_values=kept).loss
 
 
+class Losses(NamedTuple):
+    """The losses of three steps."""
+
+    off: List[float]  # without DeepCompile
+    on: List[float]
+
+
 def with_memory(checkpointed):
-    """Returns the losses of three steps of a ``Memory`` without DeepCompile and with it."""
+    """Trains a ``Memory`` for three steps without DeepCompile and with it."""
     losses = []
     for deepcompile in (False, True):
         torch._dynamo.reset()
@@ -61,7 +122,7 @@ def with_memory(checkpointed):
                 engine.step()
                 losses.append(float(loss.detach()))
         engine.destroy()
-    return losses[:3], losses[3:]
+    return Losses(losses[:3], losses[3:])
 
 
 @vary("checkpointed", [False, True])

@@ -15,10 +15,11 @@ from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.compile.zero12.optimizer import is_attached
 from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
 
-from support.ids import vary
+from support.ids import sanitized, vary
 from support.lifetime import allocated_bytes, backward, start
 from support.models import Model
 from support.training import (
+    BOUND,
     NOTHING,
     Case,
     average_gradients,
@@ -30,15 +31,8 @@ from support.training import (
     make_engine,
     make_optimizer,
     relative_error,
+    step_plain,
 )
-
-BOUND = 1e-5
-
-
-def sanitized(*values):
-    """A case that runs under sanitizers, of a test whose other cases call nothing else in the native code."""
-    return pytest.param(*values, marks=pytest.mark.sanitized)
-
 
 # Stages of a target ---------------------------------------------------------------------------------------------
 
@@ -94,6 +88,7 @@ def stages_of_a_target(case):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [sanitized("fp32"), "bf16"])
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_stages_of_a_target(ranks, stage, accumulation, dtype):
@@ -378,9 +373,7 @@ def train_with_a_straggler(case, delay):
         waited = max(waited, time.monotonic() - begun) if step > 0 else 0.0
         engine.step()
         plain(batch(step, 0, rank, 4)).backward()
-        average_gradients(plain)
-        optimizer.step()
-        optimizer.zero_grad()
+        step_plain(plain, optimizer)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return Delayed(error, waited)

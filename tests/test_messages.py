@@ -5,6 +5,7 @@
 import copy
 from typing import Any, Dict, List, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +16,7 @@ from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 from support.ids import vary
 from support.models import Model
 from support.training import (
+    BOUND,
     NOTHING,
     Case,
     batch,
@@ -26,7 +28,6 @@ from support.training import (
     step_plain,
 )
 
-BOUND = 1e-5
 ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 WHOLE_MODEL = 10**6  # elements of a bucket
 BLOCK_PARAMETERS = 6
@@ -162,6 +163,7 @@ def test_gradients_whose_owners_take_turns_need_one_copy_more(ranks):
         assert counters["peak_bucket"] <= 4 * 2 * half
 
 
+@pytest.mark.quick
 @vary("model", MODELS)
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_uses_of_one_block_are_reduced_together(ranks, stage, accumulation, model):

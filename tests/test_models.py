@@ -18,10 +18,8 @@ from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 from support.architectures import ARCHITECTURES, IN_EVERY_RUN
 from support.ids import case_ids
 from support.models_table import PROPERTY
-from support.training import compile_backend, device, engine_by_configuration, held, total_error
+from support.training import BOUND, compile_backend, device, engine_by_configuration, held, total_error
 
-# Of the parameters after three steps, all together, in fp32.
-BOUND = 1e-5
 # Rows of the micro-batches of each step; rank 0 has another number of them in the last.
 STEPS = ((2, 2), (2, 2), (2, 3))
 # torch's own aot_eager cannot run the graphs of these either: one views a tensor with other strides than were traced.
@@ -112,6 +110,8 @@ def off_and_on(name, stage):
     return OffAndOn(off.losses, on.losses, total_error(on.parameters, off.parameters), on.moved, on.counted)
 
 
+@pytest.mark.quick
+@pytest.mark.table
 def test_trains_as_without_deepcompile(ranks, record_property, stage, name):
     pytest.importorskip("transformers")
     found = {"name": name, "stage": stage}

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from support.ids import vary
-from support.options import ROUNDING, SMALL
-from support.training import Case, batch, build, make_engine, total_error
+from support.options import SMALL
+from support.training import ROUNDING, Case, batch, build, make_engine, total_error
 
 
 class Loaded(NamedTuple):

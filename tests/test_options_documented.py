@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 from typing import List, NamedTuple
 
+import pytest
 import torch
 from test_options_refused import REFUSED
 from test_options_refused_by_deepspeed import REFUSED_BY_DEEPSPEED
@@ -39,6 +40,7 @@ def documented():
     return rows
 
 
+@pytest.mark.quick
 def test_every_field_is_documented():
     from deepspeed.compile.config import CompileConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
@@ -57,6 +59,7 @@ def test_every_field_is_documented():
         assert there - fields == set(), "docs/options.md has these, which DeepSpeed does not know"
 
 
+@pytest.mark.quick
 def test_every_argument_of_compile_is_documented():
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -66,11 +69,13 @@ def test_every_argument_of_compile_is_documented():
     assert arguments - {"compile_kwargs.model"} - names == set(), "docs/options.md lacks these"
 
 
+@pytest.mark.quick
 def test_what_is_warned_of_is_documented_as_warned():
     rows = documented()
     assert {name for name, row in rows.items() if "Warned" in row.text} == {*WARNED, *ALSO_WARNED}
 
 
+@pytest.mark.quick
 def test_what_is_refused_is_documented_as_refused():
     rows = documented()
     refused = {name for name, row in rows.items() if re.search("refused(?! by DeepSpeed)", row.text, re.IGNORECASE)}

@@ -5,8 +5,10 @@
 import dataclasses
 from typing import List, NamedTuple, Optional
 
+import pytest
+
 from support.ids import vary
-from support.options import SMALL, prepare, train_prepared
+from support.options import SMALL, TWICE_ROUNDED, prepare, train_prepared
 from support.training import Case
 
 
@@ -237,6 +239,8 @@ def state_of(engine):
     }
 
 
+@pytest.mark.quick
+@pytest.mark.table
 @vary("name", [*REFUSED, *ALSO_REFUSED])
 def test_refused(ranks, name):
     refusal = {**REFUSED, **ALSO_REFUSED}[name]
@@ -246,5 +250,4 @@ def test_refused(ranks, name):
         assert "\n" not in refused.raised
         assert refused.changed == []
         if refusal.trains:
-            # Twice the rounding of the parameters' format, in which they are compared.
-            assert refused.error < {"fp32": 1e-5, "fp16": 2**-10, "bf16": 2**-7}[refusal.dtype]
+            assert refused.error < TWICE_ROUNDED[refusal.dtype]

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that DeepSpeed itself refuses, under DeepCompile as without it."""
 
-from typing import Any, Dict, NamedTuple
+from typing import Any, Dict, NamedTuple, Optional
 
 from support.options import SMALL, outcome, prepare
 from support.training import Case
@@ -86,8 +86,13 @@ ALSO_REFUSED_BY_DEEPSPEED = {
 }
 
 
+class Met(NamedTuple):
+    when: str  # "initialize" or "compile"
+    raised: Optional[str]
+
+
 def meet_refusals_of_deepspeed(refusals):
-    """Returns when, by "initialize" or "compile", and with what each of ``refusals`` is met, by its name."""
+    """Asks for what DeepSpeed refuses; returns how each of ``refusals`` was met, by its name."""
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True
@@ -96,9 +101,9 @@ def meet_refusals_of_deepspeed(refusals):
         try:
             _, engine = prepare(Case(model=SMALL, config=refusal.config))
         except Exception as exception:
-            met[name] = ("initialize", f"{type(exception).__name__}: {exception}")
+            met[name] = Met("initialize", f"{type(exception).__name__}: {exception}")
         else:
-            met[name] = ("compile", outcome(engine.compile, **{"backend": "eager", **refusal.arguments}))
+            met[name] = Met("compile", outcome(engine.compile, **{"backend": "eager", **refusal.arguments}))
             engine.destroy()
     return met
 
@@ -106,5 +111,5 @@ def meet_refusals_of_deepspeed(refusals):
 def test_refused_by_deepspeed(ranks):
     refusals = {**REFUSED_BY_DEEPSPEED, **ALSO_REFUSED_BY_DEEPSPEED}
     for met in ranks(2).run(meet_refusals_of_deepspeed, refusals):
-        begun = {name: (when, (raised or "")[: len(refusals[name].says)]) for name, (when, raised) in met.items()}
-        assert begun == {name: (refusal.when, refusal.says) for name, refusal in refusals.items()}
+        begun = {name: Met(when, (raised or "")[: len(refusals[name].says)]) for name, (when, raised) in met.items()}
+        assert begun == {name: Met(refusal.when, refusal.says) for name, refusal in refusals.items()}

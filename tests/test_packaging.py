@@ -339,6 +339,7 @@ def test_kept_archive_with_another_hash_is_refused(venv, checkout, base, tmp_pat
     assert f"{archive} does not match the sha256" in sentence
 
 
+@pytest.mark.quick
 def test_old_torch_is_refused(venv, checkout, tmp_path):
     sentence = refusal(venv, checkout, fake_torch(tmp_path / "fake", "__version__ = '2.9.1+cpu'\n"))
     assert "torch 2.9.1+cpu is installed, but torch 2.11 or newer is needed" in sentence

@@ -23,20 +23,22 @@ from support.ids import vary
 from support.models import WITH_BLOCKS, Block
 from support.parameter_gather import DELAY, MODELS, Around, EagerAround, one_rank_late
 from support.training import (
+    BOUND,
     Case,
+    Pair,
     batch,
     device,
     make_engine,
     make_optimizer,
     relative_error,
-    step_plain,
     train_beside_plain_loop,
+    train_plain,
 )
 
 OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
-BOUND = 1e-5
 
 
+@pytest.mark.quick
 @vary(
     "model, backend",
     # What waits is around the generated code, so that of a few models shows it.
@@ -66,19 +68,14 @@ def test_variations(ranks, world, varied):
 
 
 def make(case, model):
+    """Makes an engine of a model and a plain loop beside it."""
     torch._dynamo.reset()
     built = []
     for _ in range(2):
         torch.manual_seed(0)
         built.append(MODELS[model]().to(device()))
     module, plain = built
-    return module, plain, make_engine(module, case), make_optimizer(plain, case)
-
-
-def train_plain(plain, optimizer, step):
-    """A step of the plain loop with this rank's batch."""
-    plain(batch(step, 0, dist.get_rank(), 4)).backward()
-    step_plain(plain, optimizer)
+    return Pair(module, make_engine(module, case), plain, make_optimizer(plain, case))
 
 
 class WithALateRank(NamedTuple):
@@ -89,7 +86,7 @@ class WithALateRank(NamedTuple):
 
 def train_with_a_late_rank(case, model, waits=True):
     """Trains where each rank in turn sends its parameters late."""
-    module, plain, engine, optimizer = make(case, model)
+    module, engine, plain, optimizer = make(case, model)
     worst = 0.0
     with one_rank_late(DELAY) as waited:
         wait = gather.OverlappedGather.wait
@@ -194,7 +191,7 @@ FORWARDS = ["evaluate", "module", "module without gradients"]
 
 def read_after_a_step(case, how):
     """Largest error of what ``how`` reads right behind a step in which another rank was late."""
-    module, plain, engine, optimizer = make(case, "Around")
+    module, engine, plain, optimizer = make(case, "Around")
     worst = 0.0
     for step in range(2):
         engine.train()
@@ -218,6 +215,7 @@ def read_after_a_step(case, how):
     return worst
 
 
+@pytest.mark.quick
 @vary("how", [*READS, *FORWARDS])
 def test_reads_after_a_step(ranks, how):
     for error in ranks(2).run(read_after_a_step, Case(config=OVERLAPPED), how):
@@ -235,7 +233,7 @@ class Waits(NamedTuple):
 
 def order_of_waits(case):
     """Takes two steps and records what each block waits for."""
-    module, _, engine, _ = make(case, "Around")
+    module, engine, _, _ = make(case, "Around")
     in_use, pending = engine.optimizer._zero12.gather, []
     enter = gather_hooks.Waiting.enter
 
@@ -311,6 +309,6 @@ def test_a_script_module_among_the_others(ranks):
         assert error < BOUND
 
 
-def test_needs_regions():
+def test_needs_blocks():
     with pytest.raises(ValueError, match="overlap_param_gather needs blocks .* compile.regional_compilation to true"):
         CompileConfig(deepcompile=True, overlap_param_gather=True, regional_compilation=False)

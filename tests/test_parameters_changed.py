@@ -8,6 +8,7 @@ the optimizer's own copies.
 
 import dataclasses
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -55,12 +56,12 @@ class FromMasters(Beside):
         self.masters = [parameter.detach().clone() for parameter in self.plain.parameters()]
         self.most_changed = 0.0
 
-    def plain_step(self):
+    def step_plain(self):
         parameters = list(self.plain.parameters())
         for parameter, master in zip(parameters, self.masters, strict=True):
             self.most_changed = max(self.most_changed, float((parameter.detach() - master).abs().max()))
             parameter.data.copy_(master)
-        super().plain_step()
+        super().step_plain()
         self.masters = [parameter.detach().clone() for parameter in parameters]
 
 
@@ -77,26 +78,27 @@ def train(make, case):
     for step in range(3):
         for micro_step in range(case.accumulation):
             pair.micro_batch(batch(step, micro_step, rank, 4))
-        pair.plain_step()
+        pair.step_plain()
     return Changed(**vars(pair.end()), changed=pair.most_changed)
 
 
-def with_regions(wanted):
+def with_blocks(wanted):
     return {"compile": {"regional_compilation": wanted}}
 
 
+@pytest.mark.quick
 @vary("regional", [True, False])
 @vary("make", [MaxNorm, MaxNormInBlocks, Clamped])
 @vary("stage, accumulation", [(1, 1), (2, 2)])
 def test_changed_in_place(ranks, stage, accumulation, make, regional):
-    case = Case(stage=stage, accumulation=accumulation, config=with_regions(regional))
+    case = Case(stage=stage, accumulation=accumulation, config=with_blocks(regional))
     for result in check(ranks(2).run(train, make, case)):
         assert result.changed > 0.01, "the forward changed no parameter"
 
 
 @vary("make, regional", [(MaxNorm, False), (MaxNormInBlocks, True), (Clamped, True)])
 def test_changed_in_place_by_generated_code(ranks, make, regional):
-    check(ranks(2).run(train, make, Case(backend="inductor", config=with_regions(regional))))
+    check(ranks(2).run(train, make, Case(backend="inductor", config=with_blocks(regional))))
 
 
 @vary("make", [MaxNorm, MaxNormInBlocks, Clamped])
@@ -127,16 +129,16 @@ def train_with_hooks(make_hooks, case):
         pair.engine.backward(loss)
         pair.engine.step()
         pair.plain(ids).backward()
-        pair.plain_step()
+        pair.step_plain()
     return pair.end()
 
 
 @vary("regional", [True, False])
 @vary("hooks", [copies, detached, on_cpu])
 def test_hooks_on_saved_tensors(ranks, hooks, regional):
-    check(ranks(2).run(train_with_hooks, hooks, Case(config=with_regions(regional))))
+    check(ranks(2).run(train_with_hooks, hooks, Case(config=with_blocks(regional))))
 
 
 @vary("regional", [True, False])
 def test_hooks_on_saved_tensors_of_generated_code(ranks, regional):
-    check(ranks(2).run(train_with_hooks, copies, Case(backend="inductor", config=with_regions(regional))))
+    check(ranks(2).run(train_with_hooks, copies, Case(backend="inductor", config=with_blocks(regional))))

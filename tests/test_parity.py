@@ -2,16 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training under DeepCompile gives the parameters of a plain loop, whatever the model's graphs are like."""
 
-from support.ids import vary
+import pytest
+
+from support.ids import sanitized, vary
 from support.models import CASES
 from support.training import Case, check_trained, train_beside_plain_loop
 
 
+@pytest.mark.quick
+@pytest.mark.table
 @vary(
     "stage, accumulation, model, backend",
     [
         # The first of three micro-batches does what a single one does.
-        *((stage, 3, model, "eager") for model in CASES for stage in (1, 2)),
+        *(sanitized(stage, 3, model, "eager") for model in CASES for stage in (1, 2)),
         *((*varied, model, "inductor") for model in CASES for varied in [(1, 3), (2, 1)]),
     ],
 )
@@ -20,6 +24,8 @@ def test_table(ranks, stage, accumulation, model, backend):
     check_trained(ranks(2).run(train_beside_plain_loop, case))
 
 
+@pytest.mark.quick
+@pytest.mark.sanitized
 @vary(
     "model, from_graphs, from_autograd",
     [
@@ -41,15 +47,15 @@ def test_each_gradient_takes_the_way_it_should(ranks, model, from_graphs, from_a
 @vary(
     "varied",
     [
-        {"skip_on_odd_steps": True, "steps": 5},
-        {"skip_on_odd_steps": True, "steps": 5, "accumulation": 3},
+        sanitized({"skip_on_odd_steps": True, "steps": 5}),
+        sanitized({"skip_on_odd_steps": True, "steps": 5, "accumulation": 3}),
         {"vary_length": True, "steps": 6, "backend": "inductor"},
-        {"evaluate_between": True},
-        {"groups": 3},
-        {"groups": 2, "clipping": 0.05},
-        {"config": {"zero_optimization": {"round_robin_gradients": True}}},
-        {"bucket": 1},
-        {"bucket": 10**9},
+        sanitized({"evaluate_between": True}),
+        sanitized({"groups": 3}),
+        sanitized({"groups": 2, "clipping": 0.05}),
+        sanitized({"config": {"zero_optimization": {"round_robin_gradients": True}}}),
+        sanitized({"bucket": 1}),
+        sanitized({"bucket": 10**9}),
     ],
 )
 @vary("stage", [1, 2])
@@ -57,6 +63,7 @@ def test_variations(ranks, stage, varied):
     check_trained(ranks(2).run(train_beside_plain_loop, Case(stage=stage, **varied)))
 
 
+@pytest.mark.sanitized
 @vary("model", ["TiedEmbedding", "WeightInTwoGraphs", "CompiledAndEager"])
 def test_contributions_to_one_parameter_in_one_bucket(ranks, model):
     for stage in (1, 2):

@@ -1,30 +1,45 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases ``make test`` runs."""
+"""Which cases ``make test`` and ``make quick`` run."""
 
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
-from support.selection import TABLES, thin_out
+import pytest
+
+from support.selection import keep_one_quick_case, thin_out
 
 
-def varied(name, fixtures=("ranks",), **values):
+class Item(SimpleNamespace):
+    """What pytest collects, as far as the selection looks at it."""
+
+    def get_closest_marker(self, name):
+        return next((mark for mark in self.own_markers if mark.name == name), None)
+
+
+def varied(name, fixtures=("ranks",), marks=(), **values):
     """Items of a test with the product of these values, as pytest collects them; one item for no values."""
     for chosen in itertools.product(*values.values()):
         params = dict(zip(values, chosen))
-        yield SimpleNamespace(
+        yield Item(
             nodeid=f"{name}{params}",
             path=Path("tests/test_some.py"),
             name=name,
             originalname=name,
             fixturenames=fixtures,
+            own_markers=[getattr(pytest.mark, mark).mark for mark in marks],
             callspec=SimpleNamespace(params=params) if params else None,
         )
 
 
 def kept(*items):
     return [item.callspec and item.callspec.params for item in thin_out(list(items))]
+
+
+def quick(*items):
+    keep_one_quick_case(items)
+    return [item.callspec and item.callspec.params for item in items if item.get_closest_marker("quick")]
 
 
 def test_two_cases_that_differ_in_all_they_can():
@@ -38,7 +53,7 @@ def test_a_test_without_ranks_or_without_values_is_run_as_it_is():
 
 
 def test_each_value_of_a_table_occurs():
-    table = kept(*varied(min(TABLES), stage=[1, 2], model="abc"))
+    table = kept(*varied("test_a", marks=["table"], stage=[1, 2], model="abc"))
     assert {each["model"] for each in table} == set("abc") and {each["stage"] for each in table} == {1, 2}
 
 
@@ -47,6 +62,13 @@ def test_values_take_turns_from_test_to_test():
     assert {each["stage"] for each in kept(*itertools.chain(*tests))} == {1, 2, 3}
 
 
-def test_tables_exist():
-    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    assert [name for name in TABLES if f"def {name}(" not in source] == []
+def test_one_quick_case_of_each_test_generates_no_code():
+    tests = [varied(name, marks=["sanitized", "quick"], backend=["inductor", "eager"], stage=[1, 2]) for name in "ab"]
+    items = list(itertools.chain(*tests, varied("c", stage=[1, 2])))
+    assert quick(*items) == 2 * [{"backend": "eager", "stage": 1}]
+    assert sum(item.get_closest_marker("sanitized") is not None for item in items) == 8
+
+
+def test_a_quick_test_without_ranks_or_without_values_is_run_as_it_is():
+    assert len(quick(*varied("test_a", fixtures=(), marks=["quick"], backend=["inductor", "eager"]))) == 2
+    assert quick(*varied("test_b", marks=["quick"])) == [None]

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 
 from support.ids import vary
-from support.training import Case, average_gradients, batch, build, make_engine, make_optimizer, relative_error
+from support.training import BOUND, Case, average_gradients, batch, build, make_engine, make_optimizer, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs: a CPU has no streams"),
 ]
-BOUND = 1e-5
 # With the former every gradient is held as it is, with the latter all are packed.
 BUCKETS = [150, 10**6]
 # Of the device's clock: about two seconds, in which the host runs far ahead, also where many workers share it.

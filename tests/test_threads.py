@@ -159,6 +159,7 @@ def gradients_from_threads(route, flat, steps=20):
     return Given(all(right), received == steps * 8 * 2)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("flat", [False, True], ids=["where-reduced", "flat"])
 @pytest.mark.parametrize("route", ["graph", "autograd"])
 def test_gradients_from_several_threads(ranks, route, flat):

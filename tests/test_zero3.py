@@ -13,7 +13,7 @@ import torch.distributed as dist
 import deepspeed
 
 from support.ids import vary
-from support.training import Case, batch, build, make_engine, make_optimizer, relative_error, step_plain
+from support.training import BOUND, Case, batch, build, make_engine, make_optimizer, relative_error, step_plain
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,6 +60,6 @@ def test_zero3_trains_and_gives_its_buckets_back(ranks, model, backend):
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     case = Case(model=model, stage=3, backend=backend, bucket=BUCKET, config=config)
     for result in ranks(2).run(train_zero3, case):
-        assert result.error < 1e-5
+        assert result.error < BOUND
         # One bucket that stayed would be 16 MiB; the model's own states are some kilobytes.
         assert max(result.after_steps) < BUCKET, result.after_steps

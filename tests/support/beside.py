@@ -13,7 +13,7 @@ import torch
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
-from support.training import device, held, make_engine, make_optimizer, relative_error, step_plain, total_error
+from support.training import BOUND, device, held, make_engine, make_optimizer, relative_error, step_plain, total_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Beside:
         self.engine.step()
         (self.plain(*inputs) / self.case.accumulation).backward()
 
-    def plain_step(self):
+    def step_plain(self):
         step_plain(self.plain, self.optimizer)
 
     def step(self, *inputs):
         """A step of one micro-batch."""
         self.micro_batch(*inputs)
-        self.plain_step()
+        self.step_plain()
 
     def evaluate(self, *inputs):
         """Calls the model as evaluation does, in eval mode and without gradients."""
@@ -113,7 +113,7 @@ class Beside:
         return [safe_get_full_fp32_param(parameter) for parameter in parameters]
 
 
-def check(results, bound=1e-5):
+def check(results, bound=BOUND):
     """Asserts that every rank's engine trained as the plain loop; returns the results."""
     for result in results:
         assert result.error < bound, result

@@ -16,7 +16,9 @@ from deepspeed.runtime.lr_schedules import WarmupDecayLR
 
 from support.models import VOCABULARY
 from support.training import (
+    ROUNDING,
     Case,
+    Started,
     average_gradients,
     build,
     device,
@@ -26,9 +28,6 @@ from support.training import (
     total_error,
 )
 
-BOUND = 1e-5
-# What one rounding of the format makes of the distance that parameters have moved.
-ROUNDING = {"fp32": BOUND, "bf16": 2**-8, "fp16": 2**-11}
 # On CPU the same steps give the same bits; on GPUs some kernels add in any order.
 EXACT = not torch.cuda.is_available()
 
@@ -107,10 +106,10 @@ def make_engine(module, run):
 
 
 def start(run, seed=0):
-    """(module, engine), of which nothing has been compiled yet."""
+    """Makes a module and its engine, of which nothing has been compiled yet."""
     torch._dynamo.reset()
     module = build(run, seed)
-    return module, make_engine(module, run)
+    return Started(module, make_engine(module, run))
 
 
 class Plain:

@@ -5,26 +5,18 @@
 Runs in the processes of ``support.pool``.
 """
 
-import copy
 from typing import NamedTuple
 
 import torch.distributed as dist
 
 from deepspeed.utils import safe_get_full_fp32_param
 
-from support.training import (
-    average_gradients,
-    batch,
-    build,
-    make_engine,
-    make_optimizer,
-    relative_error,
-    total_error,
-)
+from support.beside import Beside
+from support.training import BOUND, batch, build, relative_error, total_error
 
-BOUND = 1e-5
-# As close to fp32 as rounding allows: bf16 has 8 bits.
-ROUNDING = {"fp32": BOUND, "bf16": 3e-2}
+# How far master parameters may be from those of a plain loop in fp32, relative to these, where an engine computes in
+# this format. The roundings of several steps add up: bf16 has 8 bits.
+CLOSE_TO_FP32 = {"fp32": BOUND, "bf16": 3e-2}
 OVERLAPPED = {"compile": {"overlap_param_gather": True}}
 
 
@@ -35,16 +27,14 @@ class Errors(NamedTuple):
     total: float  # of all together
 
 
-class Beside:
-    """An engine and a plain loop on the same batches."""
+class CaseBeside(Beside):
+    """Trains the model of a case, or another module in its place, on micro-batches that the step's number determines.
+
+    Torch forgets nothing that it has compiled, because a test makes several of these in one process.
+    """
 
     def __init__(self, case, seed=0, module=None):
-        self.case = case
-        self.module = module or build(case, seed)
-        self.plain = copy.deepcopy(self.module)
-        self.before = copy.deepcopy(self.module)
-        self.engine = make_engine(self.module, case)
-        self.optimizer = make_optimizer(self.plain, case)
+        super().__init__(module or build(case, seed), case, reset=False)
 
     def step(self, step):
         for micro_step in range(self.case.accumulation):
@@ -52,12 +42,7 @@ class Beside:
             self.engine.backward(self.engine(ids))
             self.engine.step()
             (self.plain(ids) / self.case.accumulation).backward()
-        self.plain_step()
-
-    def plain_step(self):
-        average_gradients(self.plain)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.step_plain()
 
     def end(self):
         """Destroys the engine; returns the errors of its master parameters."""
@@ -71,7 +56,7 @@ def check(results, cases):
     """Asserts that each engine of each rank trained as its plain loop. A result lists the errors of each case."""
     for result in results:
         for errors, case in zip(result, cases, strict=True):
-            assert (errors.worst if case.dtype == "fp32" else errors.total) < ROUNDING[case.dtype]
+            assert (errors.worst if case.dtype == "fp32" else errors.total) < CLOSE_TO_FP32[case.dtype]
 
 
 def check_one(results, case):

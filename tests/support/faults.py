@@ -8,16 +8,14 @@ import functools
 import signal
 import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from deepspeed import DeepSpeedEngine
 from deepspeed.compile.zero12 import gradient_counters
 
 from support.models import Model
-from support.training import average_gradients, batch, device, held, make_engine, make_optimizer
+from support.training import Pair, batch, device, held, make_engine, make_optimizer
 
 
 class Injected(Exception):
@@ -134,29 +132,13 @@ def train_step(engine, step, accumulation):
         engine.step()
 
 
-def plain_step(plain, optimizer, step, accumulation):
-    for micro_step in range(accumulation):
-        (plain(batch(step, micro_step, dist.get_rank(), 4)) / accumulation).backward()
-    average_gradients(plain)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-class FragilePair(NamedTuple):
-    """An engine of :class:`Fragile` and a plain loop beside it."""
-
-    module: torch.nn.Module
-    engine: DeepSpeedEngine
-    plain: torch.nn.Module
-    optimizer: torch.optim.Optimizer  # of the plain loop
-
-
 def fragile(case):
+    """Returns a :class:`Fragile` with an engine, and a plain loop beside it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = Fragile().to(device())
     plain = copy.deepcopy(module)
-    return FragilePair(module, make_engine(module, case), plain, make_optimizer(plain, case))
+    return Pair(module, make_engine(module, case), plain, make_optimizer(plain, case))
 
 
 def held_soon(engine):

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ids of tests, which name what the tests vary: ``stage1-acc3-RepeatedLayers-eager``."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, List
 
 import pytest
+
+_Parameters = type(pytest.param())
 
 # What stands before a value, where that is not the argument's name (before numbers) or nothing (before words).
 LABELS = {"accumulation": "acc", "world": "ranks", "accumulated_in": "into-"}
@@ -48,8 +50,14 @@ def _part(name: str, value: Any) -> str:
 def case_ids(names: str, cases: Iterable[Any], expects: str = "") -> List[str]:
     """Returns the id of each case. The arguments are those of :func:`vary`."""
     separate = names.split(", ")
-    named = [dict(zip(separate, case if len(separate) > 1 else [case], strict=True)) for case in cases]
+    named = [dict(zip(separate, _values(case, len(separate)), strict=True)) for case in cases]
     return [case_id({name: case[name] for name in separate if name not in expects.split(", ")}) for case in named]
+
+
+def _values(case: Any, count: int) -> Sequence[Any]:
+    if isinstance(case, _Parameters):
+        return case.values
+    return case if count > 1 else [case]
 
 
 def vary(names: str, cases: Iterable[Any], expects: str = "") -> pytest.MarkDecorator:
@@ -59,8 +67,14 @@ def vary(names: str, cases: Iterable[Any], expects: str = "") -> pytest.MarkDeco
 
     Args:
         names: the names of the arguments, separated by ", ".
-        cases: for each case the value of the argument, or a tuple with one for each name.
+        cases: for each case the value of the argument, or a tuple with one for each name, or either as
+            ``pytest.param``.
         expects: those of the names that say what the test expects, and are not part of the ids.
     """
     cases = list(cases)
     return pytest.mark.parametrize(names, cases, ids=case_ids(names, cases, expects))
+
+
+def sanitized(*values: Any):
+    """A case that runs under sanitizers, of a test whose other cases call nothing else in the native code."""
+    return pytest.param(*values, marks=pytest.mark.sanitized)

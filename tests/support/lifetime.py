@@ -10,14 +10,14 @@ import ctypes
 import torch
 import torch.distributed as dist
 
-from support.training import average_gradients, batch, build, make_engine
+from support.training import Started, batch, build, make_engine, train_plain
 
 
 def start(case, module=None):
-    """Returns the module and its engine, of which nothing has been compiled yet."""
+    """Makes a module and its engine, of which nothing has been compiled yet."""
     torch._dynamo.reset()
     module = module or build(case)
-    return module, make_engine(module, case)
+    return Started(module, make_engine(module, case))
 
 
 def backward(engine, step=0, micro_step=0):
@@ -29,10 +29,7 @@ def step_beside(engine, plain, optimizer, step):
     """Trains an engine and a plain loop on the same batch for one step."""
     backward(engine, step)
     engine.step()
-    plain(batch(step, 0, dist.get_rank(), 4)).backward()
-    average_gradients(plain)
-    optimizer.step()
-    optimizer.zero_grad()
+    train_plain(plain, optimizer, step)
 
 
 class Raises(torch.autograd.Function):

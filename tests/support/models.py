@@ -198,7 +198,7 @@ class TiedInOneGraph(Model):
 
 
 class CompiledAndEager(Model):
-    """One weight used in a compiled region and in one that is not."""
+    """One weight used in compiled code and in code that is not compiled."""
 
     def leave(self, x, ids):
         return super().leave(self.outside(x), ids)
@@ -375,7 +375,7 @@ CASES = {
 }
 # Too slow for every combination, or not returning a loss alone.
 OTHER_CASES = {cls.__name__: cls for cls in (Wide, WideRepeatedLayers, ReturnsLogits, HookedBehindLogits)}
-# Blocks that their author keeps from the compiler are no regions.
+# Modules that their author keeps from the compiler are no blocks.
 WITH_BLOCKS = [
     name for name, model in CASES.items() if issubclass(model, (Model, BlocksWithin)) and name != "EagerBlocks"
 ]

@@ -12,7 +12,10 @@ from typing import NamedTuple
 import torch
 
 from support.training import (
+    BOUND,
+    ROUNDING,
     Case,
+    Started,
     Trained,
     batch,
     build,
@@ -26,10 +29,8 @@ from support.training import (
 
 # Two parameters, quickly compiled. What options do to gradients does not depend on more; layouts have their own tests.
 SMALL = "FillsPartition"
-# Both ways round gradients at the same places, but sum micro-batches and ranks in one order or another, and where
-# DeepSpeed stores a sum in the parameters' format, it is here in the format asked for. So parameters differ by what
-# one rounding of the coarsest format involved makes of the distance that they have moved.
-ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
+# The relative error that is left where parameters are compared in their own format: twice that format's rounding.
+TWICE_ROUNDED = {"fp32": BOUND, "bf16": 2 * ROUNDING["bf16"], "fp16": 2 * ROUNDING["fp16"]}
 
 
 def train_each_beside_plain_loop(cases):
@@ -69,12 +70,12 @@ def train_and_collect_output(case):
 
 
 def prepare(case):
-    """A module and its engine, on which engine.compile() has not been called."""
+    """Makes a module and its engine, on which engine.compile() has not been called."""
     torch._dynamo.reset()
     config = {"compile": {}, **(case.config or {})}
     config["compile"] = {"deepcompile": True, **config["compile"]}
     module = build(case)
-    return module, make_engine(module, dataclasses.replace(case, config=config, deepcompile=False))
+    return Started(module, make_engine(module, dataclasses.replace(case, config=config, deepcompile=False)))
 
 
 def train_prepared(case, module, engine):

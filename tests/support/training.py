@@ -9,17 +9,25 @@ import contextlib
 import copy
 import dataclasses
 import math
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
+
+# Bounds the relative error of parameters, gradients and losses between an engine and a plain loop after a few steps in
+# fp32, where only sums in another order round otherwise. ``check_trained`` asserts that training moved the parameters
+# a hundred times as far, so a gradient that is lost or added twice exceeds the bound.
+BOUND = 1e-5
+# What one rounding of a format makes of the distance that parameters have moved, by the name of the format.
+ROUNDING = {"fp32": BOUND, "bf16": 2**-8, "fp16": 2**-11}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +121,22 @@ def make_engine(module, case):
     return engine
 
 
+class Started(NamedTuple):
+    """A module and its engine, which has not trained yet."""
+
+    module: torch.nn.Module
+    engine: DeepSpeedEngine
+
+
+class Pair(NamedTuple):
+    """An engine and a plain loop that begin with the same parameters."""
+
+    module: torch.nn.Module
+    engine: DeepSpeedEngine
+    plain: torch.nn.Module
+    optimizer: torch.optim.Optimizer  # of the plain loop
+
+
 @contextlib.contextmanager
 def compile_backend(name):
     """Within it this is the backend with which engines compile themselves."""
@@ -164,6 +188,13 @@ def step_plain(plain, optimizer):
     optimizer.zero_grad()
 
 
+def train_plain(plain, optimizer, step, accumulation=1):
+    """Trains a plain loop for one step, on this rank's micro-batches of it."""
+    for micro_step in range(accumulation):
+        (plain(batch(step, micro_step, dist.get_rank(), 4)) / accumulation).backward()
+    step_plain(plain, optimizer)
+
+
 def relative_error(actual, expected):
     """Largest ||a - e|| / ||e|| over pairs of tensors; where e is zero, ||a||."""
     worst = 0.0
@@ -210,7 +241,7 @@ class Trained:
     loss: float
 
 
-def check_trained(results, bound=1e-5):
+def check_trained(results, bound=BOUND):
     """Asserts that each of ``results`` trained as the plain loop and released its gradients; returns the results."""
     for result in results:
         assert result.error < bound, result

@@ -149,6 +149,7 @@ def test_options_are_not_used_up():
     restore(changed)
 
 
+@pytest.mark.quick
 def test_blocks_that_are_named(find_blocks):
     nested = Nested()
     assert find_blocks(nested, ["Block"]) == [block for stage in nested.stages for block in stage]
@@ -220,7 +221,7 @@ def test_blocks_that_were_compiled_by_themselves(model):
     blocks = [block for block in model.modules() if isinstance(block, Block)]
     for block in blocks:
         block.compile()
-    # Whoever compiled all of them has asked for regions, also where the model's own forward calls them.
+    # Whoever compiled all of them has asked for blocks, also where the model's own forward calls them.
     assert chosen(model) == (blocks, "")
     take_over_compiled(model.modules())
     assert [block._compiled_call_impl for block in blocks] == [None] * len(blocks)

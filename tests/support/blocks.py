@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of models whose blocks are graphs of their own, beside a plain loop."""
 
+from typing import Any, Dict, List, NamedTuple
+
 import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 
-from support.training import batch, make_engine, make_optimizer, relative_error, step_plain
+from support.training import batch, make_engine, make_optimizer, relative_error, train_plain
 
 REGIONAL = {"compile": {"regional_compilation": True}}
 
@@ -19,15 +21,19 @@ def train_beside(engine, plain, optimizer, steps):
         engine.backward(engine(batch(step, 0, rank, 4)))
         seen.append(gradient_counters(engine))
         engine.step()
-        plain(batch(step, 0, rank, 4)).backward()
-        step_plain(plain, optimizer)
+        train_plain(plain, optimizer, step)
     return seen
 
 
+class TrainedInBlocks(NamedTuple):
+    counters: List[Dict[str, Any]]  # of each step's backward
+    error: float  # of the parameters
+
+
 def train_and_destroy(module, plain, case, steps):
-    """Makes an engine of ``module`` and trains both; returns what each backward counted and the parameters' error."""
+    """Makes an engine of ``module``, trains it beside ``plain`` and destroys it."""
     engine = make_engine(module, case)
-    seen = train_beside(engine, plain, make_optimizer(plain, case), range(steps))
+    counters = train_beside(engine, plain, make_optimizer(plain, case), range(steps))
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
-    return seen, error
+    return TrainedInBlocks(counters, error)
