@@ -52,7 +52,7 @@ OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": 
         (2, 1, "OneGraph", "inductor"),
     ],
 )
-def test_table(ranks, stage, accumulation, model, backend):
+def test_offloaded_models(ranks, stage, accumulation, model, backend):
     case = Case(model=model, stage=stage, accumulation=accumulation, backend=backend, offloaded=True)
     results = check_trained(ranks(2).run(train_beside_plain_loop, case))
     # Of FewParameters one rank owns padding only.

@@ -177,7 +177,7 @@ def differing(regional, **varied):
 @vary("regional", [True, False])
 @vary("backend", ["eager", "inductor"])
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
-def test_table(ranks, stage, accumulation, backend, regional, program):
+def test_programs(ranks, stage, accumulation, backend, regional, program):
     case = differing(regional, model="Chosen", stage=stage, accumulation=accumulation, backend=backend)
     check(ranks(2).run(train, case, program))
 
