@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# Elements of the blocks in which a CPU adds up squares: 4 MiB of fp32, which stay in the processor's cache.
-BLOCK_NUMEL = 2**20
+# Elements of which a CPU adds up the squares at once: 8 MiB of fp32, which stay in the processor's cache.
+NORM_NUMEL_ON_HOST = 2**21
 
 
 def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
@@ -135,10 +135,14 @@ def _sum_of_squares(gradients, dtype):
     """Returns the sum of the squares of all elements, fp64 []. ``dtype`` is that in which squares are added up."""
     if not gradients[0].is_cpu:
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square().sum()
-    # On a CPU a norm takes several times as long as a cast and a product of blocks, and rounds more.
-    parts = [part for gradient in gradients for part in gradient.view(-1).split(BLOCK_NUMEL)]
+    # On a CPU a norm takes several times as long as a cast and a product of short parts, and rounds more.
+    parts = [part for gradient in gradients for part in gradient.view(-1).split(NORM_NUMEL_ON_HOST)]
     memory = torch.empty(max(part.numel() for part in parts), dtype=dtype)
-    return sum(torch.dot(block, block).double() for part in parts for block in [memory[: part.numel()].copy_(part)])
+    total = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        cast = memory[: part.numel()].copy_(part)
+        total += torch.dot(cast, cast)
+    return total
 
 
 def _host_waits(optimizer, norm):
