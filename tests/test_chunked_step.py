@@ -17,7 +17,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from support.ids import vary
 from support.lifetime import backward, start
-from support.training import Case, relative_error
+from support.training import Case, chunks_of, relative_error
 
 NUMEL = 50
 OPTIMIZERS = {
@@ -70,8 +70,7 @@ def test_gradient(chunk, factor):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_chunks_step_as_the_whole(monkeypatch, name):
-    monkeypatch.setattr(chunked_step, "CHUNK_NUMEL", 7)
+def test_chunks_step_as_the_whole(name):
     torch.manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(NUMEL))
     chunked = copy.deepcopy(whole)
@@ -85,7 +84,8 @@ def test_chunks_step_as_the_whole(monkeypatch, name):
         expected.step()
         assert may_step_in_chunks(optimizer, chunked)
         stepped.clear()
-        step_in_chunks(optimizer, 0, MasterGradient(given, None, chunked.data), lambda *span: stepped.append(span))
+        with chunks_of(7):
+            step_in_chunks(optimizer, 0, MasterGradient(given, None, chunked.data), lambda *span: stepped.append(span))
         assert stepped == [(first, min(first + 7, NUMEL)) for first in range(0, NUMEL, 7)]
         scheduler.step()
         expected_scheduler.step()
@@ -135,7 +135,7 @@ class Chunks(NamedTuple):
 
 def chunks_of_a_step(case):
     """Trains for three steps with chunks of 50 elements, and again with chunks of the default size."""
-    trained, calls, default = [], [], chunked_step.CHUNK_NUMEL
+    trained, calls = [], []
     take = chunked_step.MasterGradient.take
 
     def taken(self, first, last):
@@ -143,17 +143,14 @@ def chunks_of_a_step(case):
         return take(self, first, last)
 
     chunked_step.MasterGradient.take = taken
-    for numel in (50, default):
-        chunked_step.CHUNK_NUMEL = numel
-        try:
+    for numel in (50, chunked_step.CHUNK_NUMEL):
+        with chunks_of(numel):
             module, engine = start(case)
             for step in range(3):
                 backward(engine, step)
                 engine.step()
             trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
             engine.destroy()
-        finally:
-            chunked_step.CHUNK_NUMEL = default
     chunked_step.MasterGradient.take = take
     return Chunks([calls.count((50, step)) for step in range(3)], relative_error(*trained))
 
@@ -174,18 +171,19 @@ def gradients_within_a_step(case):
         counts.append(sum(not target.expired() for target in targets))
         return take(self, first, last)
 
-    default, chunked_step.CHUNK_NUMEL, chunked_step.MasterGradient.take = chunked_step.CHUNK_NUMEL, 50, taken
+    chunked_step.MasterGradient.take = taken
     try:
-        _, engine = start(case)
-        for step in range(2):
-            backward(engine, step)
-            views = engine.optimizer.averaged_gradients[0].without_padding()
-            targets, views = [StorageWeakRef(view.untyped_storage()) for view in views], None
-            counts.clear()
-            engine.step()
-        engine.destroy()
+        with chunks_of(50):
+            _, engine = start(case)
+            for step in range(2):
+                backward(engine, step)
+                views = engine.optimizer.averaged_gradients[0].without_padding()
+                targets, views = [StorageWeakRef(view.untyped_storage()) for view in views], None
+                counts.clear()
+                engine.step()
+            engine.destroy()
     finally:
-        chunked_step.CHUNK_NUMEL, chunked_step.MasterGradient.take = default, take
+        chunked_step.MasterGradient.take = take
     return counts
 
 
@@ -197,11 +195,10 @@ def test_a_gradient_is_released_after_its_last_chunk(ranks):
 
 def chunks_of_a_loaded_state(case):
     """Trains 2 steps, saves, and trains 2 more, there and in a new engine that loads; the largest difference."""
-    default, chunked_step.CHUNK_NUMEL = chunked_step.CHUNK_NUMEL, 50
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     seen = []
-    try:
+    with chunks_of(50):
         for loads in (False, True):
             module, engine = start(case)
             if loads:
@@ -222,8 +219,6 @@ def chunks_of_a_loaded_state(case):
                 ]
             )
             engine.destroy()
-    finally:
-        chunked_step.CHUNK_NUMEL = default
     return relative_error(*seen)
 
 

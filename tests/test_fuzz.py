@@ -372,11 +372,16 @@ def test_random_models(ranks, request, capsys):
                 assert result.error < BOUND
             elif result.total_error > 0.1 * result.total_moved:
                 # Rounding to 8 bits is large beside a gradient that is small, so all parameters are taken together,
-                # and where even that is much, DeepSpeed without DeepCompile is no better.
-                plainly = ranks(world).run(train, recipe, deepcompile=False)
+                # and where even that is much, DeepSpeed without DeepCompile is no better. With offload_optimizer
+                # DeepSpeed adds up micro-batches in another place, and rounds otherwise.
+                plainly = ranks(world).run(train, dataclasses.replace(recipe, offloaded=False), deepcompile=False)
                 rounding = max(each.total_error for each in plainly)
-                assert rounding < 0.5 * result.total_moved
-                assert result.total_error < 1.5 * rounding
+                if rounding < 0.5 * result.total_moved:
+                    assert result.total_error < 1.5 * rounding
+                else:
+                    # Rounding hides everything, so the model is trained without it.
+                    precise = ranks(world).run(train, dataclasses.replace(recipe, dtype="fp32"))
+                    assert all(each.error < BOUND for each in precise)
             assert result.moved > 1e-4
             assert set(result.held) == {0}
         count["agreed"] += 1

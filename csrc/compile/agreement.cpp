@@ -31,9 +31,9 @@ std::string disagreement(const std::vector<Fingerprint>& fingerprints)
     return "DeepCompile's ranks have not run the same backwards, and would use wrong gradients (sent since "
            "engine.compile(), the first rank of each kind: " +
            sent +
-           "): some ranks ran another number of backwards, or those of another engine or model, or a backward raised "
-           "or replaced gradients on some ranks only; have every rank run the same number, and start the processes "
-           "again from a checkpoint";
+           "): some ranks ran another number of backwards, or those of another engine or model, or one backward went "
+           "through two engines in another order, or a backward raised or replaced gradients on some ranks only; have "
+           "every rank run the same number for the same engines, and start the processes again from a checkpoint";
 }
 
 }  // namespace
@@ -51,11 +51,12 @@ void Fingerprint::add_piece(int64_t owner, int64_t target_offset, int64_t numel)
     mix(hash, numel);
 }
 
-void Fingerprint::add_bucket(const Fingerprint& bucket)
+void Fingerprint::add_bucket(const Fingerprint& bucket, int64_t between)
 {
     ++buckets;
     gradients += bucket.gradients;
     mix(hash, bucket.hash);
+    mix(hash, between);
 }
 
 void Fingerprint::add(Marker marker)

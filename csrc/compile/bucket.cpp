@@ -322,6 +322,11 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
     if (filling_->bytes() >= std::min((limit + 1) / 2, std::max(send_numel * element_size, ahead))) { launch(); }
 }
 
+void BucketQueue::begin_backward()
+{
+    if (!groups_.empty()) { launches_before_ = launches_over(*groups_.front().process_group); }
+}
+
 void BucketQueue::launch()
 {
     if (filling_->empty()) { return; }
@@ -329,7 +334,9 @@ void BucketQueue::launch()
     drain();
     RECORD_USER_SCOPE("deepcompile::launch");
     if (options_.synchronize_before) { streams_.synchronize_device(); }
-    agreement_.add_bucket(filling_->fingerprint());
+    const auto& process_group = *groups_.front().process_group;
+    agreement_.add_bucket(filling_->fingerprint(), launches_over(process_group) - launches_before_);
+    launches_before_ = count_launch_over(process_group);
     if (streams_.on_cpu() && groups_.front().world() > 1) {
         // gloo ends the process if ranks send different sizes, so the ranks compare first what they are about to send.
         // That makes the host wait, as gloo's reductions do anyway.

@@ -118,6 +118,7 @@ void SendOrder::take_over(const std::vector<Turn>& first_rank, const std::vector
 void Reducer::begin_turns()
 {
     order_.begin_backward();
+    buckets_.begin_backward();
     for (auto& record : records_) {
         record.received = 0;
         record.absent = false;

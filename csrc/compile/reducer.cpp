@@ -249,6 +249,7 @@ void Reducer::abandon_backward()
     // If the backward raised on some ranks only, before any of them sent a bucket, only this marker makes their
     // fingerprints differ from those of the other ranks.
     agreement_.add(Marker::backward_abandoned);
+    in_backward_ = false;
     abandon_locked();
 }
 
@@ -261,9 +262,9 @@ void Reducer::replace_gradients()
 void Reducer::abandon_locked()
 {
     at::NoGradGuard no_grad;
-    reduces_ = in_backward_ = false;
     buckets_.abandon();
     forget_gradients();
+    reduces_ = in_backward_ = false;
 }
 
 // 5. Handed over.
@@ -326,7 +327,8 @@ void Reducer::forget_gradients()
     for (auto& group : groups_) { group.release(); }
     for (auto& record : records_) {
         record.unreduced.drop();
-        record.parameter.mutable_grad() = at::Tensor();
+        // While a backward runs, perhaps on another thread, what lies in `parameter.grad` is autograd's.
+        if (!in_backward_) { record.parameter.mutable_grad() = at::Tensor(); }
     }
 }
 
@@ -337,6 +339,8 @@ void Reducer::close()
     std::shared_ptr<const std::function<void()>> begin;
     std::lock_guard<std::mutex> lock(mutex_);
     abandon_locked();
+    // Copies may still write into host memory that goes with the groups.
+    if (!groups_.empty() && groups_.front().host) { streams_.wait_on_host(); }
     begin.swap(begin_unannounced_);
     remove_reducer(options_.identity);
     order_ = SendOrder();

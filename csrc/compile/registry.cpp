@@ -25,6 +25,14 @@ std::unordered_map<int64_t, std::weak_ptr<Reducer>>& registry()
     return reducers;
 }
 
+// A process group matches messages by their order alone. Where one backward goes through two engines that share a
+// group, ranks that differ may send the engines' buckets in another order, which neither engine could see by itself.
+std::unordered_map<std::string, int64_t>& launches()
+{
+    static std::unordered_map<std::string, int64_t> counts;
+    return counts;
+}
+
 }  // namespace
 
 std::shared_ptr<Reducer> find_reducer(int64_t identity)
@@ -44,6 +52,19 @@ void remove_reducer(int64_t identity)
 {
     std::unique_lock lock(registry_mutex());
     registry().erase(identity);
+}
+
+int64_t launches_over(const c10d::ProcessGroup& process_group)
+{
+    std::shared_lock lock(registry_mutex());
+    const auto found = launches().find(process_group.getGroupName());
+    return found == launches().end() ? 0 : found->second;
+}
+
+int64_t count_launch_over(const c10d::ProcessGroup& process_group)
+{
+    std::unique_lock lock(registry_mutex());
+    return ++launches()[process_group.getGroupName()];
 }
 
 }  // namespace deepcompile

@@ -316,6 +316,8 @@ public:
     void drain();
     /// Drops both buckets.
     void abandon();
+    /// From now on, buckets that other reducers of this process send over the same process group count.
+    void begin_backward();
     bool empty() const { return filling_->empty() && !in_flight_; }
 
 private:
@@ -328,6 +330,7 @@ private:
     Counters& counters_;
     std::unique_ptr<Bucket> filling_;    ///< never null
     std::unique_ptr<Bucket> in_flight_;  ///< null if nothing is on its way
+    int64_t launches_before_ = 0;        ///< of all reducers over the process group, when this one's last was counted
 };
 
 // 3. Bound: averaged gradients at their owner. (targets.cpp)
@@ -532,5 +535,10 @@ bool leads_to_checkpoints();
 std::shared_ptr<Reducer> find_reducer(int64_t identity);
 void add_reducer(int64_t identity, const std::shared_ptr<Reducer>& reducer);
 void remove_reducer(int64_t identity);
+
+/// How many buckets the reducers of this process have sent over a process group. Any thread.
+int64_t launches_over(const c10d::ProcessGroup& process_group);
+/// Counts one more; returns the number with it.
+int64_t count_launch_over(const c10d::ProcessGroup& process_group);
 
 }  // namespace deepcompile

@@ -37,7 +37,8 @@ struct Fingerprint {
     void add_gradient(int64_t index);
     /// Where in a partition a piece of the gradient that was added last goes.
     void add_piece(int64_t owner, int64_t target_offset, int64_t numel);
-    void add_bucket(const Fingerprint& bucket);
+    /// `between`: how many buckets of other engines have been sent since this engine's last one in this backward.
+    void add_bucket(const Fingerprint& bucket, int64_t between);
     void add(Marker marker);
     bool operator==(const Fingerprint& other) const
     {
@@ -61,7 +62,7 @@ public:
     explicit Agreement(int64_t identity) { sent_.hash = identity; }
 
     /// This rank is about to send a bucket.
-    void add_bucket(const Fingerprint& bucket) { sent_.add_bucket(bucket); }
+    void add_bucket(const Fingerprint& bucket, int64_t between) { sent_.add_bucket(bucket, between); }
     void add(Marker marker) { sent_.add(marker); }
 
     /// Sends this rank's fingerprint and collects the other ranks'. The host does not wait for a GPU. `purpose` is for

@@ -34,8 +34,9 @@ def zero_optimizer(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) 
     try:
         return engine._configure_zero_optimizer(optimizer)
     except RuntimeError as error:
+        # The device may also run out of memory, outside of this function of the accelerator.
         calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "pin_memory"]
-        if not engine.is_deepcompile_enabled() or not calls:
+        if not engine.is_deepcompile_enabled() or not calls or "out of memory" not in str(error):
             raise
         raise RuntimeError(
             f"zero_optimization.offload_optimizer: {calls[0].f_locals['tensor'].nbytes / 2**30:.1f} GiB more of "

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero12 import chunked_step, gradient_counters, wait_for_parameters
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -135,6 +135,17 @@ class Pair(NamedTuple):
     engine: DeepSpeedEngine
     plain: torch.nn.Module
     optimizer: torch.optim.Optimizer  # of the plain loop
+
+
+@contextlib.contextmanager
+def chunks_of(numel):
+    """Within it an optimizer is stepped in chunks of so many elements, on any device."""
+    before = chunked_step.CHUNK_NUMEL, chunked_step.CHUNK_NUMEL_ON_HOST
+    chunked_step.CHUNK_NUMEL = chunked_step.CHUNK_NUMEL_ON_HOST = numel
+    try:
+        yield
+    finally:
+        chunked_step.CHUNK_NUMEL, chunked_step.CHUNK_NUMEL_ON_HOST = before
 
 
 @contextlib.contextmanager

@@ -171,6 +171,9 @@ class BackwardLife:
         self._step.backwards += 1
         self._advance(Event.FINISH)
         # Also true if an earlier backward of the step handed gradients over and this one only kept its own.
+        self._hand_over_again()
+
+    def _hand_over_again(self):
         if self._step.handed_over:
             if self._optimizer().cpu_offload:
                 # This backward may have added to gradients in host memory, which the optimizer reads without a stream.
@@ -183,8 +186,7 @@ class BackwardLife:
             self.abandon_unfinished()
             if self._step.backwards:
                 self._reduce_rest(True)
-                if self._step.handed_over:
-                    self._advance(Event.HAND_OVER)
+                self._hand_over_again()
         finally:
             self._in_region, self._step.by_earlier_region = False, True
 

@@ -117,7 +117,7 @@ def step_in_chunks(
     state = optimizer.state.get(whole) or {}
     # In the first step, the optimizer makes the state of each chunk.
     is_new = not state
-    size = min(CHUNK_NUMEL, CHUNK_NUMEL_ON_HOST) if whole.is_cpu else CHUNK_NUMEL
+    size = CHUNK_NUMEL_ON_HOST if whole.is_cpu else CHUNK_NUMEL
     for first in range(0, whole.numel(), size):
         last = min(first + size, whole.numel())
         chunk = torch.nn.Parameter(whole.data[first:last])

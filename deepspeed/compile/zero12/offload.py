@@ -35,12 +35,12 @@ def memory_for_gradients(optimizer: "DeepSpeedZeroOptimizer", group: int) -> Opt
     for tensor in (optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group], _master(optimizer, group).grad):
         if tensor is not None and tensor.dtype == dtype:
             return tensor
-    numel = int(optimizer.partition_size[group])
+    numel, pinned = int(optimizer.partition_size[group]), optimizer.cpu_offload_pin_memory
     try:
-        memory = torch.empty(numel, dtype=dtype)
-        return get_accelerator().pin_memory(memory) if optimizer.cpu_offload_pin_memory else memory
+        # A default device of torch that the caller has set must not apply.
+        make = get_accelerator().pin_empty if pinned else torch.empty
+        return make(numel, dtype=dtype, device="cpu")
     except RuntimeError as error:
-        pinned = optimizer.cpu_offload_pin_memory
         raise RuntimeError(
             f"zero_optimization.offload_optimizer: {numel * dtype.itemsize / 2**30:.1f} GiB of "
             f"{'pinned ' if pinned else ''}host memory for gradients could not be had; use more ranks"
@@ -53,6 +53,8 @@ def drop_unused_memory(optimizer: "DeepSpeedZeroOptimizer") -> None:
     for group in range(len(optimizer.bit16_groups)):
         _master(optimizer, group).grad = None
         optimizer.offload_gradient_dict[group] = None
+    optimizer.accumulated_grads_in_cpu.clear()
+    optimizer.norm_for_param_grads.clear()
     if optimizer.cpu_offload_pin_memory:
         get_accelerator().unpin_memory(optimizer.temp_grad_buffer_for_cpu_offload)
     optimizer.temp_grad_buffer_for_cpu_offload = optimizer.temp_grad_buffer_for_gpu_offload = None

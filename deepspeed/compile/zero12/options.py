@@ -17,7 +17,7 @@ from torch.torch_version import TorchVersion
 
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 from ..passes import zero_1_and_2_compile
 from .graph.choose_blocks import choose_blocks
@@ -362,6 +362,9 @@ def has_gradients(engine: "DeepSpeedEngine") -> bool:
     optimizer = engine.optimizer
     if not isinstance(optimizer, DeepSpeedZeroOptimizer):
         return False
+    if optimizer.cpu_offload and optimizer.micro_step_id != INITIAL_MICRO_STEP_ID:
+        # They are on the host. What a rank holds there depends on its partition, and all ranks must answer alike.
+        return True
     held = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
     for group in optimizer.bit16_groups:
         held += [gradient for parameter in group for gradient in (parameter.grad, parameter.grad_accum)]

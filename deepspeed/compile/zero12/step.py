@@ -137,8 +137,8 @@ def _sum_of_squares(gradients, dtype):
         return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square().sum()
     # On a CPU a norm takes several times as long as a cast and a product of short parts, and rounds more.
     parts = [part for gradient in gradients for part in gradient.view(-1).split(NORM_NUMEL_ON_HOST)]
-    memory = torch.empty(max(part.numel() for part in parts), dtype=dtype)
-    total = torch.zeros((), dtype=torch.float64)
+    memory = torch.empty(max(part.numel() for part in parts), dtype=dtype, device="cpu")
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for part in parts:
         cast = memory[: part.numel()].copy_(part)
         total += torch.dot(cast, cast)

@@ -61,6 +61,5 @@ def register() -> None:
     add_needs_realized_inputs(operator)
     register_lowering(operator, type_promotion_kind=None)(lower_reduce_grad)
     # Without a lowering, Inductor would call the operator too, but torch 2.11 would first write a message that spells
-    # out how each operand was made. Each reduction is an operand of the next one, so with many layers the message
-    # would take longer than the rest of the compilation.
+    # out how each operand was made.
     make_fallback(torch.ops.deepcompile.end_backward.default)
