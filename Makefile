@@ -42,7 +42,7 @@ BENCH := $(VENV)/.bench-$(call content,requirements/demo.txt requirements/benchm
 # The base as it is released, beside the fork: a folder for PYTHONPATH.
 BASE := $(VENV)/base-$(call content,requirements/base.txt)
 # Tests of the native code in rank processes on CPU, compiled by tests/sanitizers/g++ with the sanitizer that the shell
-# has at hand. Without random addresses where that may be chosen: ThreadSanitizer runs out of room among them.
+# has at hand. setarch -R turns random addresses off where that is allowed: ThreadSanitizer fails with them.
 SANITIZED = PATH='$(BIN)':"$$PATH" CUDA_VISIBLE_DEVICES= SANITIZER=$$sanitizer CXX='$(CURDIR)/tests/sanitizers/g++' \
 	TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/sanitized-'$$sanitizer-$(call content,tests/sanitizers) \
 	$$(setarch -R true 2>/dev/null && echo setarch -R) pytest -q -o timeout=0 \

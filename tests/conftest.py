@@ -57,7 +57,7 @@ def pytest_addoption(parser):
     parser.addoption("--models", type=int, help="how many random models test_fuzz.py tries; a few by default")
     parser.addoption("--world", type=int, default=2, help="on how many ranks")
     parser.addoption("--steps", type=int, default=200, help="how long the long run of test_engines.py is")
-    parser.addoption("--seed", type=int, default=0, help="from which they are drawn")
+    parser.addoption("--seed", type=int, default=0, help="of the random models")
     parser.addoption(
         "--sanitizer",
         choices=list(sanitizer.OPTIONS),
@@ -70,7 +70,6 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    config.addinivalue_line("markers", "gpu: needs GPUs; skipped with a reason where there are none")
     if config.option.sanitizer:
         reports = config.stash[REPORTS] = config.option.reports.resolve()
         shutil.rmtree(reports, ignore_errors=True)

@@ -297,8 +297,14 @@ def test_gradients_before_compile_are_not_lost(ranks, stage):
         assert result.is_attached and result.error < BOUND < result.moved
 
 
+class Unpinned(NamedTuple):
+    """What deepspeed.initialize() says where no memory can be pinned, and the error that this follows."""
+
+    sentence: str
+    cause: str
+
+
 def without_memory_to_pin():
-    """Returns what deepspeed.initialize() says where no memory can be pinned, and what that followed from."""
     accelerator = get_accelerator()
 
     def pin_memory(tensor, **_):
@@ -310,16 +316,16 @@ def without_memory_to_pin():
             make_engine(build(Case()), Case(offloaded=True))
     finally:
         del accelerator.pin_memory
-    return str(raised.value), str(raised.value.__cause__)
+    return Unpinned(str(raised.value), str(raised.value.__cause__))
 
 
 def test_no_memory_to_pin(ranks):
-    for sentence, cause in ranks(2).run(without_memory_to_pin):
-        assert sentence == (
+    for unpinned in ranks(2).run(without_memory_to_pin):
+        assert unpinned.sentence == (
             "zero_optimization.offload_optimizer: 0.0 GiB more of pinned host memory could not be had; use more "
             "ranks, or set offload_optimizer.pin_memory to false"
         )
-        assert cause.startswith("CUDA error: out of memory")
+        assert unpinned.cause.startswith("CUDA error: out of memory")
 
 
 def test_deprecated_name(ranks):

@@ -10,7 +10,7 @@
 
 namespace py = pybind11;
 
-// The base's native module has functions that change the state of the process. This one has none: all state of an
+// The base's native module has functions that change the state of the process. This one has none: the state of an
 // engine is in the engine's Reducer.
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 {

@@ -103,8 +103,8 @@ void PartitionGroup::bind_to_zeros(const std::vector<Piece>& pieces)
     const auto options = at::TensorOptions().dtype(target_dtype).device(device);
     for (const auto& piece : pieces) {
         if (piece.owner != rank() || targets_.count(piece.target_offset)) { continue; }
-        // Where the zeros are only copied, one zero serves for all elements. Host memory gets them from the device too,
-        // which may still be reading there what the step before has written.
+        // Where the zeros are only copied, one zero serves for all elements. They are copied to host memory from the
+        // device too, which may still be reading parameters there that the previous step wrote.
         const bool copied = flat || host;
         const auto zeros = at::zeros({copied ? 1 : piece.numel}, options).expand({piece.numel});
         bind(piece.target_offset, zeros, /*donated=*/true);

@@ -330,7 +330,7 @@ private:
     Counters& counters_;
     std::unique_ptr<Bucket> filling_;    ///< never null
     std::unique_ptr<Bucket> in_flight_;  ///< null if nothing is on its way
-    int64_t launches_before_ = 0;        ///< of all reducers over the process group, when this one's last was counted
+    int64_t launches_before_ = 0;        ///< `launches_over()` when this reducer last sent a bucket
 };
 
 // 3. Bound: averaged gradients at their owner. (targets.cpp)
@@ -418,7 +418,7 @@ public:
     void register_parameter(
         int64_t group, std::string name, at::Tensor parameter, at::ScalarType communication_dtype, int64_t offset);
 
-    /// Called by the optimizer when a backward starts. `reduces`: whether this backward reduces gradients (at the
+    /// Called by `BackwardLife.begin()` when a backward starts. `reduces`: whether this backward reduces gradients (at the
     /// accumulation boundary, or under ZeRO-2) or keeps them on this rank. `hooked`: indices of the parameters whose
     /// gradients a user's hook wants to see, so that no graph may reduce them; the order of registration numbers them.
     void begin_backward(bool reduces, const std::vector<size_t>& hooked);
@@ -440,11 +440,11 @@ public:
     /// 4. Called by the backward graph that reduces last (operator `end_backward`).
     void end_backward();
 
-    /// 4. Called by the optimizer after every backward, whichever graphs ran in it. With `reduces`, the turns that are
+    /// 4. Called by `BackwardLife.finish()` after every backward, whichever graphs ran in it. With `reduces`, the turns that are
     /// left are taken, and every piece that this rank owns is bound on return.
     void finish_backward(bool reduces);
 
-    /// 4. Called by the optimizer on every rank when the gradients of a step are complete. Reduces what came after its
+    /// 4. Called by `BackwardLife` on every rank when the gradients of a step are complete. Reduces what came after its
     /// turn on some rank, and has the ranks agree on another order if the current one did not suit the first rank.
     /// Raises on every rank if the ranks have sent different gradients. The host waits for the device, because only
     /// then the host knows whether another rank has something left.
@@ -457,11 +457,11 @@ public:
     /// earlier backwards.
     void abandon_backward();
 
-    /// 5. Called by the optimizer on every rank before a step. On CPU, ranks compare once more what they have sent.
+    /// 5. Called by `step.py` on every rank before a step. On CPU, ranks compare once more what they have sent.
     /// Otherwise, if another rank began one more backward instead of the step, gloo would hang or end the process.
     void begin_step();
 
-    /// 5. Called by the optimizer before it reads targets, on the stream on which it reads them. For targets in host
+    /// 5. Called before targets are read, on the stream on which they are read. For targets in host
     /// memory, the host waits for the copies.
     void use_targets_here();
 

@@ -161,7 +161,7 @@ def _serve():
 
     # Modules stay, so that looking for garbage after each test does not have to look through them.
     gc.freeze()
-    # Whoever started this process may have had it ignored.
+    # The parent process may have set SIGINT to be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     if torch.cuda.is_available():

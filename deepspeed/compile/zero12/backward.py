@@ -170,10 +170,10 @@ class BackwardLife:
         self._graph_task = None
         self._step.backwards += 1
         self._advance(Event.FINISH)
-        # Also true if an earlier backward of the step handed gradients over and this one only kept its own.
-        self._hand_over_again()
+        self._complete_if_handed_over()
 
-    def _hand_over_again(self):
+    def _complete_if_handed_over(self):
+        # Also true if an earlier backward of the step handed gradients over and this one only kept its own.
         if self._step.handed_over:
             if self._optimizer().cpu_offload:
                 # This backward may have added to gradients in host memory, which the optimizer reads without a stream.
@@ -186,7 +186,7 @@ class BackwardLife:
             self.abandon_unfinished()
             if self._step.backwards:
                 self._reduce_rest(True)
-                self._hand_over_again()
+                self._complete_if_handed_over()
         finally:
             self._in_region, self._step.by_earlier_region = False, True
 

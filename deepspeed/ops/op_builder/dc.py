@@ -76,7 +76,7 @@ class DeepCompileHandle:
     """What ``deepspeed.compile.util.get_deepcompile_handle()`` returns to the base's code.
 
     The base calls ``start_backward()`` in all stages. Every other call belongs to ZeRO-3, and the first of these calls
-    builds and loads ZeRO-3's native module. ZeRO-1/2 keeps no state for the whole process and needs no call.
+    builds and loads ZeRO-3's native module. ZeRO-1/2 keeps its state in reducers and needs no call.
     """
 
     def __init__(self):
