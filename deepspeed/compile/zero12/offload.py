@@ -59,7 +59,7 @@ def drop_unused_memory(optimizer: "DeepSpeedZeroOptimizer") -> None:
         get_accelerator().unpin_memory(optimizer.temp_grad_buffer_for_cpu_offload)
     optimizer.temp_grad_buffer_for_cpu_offload = optimizer.temp_grad_buffer_for_gpu_offload = None
     if optimizer.reduction_stream is not None:
-        # Torch keeps pinned memory that nobody uses any more. Only from torch 2.12 on is there a public function.
+        # Torch keeps pinned memory that nobody uses any more. Older releases have no public function to give it back.
         give_back = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
         if give_back is not None:
             give_back()
