@@ -50,7 +50,7 @@ class Chosen(nn.Module):
 
 
 class WithUnused(Chosen):
-    """The last parameters get no gradients."""
+    """The last parameters get no gradients, and their turns come first to begin with."""
 
     def __init__(self):
         super().__init__()
@@ -65,6 +65,10 @@ class Checkpointed(Chosen):
 class ReentrantlyCheckpointed(Chosen):
     def call_block(self, block, x):
         return checkpoint(block, x, use_reentrant=True)
+
+
+class WithUnusedCheckpointed(WithUnused, ReentrantlyCheckpointed):
+    """Checkpoints hide that the last parameters get no gradients."""
 
 
 class Tied(Chosen):
@@ -115,9 +119,8 @@ class Switch(Chosen):
         return Experts(WIDTH)
 
 
-MODELS = {
-    cls.__name__: cls for cls in (Chosen, WithUnused, Checkpointed, ReentrantlyCheckpointed, Tied, Breaking, Switch)
-}
+CHECKPOINTED = (Checkpointed, ReentrantlyCheckpointed, WithUnusedCheckpointed)
+MODELS = {cls.__name__: cls for cls in (Chosen, WithUnused, *CHECKPOINTED, Tied, Breaking, Switch)}
 
 
 def layers_dropped(step, rank):
@@ -135,6 +138,7 @@ PROGRAMS = {
     "turns-without-gradients": lambda step, rank: [] if (step + rank) % 2 else [0, 1, 2, 3],
     "early-exit": lambda step, rank: list(range(1 + (step + 2 * rank) % DEPTH)),
     "alike": lambda step, rank: [0, 1, 2, 3],
+    "alike-reversed": lambda step, rank: [3, 2, 1, 0],
     # With two micro-batches, the second leaves out a block.
     "first-micro-batch": lambda step, rank: [0, 1, 3] if step % 2 else [0, 1, 2, 3],
     "one-less": lambda step, rank: [0, 1, 2, 3] if step < 4 else [0, 1, 3],
@@ -254,6 +258,25 @@ def test_little_waits_in_the_first_backward(ranks, stage, groups, regional, mode
         assert result.counters[0]["peak_unreduced"] <= 4 * 2 * WIDTH
 
 
+@vary("regional", [True, False])
+@vary("stage", [1, 2])
+def test_no_more_than_a_bucket_waits_for_gradients_that_never_come(ranks, stage, regional):
+    case = differing(regional, model="WithUnusedCheckpointed", stage=stage, bucket=150)
+    for result in check(ranks(2).run(train, case, "alike", steps=1)):
+        counters, largest = result.counters[0], VOCABULARY * WIDTH
+        assert counters["out_of_turn"] > 0, "no gradient waited, so nothing was shown"
+        assert counters["peak_unreduced"] <= 4 * (150 + largest)
+
+
+@vary("bucket", [1, 150, 10**6])
+@vary("stage, accumulation", [(1, 3), (2, 1)])
+def test_gradients_come_in_the_reverse_of_the_order_expected(ranks, stage, accumulation, bucket):
+    case = differing(True, model="Chosen", stage=stage, accumulation=accumulation, bucket=bucket)
+    for result in check(ranks(2).run(train, case, "alike-reversed", steps=3)):
+        waited = [counters["out_of_turn"] > 0 for counters in result.counters]
+        assert waited == [True, False, False], result.counters
+
+
 @vary("stage", [1, 2])
 def test_nothing_waits_where_alike_ranks_take_another_branch(ranks, stage):
     case = differing(True, model="Chosen", stage=stage, bucket=1)
@@ -284,20 +307,21 @@ def test_turns_that_no_rank_needs_any_more_are_given_up(ranks, stage, direct):
 # Graphs that one rank compiles -----------------------------------------------------------------------------------
 
 
-def train_to_the_limit(case, limit, program="alike"):
-    """Rank 1 has longer sequences in each step, and graphs are for one shape each."""
+def train_to_the_limit(case, limit, which):
+    """The rank ``which`` has longer sequences in each step, and graphs are for one shape each."""
     with torch._dynamo.config.patch(recompile_limit=limit):
-        return train(case, program, steps=6, lengths=lambda step, rank: 4 + step * rank)
+        return train(case, "alike", steps=6, lengths=lambda step, rank: 4 + step * (rank == which))
 
 
+@vary("which", [0, 1])
 @vary("regional", [True, False])
 @vary("stage, accumulation", [(1, 1), (2, 3)])
-def test_one_rank_reaches_the_limit_of_compilations(ranks, stage, accumulation, regional):
+def test_one_rank_reaches_the_limit_of_compilations(ranks, stage, accumulation, regional, which):
     case = differing(
         regional, model="Chosen", stage=stage, accumulation=accumulation, compile_kwargs={"dynamic": False}
     )
-    first, second = check(ranks(2).run(train_to_the_limit, case, limit=1))
-    assert first.from_graphs[-1] > 0 and second.from_graphs[-1] == 0
+    results = check(ranks(2).run(train_to_the_limit, case, 1, which))
+    assert [result.from_graphs[-1] > 0 for result in results] == [rank != which for rank in range(2)]
 
 
 # Models of transformers ------------------------------------------------------------------------------------------

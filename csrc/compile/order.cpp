@@ -119,9 +119,10 @@ void Reducer::begin_turns()
 {
     order_.begin_backward();
     buckets_.begin_backward();
+    early_numel_ = 0;
     for (auto& record : records_) {
         record.received = 0;
-        record.absent = false;
+        record.is_early = record.absent = false;
     }
 }
 
@@ -151,8 +152,30 @@ void Reducer::send_turn(ParameterRecord& record, const Turn& turn)
     enqueue_sum(record);
 }
 
+void Reducer::keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated)
+{
+    // A gradient that joins the sum of earlier micro-batches needs no memory of its own.
+    if (!record.unreduced.defined()) {
+        record.is_early = true;
+        early_numel_ += record.parameter.numel();
+    }
+    record.unreduced.add(gradient, donated);
+    // The gradient for which the others wait may never come, and reentrant checkpointing hides that. Its turn is sent as
+    // zeros, and it is late if it comes after all. Where some of a turn's contributions have come, the others are waited
+    // for. Like a bucket, what waits may exceed the bound by one gradient.
+    while (early_numel_ > options_.bucket_numel + gradient.numel() && records_[order_.next()->index].received == 0) {
+        const auto turn = *order_.next();
+        send_turn(records_[turn.index], turn);
+        send_those_in_turn();
+    }
+}
+
 void Reducer::enqueue_sum(ParameterRecord& record)
 {
+    if (record.is_early) {
+        record.is_early = false;
+        early_numel_ -= record.parameter.numel();
+    }
     if (record.unreduced.defined()) {
         buckets_.enqueue(record, record.unreduced.take(), /*donated=*/true);
         return;

@@ -190,7 +190,11 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     }
     order_.came_out_of_turn();
     ++counters_.out_of_turn;
-    record.unreduced.add(gradient, donated);
+    if (order_.comes_to(record.index)) {
+        keep_early(record, gradient, donated);
+    } else {
+        record.unreduced.add(gradient, donated);
+    }
 }
 
 // 4. End of backward. (3. Bound: see targets.cpp.)

@@ -11,10 +11,10 @@ the flat tensor and may straddle several partitions.
   1. Registered empty.  Reducer::register_parameter() notes where a parameter lies. No gradient memory
                         exists yet.
   2. Reduced.           Reducer::reduce() takes a gradient as soon as the backward has produced it. All ranks
-                        send gradients in one SendOrder, and a gradient that comes before its turn waits. In
-                        its turn the gradient is cut into pieces at partition boundaries and put into a
-                        Bucket. When the bucket is full, each piece is sent to the rank that owns it and to no
-                        other rank.
+                        send gradients in one SendOrder. A gradient that comes before its turn waits, but
+                        never more of them than a bucket and one gradient. In its turn the gradient is cut
+                        into pieces at partition boundaries and put into a Bucket. When the bucket is full,
+                        each piece is sent to the rank that owns it and to no other rank.
   3. Bound.             PartitionGroup::bind() makes each piece that has arrived at its owner a target: the
                         averaged gradient of a range of the owner's partition. The target keeps the memory
                         in which the piece was reduced if that memory holds nothing else; otherwise it is a
@@ -138,10 +138,11 @@ struct ParameterRecord {
     at::ScalarType communication_dtype;  ///< of what is sent
     std::vector<Piece> pieces;
     UnreducedSum unreduced;
-    int64_t received = 0;  ///< contributions of this backward, if it reduces, that no turn has taken yet
-    bool absent = false;   ///< the graph of this backward does not lead to the parameter
-    bool hidden = false;   ///< in some backward a gradient has come although the parameter was absent
-    bool hooked = false;   ///< a user's hook wants to see the gradient
+    int64_t received = 0;   ///< contributions of this backward, if it reduces, that no turn has taken yet
+    bool is_early = false;  ///< `unreduced` has only gradients of this backward that have come before their turn
+    bool absent = false;    ///< the graph of this backward does not lead to the parameter
+    bool hidden = false;    ///< in some backward a gradient has come although the parameter was absent
+    bool hooked = false;    ///< a user's hook wants to see the gradient
     /// Where the parameter's data lay when the last backward began. If the data lies elsewhere when a gradient comes,
     /// another engine may have taken the parameter over.
     const void* data = nullptr;
@@ -496,6 +497,9 @@ private:
     void begin_turns();
     void send_those_in_turn();
     void send_rest_of_turns();
+    /// Adds a gradient that comes before its turn to the parameter's sum. If more than a bucket and this gradient wait
+    /// then, sends the turns that hold them up, unless a part of such a turn has come.
+    void keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated);
     void send_turn(ParameterRecord& record, const Turn& turn);
     /// Enqueues the gradient, and with it what this rank has kept of the parameter's gradients.
     void enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradient, bool donated);
@@ -517,6 +521,7 @@ private:
     Agreement agreement_;
     BucketQueue buckets_;
     SendOrder order_;
+    int64_t early_numel_ = 0;  ///< elements of the parameters whose gradients are early
 
     /// Whether BackwardLife is in phase RUNNING or ENDING. Then what lies in `parameter.grad` is autograd's, and a
     /// gradient need not announce a backward. The reducer keeps a copy, because a thread that holds mutex_ must not ask
