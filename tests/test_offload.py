@@ -376,14 +376,38 @@ def train_with_late_work(case, late):
     return error
 
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no streams")
+# With fewer connections to the device, streams share them and wait for each other.
+CONNECTIONS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no streams")
+@NEEDS_GPU
 @vary("late", ["copies", "gradients", "parameters"])
 @vary("world, stage, accumulation", [(1, 1, 1), (1, 2, 2), (2, 1, 2), (2, 2, 2)])
 @vary("model, bucket", [("OneGraph", 200), ("Wide", 10**6), ("WideRepeatedLayers", 10**6)])
 def test_late_work_is_waited_for(ranks, model, bucket, world, stage, accumulation, late):
     # Clipping, because the host then needs the norm.
     case = Case(model, stage=stage, accumulation=accumulation, bucket=bucket, steps=4, clipping=0.05, offloaded=True)
-    # With fewer connections to the device, streams share them and wait for each other.
-    for error in ranks(world, CUDA_DEVICE_MAX_CONNECTIONS="32").run(train_with_late_work, case, late):
+    for error in ranks(world, **CONNECTIONS).run(train_with_late_work, case, late):
+        assert error < BOUND
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@vary("late", ["copies", "gradients", "parameters"])
+@vary(
+    "varied",
+    [
+        {"groups": 2},
+        {"config": OVERLAPPED},
+        {"config": {"zero_optimization": {"offload_optimizer": {"device": "cpu", "pin_memory": False}}}},
+        {"config": {"zero_optimization": {"round_robin_gradients": True}}},
+    ],
+)
+@vary("stage", [1, 2])
+def test_late_work_is_waited_for_with_options(ranks, stage, varied, late):
+    settings = {"model": "WideRepeatedLayers", "stage": stage, "accumulation": 2, "bucket": 10**6, "steps": 4}
+    case = Case(**settings, clipping=0.05, offloaded=True, **varied)
+    for error in ranks(2, **CONNECTIONS).run(train_with_late_work, case, late):
         assert error < BOUND
