@@ -1,0 +1,116 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Times what a step with the optimizer on the host is made of, each part alone.
+
+From the root of the repository::
+
+    deepspeed --module benchmarks.host                             on all GPUs of this machine
+    deepspeed --num_accelerators 2 --module benchmarks.host --numel 4194304      on a CPU, in two processes
+
+All processes work at the same time, as ranks do, and share the processor's cores. Each figure is the fastest of the
+repetitions on the slowest rank, in nanoseconds for each element of a partition, or in GB/s for a link.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from .devices import on_gpus, synchronize
+from .steps import say
+
+
+class _Views:
+    """One bf16 gradient that fills a partition, given away as the optimizer's views are."""
+
+    def __init__(self, gradient: torch.Tensor):
+        self._gradient = gradient
+
+    def take(self) -> Iterator[tuple[int, torch.Tensor]]:
+        yield 0, self._gradient
+
+
+def seconds(function: Callable[[], object], repetitions: int) -> float:
+    """Returns the least seconds that ``function`` took, on the slowest rank. All ranks call it at the same time."""
+    fastest = float("inf")
+    for _ in range(repetitions + 1):
+        dist.barrier()
+        begun = time.perf_counter()
+        function()
+        synchronize()
+        took = torch.tensor(time.perf_counter() - begun)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        fastest = min(fastest, took.item())
+    return fastest
+
+
+def measure(numel: int, repetitions: int) -> dict[str, float]:
+    """Returns name -> nanoseconds for each element, or GB/s.
+
+    Args:
+        numel: elements of a partition.
+        repetitions: how often to time each part, after a first time that does not count more than the others.
+    """
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.compile.zero12.chunked_step import MasterGradient, step_in_chunks
+    from deepspeed.compile.zero12.step import _sum_of_squares
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    gradient = get_accelerator().pin_empty(numel, dtype=torch.bfloat16, device="cpu").normal_()
+    master = torch.nn.Parameter(torch.randn(numel, device="cpu"))
+    adam = DeepSpeedCPUAdam([master], lr=1e-5)
+    sent = torch.empty(numel, dtype=torch.bfloat16, device="cuda" if on_gpus() else "cpu")
+    factor = torch.full((1,), 0.5)
+
+    def send(first, last):
+        gradient[first:last].copy_(master.data[first:last])
+        sent[first:last].copy_(gradient[first:last], non_blocking=True)
+
+    def adam_alone():
+        master.grad = master.data
+        adam.step()
+        master.grad = None
+
+    elements = {
+        "norm": lambda: _sum_of_squares([gradient], torch.float32),
+        "chunks: cast, scale, Adam, cast back, send": lambda: step_in_chunks(
+            adam, 0, MasterGradient(_Views(gradient), factor, master.data), send
+        ),
+        "Adam alone, of the whole partition": adam_alone,
+    }
+    figures = {name: seconds(part, repetitions) / numel * 1e9 for name, part in elements.items()}
+    # Reads three fp32 tensors and a gradient, and writes three.
+    ranks = dist.get_world_size()
+    figures["host memory under Adam alone, all ranks, GB/s"] = (
+        28 * ranks / figures["Adam alone, of the whole partition"]
+    )
+    if on_gpus():
+        links = {
+            "to the host, each rank, GB/s": lambda: gradient.copy_(sent, non_blocking=True),
+            "to the device, each rank, GB/s": lambda: sent.copy_(gradient, non_blocking=True),
+        }
+        figures |= {name: 2 * numel / seconds(copy, repetitions) / 1e9 for name, copy in links.items()}
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="deepspeed --module benchmarks.host", description=__doc__.splitlines()[0])
+    parser.add_argument("--numel", type=int, default=2**28, help="elements of a rank's partition")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
+    options = parser.parse_args()
+    if on_gpus():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["WORLD_SIZE"])))
+    # Ranks wait for each other on the host, so gloo serves GPUs too.
+    dist.init_process_group("gloo")
+    for name, figure in measure(options.numel, options.repetitions).items():
+        say(f"{name:50} {figure:8.3f}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
