@@ -55,11 +55,11 @@ NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.c
 .PHONY: demo test test-all quick fuzz models sanitize bench lint format clean toolchain
 .NOTPARALLEL:
 
-test: toolchain lint $(FORK) $(BENCH) $(FRONTS)
-	$(RUN) pytest -q tests --fewer-cases $(IN_PARALLEL)
+test: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE)
+	$(RUN) pytest -q tests --fewer-cases --base $(BASE) $(IN_PARALLEL)
 
-test-all: toolchain lint $(FORK) $(BENCH) $(FRONTS)
-	$(RUN) pytest -q tests $(IN_PARALLEL)
+test-all: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE)
+	$(RUN) pytest -q tests --base $(BASE) $(IN_PARALLEL)
 
 quick: toolchain $(FORK)
 	$(RUN) pytest -q tests -m quick
