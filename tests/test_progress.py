@@ -26,6 +26,11 @@ from support.models import Block, BlocksWithin
 from support.native import look_built
 from support.training import Case, batch
 
+# A bar that is drawn below the caller's, and is then taken away: spaces in its place, and the cursor back up.
+BAR = re.compile(
+    r"(DeepCompile compiles the \w+ of [\w ]+ \(\d+\.\d s so far\) .{14} \d of 4) graphs of blocks"
+    r"\x1b\[A\r\n\r +\x1b\[A"
+)
 SECONDS = re.compile(r"\d+\.\d s")
 AROUND = "TwoClasses around its blocks"
 # What rank 0 says, each with its seconds left out.
@@ -125,12 +130,10 @@ def test_compilations_are_told(ranks, backend):
         expected = [f"DeepCompile compiled {line}" for line in LINES]
         # A backward that torch's cache has comes with its forward.
         assert lines == expected or (backend == "inductor" and lines == expected[:3]), lines
-    bars = re.findall(
-        r"DeepCompile compiles the \w+ of [\w ]+ \(\d+\.\d s so far\) .{14} \d of 4", first["info"].terminal
-    )
+    bars = BAR.findall(first["info"].terminal)
     assert len({*bars}) == len(first["info"].lines)
     assert "forward of Block (0.0 s so far)" in bars[0] and bars[0].endswith("0 of 4")
-    # The bar is taken away, and the caller's own bar is the last that is drawn.
+    # The caller's own bar is the last that is drawn.
     assert "DeepCompile" not in first["info"].terminal.rpartition("of the caller: 100%")[2]
     assert "of the caller: 100%" in first["warning"].terminal
     assert "DeepCompile" not in first["warning"].terminal and not first["warning"].lines
