@@ -138,7 +138,8 @@ $(BENCH): $(TOOLS)
 	$(PIP) install --quiet -r requirements/benchmarks.txt
 	rm -f $(VENV)/.bench-* && touch $@
 
+# The base's setup.py imports from its own folder.
 $(BASE): $(TOOLS)
 	rm -rf $(VENV)/base-*
-	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --no-deps --target $@ --no-binary :all: \
+	env -u PYTHONSAFEPATH DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --no-deps --target $@ --no-binary :all: \
 		--require-hashes -r requirements/base.txt

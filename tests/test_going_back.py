@@ -26,7 +26,7 @@ def stock(request):
         pytest.skip("needs DeepSpeed 0.19.8 in a folder that --base names; make test installs it there")
     folder = Path(folder).resolve()
     return {
-        "PYTHONPATH": os.pathsep.join([str(folder), str(TESTS)]),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), str(TESTS), os.environ.get("PYTHONPATH")])),
         # Native code of the two must not take each other's place.
         "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
     }

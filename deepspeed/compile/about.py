@@ -18,7 +18,7 @@ def report() -> List[Tuple[str, str]]:
 
     base = deepspeed.__version__.partition("+")[0]
     release = ".".join(torch.__version__.split(".")[:2])
-    tested = "tested with this fork" if release in TESTED_TORCH else "not tested with this fork"
+    tested = "one of those" if release in TESTED_TORCH else "none of those"
     if DeepCompileBuilder().is_built():
         built = f"built, for {get_accelerator().device_name()}"
     else:
@@ -26,5 +26,5 @@ def report() -> List[Tuple[str, str]]:
     return [
         ("fork", f"{deepspeed.__version__}, DeepSpeed {base} with another DeepCompile for ZeRO-1 and ZeRO-2"),
         ("fork's native code (dc)", built),
-        ("fork's torch", f"{release} is {tested}; tested are {', '.join(TESTED_TORCH)}"),
+        ("fork's torch", f"tested with {', '.join(TESTED_TORCH)}; the installed {release} is {tested}"),
     ]
