@@ -49,7 +49,7 @@ REPLACED = {
 KEPT = REPLACED - {"csrc/includes/deepcompile.h", "deepspeed/compile/init_z1_and_2.py"}
 
 # Changes of lines in base files: (file, name of the edit, anchor, replacement). The anchor must occur exactly once in
-# the file. The functions that the new lines call are in deepspeed/compile/engine_calls.py.
+# the file. The functions that the new lines call are in deepspeed/compile/, most of them in engine_calls.py.
 ENGINE = "deepspeed/runtime/engine.py"
 EDITS = (
     (
@@ -104,6 +104,22 @@ EDITS = (
         "end of compile()",
         "self.module.compile(**{**compile_kwargs, 'backend': backend})",
         "engine_calls.compile_module(self, **{**compile_kwargs, 'backend': backend})",
+    ),
+    (
+        "deepspeed/env_report.py",
+        "lines of ds_report",
+        '    print("DeepSpeed general environment info:")\n',
+        "    from deepspeed.compile import about\n"
+        "    report.extend(about.report())\n"
+        '    print("DeepSpeed general environment info:")\n',
+    ),
+    (
+        "deepspeed/runtime/utils.py",
+        "end of see_memory_usage()",
+        "    print(f'CPU Virtual Memory:  used = {used_GB} GB, percent = {vm_stats.percent}%')\n",
+        "    print(f'CPU Virtual Memory:  used = {used_GB} GB, percent = {vm_stats.percent}%')\n"
+        "    from deepspeed.compile import engine_calls\n"
+        "    engine_calls.print_gradient_memory()\n",
     ),
 )
 

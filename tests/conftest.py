@@ -54,6 +54,7 @@ def pytest_addoption(parser):
         help="of each test in rank processes run two cases, and more only of tables",
     )
     parser.addoption("--every-model", action="store_true", help="train all models of test_models.py, not a dozen")
+    parser.addoption("--base", help="the folder that holds the released DeepSpeed on which this fork is based")
     parser.addoption("--models", type=int, help="how many random models test_fuzz.py tries; a few by default")
     parser.addoption("--world", type=int, default=2, help="on how many ranks")
     parser.addoption("--steps", type=int, default=200, help="how long the long run of test_engines.py is")

@@ -18,14 +18,15 @@ ZERO12 = COMPILE / "zero12"
 
 # Each module may import those of the lines above its own, and what is on its own line nothing of that line.
 FLOORS = """
-fx passes.zero_1_and_2_compile zero12.messages zero12.native
+about fx passes.zero_1_and_2_compile zero12.messages zero12.monitoring
+zero12.native
 zero12.collectives zero12.forward zero12.key_value_cache zero12.chunked_step zero12.layout zero12.offload
 zero12.backward zero12.gather zero12.step
 zero12.gather_hooks zero12.state
 zero12.optimizer
 zero12
 zero12.graph.block_classes zero12.graph.compilation_limit zero12.graph.frames zero12.graph.loss zero12.graph.lowering
-zero12.graph.reductions zero12.graph.choose_blocks
+zero12.graph.progress zero12.graph.reductions zero12.graph.choose_blocks
 zero12.graph.backend zero12.graph.compile_blocks
 zero12.options
 zero12.engine

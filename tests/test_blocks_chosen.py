@@ -123,7 +123,7 @@ def test_pickled_and_copied():
     model, x = Model(width=4, depth=2), torch.tensor([[1, 2, 3]])
     expected = model(x)
     blocks = find_blocks(model, True)
-    changed = compile_blocks(model, blocks, "eager", {}, no_limit())
+    changed = compile_blocks(model, blocks, lambda name: "eager", {}, no_limit())
     assert type(blocks[0]) is type(blocks[1]) is not Block
     assert find_blocks(model, True) == blocks
     for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -141,7 +141,7 @@ def test_options_are_not_used_up():
     nested = Nested()
     nested.layers = ModuleList([BreakingBlock(4), BreakingBlock(4)])
     blocks = find_blocks(nested, ["Block", "BreakingBlock"])
-    changed = compile_blocks(nested, blocks, "eager", {"options": options}, no_limit())
+    changed = compile_blocks(nested, blocks, lambda name: "eager", {"options": options}, no_limit())
     nested.stages(torch.ones(1, 4))
     once = len(seen)
     nested.layers[0](torch.ones(1, 4))
@@ -238,7 +238,7 @@ def test_blocks_of_another_engine():
 
     model = BlocksWithin()
     blocks, _ = chosen(model)
-    changed = compile_blocks(model, blocks, "eager", {}, no_limit())
+    changed = compile_blocks(model, blocks, lambda name: "eager", {}, no_limit())
     with pytest.raises(ValueError, match="Body is compiled for an engine that trains other parameters"):
         refuse_blocks_of_others(model)
     # What blocks there are does not depend on it.

@@ -61,6 +61,12 @@ ALSO_WARNED = {
     "zero_optimization.ignore_unused_parameters": "zero_optimization.ignore_unused_parameters=False has no effect, "
     "because a parameter without a gradient is stepped on zeros",
 }
+MONITORS = {
+    "without a monitor": "compile.monitor_memory=True has no effect without a monitor; enable tensorboard, "
+    "csv_monitor, wandb or comet",
+    "without steps": "compile.monitor_memory=True has no effect without steps_per_print; set steps_per_print",
+}
+ALSO_WARNED["compile.monitor_memory"] = MONITORS["without a monitor"]
 WITHOUT_EFFECT = Case(
     model=SMALL,
     accumulation=2,
@@ -126,3 +132,12 @@ def test_warned_with_offloading(ranks):
     result, _ = ranks(2).run(train_and_collect_warnings, case)
     assert result.trained.error < BOUND
     assert result.warnings == [("1", ALSO_WARNED["zero_optimization.ignore_unused_parameters"])]
+
+
+def test_warned_without_a_monitor(ranks, tmp_path):
+    config = {"compile": {"monitor_memory": True}}
+    first, other = ranks(2).run(train_and_collect_warnings, Case(model=SMALL, steps=1, config=config))
+    assert first.warnings == [("1", MONITORS["without a monitor"])] and not other.warnings
+    config |= {"csv_monitor": {"enabled": True, "output_path": str(tmp_path)}, "steps_per_print": None}
+    first, other = ranks(2).run(train_and_collect_warnings, Case(model=SMALL, steps=1, config=config))
+    assert first.warnings == [("1", MONITORS["without steps"])] and not other.warnings

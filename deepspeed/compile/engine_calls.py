@@ -71,13 +71,18 @@ def around_forward(
 
 
 def after_step(engine: "DeepSpeedEngine") -> None:
-    """Called on all ranks after an optimizer step. Compiles an engine that no training forward has compiled.
+    """Called on all ranks after an optimizer step. Writes to monitors, if the configuration asks for it.
 
+    Also compiles an engine that no training forward has compiled.
     A forward does not compile the engine if the module was in evaluation mode, if the module was called without the
     engine, or if gradients were held before the forward.
     """
     if not engine.is_compiled and _is_due(engine):
         _compile(engine, "after its first step")
+    elif _is_attached(engine) and engine.optimizer._zero12.monitors_memory:
+        from .zero12.monitoring import write_memory
+
+        write_memory(engine, engine.optimizer._zero12.reducer)
 
 
 def note_compile(
@@ -109,6 +114,16 @@ def drop_gradients(engine: "DeepSpeedEngine") -> None:
     """Called by ``engine.zero_grad()``: drops reduced gradients too, which parameters no longer hold."""
     if _is_attached(engine):
         engine.optimizer.zero_grad()
+
+
+def print_gradient_memory() -> None:
+    """Called by ``see_memory_usage()``: prints what the gradients of all engines with a reducer take on this rank."""
+    from .zero12.optimizer import gradient_bytes
+
+    held = gradient_bytes()
+    if held:
+        # In the units of see_memory_usage().
+        print("Gradients: " + ", ".join(f"{name} {value / 2**30:.2f} GB" for name, value in held.items()))
 
 
 def _is_attached(engine):

@@ -18,6 +18,7 @@ from .gather_hooks import Waiting
 from .graph import compile_blocks
 from .graph.backend import make_backend
 from .graph.compilation_limit import CompilationLimit
+from .graph.progress import Progress
 from .key_value_cache import train_without_cache
 from .layout import flat_layout, registered_parameters
 from .native import Reducer, reducer_module
@@ -83,15 +84,20 @@ def compile_engine(
         undo(waiting.remove_hooks)
     undo(switch_off_flops_profiler(engine))
     zero12.around_forward = AroundForward(engine, waiting)
+    zero12.monitors_memory = plan.monitors_memory
 
     reducible = compile_blocks.reducible_in_all(plan.blocks, parameters_reduced_by_graphs(optimizer))
-    graphs = make_backend(plan, reducible, zero12.registered, reducer.identity, limit, waiting)
+    progress = Progress(type(module).__name__, [type(block).__name__ for block in plan.blocks])
+    graphs = make_backend(plan, reducible, zero12.registered, reducer.identity, limit, progress, waiting)
     if not plan.blocks:
         logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
         return graphs
     names = sorted({type(block).__name__ for block in plan.blocks})
     logger.info(f"DeepCompile makes one graph for all {len(plan.blocks)} blocks of each class of {names}")
-    of_blocks = functools.partial(graphs, in_block=True)
+
+    def of_blocks(name):
+        return functools.partial(graphs, block=name)
+
     changed = compile_blocks.compile_blocks(module, plan.blocks, of_blocks, compile_kwargs, limit, waiting)
     undo(compile_blocks.restore, changed)
     if waiting is not None:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Protocol, Tupl
 
 import torch
 
+from .messages import inform
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -76,8 +78,14 @@ def reducer_module() -> NativeModule:
     """
     from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
+    builder = DeepCompileBuilder()
     try:
-        module = DeepCompileBuilder().load_reducer()
+        if not builder.is_built():
+            inform(
+                "DeepCompile builds its native code, or waits for a process that does. This takes one to three "
+                "minutes, once in an environment"
+            )
+        module = builder.load_reducer()
     except Exception as error:
         raise RuntimeError(
             "DeepCompile could not build its native code: check that a C++ compiler and ninja are installed "

@@ -14,6 +14,7 @@ The life of a gradient target, seen from the optimizer:
 The native half of the story is told in ``csrc/includes/deepcompile.h``.
 """
 
+import collections
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from .graph.compilation_limit import CompilationLimit
 else:
     _NextClass = object
+
+# The counters of a reducer that are bytes held at the moment.
+HELD = ("bound", "on_host", "pending", "bucket", "unreduced")
 
 # The attached optimizers whose parameters no later engine has taken over.
 _attached = weakref.WeakSet()
@@ -233,6 +237,15 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
 def is_attached(optimizer: DeepSpeedZeroOptimizer) -> bool:
     """Whether an optimizer takes its gradients from a reducer."""
     return isinstance(optimizer, StepLocalGradients)
+
+
+def gradient_bytes() -> Dict[str, int]:
+    """Adds up what the reducers of all engines hold on this rank: name -> bytes. Empty if there are no reducers."""
+    held: collections.Counter = collections.Counter()
+    for optimizer in _attached:
+        counters = optimizer._zero12.reducer.counters()
+        held.update({name: counters[name] for name in HELD})
+    return dict(held)
 
 
 def has_hooks(parameter: torch.nn.Parameter) -> bool:

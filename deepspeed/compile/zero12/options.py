@@ -68,6 +68,7 @@ class Plan(NamedTuple):
         fullgraph: whether the caller asks for one graph, so that too many compilations are an error.
         dynamic: the argument of this name of ``torch.compile``.
         debug_log: whether rewritten graphs are logged.
+        monitors_memory: whether monitors get the counters of gradients and the peaks of memory.
     """
 
     backend: str
@@ -81,6 +82,7 @@ class Plan(NamedTuple):
     fullgraph: bool
     dynamic: Optional[bool]
     debug_log: bool
+    monitors_memory: bool
 
 
 def make_plan(
@@ -117,6 +119,7 @@ def make_plan(
         fullgraph=bool(compile_kwargs.get("fullgraph")),
         dynamic=compile_kwargs.get("dynamic"),
         debug_log=compile_config.debug_log,
+        monitors_memory=compile_config.monitor_memory and engine.monitor.enabled and bool(engine.steps_per_print()),
     )
 
 
@@ -206,6 +209,13 @@ def _without_effect(engine, compile_config, compile_kwargs):
         )
     if "z3" in (compile_config.passes or ()):
         yield "compile.passes holds 'z3', which has no effect in this stage"
+    if compile_config.monitor_memory and not engine.monitor.enabled:
+        yield (
+            "compile.monitor_memory=True has no effect without a monitor; enable tensorboard, csv_monitor, wandb or "
+            "comet"
+        )
+    elif compile_config.monitor_memory and not engine.steps_per_print():
+        yield "compile.monitor_memory=True has no effect without steps_per_print; set steps_per_print"
     # With prescale_gradients, DeepSpeed itself does not read the factor.
     if config.gradient_predivide_factor != 1.0 and not config.prescale_gradients:
         yield (

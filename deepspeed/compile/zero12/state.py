@@ -33,6 +33,7 @@ class Zero12:
         interrupted_step: refuses to go on after a step that an exception ended while it changed parameters.
         gather: distributes the stepped parameters to all ranks: an ``AllGather`` or an ``OverlappedGather``.
         around_forward: None, or the ``AroundForward`` that makes the context of each forward of the engine.
+        monitors_memory: whether monitors get the counters of gradients and the peaks of memory after a step.
         undo: functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         taken_over: whether a later engine trains the parameters.
     """
@@ -46,6 +47,7 @@ class Zero12:
         self.interrupted_step = InterruptedStep()
         self.gather: Union[AllGather, OverlappedGather] = AllGather(engine.optimizer)
         self.around_forward: Optional[AroundForward] = None
+        self.monitors_memory = False
         self.undo = contextlib.ExitStack()
         self.taken_over = False
         # Optimizer states that were already on the host when the others were offloaded: (states of a parameter, name).

@@ -9,6 +9,7 @@ Each builder builds a module with its own torch operators, which serves only its
 first used, or at installation with ``DS_BUILD_DEEP_COMPILE=1`` or ``DS_BUILD_DEEP_COMPILE_ZERO3=1``.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, List
 
 # Import the file and not its class: DeepSpeed takes each name here that ends with Builder for another operator. Of the
@@ -49,6 +50,31 @@ class DeepCompileBuilder(OpBuilder):
     def cxx_args(self) -> List[str]:
         return ["-O2", "-g0"]
 
+    def is_built(self) -> bool:
+        """Whether the native module need not be compiled: it was at installation, or its file is there and current."""
+        from torch.utils import cpp_extension
+
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.git_version_info import accelerator_name, installed_ops
+
+        if installed_ops.get(self.NAME, False) and accelerator_name == get_accelerator()._name:
+            return True
+        folder = Path(cpp_extension._get_build_directory(self.NAME, verbose=False))
+        (headers,) = self.include_paths()
+        sources = [Path(self.deepspeed_src_path(source)) for source in self.sources()]
+        read = [*sources, *Path(self.deepspeed_src_path(headers)).glob("deepcompile*.h")]
+        try:
+            built = (folder / f"{self.NAME}{cpp_extension.LIB_EXT}").stat().st_mtime
+            instructions = (folder / "build.ninja").read_text()
+        except OSError:
+            return False
+        # DeepSpeed as it was released builds its own module, of other sources, in a folder of the same name.
+        return all(str(source) in instructions for source in sources) and built >= max(
+            # An editable install has links here: stat() follows them.
+            source.stat().st_mtime
+            for source in read
+        )
+
     def load_reducer(self) -> "NativeModule":
         """Returns the native module that holds ``Reducer``, built at first use."""
         return super().load(verbose=False)
@@ -88,7 +114,7 @@ class DeepCompileHandle:
         Raises:
             ValueError: if an option is set that only ZeRO-1/2 have.
         """
-        for name in ("regional_compilation", "overlap_param_gather"):
+        for name in ("regional_compilation", "overlap_param_gather", "monitor_memory"):
             if getattr(compile_config, name):
                 raise ValueError(f"compile.{name} goes with ZeRO-1 and ZeRO-2 only; leave it out or use one of these")
         # __getattr__() loads the native module of ZeRO-3. A plain `self.init` would be this method again.

@@ -19,6 +19,7 @@ from ...fx import should_release_reduce_buckets
 from . import loss, lowering
 from .compilation_limit import CompilationLimit
 from .frames import Registrations, one_more_input, traced_registrations
+from .progress import Progress
 from .reductions import donate_gradients, finish_backward_graph, insert_reductions
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def make_backend(
     registered: Sequence[torch.nn.Parameter],
     identity: int,
     limit: CompilationLimit,
+    progress: Progress,
     waiting: Optional["Waiting"] = None,
 ) -> Callable:
     """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
@@ -123,12 +125,13 @@ def make_backend(
         registered: the registered parameters, in the reducer's order, which outlive the backend's graphs.
         identity: the reducer's number.
         limit: the ``CompilationLimit`` of the engine.
+        progress: what tells the user of each compilation.
         waiting: None, or a ``Waiting`` for parameters that may be on their way.
 
     Returns:
-        The backend. Besides a frame's graph and example inputs, it takes the keyword arguments ``in_block`` (whether
-        the frame is a block's, so that one graph may serve several layers), and ``mode`` and ``options`` as in
-        ``torch.compile``.
+        The backend. Besides a frame's graph and example inputs, it takes the keyword arguments ``block`` (the name of
+        the block's class, if the frame is a block's, so that one graph may serve several layers), and ``mode`` and
+        ``options`` as in ``torch.compile``.
     """
     # Do not keep the plan, which holds the blocks: Dynamo's caches hold this backend after the engine is gone.
     backend, dynamic, debug_log, has_blocks = plan.backend, plan.dynamic, plan.debug_log, bool(plan.blocks)
@@ -145,7 +148,7 @@ def make_backend(
             return _run_as_traced(gm, inputs, partitioner)
         return _generate_code(gm, inputs, partitioner, mode, options)
 
-    def compile_frame(gm, example_inputs, in_block=False, mode=None, options=None):
+    def compile_frame(gm, example_inputs, block=None, mode=None, options=None):
         # Decide by the inputs alone, whether or not the graph is found in a cache.
         is_reducible = [id(value) in reducible for value in example_inputs]
         reduces = torch.is_grad_enabled() and any(
@@ -157,6 +160,7 @@ def make_backend(
             # do not change what is reduced, so Dynamo's own limit applies to them.
             limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1)
         graph_id = order.add(compile_id.frame_id) if reduces else NO_GRAPH
+        progress.compiles(block, graph_id if reduces else None)
         # If blocks have graphs of their own, no graph runs last in every backward: finish_backward() then releases.
         release = reduces and not has_blocks and should_release_reduce_buckets(order.as_list(), graph_id)
 
@@ -174,7 +178,7 @@ def make_backend(
             return lambda *args: compiled(*args, registrations.of([args[index] for index in reduced]))
 
         is_registered = [id(value) in own for value in example_inputs]
-        split = loss.split_loss(gm, is_registered) if reduces and not in_block else None
+        split = loss.split_loss(gm, is_registered) if reduces and block is None else None
         if split is None:
             compiled = compile_graph(gm, example_inputs)
         else:

@@ -45,7 +45,7 @@ def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> L
 def compile_blocks(
     module: Module,
     blocks: List[Module],
-    backend: Callable,
+    backend: Callable[[str], Any],
     compile_kwargs: Dict[str, Any],
     limit: CompilationLimit,
     waiting: Optional["Waiting"] = None,
@@ -58,7 +58,7 @@ def compile_blocks(
     Args:
         module: the model.
         blocks: what :func:`choose_blocks` returned.
-        backend: the backend for ``torch.compile``.
+        backend: returns the backend for ``torch.compile``, given the name of a class of blocks.
         compile_kwargs: further arguments of ``torch.compile``.
         limit: the ``CompilationLimit`` of ``backend``.
         waiting: None, or a ``Waiting``. A changed module calls ``enter()`` before its forward, and a module that calls
@@ -76,7 +76,7 @@ def compile_blocks(
     for plain in {type(block): None for block in blocks}:
         classes[plain] = subclass(
             plain,
-            forward=_compiled(plain.forward, backend, compile_kwargs, limit, waiting),
+            forward=_compiled(plain.forward, backend(plain.__name__), compile_kwargs, limit, waiting),
             # Code other than the caller may be compiled and call a block: keep the block out of that code's graph.
             __call__=torch.compiler.disable(plain.__call__),
         )

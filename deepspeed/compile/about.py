@@ -1,0 +1,30 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What ``ds_report`` says of this fork."""
+
+from typing import List, Tuple
+
+import torch
+
+# The releases of torch of which docs/verification.md lists runs of the tests.
+TESTED_TORCH = ("2.11", "2.13", "2.15")
+
+
+def report() -> List[Tuple[str, str]]:
+    """Returns (name, value) of each line that the fork adds to the report."""
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops.op_builder.dc import DeepCompileBuilder
+
+    base = deepspeed.__version__.partition("+")[0]
+    release = ".".join(torch.__version__.split(".")[:2])
+    tested = "one of those" if release in TESTED_TORCH else "none of those"
+    if DeepCompileBuilder().is_built():
+        built = f"built, for {get_accelerator().device_name()}"
+    else:
+        built = "not built; the first training builds it, in one to three minutes"
+    return [
+        ("fork", f"{deepspeed.__version__}, DeepSpeed {base} with another DeepCompile for ZeRO-1 and ZeRO-2"),
+        ("fork's native code (dc)", built),
+        ("fork's torch", f"tested with {', '.join(TESTED_TORCH)}; the installed {release} is {tested}"),
+    ]

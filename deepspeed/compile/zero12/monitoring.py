@@ -1,0 +1,39 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the counters of gradients and the peaks of memory to DeepSpeed's monitors (``compile.monitor_memory``)."""
+
+from typing import TYPE_CHECKING
+
+from deepspeed.accelerator import get_accelerator
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from .native import Reducer
+
+# What of the counters is not written: bytes held now, which are zero between two steps, and a number that never
+# changes.
+_LEFT_OUT = {"bound", "on_host", "pending", "bucket", "unreduced", "registered"}
+
+
+def write_memory(engine: "DeepSpeedEngine", reducer: "Reducer") -> None:
+    """Called on every rank after an optimizer step. Every ``steps_per_print`` steps, rank 0 writes its own values.
+
+    Peaks are the highest since the last report, in bytes, and numbers are since then too: a report restarts the
+    reducer's counters and torch's peaks, on every rank. Other ranks' values would need a collective, and whoever
+    writes to monitors in DeepSpeed does so for rank 0.
+    """
+    if engine.global_steps % engine.steps_per_print():
+        return
+    values = {f"gradients/{name}": value for name, value in reducer.counters().items() if name not in _LEFT_OUT}
+    reducer.reset_counters()
+    accelerator = get_accelerator()
+    # On a CPU, DeepSpeed's accelerator gives the memory of the whole process, and no peak of it.
+    if accelerator.device_name() != "cpu":
+        values["memory/peak_allocated"] = accelerator.max_memory_allocated()
+        values["memory/peak_reserved"] = accelerator.max_memory_reserved()
+        accelerator.reset_peak_memory_stats()
+    # DeepSpeed's own values have the number of samples for their step, and names that begin like this.
+    engine.monitor.write_events(
+        [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]
+    )

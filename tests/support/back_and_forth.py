@@ -1,0 +1,102 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A training that DeepSpeed as it was released and this fork can both go on with.
+
+The function runs on every rank, in processes of either, so this file uses nothing that only the fork has.
+"""
+
+import dataclasses
+import os
+from typing import Any, Dict, List, NamedTuple, Tuple
+
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+
+from support.models import VOCABULARY, BlocksWithin
+
+STEPS = 3  # of each part of a training
+ACCUMULATION = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What is trained: the stage of ZeRO, and the format of the parameters."""
+
+    stage: int
+    dtype: str
+
+
+KINDS = [Kind(1, "fp32"), Kind(2, "bf16")]
+
+
+class Part(NamedTuple):
+    """What came of a part of a training."""
+
+    version: str  # of the DeepSpeed that trained
+    step_local: bool  # whether it trained with the fork's DeepCompile
+    losses: List[float]  # of each micro-batch, on this rank
+    schedule: Tuple[int, List[float]]  # the number of steps and the learning rate, at the end
+    loaded: Dict[str, Any]  # this rank's masters and optimizer states at the beginning, by name
+    reached: Dict[str, Any]  # and at the end
+
+
+def part(kinds, folder, number, parts=1, deepcompile=False):
+    """Goes on with a training of each kind, from where the part before has saved it, and saves it in ``folder``.
+
+    Args:
+        kinds: list of :class:`Kind`.
+        folder: where checkpoints are.
+        number: the number of this part. The first one begins anew.
+        parts: how many parts to train at once, without a checkpoint between them.
+        deepcompile: whether with DeepCompile.
+    """
+    return [_part(kind, os.path.join(folder, f"stage{kind.stage}"), number, parts, deepcompile) for kind in kinds]
+
+
+def _part(kind, folder, number, parts, deepcompile):
+    torch._dynamo.reset()
+    torch.manual_seed(number)
+    device = get_accelerator().current_device_name()
+    module = BlocksWithin().to(device)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": ACCUMULATION,
+        "gradient_clipping": 0.5,
+        "bf16": {"enabled": kind.dtype == "bf16"},
+        "zero_optimization": {"stage": kind.stage, "reduce_bucket_size": 150},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 1e-4, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5}},
+        "compile": {"deepcompile": deepcompile},
+    }
+    engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    if deepcompile:
+        engine.compile(backend="eager")
+    if number:
+        engine.load_checkpoint(folder, tag=f"part{number - 1}")
+    loaded, losses = _state(engine.optimizer), []
+    for step in range(number * STEPS, (number + parts) * STEPS):
+        for micro_step in range(ACCUMULATION):
+            generator = torch.Generator().manual_seed(1000 * step + 100 * micro_step + dist.get_rank())
+            ids = torch.randint(0, VOCABULARY, (2, 4), generator=generator).to(device)
+            loss = engine(ids)
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    if parts == 1:
+        engine.save_checkpoint(folder, tag=f"part{number}")
+    name = type(engine.optimizer).__name__
+    reached, schedule = _state(engine.optimizer), (engine.global_steps, engine.get_lr())
+    engine.destroy()
+    return Part(deepspeed.__version__, name.startswith("StepLocal"), losses, schedule, loaded, reached)
+
+
+def _state(optimizer):
+    """This rank's masters and optimizer states, as arrays, which other processes can read."""
+    seen = {}
+    for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
+        tensors = {"master": master, **optimizer.state[master]}
+        seen.update({f"{name} {index}": torch.as_tensor(value) for name, value in tensors.items()})
+    return {name: value.detach().cpu().numpy().copy() for name, value in seen.items()}

@@ -1,0 +1,66 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What ``ds_report`` says of the fork, run as a user runs it."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.compile import about
+from deepspeed.ops.op_builder.dc import DeepCompileBuilder
+
+from support.native import look_built
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def reported(folder, extensions):
+    """Returns name -> value of each line of the report, run in ``folder`` with this folder of native code."""
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(extensions)}
+    command = [shutil.which("ds_report"), "--hide_operator_status"]
+    output = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True).stdout
+    return dict(re.findall(r"(?m)^([\w' ()/-]+?) \.{2,} (.*)$", output))
+
+
+def test_the_report_describes_the_fork(tmp_path):
+    lines = reported(tmp_path, extensions=tmp_path)
+    assert lines["fork"].startswith(f"{deepspeed.__version__}, DeepSpeed 0.19.8 with another DeepCompile")
+    assert lines["fork's native code (dc)"].startswith("not built; the first training builds it")
+    release = ".".join(torch.__version__.split(".")[:2])
+    tested = "one" if release in about.TESTED_TORCH else "none"
+    assert lines["fork's torch"].endswith(f"; the installed {release} is {tested} of those")
+    look_built(tmp_path)
+    device = get_accelerator().device_name()
+    assert reported(tmp_path, extensions=tmp_path)["fork's native code (dc)"] == f"built, for {device}"
+
+
+def test_native_code_that_is_not_current_is_not_called_built(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    look_built(tmp_path)
+    assert DeepCompileBuilder().is_built()
+    # Older than a source, as after an update of the fork.
+    os.utime(tmp_path / "dc" / "dc.so", (0, 0))
+    assert not DeepCompileBuilder().is_built()
+    # Of other sources, as DeepSpeed 0.19.8 builds it.
+    look_built(tmp_path)
+    (tmp_path / "dc" / "build.ninja").write_text(
+        "build deepcompile.o: compile /elsewhere/csrc/compile/deepcompile.cpp"
+    )
+    assert not DeepCompileBuilder().is_built()
+
+
+def test_a_torch_that_was_not_tested_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
+    assert dict(about.report())["fork's torch"].endswith("; the installed 2.12 is none of those")
+
+
+def test_the_releases_of_torch_are_those_of_the_documentation():
+    page = (ROOT / "docs" / "verification.md").read_text()
+    tested = {".".join(version.split(".")[:2]) for version in re.findall(r"\| (2\.\d+\.\d+)\S* \|", page)}
+    assert tested == {*about.TESTED_TORCH}

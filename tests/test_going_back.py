@@ -1,0 +1,72 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed as it was released begins a training, this fork resumes it, and DeepSpeed as it was released resumes that.
+
+``make test`` installs the released DeepSpeed in a folder, and names the folder in ``--base``.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from support.back_and_forth import KINDS, part
+from support.pool import TESTS
+from support.training import ROUNDING, total_error
+
+STOCK, FORK = "0.19.8", "0.19.8+zerograd.1"
+
+
+@pytest.fixture
+def stock(request):
+    """Returns the variables of processes that import DeepSpeed as it was released."""
+    folder = request.config.option.base
+    if folder is None:
+        pytest.skip("needs DeepSpeed 0.19.8 in a folder that --base names; make test installs it there")
+    folder = Path(folder).resolve()
+    return {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(folder), str(TESTS), os.environ.get("PYTHONPATH")])),
+        # Native code of the two must not take each other's place.
+        "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
+    }
+
+
+def equal(actual, expected):
+    return torch.equal(torch.as_tensor(actual), torch.as_tensor(expected))
+
+
+def masters(state):
+    return [torch.as_tensor(value) for name, value in sorted(state.items()) if name.startswith("master")]
+
+
+def largest(losses, expected):
+    return max(abs(a - e) for a, e in zip(losses, expected, strict=True))
+
+
+@pytest.mark.slow
+def test_stock_then_fork_then_stock(ranks, stock, tmp_path):
+    folder = str(tmp_path)
+    # Processes of one DeepSpeed at a time.
+    pool = ranks(2, **stock)
+    whole = pool.run(part, KINDS, folder, 0, parts=3)
+    parts = [pool.run(part, KINDS, folder, 0)]
+    parts.append(ranks(2).run(part, KINDS, folder, 1, deepcompile=True))
+    parts.append(ranks(2, **stock).run(part, KINDS, folder, 2))
+    for rank in range(2):
+        for index, kind in enumerate(KINDS):
+            uninterrupted, seen = whole[rank][index], [of_part[rank][index] for of_part in parts]
+            assert [each.version for each in (uninterrupted, *seen)] == [STOCK, STOCK, FORK, STOCK]
+            assert [each.step_local for each in seen] == [False, True, False]
+            # What was saved is what is loaded, bit for bit.
+            for before, after in zip(seen, seen[1:]):
+                assert {*after.loaded} == {*before.reached} and "exp_avg 0" in after.loaded
+                assert [name for name in after.loaded if not equal(after.loaded[name], before.reached[name])] == []
+            # And the training goes on as one that was not interrupted.
+            losses = [loss for each in seen for loss in each.losses]
+            assert losses[0] - min(losses) > 0.1
+            assert largest(losses, uninterrupted.losses) < ROUNDING[kind.dtype] * losses[0], kind
+            begun, reached, expected = map(masters, (seen[0].loaded, seen[2].reached, uninterrupted.reached))
+            moved, error = total_error(expected, begun), total_error(reached, expected)
+            assert moved > 0.1 and error < ROUNDING[kind.dtype] * moved, kind
+            assert seen[2].schedule == uninterrupted.schedule

@@ -1,0 +1,131 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Counters and peaks in DeepSpeed's monitors, read back from what was written, and gradients in its memory report."""
+
+import contextlib
+import csv
+import io
+import re
+from typing import Dict, List, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.config import CompileConfig
+from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.runtime.utils import see_memory_usage
+
+from support.models import Model
+from support.training import NOTHING, Case, batch, device, make_engine
+
+# Two sequences of each of two ranks in each of two micro-batches.
+SAMPLES = 8
+
+
+class Written(NamedTuple):
+    counters: List[Dict[str, int]]  # after each step
+    report: str  # what see_memory_usage() printed between a backward and the step
+    without: str  # and when the engine was gone
+
+
+def report():
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        see_memory_usage("where it is called", force=True)
+    return printed.getvalue()
+
+
+def trained(case):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    # Wide, so that its gradients are more than nothing in a report of GB with two places.
+    module = Model(width=1024).to(device())
+    engine, seen, printed = make_engine(module, case), [], None
+    for step in range(case.steps):
+        for micro_step in range(case.accumulation):
+            engine.backward(engine(batch(step, micro_step, dist.get_rank(), 4)))
+            if micro_step == case.accumulation - 1 and printed is None:
+                printed = report()
+            seen.append(gradient_counters(engine))
+            engine.step()
+    engine.destroy()
+    return Written(seen, printed, report())
+
+
+def monitored(folder, **compile_section):
+    sections = {
+        "tensorboard": {"enabled": True, "output_path": str(folder / "tensorboard"), "job_name": "job"},
+        "csv_monitor": {"enabled": True, "output_path": str(folder / "csv"), "job_name": "job"},
+        "compile": compile_section,
+        "steps_per_print": 2,
+    }
+    return Case(stage=2, accumulation=2, steps=5, config=sections)
+
+
+def read_csv(folder):
+    """Returns name -> [(step, value)] of each file, without its header."""
+    found = {}
+    for path in (folder / "csv" / "job").glob("*.csv"):
+        _, *rows = csv.reader(path.open())
+        found[path.stem] = [(int(step), float(value)) for step, value in rows]
+    return found
+
+
+def read_tensorboard(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard" / "job"))
+    events.Reload()
+    # A monitor of CSV files replaces the slashes.
+    return {
+        name.replace("/", "_"): [(event.step, event.value) for event in events.Scalars(name)]
+        for name in events.Tags()["scalars"]
+    }
+
+
+def of_ours(found):
+    return {name: values for name, values in found.items() if re.search("gradients|memory", name)}
+
+
+def test_monitors_get_counters_and_peaks(ranks, tmp_path):
+    case = monitored(tmp_path, monitor_memory=True)
+    first, other = ranks(2).run(trained, case)
+    found = read_csv(tmp_path)
+    for name, values in read_tensorboard(tmp_path).items():
+        assert [step for step, _ in values] == [step for step, _ in found[name]], name
+        # TensorBoard keeps fp32.
+        assert [value for _, value in values] == pytest.approx([value for _, value in found[name]]), name
+    assert "Train_Samples_lr" in found and len(found["Train_Samples_lr"]) == case.steps
+    prefix = "Train_Samples_gradients_"
+    peaks = {"peak_bound", "peak_on_host", "peak_pending", "peak_bucket", "peak_unreduced"}
+    numbers = {"from_graphs", "from_autograd", "out_of_turn", "buckets_sent", "messages_sent"}
+    assert {name.removeprefix(prefix) for name in of_ours(found) if prefix in name} == peaks | numbers
+    for name, values in of_ours(found).items():
+        assert [samples for samples, _ in values] == [2 * SAMPLES, 4 * SAMPLES], name
+    # A report restarts the counters: each covers two steps of two micro-batches. The fifth step is not reported.
+    for name in ("peak_bound", "from_graphs", "buckets_sent"):
+        expected = [first.counters[last][name] for last in (3, 7)]
+        assert [value for _, value in found[prefix + name]] == expected and all(expected), name
+    assert first.counters[-1]["from_graphs"] * 2 == first.counters[3]["from_graphs"]
+    assert other.counters[-1]["from_graphs"] == first.counters[-1]["from_graphs"]
+    on_gpu = {"Train_Samples_memory_peak_allocated", "Train_Samples_memory_peak_reserved"}
+    assert {name for name in of_ours(found) if "memory" in name} == (on_gpu if device().type == "cuda" else set())
+
+
+def test_monitors_get_nothing_of_it_by_default(ranks, tmp_path):
+    first, other = ranks(2).run(trained, monitored(tmp_path))
+    found = read_csv(tmp_path)
+    assert "Train_Samples_lr" in found and not of_ours(found)
+    # Counters went on.
+    assert first.counters[-1]["from_graphs"] == 5 * first.counters[1]["from_graphs"]
+    # Rank 0 alone prints.
+    assert not other.report
+    (line,) = re.findall("(?m)^Gradients: (.*)$", first.report)
+    held = {name: f"{first.counters[1][name] / 2**30:.2f}" for name in NOTHING}
+    assert dict(re.findall(r"(\w+) (\d+\.\d\d) GB", line)) == held and held["bound"] == "0.02"
+    assert "CPU Virtual Memory" in first.without and "Gradients" not in first.without
+
+
+def test_monitor_memory_needs_deepcompile():
+    with pytest.raises(ValueError, match="compile.monitor_memory belongs to DeepCompile"):
+        CompileConfig(monitor_memory=True)

@@ -1,0 +1,162 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What the user sees while graphs are compiled, on a terminal and in a log, and before native code is built."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from typing import List, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from deepspeed.utils import logger
+
+from support.beside import Beside, logged
+from support.models import Block, BlocksWithin
+from support.native import look_built
+from support.training import Case, batch
+
+# A bar that is drawn below the caller's, and is then taken away: spaces in its place, and the cursor back up.
+BAR = re.compile(
+    r"(DeepCompile compiles the \w+ of [\w ]+ \(\d+\.\d s so far\) .{14} \d of 4) graphs of blocks"
+    r"\x1b\[A\r\n\r +\x1b\[A"
+)
+SECONDS = re.compile(r"\d+\.\d s")
+AROUND = "TwoClasses around its blocks"
+# What rank 0 says, each with its seconds left out.
+LINES = [
+    *("the forward of Block in (block class 1 of 2, for 3 layers, graph 0)",),
+    *("the forward of OtherBlock in (block class 2 of 2, for 2 layers, graph 1)",),
+    *(f"the forward of {AROUND} in (graph 2)", f"the backward of {AROUND} in (graph 2)"),
+    *("the backward of OtherBlock in (block class 2 of 2, for 2 layers, graph 1)",),
+    *("the backward of Block in (block class 1 of 2, for 3 layers, graph 0)",),
+]
+
+
+class OtherBlock(Block):
+    pass
+
+
+class TwoClasses(BlocksWithin):
+    def __init__(self):
+        super().__init__()
+        self.body.blocks.extend([OtherBlock(8), OtherBlock(8)])
+
+
+class Seen(NamedTuple):
+    lines: List[str]  # what was logged of compilations
+    terminal: str  # what was written to standard error
+
+
+@contextlib.contextmanager
+def terminal():
+    """Makes standard error a terminal. Yields a list that holds what was written there once the context has ended."""
+    read, written = [], []
+    ours, its = os.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 160, 0, 0))
+
+    def collect():
+        with contextlib.suppress(OSError):
+            while data := os.read(ours, 4096):
+                read.append(data)
+
+    reader = threading.Thread(target=collect)
+    reader.start()
+    before = sys.stderr
+    sys.stderr = os.fdopen(its, "w", encoding="utf-8")
+    try:
+        yield written
+    finally:
+        sys.stderr.close()
+        sys.stderr = before
+        reader.join()
+        os.close(ours)
+        written.append(b"".join(read).decode())
+
+
+def trained(case, level, on_terminal=True, **patched):
+    """Trains for two steps under a bar of the caller; returns what was seen of it."""
+    with contextlib.ExitStack() as stack:
+        texts = stack.enter_context(logged(level))
+        # The level of DeepSpeed's logger decides, and logged() does not raise it.
+        stack.callback(logger.setLevel, logger.level)
+        logger.setLevel(level)
+        stack.enter_context(torch._inductor.config.patch(**patched))
+        if on_terminal:
+            written = stack.enter_context(terminal())
+        else:
+            file = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stderr(file))
+            written = [""]
+        torch.manual_seed(0)
+        pair = Beside(TwoClasses(), case)
+        with contextlib.suppress(NotImplementedError, torch._dynamo.exc.BackendCompilerFailed):
+            for step in tqdm(range(2), desc="of the caller", leave=True):
+                pair.step(batch(step, 0, dist.get_rank(), 4))
+        pair.engine.destroy()
+    return Seen([text for text in texts if "DeepCompile compiled" in text], written[0])
+
+
+def fails(graph):
+    raise NotImplementedError
+
+
+def all_ways(case):
+    """Trains with each level, with and without a terminal, and where compiling fails."""
+    return {
+        "info": trained(case, logging.INFO),
+        "log": trained(case, logging.INFO, on_terminal=False),
+        "warning": trained(case, logging.WARNING),
+        "failed": trained(case, logging.INFO, on_terminal=False, pre_grad_custom_pass=fails),
+    }
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_compilations_are_told(ranks, backend):
+    case = Case(backend=backend, config={"compile": {"regional_compilation": True}})
+    first, other = ranks(2).run(all_ways, case)
+    for name in ("info", "log"):
+        lines = [SECONDS.sub("", line).replace("  ", " ") for line in first[name].lines]
+        expected = [f"DeepCompile compiled {line}" for line in LINES]
+        # A backward that torch's cache has comes with its forward.
+        assert lines == expected or (backend == "inductor" and lines == expected[:3]), lines
+    bars = BAR.findall(first["info"].terminal)
+    assert len({*bars}) == len(first["info"].lines)
+    assert "forward of Block (0.0 s so far)" in bars[0] and bars[0].endswith("0 of 4")
+    # The caller's own bar is the last that is drawn.
+    assert "DeepCompile" not in first["info"].terminal.rpartition("of the caller: 100%")[2]
+    assert "of the caller: 100%" in first["warning"].terminal
+    assert "DeepCompile" not in first["warning"].terminal and not first["warning"].lines
+    for seen in other.values():
+        assert not seen.lines and "DeepCompile" not in seen.terminal
+    assert backend == "eager" or not first["failed"].lines
+
+
+@pytest.mark.parametrize("present", [False, True], ids=["to be built", "built"])
+def test_a_build_of_native_code_is_told(tmp_path, present):
+    """The compiler does not exist, so that the build ends soon after the line."""
+    if present:
+        look_built(tmp_path)
+    code = """
+from deepspeed.utils import set_log_level_from_string
+set_log_level_from_string("info")
+from deepspeed.compile.zero12.native import reducer_module
+reducer_module()
+"""
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "/no-such-compiler"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    told = "DeepCompile builds its native code, or waits for a process that does" in result.stdout
+    assert told != present, result.stdout
