@@ -6,12 +6,15 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from support.pool import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -61,6 +64,24 @@ def compare(*arguments):
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def test_parts_of_a_step_on_the_host(tmp_path):
+    # Not from the repository's root, whose folder deepspeed/ has only a part of the package.
+    (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    printed = subprocess.run(
+        [sys.executable, "-m", "benchmarks.host", "--numel", "5000", "--repetitions", "1"],
+        cwd=tmp_path,
+        env={**environment, **alone, "MASTER_PORT": str(free_port()), "DS_ACCELERATOR": "cpu"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    figures = dict(re.findall(r"^(norm|chunks|Adam|host memory)[^\n]* ([\d.]+)$", printed, re.MULTILINE))
+    assert list(figures) == ["norm", "chunks", "Adam", "host memory"], printed
+    assert all(float(figure) > 0 for figure in figures.values())
 
 
 def test_timeline_sets_gradients_apart(timeline):
