@@ -105,6 +105,20 @@ EDITS = (
         "self.module.compile(**{**compile_kwargs, 'backend': backend})",
         "engine_calls.compile_module(self, **{**compile_kwargs, 'backend': backend})",
     ),
+    (
+        ENGINE,
+        "destroy()",
+        "            if optimizer is not None and hasattr(optimizer, 'destroy'):\n",
+        "            engine_calls.at_end(self)\n"
+        "            if optimizer is not None and hasattr(optimizer, 'destroy'):\n",
+    ),
+    # What `pip install .[pictures]` brings for compile.memory_picture.
+    (
+        "setup.py",
+        "extra 'pictures'",
+        "extras_require = {\n",
+        "extras_require = {\n    'pictures': ['matplotlib', 'plotly'],\n",
+    ),
 )
 
 # The source archive carries these folders twice, once at the top and once inside the package.
