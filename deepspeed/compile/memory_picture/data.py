@@ -162,7 +162,9 @@ def unit_for(most: float) -> Tuple[int, str]:
 def written(bytes: float, unit: Optional[Tuple[int, str]] = None) -> str:
     """Returns a number of bytes as people read it, for example "1.25 GiB"."""
     size, name = unit or unit_for(bytes)
-    return f"{bytes / size:.2f} {name}" if bytes >= size / 200 or not bytes else f"{bytes / 2**10:.1f} KiB"
+    if bytes < size / 200:
+        return f"{bytes / 2**10:.1f} KiB" if bytes else "0"
+    return f"{bytes / size:.2f} {name}"
 
 
 def made_of(peak: Peak) -> List[Tuple[str, int]]:

@@ -110,15 +110,18 @@ def draw_two(one: StepMemory, other: StepMemory, names: List[str], file: Path) -
                 col=1,
             )
     figure.update_layout(
-        legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "yref": "container"},
-        height=430 + 125 * len(categories),
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"},
+        height=480 + 125 * len(categories),
     )
     for annotation in figure.layout.annotations:
         # The titles of the panels, at their left end.
         annotation.update(x=0, xanchor="left", font={"size": 12})
     figure.update_yaxes(title=unit, rangemode="tozero")
     figure.update_xaxes(title=SECONDS, row=rows, col=1)
-    told = [f"{name}: {headline(step)}; {subtitle(step)}" for step, name in zip(steps, names)]
+    told = [
+        f"{line} line, {name}: {headline(step)}; {subtitle(step)}"
+        for line, step, name in zip(("Solid blue", "Dashed orange"), steps, names)
+    ]
     _write(figure, "Memory of two steps", told, file)
 
 
@@ -147,7 +150,7 @@ def _write(figure: Figure, title: str, paragraphs: List[str], file: Path) -> Non
         template="plotly_white",
         hovermode="x unified",
         font={"color": INK},
-        margin={"l": 60, "r": 15, "t": 50, "b": 50},
+        margin={"l": 60, "r": 15, "t": 50, "b": 90},
     )
     drawn = figure.to_html(full_html=False, include_plotlyjs=True, config={"responsive": True, "displaylogo": False})
     told = "".join(f"<p>{html.escape(text)}</p>" for text in paragraphs)

@@ -118,7 +118,7 @@ def draw_two(one: StepMemory, other: StepMemory, names: List[str], file: Path) -
         for panel, category in zip(panels[1:], categories):
             panel.step(step.seconds, [held / unit[0] for held in step.held[category]], **line)
     panels[0].set_ylabel(f"all memory, {unit[1]}")
-    panels[0].legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0), size=9)
+    panels[0].legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1.0), fontsize=9)
     for panel, category in zip(panels[1:], categories):
         of_both = " | ".join(written(max(step.held[category]), unit) for step in steps)
         panel.set_title(f"{category}, at most {of_both}", loc="left", size=8, color=INK, pad=2)

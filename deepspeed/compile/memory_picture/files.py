@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import List
 
-from .data import POINTS, StepMemory
+from .data import StepMemory
 
 # What draws the pictures. Neither is needed to train, so neither is a requirement of DeepSpeed.
 LIBRARIES = ("matplotlib", "plotly")
@@ -45,7 +45,7 @@ def write_step(step: StepMemory, folder: Path, name: str) -> Path:
         except FileExistsError:
             # An earlier run, or another engine of this process, has recorded there.
             number += 1
-    step.thinned(POINTS).write(file)
+    step.write(file)
     return file
 
 

@@ -7,8 +7,11 @@ its optimizer are wrapped, on these objects alone. Afterwards the engine drops t
 """
 
 import contextlib
+import dataclasses
+import datetime
 import functools
 import logging
+import platform
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
@@ -127,7 +130,7 @@ class Recorder:
         try:
             self._recording = Recording(self.device, tensors_of(engine))
         except RuntimeError as error:
-            self._why_not = f"torch's profiler could not begin in step {self._done + 1}: {error}"
+            self._why_not = f"torch's profiler could not begin in step {self._done + 1} ({error})"
             return
         Recorder._busy = self
         for owner, name, wrapped in (
@@ -186,7 +189,7 @@ class Recorder:
         self.close.detach()
         try:
             step = recording.stop({data.OPTIMIZER_STATES: tensors_of(engine)[data.OPTIMIZER_STATES]})
-            step.raised, step.about = raised, self._about(engine)
+            step = dataclasses.replace(step.thinned(data.POINTS), raised=raised, about=self._about(engine))
             rank = step.about["rank"]
             file = files.write_step(step, self._folder, f"step{step.about['step']}-rank{rank}")
             pictures = files.draw_step(step, file)
@@ -197,9 +200,6 @@ class Recorder:
         logger.info(f"{OPTION}: {data.headline(step)}; see {names}")
 
     def _about(self, engine) -> Dict[str, Any]:
-        import datetime
-        import platform
-
         on_gpu = self.device.type != "cpu"
         about = {
             "model": type(engine.module).__name__,

@@ -67,6 +67,9 @@ class Recording:
     """
 
     def __init__(self, device: torch.device, standing: Tensors):
+        # Torch would begin anyway, and end the other profiler's recording.
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError("another profiler runs")
         self._device = device
         self._standing = {address: (size, name) for address, size, name in storages(standing, device.type)}
         self._on_host: Dict[str, int] = {}
