@@ -9,6 +9,7 @@
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import List, Optional
@@ -45,8 +46,9 @@ def main(arguments: Optional[List[str]] = None) -> int:
             drawn = files.draw_step(steps[0], out)
         else:
             # Files of two runs often have one name, in folders of their own.
-            alike = first.stem == last.stem
-            names = [str(file.with_suffix("")) if alike else file.stem for file in options.files]
+            places = [file.resolve().with_suffix("") for file in options.files]
+            common = os.path.commonpath([place.parent for place in places])
+            names = [str(place.relative_to(common)) for place in places]
             drawn = files.draw_two(steps[0], steps[1], names, out)
     except OSError as error:
         parser.error(f"{error.filename or out} cannot be written: {error.strerror}; name another place with --out")
