@@ -154,6 +154,26 @@ def test_only_the_recorded_step_is_touched(recorded):
         assert "peak" in line and "step3-rank" in line
 
 
+OTHERS = [
+    Case(model="RepeatedLayers", stage=2, offloaded=True),
+    Case(model="RepeatedLayers", config={"compile": {"regional_compilation": True, "overlap_param_gather": True}}),
+]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=["offloaded", "overlapped"])
+def test_other_ways_to_train(ranks, tmp_path, case):
+    for rank, truth in enumerate(ranks(2).run(record, case, tmp_path)):
+        step = data.read(tmp_path / f"step3-rank{rank}.json")
+        assert set(step.held[data.PARAMETERS]) == {truth.parameters}
+        assert set(step.phases) == {"forward", "backward", "step", "gather"}
+        targets = step.held[data.TARGETS]
+        if case.offloaded:
+            # The memory in which targets lie on the host stays.
+            assert set(targets) == {targets[0]} and targets[0] >= truth.counters["peak_on_host"] > 0
+        else:
+            assert max(targets) == truth.counters["peak_bound"] > 0 == targets[-1]
+
+
 def without_the_key(case):
     torch._dynamo.reset()
     engine = make_engine(build(case), case)
