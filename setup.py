@@ -121,6 +121,20 @@ EDITS = (
         "    from deepspeed.compile import engine_calls\n"
         "    engine_calls.print_gradient_memory()\n",
     ),
+    (
+        ENGINE,
+        "destroy()",
+        "            if optimizer is not None and hasattr(optimizer, 'destroy'):\n",
+        "            engine_calls.at_end(self)\n"
+        "            if optimizer is not None and hasattr(optimizer, 'destroy'):\n",
+    ),
+    # What `pip install .[pictures]` brings for compile.memory_picture.
+    (
+        "setup.py",
+        "extra 'pictures'",
+        "extras_require = {\n",
+        "extras_require = {\n    'pictures': ['matplotlib', 'plotly'],\n",
+    ),
 )
 
 # The source archive carries these folders twice, once at the top and once inside the package.

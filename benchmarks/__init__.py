@@ -23,7 +23,7 @@ steps.py       the training steps of a rank: to take their times, to read memory
 systems.py     how DeepSpeed and FSDP2 train: forward, backward and step behind the same calls
 settings.py    the settings of one run, and their command line
 workload.py    what is trained: the model and the batches
-timeline.py    memory through one step, with gradients set apart, from torch's profiler
+recorder.py    records memory through one step: the code of this fork's compile.memory_picture
 devices.py     whether to use GPUs, and which
 =============  ========================================================================================
 """

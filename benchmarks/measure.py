@@ -27,12 +27,12 @@ import torch
 import torch.distributed as dist
 
 from .devices import on_gpus
-from .results import Result
+from .recorder import data
+from .results import PHASES, Result, allocated_in
 from .settings import Settings, parse_command_line
 from .steps import Trainer, say
 from .systems import is_fork
 from .tables import print_run
-from .timeline import PHASES
 
 # DeepSpeed calls it by its older name, which torch 2.13 renames.
 warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.* is deprecated", category=FutureWarning)
@@ -97,10 +97,10 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
         "first_step_s": seconds[0],
         "step_s": statistics.median(seconds[settings.warm :]),
         "compilation_s": compilation,
-        # A CPU's allocator keeps no count. There the profiler tells what the step adds.
-        "phases": phases or {name: recorded.allocated_in(name) for name in PHASES},
+        # A CPU's allocator keeps no count. There the profiler tells what the step adds to what tensors held before.
+        "phases": phases or {name: allocated_in(recorded, name) for name in PHASES},
         "reserved": reserved,
-        "most_gradients": recorded.most_gradients(),
+        "most_gradients": max(recorded.sums(data.OF_GRADIENTS)),
         "counters": counters,
         # Linux tells it in KiB.
         "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -16,11 +16,24 @@ import matplotlib
 
 matplotlib.use("Agg")  # no display needed
 from matplotlib import pyplot  # noqa: E402
+from matplotlib.patches import Patch  # noqa: E402
 
+from .recorder import data, panel_drawer  # noqa: E402
 from .results import Result, describe, is_measured, unit_of  # noqa: E402
 
-GRADIENTS, REST, LINE = "#d1495b", "#c9d6df", "#30475e"
+draw_png = panel_drawer()
+
+LINE = "#30475e"
 COLOURS = ("#d1495b", "#30475e", "#edae49", "#66a182", "#8d6a9f", "#2e86ab")
+
+
+def _timeline(result: Result, which: int) -> data.StepMemory:
+    """Returns the memory of a step of one of the ranks that were recorded, 0 for the first and -1 for the last."""
+    rank = sorted(result["timelines"], key=int)[which]
+    try:
+        return data.StepMemory(**{**result["timelines"][rank], "about": {"rank": rank}})
+    except TypeError as error:
+        raise SystemExit("these results are of an older benchmark; measure again") from error
 
 
 def draw_memory(results: Mapping[str, Result], which: int, title: str, file: Path) -> None:
@@ -36,36 +49,21 @@ def draw_memory(results: Mapping[str, Result], which: int, title: str, file: Pat
     figure, panels = pyplot.subplots(
         1, len(results), figsize=(1.5 + 4 * len(results), 4.2), sharey=True, squeeze=False, layout="constrained"
     )
-    for panel, (system, result) in zip(panels[0], results.items()):
-        rank = sorted(result["timelines"], key=int)[which]
-        line = result["timelines"][rank]
-        seconds = line["seconds"]
-        gradients = [held / unit for held in line["gradients"]]
-        allocated = [held / unit for held in line["allocated"]]
-        panel.fill_between(seconds, gradients, step="post", color=GRADIENTS, linewidth=0, label="gradients")
-        panel.fill_between(seconds, gradients, allocated, step="post", color=REST, linewidth=0, label="all else")
-        panel.step(seconds, allocated, where="post", color=LINE, linewidth=0.8)
-        begins = sorted((begin, phase) for phase, ranges in line["phases"].items() for begin, _ in ranges)
-        for index, (begin, phase) in enumerate(begins):
-            panel.axvline(begin, color=LINE, linewidth=0.5, linestyle=":")
-            # A phase may be shorter than its name, so the names stand one below the other. With accumulation there are
-            # too many phases to name.
-            if len(begins) <= 3:
-                height = 0.995 - 0.045 * index
-                panel.text(begin, height, f" {phase}", transform=panel.get_xaxis_transform(), va="top", fontsize=8)
-        peak = max(allocated)
+    steps = {system: _timeline(result, which) for system, result in results.items()}
+    for panel, (system, step) in zip(panels[0], steps.items()):
+        draw_png.draw_panel(panel, step, (unit, name))
+        gradients = max(step.sums(data.OF_GRADIENTS)) / unit
         panel.set_title(
-            f"{system}, rank {rank}: at most {peak:.2f} {name},\n{max(gradients):.2f} of gradients", size=9
+            f"{system}, rank {step.about['rank']}: at most {step.peak().bytes / unit:.2f} {name},\n{gradients:.2f} of "
+            "gradients",
+            size=9,
         )
         panel.set_xlabel("s, on the host, under the profiler")
-        panel.set_xlim(0, seconds[-1])
-        panel.xaxis.set_major_locator(pyplot.MaxNLocator(4))
-        panel.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel(name)
-    top = max(max(line["allocated"]) for result in results.values() for line in result["timelines"].values())
-    panels[0][0].set_ylim(0, 1.2 * top / unit)
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, fontsize=8, ncols=2, loc="outside lower center")
+    panels[0][0].set_ylim(0, 1.28 * max(step.peak().bytes for step in steps.values()) / unit)
+    shown = data.categories_of(*steps.values())
+    patches = [Patch(color=data.COLOURS[category], label=category) for category in shown]
+    figure.legend(handles=patches, frameon=False, fontsize=8, ncols=len(shown), loc="outside lower center")
     figure.suptitle(title, fontsize=8, wrap=True)
     figure.savefig(file, dpi=150)
     pyplot.close(figure)

@@ -5,7 +5,9 @@
 from collections.abc import Iterable
 from typing import Any, TypedDict, TypeGuard
 
-from .timeline import PHASES
+from .recorder import data
+
+PHASES = ("forward", "backward", "step")
 
 
 class RankResult(TypedDict):
@@ -17,7 +19,7 @@ class RankResult(TypedDict):
         step_s: the median of the steps that count.
         compilation_s: torch's name of a part of compilation -> its seconds. Some parts contain others.
         phases: "forward", "backward" or "step" -> {"after": allocated at its end, "peak": the most allocated in it}.
-            On a CPU, what the step adds to what was allocated before it.
+            On a CPU, parameters, optimizer states and what the step adds to them.
         reserved: the most that the CUDA allocator held of the device up to the last step whose time is taken. None on
             a CPU.
         most_gradients: the most bytes of gradients at any time of one step.
@@ -48,7 +50,8 @@ class Result(TypedDict):
         steps_s: every step.
         losses: every step's loss, the mean over the ranks and over the micro-batches.
         ranks: every rank's figures, in rank order.
-        timelines: number of a rank, the first and the last one -> the fields of ``timeline.Timeline``.
+        timelines: number of a rank, the first and the last one -> the fields of
+            ``data.StepMemory`` of this fork's ``deepspeed.compile.memory_picture``.
     """
 
     run: dict[str, Any]
@@ -82,6 +85,13 @@ def no_result(why: str, failed: bool = False) -> NoResult:
 def is_measured(result: Result | NoResult) -> TypeGuard[Result]:
     """Whether this is the result of a run, rather than the reason why there is none."""
     return "why" not in result
+
+
+def allocated_in(step: data.StepMemory, phase: str) -> dict[str, int]:
+    """Returns how many bytes are allocated "after" the last micro-batch's ``phase``, and at the "peak" in it."""
+    begin, end = step.phases[phase][-1]
+    before = [bytes for bytes, second in zip(step.sums(), step.seconds) if second <= end]
+    return {"after": before[-1], "peak": step.peak(begin, end).bytes}
 
 
 def highest(result: Result, *path: str) -> float | None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from . import timeline
 from .devices import on_gpus, synchronize
+from .recorder import data, record
 from .settings import Settings
 from .systems import make_system
 from .workload import SHAPES, Batches, build_model
@@ -143,17 +143,11 @@ class Trainer:
         self.train_step(watch)
         return phases, counters
 
-    def recorded_step(self) -> timeline.Timeline:
-        """Trains a step under torch's profiler; returns the timeline of its memory."""
-
-        @contextlib.contextmanager
-        def mark(name):
-            with timeline.phase(name):
-                yield
-                synchronize()
-
-        standing = self.system.standing_gradients()
-        return timeline.record(lambda: self.train_step(mark), self.device.type, standing)
+    def recorded_step(self) -> data.StepMemory:
+        """Trains a step under torch's profiler; returns its memory."""
+        recording = record.Recording(self.device, self.system.tensors())
+        self.train_step(lambda name: record.phase(name, self.device))
+        return recording.stop({})
 
     def trace_step(self, file: str | Path) -> None:
         """Trains a step under torch's profiler; on rank 0, writes a trace of it to ``file``."""

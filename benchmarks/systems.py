@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from .recorder import data, record
 from .settings import Settings
 
 # The norm to which all systems clip gradients.
@@ -32,8 +33,8 @@ class System(Protocol):
     def step(self, boundary: bool) -> None:
         """At a boundary: clips the gradients, steps the optimizer, and drops the gradients."""
 
-    def standing_gradients(self) -> list[torch.Tensor]:
-        """Returns the tensors that hold gradients between steps."""
+    def tensors(self) -> record.Tensors:
+        """Returns the tensors that hold memory between steps, by category."""
 
     def counters(self) -> dict[str, int] | None:
         """Returns what the system itself counted of its gradients, mostly in bytes; None if it does not count."""
@@ -61,6 +62,10 @@ def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> 
 
     # Its default of the weight decay is another one.
     return DeepSpeedCPUAdam(parameters, lr=settings.learning_rate, weight_decay=0.01)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return record.flattened([list(state.values()) for state in optimizer.state.values()])
 
 
 class DeepSpeed:
@@ -108,9 +113,17 @@ class DeepSpeed:
     def step(self, boundary):
         self._engine.step()
 
-    def standing_gradients(self):
-        groups = self._engine.optimizer.averaged_gradients.values()
-        return [gradient for group in groups for gradient in group or () if torch.is_tensor(gradient)]
+    def tensors(self):
+        optimizer = self._engine.optimizer
+        gradients = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
+        return {
+            data.PARAMETERS: record.flattened([*optimizer.bit16_groups_flat, *self._engine.module.parameters()]),
+            data.OPTIMIZER_STATES: [
+                *record.flattened(optimizer.single_partition_of_fp32_groups),
+                *_states(optimizer.optimizer),
+            ],
+            data.TARGETS: record.flattened(gradients),
+        }
 
     def counters(self):
         return self._counting.gradient_counters(self._engine) if self._counting else None
@@ -176,8 +189,11 @@ class FSDP2:
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
 
-    def standing_gradients(self):
-        return []
+    def tensors(self):
+        # The sharded parameters are the master weights.
+        return {
+            data.OPTIMIZER_STATES: [*record.flattened(self._model.parameters()), *_states(self._optimizer)],
+        }
 
     def counters(self):
         return None

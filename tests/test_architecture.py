@@ -30,6 +30,10 @@ zero12.graph.progress zero12.graph.reductions zero12.graph.choose_blocks
 zero12.graph.backend zero12.graph.compile_blocks
 zero12.options
 zero12.engine
+memory_picture.data
+memory_picture.classify memory_picture.draw_png memory_picture.draw_html
+memory_picture.record memory_picture.files
+memory_picture.of_engine memory_picture.__main__
 init_z1_and_2 engine_calls gradient_partition parameter_gather
 """
 
@@ -37,7 +41,7 @@ TRAINING = {"optimizer", "state", "backward", "step", "chunked_step", "gather", 
 # What the base keeps of a backward and counts.
 FLAGS = {"micro_steps", "_backward_active_depth", "post_backward_callback_queued"}
 # Private names that the fork gives to objects of the base, and one of Python's named tuples.
-OWN_NAMES = {"_zero12", "_compile_arguments", "_replace"}
+OWN_NAMES = {"_zero12", "_compile_arguments", "_memory_recorder", "_replace", "_asdict"}
 COMPILER = ("torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor")
 
 
@@ -78,11 +82,23 @@ def imported(name, tree, known):
 def test_imports_lead_down():
     trees = modules()
     floor = {name: number for number, line in enumerate(FLOORS.strip().splitlines()) for name in line.split()}
-    assert {*trees} - {*floor, "config", "zero12.graph"} == set(), "say in FLOORS where these stand"
+    assert {*trees} - {*floor, "config", "memory_picture", "zero12.graph"} == set(), "say in FLOORS where these stand"
     for name, tree in trees.items():
         for other in imported(name, tree, trees):
             if other in floor and other != name:
                 assert floor[other] < floor[name], f"{name} imports {other}"
+
+
+def test_the_recorder_needs_no_deepspeed():
+    """The benchmark measures other systems with it, where no DeepSpeed or another one is installed."""
+    for path in (COMPILE / "memory_picture").glob("*.py"):
+        if path.stem in ("of_engine", "__main__"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level < 2 and not (node.module or "").startswith("deepspeed"), path.name
+            elif isinstance(node, ast.Import):
+                assert not any(alias.name.startswith("deepspeed") for alias in node.names), path.name
 
 
 def test_graphs_and_training_do_not_know_each_other():

@@ -47,11 +47,6 @@ def package():
         del sys.modules[name]
 
 
-@pytest.fixture(scope="module")
-def timeline(package):
-    return package("timeline")
-
-
 def compare(*arguments):
     """Runs benchmarks.compare on the CPU, as a shell in the repository's root would; returns the finished process."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
@@ -84,52 +79,43 @@ def test_parts_of_a_step_on_the_host(tmp_path):
     assert all(float(figure) > 0 for figure in figures.values())
 
 
-def test_timeline_sets_gradients_apart(timeline):
+def test_recorder_sets_gradients_apart(package):
+    """Of a plain loop, in which no reducer marks what memory is for."""
+    recorder, results = package("recorder"), package("results")
+    data, record, cpu = recorder.data, recorder.record, torch.device("cpu")
     layer = torch.nn.Linear(256, 1024, bias=False)
     x = torch.randn(8, 256)
     weight_bytes, output_bytes = layer.weight.nbytes, 8 * 1024 * 4
 
     def step():
-        with timeline.phase("forward"):
+        with record.phase("forward", cpu):
             y = layer(x)
-        with timeline.phase("backward"):
+        with record.phase("backward", cpu):
             y.backward(torch.ones_like(y))
             target = torch.empty(weight_bytes, dtype=torch.uint8)  # as for a flat partition
-        with timeline.phase("step"):
+        with record.phase("step", cpu):
             scratch = torch.empty(weight_bytes, dtype=torch.uint8)
             copy = layer.weight.grad.to(torch.float64)  # as an optimizer's
             del scratch, target, copy
             layer.weight.grad = None
 
-    line = timeline.record(step, "cpu")
+    recording = record.Recording(cpu, {data.PARAMETERS: [layer.weight]})
+    step()
+    line = recording.stop({})
     # Tensors of a few elements come and go beside these.
     slack = 4096
-    forward, backward, optimizer = (line.allocated_in(name) for name in timeline.PHASES)
-    assert 0 <= forward["after"] - output_bytes < slack
+    forward, backward, optimizer = (results.allocated_in(line, name) for name in results.PHASES)
+    assert 0 <= forward["after"] - weight_bytes - output_bytes < slack
     assert 2 * weight_bytes <= backward["after"] - forward["after"] < 2 * weight_bytes + 2 * output_bytes + slack
     assert 3 * weight_bytes - slack <= optimizer["peak"] - backward["after"] < 3 * weight_bytes + slack
-    assert 4 * weight_bytes <= line.most_gradients() < 4 * weight_bytes + 2 * output_bytes + slack
-    in_forward = [held for held, second in zip(line.gradients, line.seconds) if second < line.phases["backward"][0][0]]
-    assert max(in_forward) == 0 and line.gradients[-1] < 2 * output_bytes + slack
-    thinned = line.thinned(4)
-    assert len(thinned.seconds) < len(line.seconds)
-    assert max(thinned.allocated) == max(line.allocated) and thinned.most_gradients() == line.most_gradients()
-
-
-def test_timeline_follows_memory_that_is_freed_unseen(timeline):
-    memory = timeline._Memory({512: 40})
-    memory.change(64, 100, False)
-    memory.give_away(64)
-    memory.give_away(64)
-    memory.give_away(128)  # allocated before the recording
-    assert (memory.held, memory.of_gradients) == (100, 140)
-    memory.change(64, 30, False)
-    assert (memory.held, memory.of_gradients) == (30, 40)
-    memory.change(64, -30, False)
-    memory.change(256, -7, False)
-    assert (memory.held, memory.of_gradients) == (0, 40)
-    memory.change(512, -40, False)
-    assert (memory.held, memory.of_gradients) == (0, 0)
+    assert set(line.held[data.PARAMETERS]) == {weight_bytes}
+    assert 0 <= max(line.held[data.ACTIVATIONS]) - output_bytes < slack
+    assert 0 <= max(line.held[data.COPIES]) - 2 * weight_bytes < slack
+    assert 2 * weight_bytes <= max(line.held[data.TARGETS]) < 2 * weight_bytes + 2 * output_bytes + slack
+    gradients = line.sums(data.OF_GRADIENTS)
+    assert 4 * weight_bytes <= max(gradients) < 4 * weight_bytes + 2 * output_bytes + slack
+    in_forward = [held for held, second in zip(gradients, line.seconds) if second < line.phases["backward"][0][0]]
+    assert max(in_forward) == 0 and gradients[-1] < 2 * output_bytes + slack
 
 
 @pytest.mark.parametrize("safe_path", ["", "1"], ids=["plain_path", "safe_path"])
@@ -178,7 +164,8 @@ def test_systems_train_alike(tmp_path):
     assert set(fork["timelines"]) == {"0", "1"}
     for rank, line in fork["timelines"].items():
         end_of_backward = line["phases"]["backward"][-1][1]
-        held = [held for held, second in zip(line["gradients"], line["seconds"]) if second <= end_of_backward][-1]
+        last = max(index for index, second in enumerate(line["seconds"]) if second <= end_of_backward)
+        held = sum(line["held"][name][last] for name in ("gradient targets", "gradients on their way"))
         # What the profiler sees is what the reducer counts. It does not see what gloo's threads free of what was sent.
         assert 0 <= held - fork["ranks"][int(rank)]["counters"]["backward"]["bound"] <= whole
     table = (tmp_path / "results.md").read_text()

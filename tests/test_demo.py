@@ -47,7 +47,8 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     pytest.importorskip("transformers", reason="the demo needs transformers: pip install -r requirements/demo.txt")
     file = tmp_path / "results.json"
     shape = ["--layers", "1", "--hidden", "128", "--seq", "32"]
-    finished = launch(DEMO, "--steps", "3", "--backend", "eager", *shape, "--json", str(file))
+    files = ["--json", str(file), "--pictures", str(tmp_path)]
+    finished = launch(DEMO, "--steps", "3", "--backend", "eager", *shape, *files)
     assert finished.returncode == 0, finished.stdout
     for row in ("DeepCompile off", "first step", "later steps (median)", "loss of the last step", "after the step"):
         assert row in finished.stdout, finished.stdout
@@ -57,6 +58,9 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     assert len(on["losses"]) == 3
     assert on["losses"] == pytest.approx(off["losses"], rel=1e-5)
     assert on["losses"][-1] < on["losses"][0] - 0.1, "the model hardly learned, so agreement shows nothing"
+
+    for name in ("off", "on"):
+        assert {f"step3-rank{rank}.json" for rank in range(2)} <= {path.name for path in (tmp_path / name).iterdir()}
 
     held = on["gradient_bytes"]
     assert held["after compile"] == 0

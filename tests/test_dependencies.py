@@ -21,7 +21,7 @@ HOLDERS = {
     "optimizer": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
 }
 # What the fork itself adds to such instances.
-OWN = {"_zero12", "_compile_arguments", "plain_class"}
+OWN = {"_zero12", "_compile_arguments", "_memory_recorder", "plain_class"}
 # Attributes of `optimizer` where that is torch's, in the step over chunks.
 OF_TORCH = {"state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 

@@ -152,6 +152,12 @@ def test_wheel_is_named_and_labelled(built):
     assert f"version='{VERSION}'" in built.read("deepspeed/git_version_info_installed.py").decode()
 
 
+def test_an_extra_brings_what_draws_pictures(built):
+    metadata = built.read(f"deepspeed-{VERSION}.dist-info/METADATA").decode()
+    for library in ("matplotlib", "plotly"):
+        assert re.search(rf"(?m)^Requires-Dist: {library}; extra == .pictures.$", metadata)
+
+
 def test_wheel_holds_every_file_of_ours(built):
     ours = set(our_files())
     assert REPLACED in ours and "csrc/includes/deepcompile.h" in ours

@@ -50,5 +50,10 @@ def test_a_profile_names_the_stages(ranks):
         # Two partitions of one and a half parameters.
         "deepcompile::bind": 2,
         "deepcompile::finish_backward": 1,
+        # Marks of what memory is for. The first order begins with the last parameter, so two gradients wait. Both
+        # targets are copies out of one bucket, which is dropped then.
+        "deepcompile::waiting": 2,
+        "deepcompile::bound": 2,
+        "deepcompile::dropped": 1,
     }
     assert ranks(2).run(ranges_of_a_backward) == [expected] * 2

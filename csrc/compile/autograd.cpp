@@ -151,6 +151,7 @@ void UnreducedSum::add(const at::Tensor& gradient, bool donated)
     }
     sum_ = keep_or_copy(gradient.detach(), dtype_, donated);
     counters_.unreduced.add(bytes_of(sum_));
+    mark_stage("deepcompile::waiting", sum_);
 }
 
 at::Tensor UnreducedSum::take()

@@ -102,6 +102,7 @@ Segment& Bucket::segment_for(const ParameterRecord& record, const at::Tensor& gr
     const bool large = numel >= std::min(pack_limit, options_.bucket_numel);
     if (large && donated && gradient.scalar_type() == dtype && fills_its_storage(gradient)) {
         segments_.push_back({gradient.detach().view({-1}), record.group, /*donated=*/true, stream});
+        mark_stage("deepcompile::on_its_way", gradient);
         return segments_.back();
     }
     if (!large) {
@@ -276,6 +277,8 @@ void Bucket::drop_memory(Segment& segment)
     // Memory from the pool of another stream must not return to that pool before the last stream is done with it.
     streams_.record_on_last(segment.memory, segment.stream);
     if (!segment.donated) { counters_.bucket.remove(bytes_of(segment.memory)); }
+    // On CPU, a thread of gloo may hold the memory for a moment longer, and a profiler does not see that thread free it.
+    mark_stage("deepcompile::dropped", segment.memory);
     segment.memory = at::Tensor();
 }
 

@@ -3,10 +3,12 @@
 
 #include "deepcompile_memory.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
+#include <vector>
 
 // Gradient memory: how much of it there is, who may keep it, and which stream used it last.
 
@@ -57,6 +59,11 @@ void Counters::reset()
 int64_t bytes_of(const at::Tensor& tensor)
 {
     return tensor.numel() * static_cast<int64_t>(tensor.element_size());
+}
+
+void mark_stage(const char* stage, const at::Tensor& tensor)
+{
+    RECORD_FUNCTION(stage, std::vector<c10::IValue>{tensor});
 }
 
 // Messages are put together without streams of the C++ library. Some compilers link their own copy of that library,

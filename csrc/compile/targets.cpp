@@ -93,6 +93,7 @@ void PartitionGroup::bind(int64_t offset, const at::Tensor& arrived, bool donate
         target.copy_(arrived);
     } else {
         target = keep_or_copy(arrived, target_dtype, donated);
+        mark_stage("deepcompile::bound", target);
     }
     if (!flat) { bound_count().add(bytes_of(target)); }
     targets_.emplace(offset, std::move(target));
@@ -116,6 +117,7 @@ void PartitionGroup::allocate_flat_partition()
     if (!flat || flat_partition_.defined()) { return; }
     flat_partition_ = at::zeros({partition_numel}, at::TensorOptions().dtype(target_dtype).device(device));
     counters_.bound.add(bytes_of(flat_partition_));
+    mark_stage("deepcompile::bound", flat_partition_);
 }
 
 void PartitionGroup::release()

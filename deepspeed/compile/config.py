@@ -6,11 +6,25 @@
 compiles itself before its first training forward.
 """
 
-from typing import List, Union
+from typing import List, Optional, Union
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
 from .config_base import CompileConfig as BaseCompileConfig
+
+
+class MemoryPictureConfig(DeepSpeedConfigModel):
+    """Which step's memory to draw, and where to. ``docs/memory_picture.md`` explains the pictures."""
+
+    folder: str
+    """The folder for the pictures and for the data. It is made if it does not exist."""
+
+    step: int = Field(3, ge=1)
+    """Which of the engine's steps to record, counted from 1. With DeepCompile, steps count from when the engine is
+    compiled. The first step compiles and the second may compile again, so the third is the first one that is like all
+    later ones."""
 
 
 class CompileConfig(BaseCompileConfig):
@@ -31,6 +45,11 @@ class CompileConfig(BaseCompileConfig):
     """Whether rank 0 writes its counters of gradients, and its peaks of memory, to DeepSpeed's monitors every
     ``steps_per_print`` steps. Off by default, because each report restarts these counters and torch's peaks, which
     other code may read."""
+
+    memory_picture: Optional[MemoryPictureConfig] = None
+    """Has one step recorded, and pictures of its memory drawn: a PNG file, a page for a browser, and the data. By
+    default (null), nothing is recorded. The only option here that also works without ``deepcompile``, so that two
+    pictures can be laid over each other."""
 
     @model_validator(mode="after")
     def _blocks_belong_to_zero_1_and_2(self):

@@ -30,9 +30,10 @@ def zero_optimizer(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) 
 
     Raises:
         RuntimeError: if host memory could not be pinned for an offloaded optimizer. The message says how much.
+        ValueError: if ``compile.memory_picture`` cannot be honoured.
     """
     try:
-        return engine._configure_zero_optimizer(optimizer)
+        wrapped = engine._configure_zero_optimizer(optimizer)
     except RuntimeError as error:
         # The device may also run out of memory, outside of this function of the accelerator.
         calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "pin_memory"]
@@ -42,6 +43,9 @@ def zero_optimizer(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) 
             f"zero_optimization.offload_optimizer: {calls[0].f_locals['tensor'].nbytes / 2**30:.1f} GiB more of "
             "pinned host memory could not be had; use more ranks, or set offload_optimizer.pin_memory to false"
         ) from error
+    if _asks_for_memory_picture(engine):
+        _prepare_memory_picture(engine, wrapped)
+    return wrapped
 
 
 def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
@@ -67,7 +71,10 @@ def around_forward(
         _prepare_training(engine)
     zero12 = getattr(engine.optimizer, "_zero12", None)
     around = zero12 and zero12.around_forward
-    return contextlib.nullcontext((inputs, kwargs)) if around is None else around(engine, inputs, kwargs)
+    context = contextlib.nullcontext((inputs, kwargs)) if around is None else around(engine, inputs, kwargs)
+    if _asks_for_memory_picture(engine) and torch.is_grad_enabled():
+        return _recorded(engine, context)
+    return context
 
 
 def after_step(engine: "DeepSpeedEngine") -> None:
@@ -77,6 +84,8 @@ def after_step(engine: "DeepSpeedEngine") -> None:
     A forward does not compile the engine if the module was in evaluation mode, if the module was called without the
     engine, or if gradients were held before the forward.
     """
+    if _asks_for_memory_picture(engine) and engine._memory_recorder is not None:
+        engine._memory_recorder.after_step()
     if not engine.is_compiled and _is_due(engine):
         _compile(engine, "after its first step")
     elif _is_attached(engine) and engine.optimizer._zero12.monitors_memory:
@@ -124,6 +133,38 @@ def print_gradient_memory() -> None:
     if held:
         # In the units of see_memory_usage().
         print("Gradients: " + ", ".join(f"{name} {value / 2**30:.2f} GB" for name, value in held.items()))
+
+
+def at_end(engine: "DeepSpeedEngine") -> None:
+    """Called when an engine is destroyed."""
+    recorder = vars(engine).get("_memory_recorder")
+    if recorder is not None:
+        recorder.close()
+
+
+def _asks_for_memory_picture(engine):
+    # An engine without an optimizer, such as that of a reference model with the same configuration, has no steps.
+    return engine._config.compile_config.memory_picture is not None and engine.basic_optimizer is not None
+
+
+def _prepare_memory_picture(engine, optimizer):
+    from .memory_picture.of_engine import prepare
+
+    engine._memory_recorder = prepare(engine, optimizer)
+
+
+@torch.compiler.disable
+def _recorded(engine, context):
+    """Returns ``context``, the context of a training forward, with the recording of a step where that is due."""
+    if "_memory_recorder" not in vars(engine):
+        # The optimizer is not one of ZeRO, which is refused.
+        _prepare_memory_picture(engine, engine.optimizer)
+    recorder = engine._memory_recorder
+    if recorder is not None:
+        context = recorder.around_forward(context)
+        if recorder.over:
+            engine._memory_recorder = None
+    return context
 
 
 def _is_attached(engine):

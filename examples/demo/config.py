@@ -26,6 +26,7 @@ class Config:
     dtype: str = "fp32"
     learning_rate: float = 1e-3
     bucket: int = 500_000  # elements
+    pictures: str = ""  # a folder for pictures of the third step's memory
 
 
 # 0.6 billion parameters: the shape of Qwen3-0.6B.
@@ -55,6 +56,9 @@ def parse_arguments(description, text_length):
     dtype = parser.add_mutually_exclusive_group()
     dtype.add_argument("--bf16", dest="dtype", action="store_const", const="bf16")
     dtype.add_argument("--fp32", dest="dtype", action="store_const", const="fp32")
+    parser.add_argument(
+        "--pictures", metavar="FOLDER", help="draw the memory of the third step, below FOLDER/on and /off"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # given by the launcher
     arguments = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}

@@ -33,6 +33,7 @@ TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 
 def ds_config(config, deepcompile):
     """Returns what a user would write into ``ds_config.json``."""
+    folder = f"{config.pictures}/{'on' if deepcompile else 'off'}"
     return {
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": config.accumulation,
@@ -40,7 +41,10 @@ def ds_config(config, deepcompile):
         "optimizer": {"type": "AdamW", "params": {"lr": config.learning_rate, "torch_adam": True}},
         "bf16": {"enabled": config.dtype == "bf16"},
         "zero_optimization": {"stage": config.stage, "reduce_bucket_size": config.bucket},
-        "compile": {"deepcompile": deepcompile},
+        "compile": {
+            "deepcompile": deepcompile,
+            **({"memory_picture": {"folder": folder}} if config.pictures else {}),
+        },
         "steps_per_print": 10**9,
         "log_level": "warning",
     }

@@ -54,7 +54,8 @@ class MasterGradient:
         dropped as soon as all its elements have been taken.
         """
         if self._memory.numel() < last - first:
-            self._memory = self._memory.new_empty(last - first)
+            with torch.profiler.record_function("deepcompile::master_gradient"):
+                self._memory = self._memory.new_empty(last - first)
         gradient, filled = self._memory[: last - first], first
         while self._rest and self._rest[-1][0] < last:
             offset, view = self._rest[-1]

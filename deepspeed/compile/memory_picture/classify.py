@@ -1,0 +1,325 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Tells what memory is for, from the events of torch's profiler.
+
+Every allocation counts, on CPU and GPU alike, and belongs to one category at a time:
+
+- What tensors hold when the step begins is known from these tensors.
+- What the forward allocates and the next backward finds is an activation.
+- A gradient counts from when autograd hands it to whatever reduces or accumulates it until its memory is freed, and
+  so does what reduction and accumulation allocate. This fork's reducer marks a gradient as waiting, on its way or
+  bound. Of another system, a gradient that the step finds is a target, one that outlives another backward waits, and
+  all others are on their way.
+- A copy of gradients that the step makes, for example in fp32, is a gradient copy.
+- The rest are temporary results, batches, and what nothing above tells.
+"""
+
+import dataclasses
+from typing import Any, Dict, Iterator, List, Optional, Tuple
+
+import torch
+
+from .data import (
+    ACTIVATIONS,
+    CATEGORIES,
+    COPIES,
+    ON_THEIR_WAY,
+    PARAMETERS,
+    PHASES,
+    REST,
+    TARGETS,
+    WAITING,
+    StepMemory,
+)
+
+# Ranges without length, which mark where a phase begins or ends: MARK + phase + BEGIN or END.
+MARK, BEGIN, END = "memory_picture.", " begins", " ends"
+# How the names of what autograd runs begin.
+AUTOGRAD = "autograd::engine::evaluate_function: "
+ACCUMULATE = "torch::autograd::AccumulateGrad"
+# Operators that are handed a gradient, or a list of gradients, as their first operand.
+TAKES_GRADIENT = {"deepcompile::reduce_grad", "dc::reduce_grad", "fsdp::chunk_cat", ACCUMULATE}
+# What these allocate is for gradients. The same is true of ranges that begin with FSDP_BACKWARD.
+HOLDS_GRADIENT = {
+    "deepcompile::reduce_grad",
+    "deepcompile::end_backward",
+    "deepcompile::finish_backward",
+    "deepcompile::master_gradient",
+    "dc::reduce_grad",
+    "dc::end_backward",
+    AUTOGRAD + ACCUMULATE,
+}
+FSDP_BACKWARD = ("FSDP::post_backward", "FSDP::root_post_backward")
+# What ranges that begin with this allocate is for parameters.
+FSDP_GATHER = "FSDP::all_gather"
+# If the first operand of these is a gradient, what they allocate is a copy of it.
+COPIES_GRADIENT = {"aten::_to_copy", "aten::clone"}
+# The marks of csrc/compile/memory.cpp: from such a mark on, the memory of its operand is in this category. None: the
+# reducer has dropped the memory. It does not mark what became a target before.
+STAGES: Dict[str, Optional[str]] = {
+    "deepcompile::waiting": WAITING,
+    "deepcompile::on_its_way": ON_THEIR_WAY,
+    "deepcompile::bound": TARGETS,
+    "deepcompile::dropped": None,
+}
+# The ranges of a step that begin with the gather: this fork's, and the collectives that others use.
+GATHER = "deepcompile::gather"
+COLLECTIVE_GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allgather_into_tensor_coalesced_"}
+
+
+@dataclasses.dataclass
+class _Block:
+    """Memory that was allocated at one time and freed at another.
+
+    Attributes:
+        size: bytes.
+        began: index of the event that allocated it, -1 before the recording.
+        courses: (index of an event, category from then on), in order.
+        ended: index of the event that freed it, or None.
+    """
+
+    size: int
+    began: int
+    courses: List[Tuple[int, str]]
+    ended: Optional[int] = None
+
+    def is_held(self, index: int) -> bool:
+        return self.began <= index and (self.ended is None or index < self.ended)
+
+    def put(self, index: int, category: str) -> None:
+        if self.courses[-1][1] != category:
+            self.courses.append((index, category))
+
+
+class _Blocks:
+    """All blocks that a recording knows, and those that are allocated now by their address."""
+
+    def __init__(self, standing: Dict[int, Tuple[int, str]]):
+        self.at = {address: _Block(size, -1, [(-1, category)]) for address, (size, category) in standing.items()}
+        self.all = list(self.at.values())
+        self._standing = {id(block) for block in self.all}
+
+    def change(self, index: int, address: int, size: int, category: str) -> None:
+        """Notes an allocation, or a release (``size`` below 0)."""
+        # The profiler does not see what a thread without a profiler frees, such as one of gloo's. So a block that is
+        # still known at this address was freed unseen.
+        self.free(index, address)
+        if size > 0:
+            self.at[address] = block = _Block(size, index, [(index, category)])
+            self.all.append(block)
+
+    def free(self, index: int, address: int) -> None:
+        block = self.at.pop(address, None)
+        if block is not None:
+            block.ended = index
+
+    def put(self, index: int, address: int, category: str) -> None:
+        """Puts the block at ``address``, if one is known there, into a category."""
+        block = self.at.get(address)
+        # Memory that stands serves one purpose, whatever passes through it.
+        if block is not None and id(block) not in self._standing:
+            block.put(index, category)
+
+    def category(self, address: int) -> Optional[str]:
+        block = self.at.get(address)
+        return block.courses[-1][1] if block is not None else None
+
+
+@dataclasses.dataclass
+class _Entry:
+    """An event of the profiler, with what follows from the events around it.
+
+    Attributes:
+        event: of the profiler.
+        holds: the category of what is allocated in it, or None.
+        in_autograd: whether autograd ran it.
+    """
+
+    event: Any
+    holds: Optional[str]
+    in_autograd: bool
+
+
+def _flatten(roots: List[Any]) -> Iterator[_Entry]:
+    """Yields every event of the tree, parents before children."""
+    stack = [_Entry(root, None, False) for root in reversed(roots)]
+    while stack:
+        entry = stack.pop()
+        yield entry
+        name, holds = entry.event.name, entry.holds
+        if name in HOLDS_GRADIENT or name.startswith(FSDP_BACKWARD):
+            holds = ON_THEIR_WAY
+        elif name.startswith(FSDP_GATHER):
+            holds = PARAMETERS
+        in_autograd = entry.in_autograd or name.startswith(AUTOGRAD)
+        stack.extend(_Entry(child, holds, in_autograd) for child in reversed(entry.event.children))
+
+
+@dataclasses.dataclass
+class _Phases:
+    """Where phases begin and end, as indices of events and as seconds."""
+
+    indices: Dict[str, List[Tuple[int, int]]]
+    seconds: Dict[str, List[Tuple[float, float]]]
+
+    def within(self, name: str, index: int) -> bool:
+        return any(begin <= index <= end for begin, end in self.indices[name])
+
+
+def _find_phases(entries: List[_Entry], seconds: List[float]) -> _Phases:
+    indices: Dict[str, List[Tuple[int, int]]] = {name: [] for name in PHASES}
+    began: Dict[str, int] = {}
+    gathers: List[int] = []
+
+    def end(phase, index):
+        if phase in began:
+            indices[phase].append((began.pop(phase), index))
+
+    for index, entry in enumerate(entries):
+        name = entry.event.name
+        if name.startswith(MARK) and name.endswith(BEGIN):
+            # A backward of several losses begins several times.
+            began.setdefault(name[len(MARK) : -len(BEGIN)], index)
+        elif name.startswith(MARK):
+            phase = name[len(MARK) : -len(END)]
+            if phase == "backward" and phase not in began and indices["forward"]:
+                # A backward that no gradient has announced.
+                began[phase] = indices["forward"][-1][1]
+            end(phase, index)
+        elif "step" in began and (name == GATHER or name in COLLECTIVE_GATHERS):
+            gathers.append(index)
+    for phase in tuple(began):
+        # The step raised in this phase.
+        end(phase, len(entries) - 1)
+    named = [index for index in gathers if entries[index].event.name == GATHER] or gathers
+    for begin, last in indices["step"]:
+        within = [index for index in named if begin <= index <= last]
+        # The host does not wait for what it sends, so the gather lasts until the step ends, which waits.
+        indices["gather"] += [(within[0], last)] if within else []
+    spans = {name: [(seconds[first], seconds[last]) for first, last in of_phase] for name, of_phase in indices.items()}
+    return _Phases(indices, spans)
+
+
+def _operands(event: Any) -> Iterator[int]:
+    """Yields the addresses of an operator's first operand, a tensor or a list of tensors."""
+    taken = event.extra_fields.inputs[0] if getattr(event.extra_fields, "inputs", None) else ()
+    for tensor in taken if isinstance(taken, (list, tuple)) else [taken]:
+        address = getattr(tensor, "storage_data_ptr", None)
+        if address is not None:
+            yield address
+
+
+def read_events(
+    roots: List[Any], device: str, standing: Dict[int, Tuple[int, str]], final: Dict[int, str]
+) -> StepMemory:
+    """Returns the memory of the step that a profiler has recorded.
+
+    Args:
+        roots: of the profiler's tree of events.
+        device: whose memory to read, "cpu" or "cuda".
+        standing: address -> (bytes, category), of memory from before the recording.
+        final: address -> category, of memory that is known when the recording ends.
+    """
+    entries = sorted(_flatten(roots), key=lambda entry: entry.event.start_time_ns)
+    marks = [entry.event.start_time_ns for entry in entries if entry.event.name.startswith(MARK)]
+    origin = marks[0] if marks else entries[0].event.start_time_ns
+    seconds = [max(0.0, (entry.event.start_time_ns - origin) / 1e9) for entry in entries]
+    phases = _find_phases(entries, seconds)
+    blocks = _Blocks(standing)
+    totals = _follow(entries, phases, blocks, device)
+    staged = any(entry.event.name in STAGES for entry in entries)
+    for block in blocks.all:
+        _look_back(block, phases, len(entries), staged)
+    for address, category in final.items():
+        if address in blocks.at:
+            blocks.at[address].courses = [(blocks.at[address].began, category)]
+    return _lay_out(blocks, seconds, totals, phases)
+
+
+def _follow(entries, phases, blocks, device):
+    """Notes in ``blocks`` what each event does; returns {index of an event: bytes that a GPU's allocator has out}."""
+    totals: Dict[int, int] = {}
+    copying_until: Dict[int, int] = {}  # thread -> nanoseconds at which it ends its last copy of a gradient
+    for index, entry in enumerate(entries):
+        event = entry.event
+        if event.tag == torch._C._profiler._EventType.Allocation:
+            fields = event.extra_fields
+            if fields.device.type != device:
+                continue
+            # In the backward phase, what is allocated outside of autograd is allocated by the engine, for gradients.
+            around = not entry.in_autograd and phases.within("backward", index)
+            copied = event.start_time_ns <= copying_until.get(event.start_tid, 0)
+            category = entry.holds or (ON_THEIR_WAY if around or copied else REST)
+            if category == ON_THEIR_WAY and phases.within("step", index):
+                category = COPIES
+            blocks.change(index, fields.ptr, fields.alloc_size, category)
+            if device != "cpu":
+                if not totals:
+                    totals[-1] = fields.total_allocated - fields.alloc_size
+                totals[index] = fields.total_allocated
+        elif event.name in STAGES:
+            category = STAGES[event.name]
+            for address in _operands(event):
+                if category is not None:
+                    blocks.put(index, address, category)
+                elif blocks.category(address) == ON_THEIR_WAY:
+                    blocks.free(index, address)
+        elif event.name in TAKES_GRADIENT:
+            for address in _operands(event):
+                if blocks.category(address) in (REST, PARAMETERS):
+                    blocks.put(index, address, ON_THEIR_WAY)
+        elif event.name in COPIES_GRADIENT:
+            if any(blocks.category(address) in (TARGETS, ON_THEIR_WAY, WAITING) for address in _operands(event)):
+                copying_until[event.start_tid] = event.end_time_ns
+    return totals
+
+
+def _look_back(block, phases, last, staged):
+    """Corrects the categories of a block by what became of it."""
+    first = block.courses[0]
+    if first[1] == REST and block.began >= 0:
+        backwards = [begin for begin, _ in phases.indices["backward"]]
+        for forward, _ in phases.indices["forward"]:
+            # A step that raised may have no backward.
+            backward = next((begin for begin in backwards if begin >= forward), last)
+            if forward <= block.began < backward and block.is_held(backward - 1):
+                block.courses[0] = (first[0], ACTIVATIONS)
+    if staged or block.began < 0:
+        return
+    ends = [end for _, end in phases.indices["backward"]]
+    for number, (index, category) in enumerate(block.courses):
+        if category == ON_THEIR_WAY and ends:
+            if block.is_held(ends[-1]) and index <= ends[-1]:
+                block.courses[number] = (index, TARGETS)
+            elif any(index <= end and block.is_held(end) for end in ends[:-1]):
+                block.courses[number] = (index, WAITING)
+
+
+def _lay_out(blocks, seconds, totals, phases):
+    """Adds the blocks up."""
+    changes: Dict[int, List[Tuple[str, int]]] = {}
+    now = dict.fromkeys(CATEGORIES, 0)
+    for block in blocks.all:
+        before = ""
+        for index, category in block.courses:
+            if before:
+                changes.setdefault(index, []).append((before, -block.size))
+            changes.setdefault(index, []).append((category, block.size))
+            before = category
+        if block.ended is not None:
+            changes.setdefault(block.ended, []).append((before, -block.size))
+    held: Dict[str, List[int]] = {name: [] for name in CATEGORIES}
+    moments: List[float] = []
+    total = totals.get(-1)
+    # A GPU's allocator keeps the total itself, with blocks that nobody has told of. These are a part of the rest.
+    for index in sorted({-1, *changes, *totals, len(seconds) - 1}):
+        for category, size in changes.get(index, ()):
+            now[category] += size
+        total = totals.get(index, total)
+        moments.append(seconds[index] if index >= 0 else 0.0)
+        known = sum(now.values()) - now[REST]
+        for name in CATEGORIES:
+            held[name].append(now[name])
+        if total is not None:
+            held[REST][-1] = max(0, total - known)
+    return StepMemory(moments, held, {name: spans for name, spans in phases.seconds.items() if spans})

@@ -1,0 +1,278 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Records one step of an engine, as ``compile.memory_picture`` asks, on the first and on the last rank.
+
+Until that step begins, a :class:`Recorder` only counts steps. While the step runs, four methods of the engine and of
+its optimizer are wrapped, on these objects alone. Afterwards the engine drops the recorder.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import functools
+import logging
+import platform
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Iterator, List, Optional, Tuple
+
+import torch
+
+import deepspeed
+import deepspeed.comm as dist
+from deepspeed.utils import logger
+
+from ..zero12.messages import warn
+from . import data, files
+from .record import Recording, Tensors, begins, ends, flattened, phase
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+OPTION = "compile.memory_picture"
+
+
+def prepare(engine: "DeepSpeedEngine", optimizer: Optional["DeepSpeedZeroOptimizer"]) -> Optional["Recorder"]:
+    """Returns the recorder that an engine's configuration asks for, or None if this rank records nothing.
+
+    Args:
+        engine: the engine, whose configuration has the option.
+        optimizer: the engine's ZeRO optimizer.
+
+    Raises:
+        ValueError: if the option cannot be honoured. The message says why, and what to do.
+    """
+    option = engine._config.compile_config.memory_picture
+    if not hasattr(optimizer, "single_partition_of_fp32_groups") or engine.zero_optimization_stage() not in (1, 2):
+        raise ValueError(
+            f"{OPTION} records engines of ZeRO stage 1 and 2 only, and this engine has stage "
+            f"{engine.zero_optimization_stage()} with {type(optimizer).__name__}; leave {OPTION} out, or set "
+            "zero_optimization.stage to 1 or 2"
+        )
+    missing = files.missing_libraries()
+    if missing:
+        warn(
+            f"{OPTION}: {' and '.join(missing)} cannot be imported, so not all pictures of the step will be drawn, "
+            f"but its data will be written; `{files.REMEDY}`, now or before `python -m deepspeed.compile."
+            "memory_picture FILE.json` draws them later"
+        )
+    if dist.get_rank() not in (0, dist.get_world_size() - 1):
+        return None
+    try:
+        files.make_folder(Path(option.folder))
+    except OSError as error:
+        raise ValueError(
+            f"{OPTION}.folder: {option.folder} cannot be written on rank {dist.get_rank()} "
+            f"({error.strerror or error}); name another folder"
+        ) from error
+    return Recorder(engine, Path(option.folder), option.step)
+
+
+class Recorder:
+    """Records one step of an engine on this rank.
+
+    Args:
+        engine: whose step.
+        folder: for the files.
+        step: which of the engine's steps, counted from 1. With DeepCompile, steps count from when the engine is
+            compiled.
+    """
+
+    # Torch has one profiler at a time, so one engine at a time records.
+    _busy: Optional["Recorder"] = None
+
+    def __init__(self, engine: "DeepSpeedEngine", folder: Path, step: int):
+        self._engine = weakref.ref(engine)
+        self._folder, self._step = folder, step
+        self._done = 0  # steps
+        self._recording: Optional[Recording] = None
+        self._unwrap = contextlib.ExitStack()
+        self._backward_runs = False
+        self._why_not = f"training ended after {{done}} of the {step} steps that had to come"
+        self.device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
+        self.over = False
+        # Also called when the process ends: a trainer need not destroy its engine.
+        self.close = weakref.finalize(engine, self._say_missed)
+
+    # What the engine calls ----------------------------------------------------------------------------------------
+
+    def around_forward(self, around: ContextManager[Tuple]) -> ContextManager[Tuple]:
+        """Returns ``around``, the context of a training forward, with the recording of it."""
+        if self._recording is not None and self._backward_runs:
+            # The last backward did not end: it raised, past engine.backward().
+            self._end("an error in the backward")
+        if self.over:
+            return around
+        if self._recording is None and self._is_due():
+            self._begin()
+        return self._recorded(around) if self._recording is not None else around
+
+    def after_step(self) -> None:
+        """Called after a step of the optimizer."""
+        engine = self._engine()
+        if self._recording is not None:
+            self._end("")
+        elif engine.is_compiled or not engine.is_deepcompile_enabled():
+            self._done += 1
+
+    # The recording ------------------------------------------------------------------------------------------------
+
+    def _is_due(self):
+        engine = self._engine()
+        return self._done >= self._step - 1 and (engine.is_compiled or not engine.is_deepcompile_enabled())
+
+    def _begin(self):
+        if Recorder._busy is not None:
+            # The other engine ends its recording with its step: try again in the next step.
+            return
+        engine = self._engine()
+        try:
+            self._recording = Recording(self.device, tensors_of(engine))
+        except RuntimeError as error:
+            self._why_not = f"torch's profiler could not begin in step {self._done + 1} ({error})"
+            return
+        Recorder._busy = self
+        for owner, name, wrapped in (
+            (engine, "backward", self._ends_if_it_raises),
+            (engine, "_backward_prologue", self._begins_backward),
+            (engine, "_backward_epilogue", self._ends_backward),
+            (engine.optimizer, "step", self._is_the_step),
+        ):
+            _wrap(self._unwrap, owner, name, wrapped)
+
+    @contextlib.contextmanager
+    def _recorded(self, around: ContextManager[Tuple]) -> Iterator[Tuple]:
+        try:
+            with phase("forward", self.device), around as call:
+                yield call
+        except BaseException as error:
+            self._end(_told(error))
+            raise
+
+    def _ends_if_it_raises(self, method, *args, **kwargs):
+        try:
+            return method(*args, **kwargs)
+        except BaseException as error:
+            self._end(_told(error))
+            raise
+
+    def _begins_backward(self, method, *args, **kwargs):
+        if self._recording is not None:
+            self._backward_runs = True
+            begins("backward")
+        return method(*args, **kwargs)
+
+    def _ends_backward(self, method, *args, **kwargs):
+        result = method(*args, **kwargs)
+        if self._recording is not None:
+            self._backward_runs = False
+            ends("backward", self.device)
+        return result
+
+    def _is_the_step(self, method, *args, **kwargs):
+        def step():
+            if self._recording is None:
+                return method(*args, **kwargs)
+            with phase("step", self.device):
+                return method(*args, **kwargs)
+
+        return self._ends_if_it_raises(step)
+
+    def _end(self, raised):
+        """Stops recording, and writes the files. Never raises: training goes on, whatever becomes of a picture."""
+        if self._recording is None:
+            return
+        engine, recording = self._engine(), self._recording
+        self._recording, self.over, Recorder._busy = None, True, None
+        self._unwrap.close()
+        self.close.detach()
+        try:
+            step = recording.stop({data.OPTIMIZER_STATES: tensors_of(engine)[data.OPTIMIZER_STATES]})
+            step = dataclasses.replace(step.thinned(data.POINTS), raised=raised, about=self._about(engine))
+            rank = step.about["rank"]
+            file = files.write_step(step, self._folder, f"step{step.about['step']}-rank{rank}")
+            pictures = files.draw_step(step, file)
+        except Exception as error:
+            logger.warning(f"{OPTION}: the step's memory was recorded, but not all of it written: {_told(error)}")
+            return
+        names = ", ".join(str(each) for each in [*pictures, file])
+        logger.info(f"{OPTION}: {data.headline(step)}; see {names}")
+
+    def _about(self, engine) -> Dict[str, Any]:
+        on_gpu = self.device.type != "cpu"
+        about = {
+            "model": type(engine.module).__name__,
+            "rank": dist.get_rank(),
+            "world": dist.get_world_size(),
+            "device": torch.cuda.get_device_name(self.device) if on_gpu else "CPU",
+            "step": self._done + 1,
+            "stage": engine.zero_optimization_stage(),
+            "deepcompile": engine.is_deepcompile_active(),
+            "dtype": str(engine.optimizer.dtype).removeprefix("torch."),
+            "accumulation": engine.gradient_accumulation_steps(),
+            "micro_batch": engine.train_micro_batch_size_per_gpu(),
+            "parameters": sum(parameter.numel() for parameter in engine.module.parameters()),
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "host": platform.node(),
+            "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        }
+        about["what"] = (
+            f"step {about['step']} of {about['parameters'] / 1e6:,.1f} million parameters in {about['dtype']}, ZeRO-"
+            f"{about['stage']} {'with' if about['deepcompile'] else 'without'} DeepCompile, micro-batch "
+            f"{about['micro_batch']}, accumulation {about['accumulation']}; {about['device']}, torch {about['torch']}"
+        )
+        return about
+
+    def _say_missed(self):
+        """Called when the engine is destroyed, or else when the process ends, if no step was recorded."""
+        if self._recording is not None:
+            Recorder._busy, self.over = None, True
+            self._unwrap.close()
+            recording, self._recording = self._recording, None
+            with contextlib.suppress(RuntimeError):
+                recording.drop()
+            self._why_not = f"training ended within step {self._done + 1}, which was being recorded"
+        why = self._why_not.format(done=self._done)
+        if logger.isEnabledFor(logging.WARNING):
+            logger.warning(f"{OPTION}: no step was recorded, because {why}; set {OPTION}.step to an earlier one")
+
+
+def _told(error):
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
+def _wrap(undo: contextlib.ExitStack, owner: Any, name: str, wrapper: Callable) -> None:
+    """Has calls of ``owner.name(...)`` call ``wrapper(method, ...)``, until ``undo`` is closed."""
+    before = vars(owner).get(name)
+    object.__setattr__(owner, name, functools.partial(wrapper, getattr(owner, name)))
+    # Whoever holds `undo` must not keep the engine alive.
+    undo.callback(_restore, weakref.ref(owner), name, before)
+
+
+def _restore(reference, name, before):
+    owner = reference()
+    if owner is None:
+        return
+    if before is None:
+        del vars(owner)[name]
+    else:
+        vars(owner)[name] = before
+
+
+def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
+    """Returns category -> the tensors of an engine of ZeRO-1/2 that hold such memory between steps."""
+    optimizer, module = engine.optimizer, engine.module
+    states: List[Any] = [list(state.values()) for state in optimizer.optimizer.state.values()]
+    targets: List[Any] = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
+    if optimizer.cpu_offload:
+        # Gradients and new parameters pass through this memory, which stays.
+        targets += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+    kept = [parameter.grad for parameter in module.parameters()]
+    return {
+        data.PARAMETERS: flattened([*optimizer.bit16_groups_flat, *module.parameters(), *module.buffers()]),
+        data.OPTIMIZER_STATES: flattened([*optimizer.single_partition_of_fp32_groups, *states]),
+        data.TARGETS: flattened(targets),
+        data.WAITING: flattened(kept),
+    }

@@ -1,0 +1,424 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""``compile.memory_picture`` records what a step holds, draws it, and leaves the other steps alone."""
+
+import contextlib
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.memory_picture import data
+from deepspeed.compile.memory_picture.__main__ import main
+from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
+
+from support.engines import batch, build
+from support.training import Case, engine_by_configuration, make_engine
+
+LIBRARIES_MISSING = "matplotlib and Plotly draw the pictures: requirements/dev.txt"
+CASE = Case(model="RepeatedLayers", accumulation=2, dtype="bf16")
+# Tensors of a few elements come and go beside those that a test counts.
+SLACK = 4096
+
+
+@contextlib.contextmanager
+def logged():
+    """Yields the list of what DeepSpeed logs meanwhile."""
+    logger, lines = logging.getLogger("DeepSpeed"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+def about_pictures(lines):
+    return [line for line in lines if "compile.memory_picture" in line]
+
+
+class Recorded(NamedTuple):
+    """What a rank knows without the recording."""
+
+    files: List[str]
+    parameters: int  # bytes
+    states: int  # bytes of master weights and of what the optimizer keeps for each
+    counters: Dict[str, int]  # of the recorded step
+    owned: List[List[str]]  # what the engine and the optimizer have of their own: before, while and after recording
+    lines: List[str]
+
+
+def with_picture(case, folder, step=3):
+    config = {**(case.config or {})}
+    config["compile"] = {**config.get("compile", {}), "memory_picture": {"folder": str(folder), "step": step}}
+    return dataclasses.replace(case, config=config)
+
+
+def own(engine):
+    """The names that the recorder might put on the objects of an engine."""
+    of_engine = {"backward", "_backward_prologue", "_backward_epilogue"} & {*vars(engine)}
+    return sorted(of_engine | ({"step"} & {*vars(engine.optimizer)}))
+
+
+def train(engine, case, step, within=lambda: None):
+    for micro_step in range(case.accumulation):
+        loss = engine(batch(step, micro_step, dist.get_rank(), 4))
+        within()
+        engine.backward(loss)
+        engine.step()
+
+
+def record(case, folder):
+    torch._dynamo.reset()
+    with logged() as lines:
+        engine = make_engine(build(case), with_picture(case, folder))
+        owned = []
+        for step in range(5):
+            if step == 2:
+                reset_gradient_counters(engine)
+            train(engine, case, step, within=lambda: owned.append(own(engine)))
+            if step == 2:
+                counters = gradient_counters(engine)
+        optimizer = engine.optimizer
+        tensors = [*optimizer.single_partition_of_fp32_groups]
+        tensors += [value for state in optimizer.optimizer.state.values() for value in state.values()]
+        parameters = {tensor.untyped_storage().data_ptr(): tensor for tensor in optimizer.bit16_groups_flat}
+        parameters |= {each.untyped_storage().data_ptr(): each for each in engine.module.parameters()}
+        recorder = engine._memory_recorder
+        engine.destroy()
+    assert recorder is None and not torch.autograd._profiler_enabled()
+    return Recorded(
+        sorted(path.name for path in Path(folder).glob(f"*rank{dist.get_rank()}*")),
+        sum(tensor.untyped_storage().nbytes() for tensor in parameters.values()),
+        sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor)),
+        counters,
+        owned,
+        about_pictures(lines),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("pictures")
+
+
+@pytest.fixture(scope="module")
+def recorded(ranks, folder):
+    pytest.importorskip("matplotlib", reason=LIBRARIES_MISSING)
+    pytest.importorskip("plotly", reason=LIBRARIES_MISSING)
+    return ranks(2).run(record, CASE, folder)
+
+
+def test_the_data_is_what_the_engine_knows(recorded, folder):
+    for rank, truth in enumerate(recorded):
+        assert truth.files == [f"step3-rank{rank}.{suffix}" for suffix in ("html", "json", "png")]
+        step = data.read(folder / f"step3-rank{rank}.json")
+        held, counters = step.held, truth.counters
+        assert set(held[data.PARAMETERS]) == {truth.parameters}
+        assert set(held[data.OPTIMIZER_STATES]) == {truth.states}
+        # The reducer counts gradients, and memory of buckets; both are on their way.
+        assert max(held[data.TARGETS]) == counters["peak_bound"] > 0
+        assert max(held[data.WAITING]) == counters["peak_unreduced"] > 0
+        assert counters["peak_bucket"] <= max(held[data.ON_THEIR_WAY]) <= counters["peak_bucket"] + SLACK
+        assert max(held[data.ACTIVATIONS]) > 0
+        for name in (data.TARGETS, data.WAITING, data.COPIES):
+            assert held[name][0] == held[name][-1] == 0
+        assert {name: len(spans) for name, spans in step.phases.items()} == {
+            "forward": 2,
+            "backward": 2,
+            "step": 1,
+            "gather": 1,
+        }
+        sums = step.sums()
+        assert [sum(held[name][index] for name in data.CATEGORIES) for index in range(len(sums))] == sums
+        peak = step.peak()
+        assert peak.bytes == max(sums) == sum(peak.held.values()) == max(each.bytes for each in step.peaks().values())
+        assert step.about["rank"] == rank and step.about["deepcompile"] and step.about["step"] == 3
+
+
+def test_only_the_recorded_step_is_touched(recorded):
+    wrapped = ["_backward_epilogue", "_backward_prologue", "backward", "step"]
+    for truth in recorded:
+        # Two micro-batches a step.
+        assert truth.owned == [[]] * 4 + [wrapped] * 2 + [[]] * 4
+        (line,) = truth.lines
+        assert "peak" in line and "step3-rank" in line
+
+
+OTHERS = [
+    Case(model="RepeatedLayers", stage=2, offloaded=True),
+    Case(model="RepeatedLayers", config={"compile": {"regional_compilation": True, "overlap_param_gather": True}}),
+]
+
+
+@pytest.mark.parametrize("case", OTHERS, ids=["offloaded", "overlapped"])
+def test_other_ways_to_train(ranks, tmp_path, case):
+    for rank, truth in enumerate(ranks(2).run(record, case, tmp_path)):
+        step = data.read(tmp_path / f"step3-rank{rank}.json")
+        assert set(step.held[data.PARAMETERS]) == {truth.parameters}
+        assert set(step.phases) == {"forward", "backward", "step", "gather"}
+        targets = step.held[data.TARGETS]
+        if case.offloaded:
+            # The memory in which targets lie on the host stays.
+            assert set(targets) == {targets[0]} and targets[0] >= truth.counters["peak_on_host"] > 0
+        else:
+            assert max(targets) == truth.counters["peak_bound"] > 0 == targets[-1]
+
+
+def without_the_key(case):
+    torch._dynamo.reset()
+    engine = make_engine(build(case), case)
+    train(engine, case, 0)
+    found = "_memory_recorder" in vars(engine), own(engine)
+    engine.destroy()
+    return found
+
+
+def without_deepcompile(case, folder):
+    """Records where DeepCompile is off; returns the bytes of the partition's gradients in the format of gradients."""
+    engine = make_engine(build(case), with_picture(dataclasses.replace(case, deepcompile=False), folder, step=2))
+    for step in range(2):
+        train(engine, case, step)
+    (partition,) = engine.optimizer.partition_size
+    size = int(partition) * engine.optimizer.gradient_accumulation_dtype.itemsize
+    engine.destroy()
+    return size
+
+
+def test_without_the_key_and_without_deepcompile(ranks, recorded, tmp_path):
+    assert ranks(2).run(without_the_key, CASE) == [(False, [])] * 2
+    for rank, size in enumerate(ranks(2).run(without_deepcompile, CASE, tmp_path)):
+        step = data.read(tmp_path / f"step2-rank{rank}.json")
+        assert not step.about["deepcompile"]
+        assert max(step.held[data.TARGETS]) >= size
+        assert set(step.phases) == {"forward", "backward", "step", "gather"}
+
+
+class Boom(Exception):
+    pass
+
+
+def raises_within(case, folder, where):
+    """Has the recorded step raise; returns what was raised, what was logged and the names of the files."""
+    torch._dynamo.reset()
+    with logged() as lines:
+        engine = make_engine(build(case), with_picture(case, folder, step=2))
+        train(engine, case, 0)
+
+        def explode(*_args, **_kwargs):
+            raise Boom("on purpose")
+
+        if where == "forward":
+            engine.module.register_forward_pre_hook(explode)
+        caught = None
+        try:
+            loss = engine(batch(1, 0, dist.get_rank(), 4))
+            if where == "backward":
+                loss.register_hook(explode)
+            engine.backward(loss)
+            engine.optimizer.optimizer.step = explode
+            engine.step()
+        except Boom as error:
+            caught = type(error).__name__
+        assert not torch.autograd._profiler_enabled() and own(engine) == []
+        engine.destroy()
+    files = sorted(path.name for path in Path(folder).glob(f"*rank{dist.get_rank()}*.json"))
+    return caught, about_pictures(lines), files
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "step"])
+def test_a_step_that_raises_is_drawn_and_the_error_passes(ranks, tmp_path, where):
+    case = dataclasses.replace(CASE, accumulation=1)
+    for rank, (caught, lines, files) in enumerate(ranks(2).run(raises_within, case, tmp_path, where)):
+        assert caught == "Boom"
+        assert files == [f"step2-rank{rank}.json"] and len(lines) == 1
+        step = data.read(tmp_path / files[0])
+        assert step.raised == "Boom: on purpose"
+        assert where in step.phases and max(step.sums()) > 0
+
+
+def ends_early(case, folder):
+    """Destroys an engine twice before its step comes; returns what was logged."""
+    torch._dynamo.reset()
+    with logged() as lines:
+        engine = make_engine(build(case), with_picture(case, folder))
+        train(engine, case, 0)
+        engine.destroy()
+        engine.destroy()
+        return about_pictures(lines)
+
+
+def several_engines(case, folder):
+    """Trains two engines in turn that record the same step; returns the files of this rank."""
+    torch._dynamo.reset()
+    engines = [make_engine(build(case), with_picture(case, folder, step=1)) for _ in range(2)]
+    for step in range(2):
+        losses = [engine(batch(step, 0, dist.get_rank(), 4)) for engine in engines]
+        for engine, loss in zip(engines, losses):
+            engine.backward(loss)
+        for engine in engines:
+            engine.step()
+    for engine in engines:
+        engine.destroy()
+    return sorted(path.name for path in Path(folder).glob(f"*rank{dist.get_rank()}*.json"))
+
+
+def beside_another_profiler(case, folder):
+    """Trains under a profiler of the caller's; returns what was logged, and whether the caller's profiler worked."""
+    torch._dynamo.reset()
+    with logged() as lines:
+        engine = make_engine(build(case), with_picture(case, folder, step=1))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            train(engine, case, 0)
+        engine.destroy()
+    return about_pictures(lines), any(event.name == "deepcompile::step" for event in profiler.events())
+
+
+def test_training_that_ends_before_the_step(ranks, tmp_path):
+    for (line,) in ranks(2).run(ends_early, CASE, tmp_path):
+        assert "training ended after 1 of the 3 steps" in line and "memory_picture.step" in line
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_engines_record_one_after_the_other(ranks, tmp_path):
+    case = dataclasses.replace(CASE, accumulation=1)
+    for rank, files in enumerate(ranks(2).run(several_engines, case, tmp_path)):
+        # The second engine waits until the first one's step has ended.
+        assert files == [f"step1-rank{rank}.json", f"step2-rank{rank}.json"]
+    for rank, files in enumerate(ranks(2).run(several_engines, case, tmp_path)):
+        # No file of an earlier run is lost.
+        assert f"step1-rank{rank}-2.json" in files and len(files) == 4
+
+
+def test_another_profiler_is_left_alone(ranks, tmp_path):
+    for lines, works in ranks(2).run(beside_another_profiler, dataclasses.replace(CASE, accumulation=1), tmp_path):
+        assert works
+        assert len(lines) == 1 and "profiler" in lines[0]
+
+
+def refusals(folder):
+    """Returns what engines say that cannot record."""
+    said = []
+    for more in (
+        {"zero_optimization": {"stage": 3}},
+        {"compile": {"memory_picture": {"folder": f"{folder}/file/below"}}},
+        {"compile": {"memory_picture": {"folder": str(folder), "step": 0}}},
+    ):
+        picture = {"memory_picture": {"folder": str(folder)}}
+        try:
+            engine_by_configuration(build(CASE), False, **{"compile": picture, **more})
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
+    (tmp_path / "file").touch()
+    for stage_3, unwritable, no_step in ranks(2).run(refusals, tmp_path):
+        assert "compile.memory_picture records engines of ZeRO stage 1 and 2 only" in stage_3
+        assert "compile.memory_picture.folder" in unwritable and "name another folder" in unwritable
+        assert "memory_picture.step" in no_step
+
+
+def without_libraries(case, folder):
+    from deepspeed.compile.memory_picture import files
+
+    before, files.LIBRARIES = files.LIBRARIES, ("nowhere_to_be_found",)
+    try:
+        with logged() as lines:
+            engine = make_engine(build(case), with_picture(case, folder, step=1))
+            said = about_pictures(lines)
+            engine.destroy()
+    finally:
+        files.LIBRARIES = before
+    return said
+
+
+def test_missing_libraries_are_named_when_the_engine_is_made(ranks, tmp_path):
+    first, other = ranks(2).run(without_libraries, CASE, tmp_path)
+    assert "nowhere_to_be_found cannot be imported" in first[0] and "pip install matplotlib plotly" in first[0]
+
+
+# The command ------------------------------------------------------------------------------------------------------
+
+
+def made_up(**more) -> data.StepMemory:
+    held = {name: [0, 100 * 2**20, 0] for name in data.CATEGORIES}
+    phases = {"forward": [(0.0, 0.4)], "backward": [(0.5, 1.5)], "step": [(1.6, 2.0)]}
+    fields: Dict[str, Any] = {"seconds": [0.0, 1.0, 2.0], "held": held, "phases": phases, **more}
+    return data.StepMemory(**fields)
+
+
+def test_the_command_lays_two_steps_over_each_other(recorded, folder, tmp_path, capsys):
+    files = [str(folder / f"step3-rank{rank}.json") for rank in range(2)]
+    assert main([*files, "--out", str(tmp_path / "both")]) == 0
+    assert "rank 0 of 2: peak" in capsys.readouterr().out
+    assert (tmp_path / "both.png").read_bytes()[:4] == b"\x89PNG"
+    page = (tmp_path / "both.html").read_text()
+    assert "step3-rank0" in page and "step3-rank1" in page
+    # Nothing is fetched from elsewhere.
+    assert "<script src=" not in page and "<link" not in page
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (None, "cannot be read"),
+        ("no JSON", "is no JSON"),
+        ("[]", "holds no step's memory"),
+        ('{"format": "memory of one training step", "version": 99}', "has version 99"),
+        ('{"format": "memory of one training step", "version": 1, "seconds": [1], "held": {}}', "is damaged"),
+    ],
+)
+def test_the_command_refuses_other_files_in_a_sentence(tmp_path, capsys, content, sentence):
+    file = tmp_path / "other.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit):
+        main([str(file)])
+    said = capsys.readouterr().err
+    assert sentence in said and str(file) in said and "Traceback" not in said
+
+
+@pytest.mark.quick
+def test_peaks_and_thinning():
+    step = made_up()
+    peak = step.peak()
+    assert (peak.second, peak.bytes, peak.phase) == (1.0, 800 * 2**20, "backward")
+    # What was held when a phase began counts for it.
+    assert step.peaks()["forward"].bytes == 0 and step.peaks()["step"].bytes == 800 * 2**20
+    many = made_up(
+        seconds=[index / 100 for index in range(1000)],
+        held={name: [index % 37 for index in range(1000)] for name in data.CATEGORIES},
+    )
+    few = many.thinned(100)
+    assert len(few.seconds) < 200 and few.peak() == many.peak() and few.seconds[-1] == many.seconds[-1]
+
+
+@pytest.mark.quick
+def test_memory_that_is_freed_unseen():
+    from deepspeed.compile.memory_picture.classify import _Blocks
+
+    blocks = _Blocks({512: (40, data.TARGETS)})
+    blocks.change(0, 64, 100, data.REST)
+    blocks.put(1, 64, data.WAITING)
+    blocks.put(1, 512, data.WAITING)  # stands
+    blocks.put(1, 128, data.WAITING)  # unknown
+    blocks.change(2, 64, 30, data.REST)
+    assert [block.ended for block in blocks.all] == [None, 2, None]
+    assert blocks.all[1].courses == [(0, data.REST), (1, data.WAITING)]
+    assert blocks.category(512) == data.TARGETS and blocks.category(64) == data.REST
+    blocks.change(3, 64, -30, data.REST)
+    blocks.change(3, 256, -7, data.REST)
+    blocks.change(4, 512, -40, data.REST)
+    assert blocks.at == {}
