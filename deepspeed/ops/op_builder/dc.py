@@ -39,9 +39,7 @@ class DeepCompileBuilder(OpBuilder):
         return f"deepspeed.ops.{self.NAME}_op"
 
     def sources(self) -> List[str]:
-        life_of_a_gradient = ("reducer", "order", "bucket", "targets", "autograd", "memory")
-        around_it = ("agreement", "registry", "ops", "bindings")
-        return [f"csrc/compile/{name}.cpp" for name in life_of_a_gradient + around_it]
+        return ["csrc/compile/all.cpp"]
 
     def include_paths(self) -> List[str]:
         return ["csrc/includes"]
