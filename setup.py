@@ -31,7 +31,9 @@ BASE_PIN = ROOT / "requirements" / "base.txt"
 ARCHIVE_DIR_VARIABLE = "DS_BASE_ARCHIVE_DIR"
 
 LOCAL_VERSION = "+zerograd.1"
-TORCH_MINIMUM = "2.11"
+# Stated there, because the engine refuses an older torch too.
+OPTIONS = ROOT / "deepspeed" / "compile" / "zero12" / "options.py"
+(OLDEST_TORCH,) = re.findall(r'(?m)^OLDEST_TORCH = "(.*)"$', OPTIONS.read_text())
 SETUPTOOLS_MINIMUM = "70.1"
 
 # Files of ours that take the place of a base file. Every other file of ours must be new to the base.
@@ -173,8 +175,8 @@ def check_torch() -> bool:
                 "install torch first and add --no-build-isolation to the pip command."
             )
         return False
-    if release(torch.__version__) < release(TORCH_MINIMUM):
-        stop(f"torch {torch.__version__} is installed, but torch {TORCH_MINIMUM} or newer is needed.")
+    if release(torch.__version__) < release(OLDEST_TORCH):
+        stop(f"torch {torch.__version__} is installed, but torch {OLDEST_TORCH} or newer is needed.")
     return True
 
 
@@ -292,7 +294,7 @@ def edit(tree: Path, version: str) -> None:
 def require_torch(tree: Path) -> None:
     """Raise the base's requirement on torch to ours and leave its other requirements alone."""
     path = tree / "requirements" / "requirements.txt"
-    text, count = re.subn(r"(?m)^torch(?![\w.-]).*$", f"torch>={TORCH_MINIMUM}", path.read_text())
+    text, count = re.subn(r"(?m)^torch(?![\w.-]).*$", f"torch>={OLDEST_TORCH}", path.read_text())
     if count != 1:
         stop(f"the base's requirements/{path.name} should name torch once, but names it {count} times.")
     path.write_text(text)

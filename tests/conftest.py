@@ -17,25 +17,25 @@ REPORTS = pytest.StashKey[Path]()
 
 @pytest.fixture(scope="session")
 def ranks(pytestconfig):
-    """Returns ``ranks(world, **variables)``: as many processes, with such variables in their environment.
+    """Returns ``ranks(world, patience, **variables)``: as many processes, with such variables in their environment.
 
-    They are started once a test run, as long as no others are asked for.
+    ``patience`` as in ``Ranks``. They are started once a test run, as long as no others are asked for.
     """
     pools = {}
     sanitized = pytestconfig.option.sanitizer
     environment = sanitizer.environment(sanitized, pytestconfig.stash[REPORTS]) if sanitized else {}
 
-    def of(world, **variables):
+    def of(world, patience=1800, **variables):
         import torch
 
         if torch.cuda.is_available() and torch.cuda.device_count() < world:
             pytest.skip(f"needs {world} GPUs, and {torch.cuda.device_count()} are here")
-        key = (world, *sorted(variables.items()))
+        key = (world, patience, *sorted(variables.items()))
         if key not in pools:
             # Only one pool at a time keeps its processes: two cores do not carry more.
             for pool in pools.values():
                 pool.stop()
-            pools[key] = Ranks(world, {**environment, **variables})
+            pools[key] = Ranks(world, {**environment, **variables}, patience)
             if sanitized:
                 pools[key].run(sanitizer.compile_native_code, sanitized, timeout=1800)
         return pools[key]

@@ -187,7 +187,7 @@ def test_systems_train_alike(tmp_path):
         (["--systems", "base"], "base: --base was not given"),
     ],
 )
-def test_refuses_in_a_sentence(tmp_path, arguments, sentence):
+def test_the_benchmark_refuses_in_a_sentence(tmp_path, arguments, sentence):
     finished = compare("--out", str(tmp_path), *arguments)
     assert finished.returncode != 0
     logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))

@@ -46,7 +46,7 @@ def check(results):
     "stage, accumulation, model",
     [(*varied, model) for model, varied in zip(WITH_BLOCKS, itertools.cycle([(1, 3), (2, 1)]))],
 )
-def test_trains_as_a_plain_loop(ranks, stage, accumulation, model):
+def test_blocks_train_as_a_plain_loop(ranks, stage, accumulation, model):
     case = Case(model=model, stage=stage, accumulation=accumulation, backend="inductor", config=REGIONAL)
     check(ranks(2).run(train_beside_plain_loop, case))
 
@@ -64,7 +64,7 @@ def test_trains_as_a_plain_loop(ranks, stage, accumulation, model):
     ],
 )
 @vary("stage", [1, 2])
-def test_variations(ranks, stage, varied):
+def test_variations_with_blocks(ranks, stage, varied):
     check(ranks(2).run(train_beside_plain_loop, Case(stage=stage, config=REGIONAL, **varied)))
 
 

@@ -71,7 +71,7 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     assert off["gradient_bytes"]["peak of the backward"] >= whole
 
 
-def test_refuses_in_a_sentence():
+def test_the_demo_refuses_in_a_sentence():
     finished = launch(DEMO, "--steps", "2")
     assert finished.returncode != 0
     assert "--steps must be at least 3" in finished.stdout

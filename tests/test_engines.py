@@ -253,7 +253,7 @@ def beside_plain_loop_in_wrapped_groups(case):
 
 def test_process_groups_that_torch_wraps(ranks):
     # Torch's wrapper compares what ranks are about to send. DeepSpeed makes groups with a longer timeout than this.
-    pool = ranks(2, TORCH_DISTRIBUTED_DEBUG="DETAIL", RANKS_TIMEOUT="60")
+    pool = ranks(2, patience=60, TORCH_DISTRIBUTED_DEBUG="DETAIL")
     for case in (Case(stage=1, accumulation=2, bucket=50), Case(stage=2, model="BlocksWithin", config=OVERLAPPED)):
         for wrapped in pool.run(beside_plain_loop_in_wrapped_groups, case):
             assert wrapped.errors.worst < BOUND

@@ -4,7 +4,7 @@
 
 import contextlib
 import itertools
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, NamedTuple, Optional
 
 import pytest
 import torch.distributed as dist
@@ -13,51 +13,19 @@ from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.compile.zero12 import step as optimizer_step
 from deepspeed.compile.zero12.backward import BackwardLife
 
-from support.faults import HAPPENINGS, Injected, arm, fragile, held_soon, in_backward, raise_injected, train_step
+from support.faults import (
+    HAPPENINGS,
+    Injected,
+    arm,
+    fragile,
+    half_a_step,
+    in_backward,
+    on_every_rank,
+    raise_injected,
+    train_step,
+)
 from support.ids import vary
 from support.training import BOUND, NOTHING, Case, batch, device, held, relative_error, step_plain, train_plain
-
-
-class AfterFault(NamedTuple):
-    """What came of a fault in a micro-batch."""
-
-    raised: Optional[str]  # the type of the exception
-    held: Dict[str, int]  # behind the fault
-    held_at_last: Dict[str, int]  # behind two later steps
-    error: float  # of these
-
-
-def on_every_rank(case, where, how):
-    """A fault on all ranks at the last micro-batch of a step.
-
-    The plain loop of the two later steps has not seen the step that failed.
-    """
-    module, engine, plain, optimizer = fragile(case)
-    train_step(engine, 0, case.accumulation)
-    train_plain(plain, optimizer, 0, case.accumulation)
-    for micro_step in range(case.accumulation - 1):
-        engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
-        engine.step()
-    raised = None
-    arm(where, how)
-    try:
-        engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
-    except BaseException as error:
-        raised = type(error).__name__
-    if where == "forward" and case.accumulation > 1:
-        # Nothing was lost: the step goes on with another micro-batch.
-        engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
-        engine.step()
-        train_plain(plain, optimizer, 1, case.accumulation)
-    after = held_soon(engine)
-    error = 0.0
-    for step in range(2, 4):
-        train_step(engine, step, case.accumulation)
-        train_plain(plain, optimizer, step, case.accumulation)
-        error = max(error, relative_error(module.parameters(), plain.parameters()))
-    at_last = held(gradient_counters(engine))
-    engine.destroy()
-    return AfterFault(raised, after, at_last, error)
 
 
 @pytest.mark.quick
@@ -257,40 +225,6 @@ def test_timers_go_on(ranks):
             assert after.raised and after.error < BOUND
     for after in ranks(2).run(a_step_that_changed_nothing, case):
         assert after.error < BOUND
-
-
-class AfterHalf(NamedTuple):
-    """What came of a step that was ended half way."""
-
-    raised: List[str]  # by that step and by another
-    error: float  # after a checkpoint was loaded
-
-
-def half_a_step(case, folder):
-    """A step raises while it changes parameters, and another is tried. Then a checkpoint is loaded."""
-    module, engine, plain, optimizer = fragile(case)
-    train_step(engine, 0, case.accumulation)
-    train_plain(plain, optimizer, 0, case.accumulation)
-    engine.save_checkpoint(folder)
-    inner, raised = engine.optimizer.optimizer, []
-    own_step = inner.step
-
-    def step_and_raise():
-        own_step()
-        raise Injected("behind the update")
-
-    for attempt in range(2):
-        inner.step = step_and_raise if attempt == 0 else own_step
-        try:
-            train_step(engine, 1, case.accumulation)
-        except (RuntimeError, Injected) as error:
-            raised.append(str(error))
-    engine.load_checkpoint(folder)
-    train_step(engine, 1, case.accumulation)
-    train_plain(plain, optimizer, 1, case.accumulation)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return AfterHalf(raised, error)
 
 
 @vary("stage", [1, 2])

@@ -39,7 +39,7 @@ PATIENCE = 300
 
 def in_processes_of_their_own(function, *args, patience=PATIENCE):
     """What each of two ranks returned, or how it ended, under a short timeout of the process group."""
-    return Ranks(2, {"RANKS_TIMEOUT": str(TIMEOUT)}).run_to_the_end(function, *args, timeout=patience)
+    return Ranks(2, patience=TIMEOUT).run_to_the_end(function, *args, timeout=patience)
 
 
 def names_the_bucket(message):

@@ -80,7 +80,7 @@ def train(case, uses_logits, numel):
 @vary("uses_logits", [False, True])
 @vary("config", [None, WHOLE])
 @vary("stage, backend", [(1, "inductor"), (2, "eager")])
-def test_trains_as_a_plain_loop(ranks, stage, backend, config, uses_logits):
+def test_cut_at_the_loss_it_trains_as_a_plain_loop(ranks, stage, backend, config, uses_logits):
     case = Case(model="ReturnsLogits", stage=stage, backend=backend, config=config)
     for result in ranks(2).run(train, case, uses_logits, SMALL):
         # Once for each length.

@@ -12,13 +12,13 @@ from typing import Dict, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from test_faults import half_a_step, on_every_rank
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import chunked_step, gradient_counters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+from support.faults import half_a_step, on_every_rank
 from support.ids import vary
 from support.lifetime import backward, start
 from support.models import CASES
@@ -77,14 +77,14 @@ def test_offloaded_models(ranks, stage, accumulation, model, backend):
     ],
 )
 @vary("stage", [1, 2])
-def test_variations(ranks, stage, varied):
+def test_offloaded_variations(ranks, stage, varied):
     case = Case(stage=stage, accumulation=2, offloaded=True, **varied)
     check_trained(ranks(2).run(train_beside_plain_loop, case))
 
 
 @vary("model", ["OneGraph", "FewParameters"])
 @vary("world", [1, 3])
-def test_layouts(ranks, world, model):
+def test_offloaded_layouts(ranks, world, model):
     for stage in (1, 2):
         case = Case(model=model, stage=stage, accumulation=2, offloaded=True)
         check_trained(ranks(world).run(train_beside_plain_loop, case))
@@ -247,7 +247,7 @@ def test_the_step_after_a_fault(ranks, stage, where, how):
 
 
 @vary("stage", [1, 2])
-def test_half_a_step(ranks, tmp_path, stage):
+def test_half_a_step_offloaded(ranks, tmp_path, stage):
     case = Case(stage=stage, accumulation=3, groups=2, offloaded=True)
     for after in ranks(2).run(half_a_step, case, str(tmp_path)):
         assert "was ended half way (Injected: behind the update)" in after.raised[1]

@@ -45,7 +45,7 @@ OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": 
     [*((model, "eager") for model in WITH_BLOCKS), ("RepeatedLayers", "inductor"), ("TiedEmbedding", "inductor")],
 )
 @vary("stage, accumulation", [(1, 3), (2, 1)])
-def test_trains_as_a_plain_loop(ranks, model, backend, stage, accumulation):
+def test_overlapped_it_trains_as_a_plain_loop(ranks, model, backend, stage, accumulation):
     case = Case(model=model, stage=stage, accumulation=accumulation, backend=backend, config=OVERLAPPED)
     for result in ranks(2).run(train_beside_plain_loop, case):
         assert result.error < BOUND
@@ -62,7 +62,7 @@ def test_trains_as_a_plain_loop(ranks, model, backend, stage, accumulation):
     ],
 )
 @vary("world", [2, 3])
-def test_variations(ranks, world, varied):
+def test_variations_overlapped(ranks, world, varied):
     for result in ranks(world).run(train_beside_plain_loop, Case(config=OVERLAPPED, **varied)):
         assert result.error < BOUND
 

@@ -61,11 +61,11 @@ std::string Bucket::purpose() const
     return "reduce the bucket that begins with the gradient of " + first_parameter_;
 }
 
-bool Bucket::add_to_waiting(const ParameterRecord& record, const at::Tensor& gradient)
+bool Bucket::add_to_earlier(const ParameterRecord& record, const at::Tensor& gradient)
 {
-    const auto waiting = waiting_.find(&record);
-    if (waiting == waiting_.end()) { return false; }
-    waiting->second.add_(gradient);
+    const auto joinable = joinable_.find(&record);
+    if (joinable == joinable_.end()) { return false; }
+    joinable->second.add_(gradient);
     return true;
 }
 
@@ -89,7 +89,7 @@ void Bucket::pack(const ParameterRecord& record, const at::Tensor& gradient, boo
     // The copy runs on the stream that produced the gradient. The gradient's memory can be used again only by later
     // work of that stream.
     if (!segment.donated) { place.copy_(gradient); }
-    waiting_.emplace(&record, std::move(place));
+    joinable_.emplace(&record, std::move(place));
     for (const auto& piece : record.pieces) { segment.entries.push_back({piece, segment.used + piece.source_offset}); }
     segment.used += numel;
 }
@@ -126,7 +126,7 @@ Segment& Bucket::segment_for(const ParameterRecord& record, const at::Tensor& gr
 void Bucket::send(const std::deque<PartitionGroup>& groups)
 {
     // Views of the segments' memory. Sorting replaces that memory, and a view would keep the old memory alive.
-    waiting_.clear();
+    joinable_.clear();
     for (const auto& group : groups) {
         // A single rank has nobody to send to.
         if (group.world() == 1) { continue; }
@@ -134,14 +134,14 @@ void Bucket::send(const std::deque<PartitionGroup>& groups)
         const bool average = group.process_group->getBackend(group.device.type())->getBackendName() == "nccl";
         for (auto& segment : segments_) {
             if (segment.group != &group) { continue; }
-            auto runs = segment.messages();
-            if (owners_alternate(runs)) {
-                sort_by_owner(segment, std::move(runs));
-                runs = segment.messages();
+            auto of_segment = segment.messages();
+            if (owners_alternate(of_segment)) {
+                sort_by_owner(segment, std::move(of_segment));
+                of_segment = segment.messages();
             }
             // Only NCCL averages; other backends add up. Scaling before the sum keeps the sum within fp16's range.
             if (!average) { segment.memory.narrow(0, 0, segment.used).mul_(1.0 / group.world()); }
-            messages.insert(messages.end(), runs.begin(), runs.end());
+            messages.insert(messages.end(), of_segment.begin(), of_segment.end());
         }
         if (messages.empty()) { continue; }
         send_messages(group, messages, average);
@@ -149,12 +149,13 @@ void Bucket::send(const std::deque<PartitionGroup>& groups)
     }
 }
 
-void Bucket::sort_by_owner(Segment& segment, std::vector<Message> runs)
+void Bucket::sort_by_owner(Segment& segment, std::vector<Message> of_segment)
 {
     // A stable sort, so that contributions to one parameter are added in the order in which they came.
-    std::stable_sort(runs.begin(), runs.end(), [](const Message& a, const Message& b) { return a.second < b.second; });
+    std::stable_sort(
+        of_segment.begin(), of_segment.end(), [](const Message& a, const Message& b) { return a.second < b.second; });
     std::vector<at::Tensor> parts;
-    for (auto& [memory, owner] : runs) { parts.push_back(std::move(memory)); }
+    for (auto& [memory, owner] : of_segment) { parts.push_back(std::move(memory)); }
     auto sorted = at::cat(parts);
     counters_.bucket.add(bytes_of(sorted));
     drop_memory(segment);
@@ -310,7 +311,7 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
         record.group->bind(record.pieces.front().target_offset, gradient.detach().reshape({-1}), donated);
         return;
     }
-    if (filling_->add_to_waiting(record, gradient)) { return; }
+    if (filling_->add_to_earlier(record, gradient)) { return; }
     // Pending bytes stay within `reduce_bucket_size` plus the largest gradient in flight. Every rank sees the same
     // sizes in the same order, so every rank sends the same buckets.
     const int64_t element_size = static_cast<int64_t>(c10::elementSize(record.communication_dtype));

@@ -184,7 +184,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         return;
     }
     // A gradient that comes late can still join its parameter's in the bucket that is being filled.
-    if (!order_.comes_to(record.index) && buckets_.add_to_waiting(record, gradient)) {
+    if (!order_.comes_to(record.index) && buckets_.add_to_earlier(record, gradient)) {
         --record.received;
         return;
     }

@@ -16,12 +16,12 @@ namespace {
 
 // Elements of host memory that are copied or added at once, so that what the device needs for a cast or for a sum is
 // bounded.
-constexpr int64_t block_numel = int64_t(1) << 23;
+constexpr int64_t part_numel = int64_t(1) << 23;
 
 void fill_host_target(const at::Tensor& target, const at::Tensor& arrived)
 {
-    for (int64_t first = 0; first < target.numel(); first += block_numel) {
-        const int64_t numel = std::min(block_numel, target.numel() - first);
+    for (int64_t first = 0; first < target.numel(); first += part_numel) {
+        const int64_t numel = std::min(part_numel, target.numel() - first);
         target.narrow(0, first, numel).copy_(arrived.narrow(0, first, numel), /*non_blocking=*/true);
     }
 }
@@ -29,11 +29,11 @@ void fill_host_target(const at::Tensor& target, const at::Tensor& arrived)
 /// Adds to a target in host memory. The sum is made on the device: the host would have to wait for what has arrived.
 void add_to_host_target(const at::Tensor& target, const at::Tensor& arrived)
 {
-    for (int64_t first = 0; first < target.numel(); first += block_numel) {
-        const int64_t numel = std::min(block_numel, target.numel() - first);
-        const auto block = target.narrow(0, first, numel);
-        auto sum = block.to(arrived.device(), block.scalar_type(), /*non_blocking=*/true);
-        block.copy_(sum.add_(arrived.narrow(0, first, numel)), /*non_blocking=*/true);
+    for (int64_t first = 0; first < target.numel(); first += part_numel) {
+        const int64_t numel = std::min(part_numel, target.numel() - first);
+        const auto part = target.narrow(0, first, numel);
+        auto sum = part.to(arrived.device(), part.scalar_type(), /*non_blocking=*/true);
+        part.copy_(sum.add_(arrived.narrow(0, first, numel)), /*non_blocking=*/true);
     }
 }
 

@@ -81,8 +81,8 @@ struct Options {
     int64_t identity;         ///< the engine's number: the same on every rank, another for each engine of a process
     int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once
     bool overlap;             ///< false: the compute stream waits for each bucket as soon as it is sent
-    bool synchronize_before;  ///< `compile.sync_before_reduce`: drain the device before a bucket is sent
-    bool synchronize_after;   ///< `compile.sync_after_reduce`: drain the device after a bucket was sent
+    bool synchronize_before;  ///< `compile.sync_before_reduce`: wait for the device before a bucket is sent
+    bool synchronize_after;   ///< `compile.sync_after_reduce`: wait for the device after a bucket was sent
 };
 
 // 1. Registered empty: where a parameter lies. (targets.cpp)
@@ -248,7 +248,7 @@ public:
 
     /// Adds the gradient to an earlier one of the same parameter that this bucket holds. That costs neither memory nor
     /// a message. Returns false if there is no earlier one. Not to be called once the bucket is sent.
-    bool add_to_waiting(const ParameterRecord& record, const at::Tensor& gradient);
+    bool add_to_earlier(const ParameterRecord& record, const at::Tensor& gradient);
     /// Adds a gradient. `donated` as in Reducer::reduce().
     void add(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Sends every piece to the rank that owns it, group after group.
@@ -276,7 +276,7 @@ private:
     void bind_owned();
     void pack(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     Segment& segment_for(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
-    void sort_by_owner(Segment& segment, std::vector<Message> runs);
+    void sort_by_owner(Segment& segment, std::vector<Message> of_segment);
     void send_messages(const PartitionGroup& group, std::vector<Message>& messages, bool average);
     void drop_memory(Segment& segment);
 
@@ -291,7 +291,7 @@ private:
     std::string first_parameter_;
     Fingerprint fingerprint_;
     /// Until the bucket is sent: where in it each gradient lies, in the parameter's shape.
-    std::unordered_map<const ParameterRecord*, at::Tensor> waiting_;
+    std::unordered_map<const ParameterRecord*, at::Tensor> joinable_;
 };
 
 /// The bucket that is being filled, and at most one in flight: sent, and not awaited yet.
@@ -307,9 +307,9 @@ public:
     void enqueue(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Adds the gradient to an earlier one of the same parameter in the bucket that is being filled. Returns false if
     /// there is none.
-    bool add_to_waiting(const ParameterRecord& record, const at::Tensor& gradient)
+    bool add_to_earlier(const ParameterRecord& record, const at::Tensor& gradient)
     {
-        return filling_->add_to_waiting(record, gradient);
+        return filling_->add_to_earlier(record, gradient);
     }
     /// Drains the bucket in flight, and sends the one that is being filled.
     void launch();

@@ -8,6 +8,7 @@ import functools
 import signal
 import time
 from dataclasses import dataclass
+from typing import Dict, List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.compile.zero12 import gradient_counters
 
 from support.models import Model
-from support.training import Pair, batch, device, held, make_engine, make_optimizer
+from support.training import Pair, batch, device, held, make_engine, make_optimizer, relative_error, train_plain
 
 
 class Injected(Exception):
@@ -147,3 +148,79 @@ def held_soon(engine):
     while torch.cuda.is_available() and any(held(gradient_counters(engine)).values()) and time.monotonic() < deadline:
         time.sleep(0.01)
     return held(gradient_counters(engine))
+
+
+class AfterFault(NamedTuple):
+    """What came of a fault in a micro-batch."""
+
+    raised: Optional[str]  # the type of the exception
+    held: Dict[str, int]  # behind the fault
+    held_at_last: Dict[str, int]  # behind two later steps
+    error: float  # of these
+
+
+def on_every_rank(case, where, how):
+    """A fault on all ranks at the last micro-batch of a step.
+
+    The plain loop of the two later steps has not seen the step that failed.
+    """
+    module, engine, plain, optimizer = fragile(case)
+    train_step(engine, 0, case.accumulation)
+    train_plain(plain, optimizer, 0, case.accumulation)
+    for micro_step in range(case.accumulation - 1):
+        engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
+        engine.step()
+    raised = None
+    arm(where, how)
+    try:
+        engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
+    except BaseException as error:
+        raised = type(error).__name__
+    if where == "forward" and case.accumulation > 1:
+        # Nothing was lost: the step goes on with another micro-batch.
+        engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
+        engine.step()
+        train_plain(plain, optimizer, 1, case.accumulation)
+    after = held_soon(engine)
+    error = 0.0
+    for step in range(2, 4):
+        train_step(engine, step, case.accumulation)
+        train_plain(plain, optimizer, step, case.accumulation)
+        error = max(error, relative_error(module.parameters(), plain.parameters()))
+    at_last = held(gradient_counters(engine))
+    engine.destroy()
+    return AfterFault(raised, after, at_last, error)
+
+
+class AfterHalf(NamedTuple):
+    """What came of a step that was ended half way."""
+
+    raised: List[str]  # by that step and by another
+    error: float  # after a checkpoint was loaded
+
+
+def half_a_step(case, folder):
+    """A step raises while it changes parameters, and another is tried. Then a checkpoint is loaded."""
+    module, engine, plain, optimizer = fragile(case)
+    train_step(engine, 0, case.accumulation)
+    train_plain(plain, optimizer, 0, case.accumulation)
+    engine.save_checkpoint(folder)
+    inner, raised = engine.optimizer.optimizer, []
+    own_step = inner.step
+
+    def step_and_raise():
+        own_step()
+        raise Injected("behind the update")
+
+    for attempt in range(2):
+        inner.step = step_and_raise if attempt == 0 else own_step
+        try:
+            train_step(engine, 1, case.accumulation)
+        except (RuntimeError, Injected) as error:
+            raised.append(str(error))
+    engine.load_checkpoint(folder)
+    train_step(engine, 1, case.accumulation)
+    train_plain(plain, optimizer, 1, case.accumulation)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return AfterHalf(raised, error)

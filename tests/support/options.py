@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from deepspeed.compile.zero12 import wait_for_parameters
+
 from support.training import (
     BOUND,
     ROUNDING,
@@ -88,6 +90,7 @@ def train_prepared(case, module, engine):
         engine.step()
         plain(ids).backward()
         step_plain(plain, plain_optimizer)
+    wait_for_parameters(engine)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return error

@@ -2,23 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that run test functions as the ranks of one process group.
 
-Importing torch and DeepSpeed takes seconds, so the processes stay: each test sends them a function to run.
+Importing torch and DeepSpeed takes seconds, so the processes stay: each test sends them a function to run. On CPU they
+are forked from one process that has imported both and does nothing else.
 """
 
+import contextlib
 import datetime
 import gc
 import importlib
+import multiprocessing
 import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import traceback
-from multiprocessing.connection import Client, Listener
 from pathlib import Path
+from unittest import mock
 
 TESTS = Path(__file__).resolve().parent.parent
+# What every rank imports.
+IMPORTED = ["torch", "torch._inductor.compile_fx", "deepspeed", "deepspeed.compile.init_z1_and_2"]
 
 
 def free_port():
@@ -59,11 +62,13 @@ class Ranks:
     Args:
         world: number of processes.
         environment: variables set in the processes besides this one's own.
+        patience: seconds after which a collective gives up.
     """
 
-    def __init__(self, world, environment=None):
+    def __init__(self, world, environment=None, patience=1800):
         self.world = world
         self._environment = dict(environment or {})
+        self._patience = patience
         self._processes, self._connections = [], []
 
     @property
@@ -71,37 +76,53 @@ class Ranks:
         return bool(self._processes)
 
     def start(self):
-        listener = Listener(("127.0.0.1", 0), authkey=b"ranks")
-        base = {
-            **os.environ,
-            "WORLD_SIZE": str(self.world),
-            "LOCAL_WORLD_SIZE": str(self.world),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "OMP_NUM_THREADS": "1",
-            # Without an empty entry, which would be the current folder: its deepspeed/ is a part of the package.
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
-            "RANKS_ADDRESS": f"{listener.address[0]}:{listener.address[1]}",
-            **self._environment,
-        }
-        for rank in range(self.world):
-            environment = {**base, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self._processes.append(subprocess.Popen([sys.executable, "-m", "support.pool"], env=environment))
-        connections = {}
+        port = free_port()
+        with self._context() as context:
+            for rank in range(self.world):
+                connection, of_rank = context.Pipe()
+                settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
+                settings.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                process = context.Process(target=_serve, args=(of_rank, settings, self._patience), daemon=True)
+                process.start()
+                of_rank.close()
+                self._processes.append(process)
+                self._connections.append(connection)
         try:
-            # All are accepted before one is heard: each waits for the others before it says that it is ready.
-            for connection in [listener.accept() for _ in range(self.world)]:
-                connections[connection.recv()] = connection
+            for connection in self._connections:
+                connection.recv()
         except BaseException:
             self.stop()
             raise
-        self._connections = [connections[rank] for rank in range(self.world)]
-        listener.close()
+
+    @contextlib.contextmanager
+    def _context(self):
+        """Yields the ``multiprocessing`` context that starts the processes.
+
+        A process that is forked has torch's reading of the variables of the process from which it is forked, and on
+        GPUs it might have that process's unusable state of CUDA.
+        """
+        import torch
+
+        forks = not self._environment and not torch.cuda.is_available()
+        context = multiprocessing.get_context("forkserver" if forks else "spawn")
+        folder = os.getcwd()
+        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **self._environment}):
+            if forks:
+                context.set_forkserver_preload(IMPORTED)
+                # The process from which others are forked looks for modules in the current folder first. In the
+                # checkout's own folder that would be deepspeed/, which is a part of the package.
+                os.chdir(TESTS)
+                try:
+                    multiprocessing.forkserver.ensure_running()
+                finally:
+                    os.chdir(folder)
+            yield context
 
     def stop(self):
-        for process in self._processes:
+        for process, connection in zip(self._processes, self._connections):
             process.kill()
-            process.wait()
+            process.join()
+            connection.close()
         self._processes, self._connections = [], []
 
     def run(self, function, *args, timeout=600, **kwargs):
@@ -140,24 +161,24 @@ class Ranks:
             try:
                 succeeded, result = connection.recv()
             except (EOFError, ConnectionError):
-                answers.append((False, f"died with exit status {self._processes[rank].wait()}"))
+                self._processes[rank].join()
+                answers.append((False, f"died with exit status {self._processes[rank].exitcode}"))
                 continue
             answers.append((succeeded, result if succeeded else f"raised:\n{result}"))
         return answers
 
 
-def _serve():
-    host, port = os.environ["RANKS_ADDRESS"].split(":")
-    connection = Client((host, int(port)), authkey=b"ranks")
-
+def _serve(connection, settings, patience):
+    """Runs in each process: a rank with these variables of a launcher."""
+    os.environ.update({name: str(value) for name, value in settings.items()})
     # What was preloaded is for this process, not for compilers that it starts.
     os.environ.pop("LD_PRELOAD", None)
+    for name in IMPORTED:
+        importlib.import_module(name)
 
     import torch
-    import torch._inductor.compile_fx  # noqa: F401
 
     import deepspeed
-    import deepspeed.compile.init_z1_and_2  # noqa: F401
 
     # Modules stay, so that looking for garbage after each test does not have to look through them.
     gc.freeze()
@@ -167,14 +188,13 @@ def _serve():
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    patience = datetime.timedelta(seconds=int(os.environ.get("RANKS_TIMEOUT", "1800")))
-    deepspeed.init_distributed(dist_backend=backend, timeout=patience)
+    deepspeed.init_distributed(dist_backend=backend, timeout=datetime.timedelta(seconds=patience))
     if backend == "gloo":
         # When all ranks have mapped it, none needs its name any more. Most of these processes are killed in the end.
         torch.distributed.barrier()
         remove_buffers(os.environ["MASTER_PORT"])
     # Only now, because DeepSpeed may have compiled native code, for which no test shall run out of time.
-    connection.send(int(os.environ["RANK"]))
+    connection.send("ready")
     while True:
         try:
             module, name, args, kwargs = connection.recv()
@@ -188,7 +208,3 @@ def _serve():
         # the base then asks real tensors whether they are pinned under the tracer's fake ones: it takes minutes.
         gc.collect()
         connection.send(answer)
-
-
-if __name__ == "__main__":
-    _serve()

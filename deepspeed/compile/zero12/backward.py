@@ -67,7 +67,6 @@ class _Step:
     """What to know of a step besides its phase. Dropped with the gradients of the step."""
 
     backwards: int = 0  # that have ended
-    handed_over: bool = False  # whether the optimizer has gradients, also while a further backward runs
     told_by_caller: bool = False  # whether the caller decides which backwards belong to the step
     forward_since_hand_over: bool = False
     by_earlier_region: bool = False  # whether a region of coalesce_grad_reduction() that has ended left gradients
@@ -173,9 +172,10 @@ class BackwardLife:
         self._complete_if_handed_over()
 
     def _complete_if_handed_over(self):
-        # Also true if an earlier backward of the step handed gradients over and this one only kept its own.
-        if self._step.handed_over:
-            if self._optimizer().cpu_offload:
+        optimizer = self._optimizer()
+        # Also if an earlier backward of the step handed gradients over and this one only kept its own.
+        if any(views is not None for views in optimizer.averaged_gradients.values()):
+            if optimizer.cpu_offload:
                 # This backward may have added to gradients in host memory, which the optimizer reads without a stream.
                 self._reducer.use_targets_here()
             self._advance(Event.HAND_OVER)
@@ -207,7 +207,7 @@ class BackwardLife:
                 f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
                 "step was not taken; call engine.optimizer.zero_grad() and run all of its micro-batches again"
             )
-        if not self._step.handed_over:
+        if self.phase is not Phase.COMPLETE:
             self.begin_anew()
             raise RuntimeError(
                 "optimizer.step() found no gradients: run a backward at the gradient accumulation "
@@ -375,7 +375,7 @@ class BackwardLife:
                     # With offloading, parameters look for their gradients in this dict. It keeps no memory alive,
                     # because the host memory of the gradients stays allocated.
                     optimizer.offload_gradient_dict[group] = views.without_padding()
-        self._step.handed_over, self._step.forward_since_hand_over = True, False
+        self._step.forward_since_hand_over = False
 
 
 class _Watch:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sets an engine up for DeepCompile ZeRO-1/2, and undoes the setup when the engine is destroyed."""
 
+import contextlib
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
@@ -47,8 +48,9 @@ def compile_engine(
 ) -> Callable:
     """Prepares an engine and returns the backend with which its module is to be compiled.
 
-    From ``attach()`` on, each step that changes how the engine or its module runs adds a function to ``undo`` that
-    reverts the change. An earlier ``compile()`` of a part of the module is not restored.
+    Each step that changes how the engine or its module runs adds a function to ``undo`` that reverts the change. If a
+    later step raises, these functions run at once, and the engine trains as it did before; otherwise they run at the
+    engine's end. An earlier ``compile()`` of a part of the module is not restored.
 
     Args:
         engine: a DeepSpeedEngine with this ZeRO stage.
@@ -69,40 +71,48 @@ def compile_engine(
     take_over_parameters(optimizer)
     compile_blocks.refuse_blocks_of_others(module)
 
-    reducer = make_reducer(engine, plan)
-    limit = CompilationLimit(plan.compilations, raises=plan.fullgraph)
-    zero12 = attach(engine, reducer, limit)
-    undo = zero12.undo.callback
-    undo(restore_call(engine))
-    # Leave out the modules that another engine has compiled.
-    parts = [each for each in module.modules() if each is not module and not _compilations.get(each)]
-    compile_blocks.take_over_compiled(parts)
-    undo(train_without_cache(module))
-    waiting = None
-    if plan.overlaps_gather:
-        waiting = Waiting(optimizer, module, plan.blocks)
-        undo(waiting.remove_hooks)
-    undo(switch_off_flops_profiler(engine))
-    zero12.around_forward = AroundForward(engine, waiting)
-    zero12.monitors_memory = plan.monitors_memory
+    with contextlib.ExitStack() as undo:
+        reducer = make_reducer(engine, plan)
+        undo.callback(reducer.close)
+        undo.callback(restore_call(engine))
+        # Leave out the modules that another engine has compiled.
+        parts = [each for each in module.modules() if each is not module and not _compilations.get(each)]
+        compile_blocks.take_over_compiled(parts)
+        undo.callback(train_without_cache(module))
+        waiting = None
+        if plan.overlaps_gather:
+            waiting = Waiting(optimizer, module, plan.blocks)
+            undo.callback(waiting.remove_hooks)
+        undo.callback(switch_off_flops_profiler(engine))
+        limit = CompilationLimit(plan.compilations, raises=plan.fullgraph)
+        graphs = make_backend(
+            plan,
+            compile_blocks.reducible_in_all(plan.blocks, parameters_reduced_by_graphs(optimizer)),
+            registered_parameters(optimizer),
+            reducer.identity,
+            limit,
+            Progress(type(module).__name__, [type(block).__name__ for block in plan.blocks]),
+            waiting,
+        )
+        if plan.blocks:
+            names = sorted({type(block).__name__ for block in plan.blocks})
+            logger.info(f"DeepCompile makes one graph for all {len(plan.blocks)} blocks of each class of {names}")
 
-    reducible = compile_blocks.reducible_in_all(plan.blocks, parameters_reduced_by_graphs(optimizer))
-    progress = Progress(type(module).__name__, [type(block).__name__ for block in plan.blocks])
-    graphs = make_backend(plan, reducible, zero12.registered, reducer.identity, limit, progress, waiting)
-    if not plan.blocks:
-        logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
-        return graphs
-    names = sorted({type(block).__name__ for block in plan.blocks})
-    logger.info(f"DeepCompile makes one graph for all {len(plan.blocks)} blocks of each class of {names}")
+            def of_blocks(name):
+                return functools.partial(graphs, block=name)
 
-    def of_blocks(name):
-        return functools.partial(graphs, block=name)
-
-    changed = compile_blocks.compile_blocks(module, plan.blocks, of_blocks, compile_kwargs, limit, waiting)
-    undo(compile_blocks.restore, changed)
-    if waiting is not None:
-        # Last, because a block that is not compiled would not wait.
-        zero12.gather = waiting.gather
+            changed = compile_blocks.compile_blocks(module, plan.blocks, of_blocks, compile_kwargs, limit, waiting)
+            undo.callback(compile_blocks.restore, changed)
+        else:
+            logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
+        around_forward = AroundForward(engine, waiting)
+        # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
+        zero12 = attach(engine, reducer, limit)
+        zero12.around_forward = around_forward
+        zero12.monitors_memory = plan.monitors_memory
+        if waiting is not None:
+            zero12.gather = waiting.gather
+        zero12.undo = undo.pop_all()
     return graphs
 
 
@@ -177,7 +187,8 @@ def _next_identity(optimizer):
 
 def parameters_reduced_by_graphs(optimizer: "DeepSpeedZeroOptimizer") -> List[Parameter]:
     """Lists the reducible parameters: those without a user's hook, which graphs would not call."""
-    return [parameter for parameter in registered_parameters(optimizer) if not has_hooks(parameter)]
+    base_hooks = {handle.id for handle in optimizer._grad_acc_hooks}
+    return [parameter for parameter in registered_parameters(optimizer) if not has_hooks(parameter, base_hooks)]
 
 
 class _Compilation:

@@ -35,7 +35,7 @@ class AroundForward:
     """Makes the context of each forward of an engine.
 
     Args:
-        engine: the engine. Its optimizer is already attached.
+        engine: the engine.
         waiting: None, or the ``Waiting`` for parameters that are on their way.
     """
 

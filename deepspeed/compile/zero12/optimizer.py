@@ -17,7 +17,7 @@ The native half of the story is told in ``csrc/includes/deepcompile.h``.
 import collections
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
+from typing import TYPE_CHECKING, Any, Callable, Collection, Dict, Optional
 
 import torch
 
@@ -248,6 +248,10 @@ def gradient_bytes() -> Dict[str, int]:
     return dict(held)
 
 
-def has_hooks(parameter: torch.nn.Parameter) -> bool:
-    """Whether a parameter has a user's hook. Autograd must then deliver the gradient, so no graph may reduce it."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+def has_hooks(parameter: torch.nn.Parameter, base_hooks: Collection[int] = ()) -> bool:
+    """Whether a parameter has a user's hook. Autograd must then deliver the gradient, so no graph may reduce it.
+
+    ``base_hooks``: ids of the base's gradient hooks, which :func:`attach` removes.
+    """
+    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return any(hook not in base_hooks for hooks in kinds for hook in hooks or ())

@@ -63,7 +63,7 @@ class Plan(NamedTuple):
         why_whole: if there are no blocks, the reason why the model is compiled as a whole.
         overlaps_reduction: whether a bucket may be on its way while the backward goes on.
         overlaps_gather: whether the next forward begins while updated parameters are still being gathered.
-        synchronize_before, synchronize_after: whether to drain the device before and after each bucket.
+        synchronize_before, synchronize_after: whether the host waits for the device before and after each bucket.
         compilations: how often one frame may be compiled for training.
         fullgraph: whether the caller asks for one graph, so that too many compilations are an error.
         dynamic: the argument of this name of ``torch.compile``.

@@ -68,9 +68,8 @@ class Zero12:
         self.interrupted_step.refuse()
 
     def let_go(self) -> None:
-        """Drops all gradients, unregisters the parameters, and undoes the setup of the engine."""
+        """Drops all gradients, and undoes the setup of the engine."""
         self.backward.close()
         self.interrupted_step.forget()
-        self.reducer.close()
         self.around_forward = None
         self.undo.close()

@@ -20,7 +20,6 @@ import deepspeed.comm as dist
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm, is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import (
-    INITIAL_MICRO_STEP_ID,
     OPTIMIZER_ALLGATHER_TIMER,
     OPTIMIZER_GRADIENTS_TIMER,
     OPTIMIZER_STEP_TIMER,
@@ -64,8 +63,6 @@ def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
 
 def _run(optimizer):
     zero12 = optimizer._zero12
-    optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
-
     zero12.reducer.begin_step()
     zero12.limit.step()
     zero12.reducer.use_targets_here()
@@ -76,7 +73,6 @@ def _run(optimizer):
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:
         optimizer._global_grad_norm = None if norm is None else float("inf")
-        optimizer.zero_grad(set_to_none=True)
         for name in OPTIMIZER_TIMERS:
             with _timed(optimizer, name):
                 pass

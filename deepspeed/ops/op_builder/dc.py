@@ -40,9 +40,7 @@ class DeepCompileBuilder(OpBuilder):
         return f"deepspeed.ops.{self.NAME}_op"
 
     def sources(self) -> List[str]:
-        life_of_a_gradient = ("reducer", "order", "bucket", "targets", "autograd", "memory")
-        around_it = ("agreement", "registry", "ops", "bindings")
-        return [f"csrc/compile/{name}.cpp" for name in life_of_a_gradient + around_it]
+        return ["csrc/compile/all.cpp"]
 
     def include_paths(self) -> List[str]:
         return ["csrc/includes"]
@@ -62,7 +60,8 @@ class DeepCompileBuilder(OpBuilder):
         folder = Path(cpp_extension._get_build_directory(self.NAME, verbose=False))
         (headers,) = self.include_paths()
         sources = [Path(self.deepspeed_src_path(source)) for source in self.sources()]
-        read = [*sources, *Path(self.deepspeed_src_path(headers)).glob("deepcompile*.h")]
+        # The source includes the other files of its folder.
+        read = [*sources[0].parent.glob("*.cpp"), *Path(self.deepspeed_src_path(headers)).glob("deepcompile*.h")]
         try:
             built = (folder / f"{self.NAME}{cpp_extension.LIB_EXT}").stat().st_mtime
             instructions = (folder / "build.ninja").read_text()

@@ -1,0 +1,76 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""``engine.compile()`` that raises while it sets the engine up leaves the engine as it was."""
+
+from typing import NamedTuple
+
+import pytest
+
+from deepspeed.compile.zero12 import engine as setup
+
+from support.faults import Injected
+from support.ids import vary
+from support.options import prepare, train_prepared
+from support.training import BOUND, Case
+
+OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
+
+
+class Undone(NamedTuple):
+    """What came of an engine of which a step of the setup raised."""
+
+    is_as_before: bool  # the module and the optimizer
+    registered: int  # parameters of the reducer
+    error: float  # of training it afterwards
+
+
+def _state(module, engine):
+    modules = [(type(each), each._compiled_call_impl, len(each._forward_pre_hooks)) for each in module.modules()]
+    optimizer = engine.optimizer
+    return modules, type(optimizer), hasattr(optimizer, "_zero12"), len(optimizer._grad_acc_hooks)
+
+
+def compile_with_a_step_that_raises(case, step, compiled_again):
+    """``step``: the name of a function of the setup. Trains the engine afterwards, which does not compile itself."""
+    module, engine = prepare(case)
+    before, reducers = _state(module, engine), []
+    own_step, make_reducer = getattr(setup, step), setup.make_reducer
+
+    def raises(*_):
+        raise Injected(f"no {step}")
+
+    def noted(*args):
+        reducers.append(make_reducer(*args))
+        return reducers[-1]
+
+    setup.make_reducer = noted
+    setattr(setup, step, raises)
+    try:
+        with pytest.raises(Injected):
+            engine.compile(backend="eager")
+    finally:
+        setattr(setup, step, own_step)
+        setup.make_reducer = make_reducer
+    is_as_before = _state(module, engine) == before
+    if compiled_again:
+        engine.compile(backend="eager")
+        assert hasattr(engine.optimizer, "_zero12")
+    return Undone(is_as_before, reducers[0].counters()["registered"], train_prepared(case, module, engine))
+
+
+@vary("compiled_again", [True, False])
+@vary(
+    "step, config, offloaded",
+    [
+        ("attach", None, False),
+        ("attach", OVERLAPPED, False),
+        ("AroundForward", OVERLAPPED, True),
+        ("make_backend", OVERLAPPED, False),
+    ],
+)
+@vary("stage", [1, 2])
+def test_a_setup_that_raises_is_undone(ranks, stage, step, config, offloaded, compiled_again):
+    case = Case(model="RepeatedLayers", stage=stage, config=config, offloaded=offloaded)
+    for undone in ranks(2).run(compile_with_a_step_that_raises, case, step, compiled_again):
+        assert undone.is_as_before and undone.registered == 0
+        assert undone.error < BOUND
