@@ -83,7 +83,10 @@ def _meaning_of_memory(result: Result) -> str:
     """Returns the sentences below a table that say what its memory is."""
     what = "allocated"
     if result["environment"]["device"] == "CPU":
-        what = "allocated since the step began and not seen to be freed (what a thread of gloo frees is not seen)"
+        what = (
+            "parameters, optimizer states, and what the step allocated and was not seen to free (what gloo's threads "
+            "free is not seen)"
+        )
     return (
         f"Memory: {what}, the highest of any rank. Gradients: from when they are handed over until they are freed, "
         "with the buckets, partitions and fp32 copies made for them."
