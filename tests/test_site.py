@@ -11,11 +11,14 @@ import pytest
 from support.browser import browser
 from support.documentation import ROOT
 
-# Boxes that end beyond the edge of the window, and are not in a box that scrolls.
+# Boxes that end beyond the edge of the page, and are not in a box that scrolls by itself. The theme scrolls the whole
+# article sideways if it must, and a phone takes the window for wider than it is: neither is what a reader wants.
 CUT_OFF = """
-const scrolls = box => box && (/auto|scroll/.test(getComputedStyle(box).overflowX) || scrolls(box.parentElement));
+const width = document.documentElement.clientWidth;
+const scrolls = box => box.tagName != "ARTICLE"
+    && (/auto|scroll/.test(getComputedStyle(box).overflowX) || scrolls(box.parentElement));
 return [...document.querySelectorAll("article *")]
-    .filter(box => box.getBoundingClientRect().right > innerWidth + 1 && !scrolls(box.parentElement))
+    .filter(box => box.getBoundingClientRect().right > width + 1 && !scrolls(box.parentElement))
     .map(box => box.outerHTML.slice(0, 100));
 """
 # Of each drawing, what mermaid took it for.
@@ -58,7 +61,6 @@ def test_pages_in_a_browser(site, width):
                 kinds = drawings(driver)
                 assert set(kinds) <= {"flowchart-v2", "stateDiagram"}, f"{page.name}: {kinds}"
                 drawn += len(kinds)
-            assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth"), page.name
             assert driver.execute_script(CUT_OFF) == [], page.name
             missing = "return [...document.images].filter(image => !image.naturalWidth).map(image => image.src)"
             assert driver.execute_script(missing) == [], page.name
