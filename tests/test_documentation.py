@@ -64,6 +64,7 @@ def run_beside_an_engine(text):
 def test_python(ranks, block):
     """A block quotes a file that tests run, or runs after a step of ``engine``."""
     if block.file is None and not any(block.text in source for source in SOURCES):
+        assert re.search(r"\bengine\b", block.text), "neither quotes a file that runs nor does anything with an engine"
         ranks(2).run(run_beside_an_engine, block.text)
 
 
