@@ -6,6 +6,7 @@
 # make models   train every architecture of tests/support/architectures with DeepCompile off and on (WORKERS=14)
 # make sanitize test the native code under gcc's sanitizers (SANITIZER=address, thread or undefined: only that one)
 # make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks.compare)
+# make docs     build the documentation's site in build/site; a warning or a broken link is an error
 # make lint     check the formatting and the usual mistakes; make format repairs what can be repaired
 # make clean    remove everything that was made here except the base's downloaded archive
 #
@@ -38,6 +39,7 @@ TOOLS := $(VENV)/.tools-$(call content,requirements/dev.txt)
 FORK := $(VENV)/.fork-$(call content,$(FORK_FILES))
 DEMO := $(VENV)/.demo-$(call content,requirements/demo.txt)
 FRONTS := $(VENV)/.fronts-$(call content,requirements/demo.txt requirements/front_doors.txt)
+DOCS := $(VENV)/.docs-$(call content,requirements/docs.txt)
 BENCH := $(VENV)/.bench-$(call content,requirements/demo.txt requirements/benchmarks.txt)
 # The base as it is released, beside the fork: a folder for PYTHONPATH.
 BASE := $(VENV)/base-$(call content,requirements/base.txt)
@@ -52,16 +54,16 @@ COMPILE = from deepspeed.comm.torch import build_shm_op; build_shm_op(); \
 	from deepspeed.compile.zero12.native import reducer_module; reducer_module()
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-all quick fuzz models sanitize bench lint format clean toolchain
+.PHONY: demo test test-all quick fuzz models sanitize bench docs lint format clean toolchain
 .NOTPARALLEL:
 
-test: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE)
+test: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 	$(RUN) pytest -q tests --fewer-cases --base $(BASE) $(IN_PARALLEL)
 
-test-all: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE)
+test-all: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 	$(RUN) pytest -q tests --base $(BASE) $(IN_PARALLEL)
 
-quick: toolchain $(FORK)
+quick: toolchain $(FORK) $(DOCS)
 	$(RUN) pytest -q tests -m quick
 
 demo: toolchain $(FORK) $(DEMO)
@@ -87,6 +89,10 @@ sanitize: toolchain $(FORK)
 bench: toolchain $(FORK) $(BENCH) $(BASE)
 	$(RUN) python -m benchmarks.compare --base $(BASE) $(BENCH_ARGS)
 
+docs: $(DOCS)
+	$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site
+	@echo "Open build/site/index.html in a browser."
+
 lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -99,8 +105,8 @@ format: $(TOOLS)
 	$(BIN)/clang-format -i $(NATIVE)
 
 clean:
-	rm -rf .venv build/wheel build/editable build/sanitizers benchmark-results .pytest_cache .ruff_cache .mypy_cache \
-		.hypothesis
+	rm -rf .venv build/wheel build/editable build/sanitizers build/site benchmark-results .pytest_cache \
+		.ruff_cache .mypy_cache .hypothesis
 	find deepspeed tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The native code is compiled when it is first used, so a missing compiler is better noticed here.
@@ -133,6 +139,10 @@ $(DEMO): $(TOOLS)
 $(FRONTS): $(TOOLS)
 	$(PIP) install --quiet -r requirements/front_doors.txt
 	rm -f $(VENV)/.fronts-* && touch $@
+
+$(DOCS): $(TOOLS)
+	$(PIP) install --quiet -r requirements/docs.txt
+	rm -f $(VENV)/.docs-* && touch $@
 
 $(BENCH): $(TOOLS)
 	$(PIP) install --quiet -r requirements/benchmarks.txt

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support.documentation import blocks
 from support.pool import free_port, remove_buffers
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +43,11 @@ def launch(script, *arguments):
     return finished
 
 
+def without_numbers(line):
+    """What is the same in every run: not the figures, torch's version, or how far apart columns are."""
+    return re.sub(r"[\d.]*\d(\+\w+)?", "0", " ".join(line.split()))
+
+
 @pytest.mark.slow
 def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     pytest.importorskip("transformers", reason="the demo needs transformers: pip install -r requirements/demo.txt")
@@ -52,6 +58,11 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     assert finished.returncode == 0, finished.stdout
     for row in ("DeepCompile off", "first step", "later steps (median)", "loss of the last step", "after the step"):
         assert row in finished.stdout, finished.stdout
+
+    printed = {without_numbers(line) for line in finished.stdout.splitlines()}
+    for block in (block for block in blocks() if block.language == "text"):
+        unknown = [line for line in block.text.splitlines() if without_numbers(line) not in printed]
+        assert unknown == [], f"{block.where} shows what the demo does not print"
 
     results = json.loads(file.read_text())
     off, on = results["off"], results["on"]
@@ -79,11 +90,12 @@ def test_the_demo_refuses_in_a_sentence():
 
 
 def test_program_of_the_docs_runs(tmp_path):
-    page = (ROOT / "docs" / "adopting.md").read_text()
-    for name, pattern in (
-        ("ds_config.json", r"```json\n(.*?)```"),
-        ("train.py", r"```python\n(import argparse.*?)```"),
-    ):
-        (tmp_path / name).write_text(re.search(pattern, page, re.DOTALL).group(1))
-    finished = launch(tmp_path / "train.py", "--deepspeed_config", str(tmp_path / "ds_config.json"))
+    """The files that a page shows by name, started by the page's command."""
+    files = {block.file: block for block in blocks() if block.file}
+    assert files.keys() == {"train.py", "ds_config.json"}
+    for name, block in files.items():
+        (tmp_path / name).write_text(block.text)
+    (command,) = [block.text.split() for block in blocks() if "train.py" in block.text and block.language == "sh"]
+    arguments = command[command.index("train.py") + 1 :]
+    finished = launch(tmp_path / "train.py", *(str(tmp_path / each) if each in files else each for each in arguments))
     assert finished.returncode == 0, finished.stdout

@@ -1,0 +1,201 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Every block of code in the README and in ``docs/`` works, and every link leads somewhere.
+
+Blocks with the name of a file and the demo's output are in ``test_demo.py``, drawings in ``test_site.py``.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from test_options_documented import documented
+
+from deepspeed.launcher import runner
+from deepspeed.runtime import constants
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from support.documentation import PAGES, ROOT, blocks, links
+from support.parameter_gather import Around
+from support.training import batch, compile_backend, engine_by_configuration
+
+# What a block of Python may quote: the tests run all of these.
+SOURCES = [path.read_text() for folder in ("examples", "deepspeed") for path in sorted((ROOT / folder).rglob("*.py"))]
+
+
+def of(*languages):
+    """The blocks in these languages, as parameters of a test."""
+    return pytest.mark.parametrize("block", [each for each in blocks() if each.language in languages], ids=str)
+
+
+@pytest.mark.quick
+def test_every_block_says_what_it_is():
+    kinds = {"python", "json", "sh", "text", "mermaid"}
+    assert [block.where for block in blocks() if block.language not in kinds] == []
+
+
+@pytest.mark.quick
+@of("json")
+def test_configuration(block):
+    """DeepSpeed takes it. A block may also show a part of a configuration."""
+    config = json.loads(block.text if block.text.startswith("{") else f"{{{block.text}}}")
+    # Of a section that it does not know DeepSpeed says nothing.
+    assert config.keys() <= {*map(str, vars(constants).values()), *(name.partition(".")[0] for name in documented())}
+    DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **config})
+
+
+def run_beside_an_engine(text):
+    engine = engine_by_configuration(Around(), True, compile={"deepcompile": True, "overlap_param_gather": True})
+    with compile_backend("eager"):
+        engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+        engine.step()
+        exec(text, {"engine": engine})
+    engine.destroy()
+
+
+@of("python")
+def test_python(ranks, block):
+    """A block quotes a file that tests run, or runs after a step of ``engine``."""
+    if block.file is None and not any(block.text in source for source in SOURCES):
+        assert re.search(r"\bengine\b", block.text), "neither quotes a file that runs nor does anything with an engine"
+        ranks(2).run(run_beside_an_engine, block.text)
+
+
+@of("sh")
+def test_commands(block, tmp_path, monkeypatch):
+    for words in commands(block.text):
+        program, *arguments = words
+        assert program in CHECKS, f"no check for {program}"
+        CHECKS[program](arguments, tmp_path, monkeypatch)
+
+
+def commands(text):
+    """Yields the words of each command of a shell."""
+    pending = ""
+    for line in text.replace("\\\n", " ").splitlines():
+        pending += f"{line}\n"
+        try:
+            words = shlex.split(pending, comments=True)
+        except ValueError:
+            continue  # A quotation goes on in the next line.
+        pending = ""
+        if words:
+            yield words
+    assert not pending, f"a quotation without an end: {pending}"
+
+
+def check_make(arguments, tmp_path, monkeypatch):
+    """The target is there, and each variable is one of the Makefile's."""
+    makefile = (ROOT / "Makefile").read_text()
+    assert shutil.which("make"), "make is needed (on Debian: apt-get install make)"
+    printed = subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert printed.returncode == 0, printed.stderr
+    for name, equals, value in (argument.partition("=") for argument in arguments):
+        assert not equals or re.search(rf"^{name} \?=", makefile, re.MULTILINE), f"the Makefile reads no {name}"
+        if name == "BENCH_ARGS":
+            check_benchmark("compare", shlex.split(value), tmp_path, monkeypatch)
+
+
+def check_benchmark(module, arguments, tmp_path, monkeypatch):
+    """The module's own parser takes the arguments."""
+    # Behind all else, so that the repository's deepspeed/ does not hide the installed package.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    from benchmarks import compare, settings
+
+    (tmp_path / "deepspeed").mkdir(exist_ok=True)
+    monkeypatch.setenv("RANK", "0")
+    arguments = [str(tmp_path) if argument == "DIR" else argument for argument in arguments]
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    if module == "compare":
+        _, arguments = compare.parse_arguments()
+        monkeypatch.setattr(sys, "argv", ["measure", *arguments])
+    settings.parse_command_line("")
+
+
+def check_python(arguments, tmp_path, monkeypatch):
+    assert arguments[:2] == ["-m", "benchmarks.compare"], "no check for this use of python"
+    check_benchmark("compare", arguments[2:], tmp_path, monkeypatch)
+
+
+def check_deepspeed(arguments, tmp_path, monkeypatch):
+    """The launcher takes its arguments, and the program is there and takes the others."""
+    launched = runner.parse_args(arguments)
+    if launched.module:
+        assert launched.user_script == "benchmarks.measure", "no check for this module"
+        check_benchmark("measure", launched.user_args, tmp_path, monkeypatch)
+    else:
+        assert launched.user_script in {block.file for block in blocks()} or (ROOT / launched.user_script).is_file()
+
+
+def check_pip(arguments, tmp_path, monkeypatch):
+    """pip takes the options, and what it is to install is there."""
+    from pip._internal.commands import create_command
+
+    assert arguments[0] == "install", "no check for this command of pip"
+    options, packages = create_command("install").parse_args(arguments[1:])
+    requirements = "".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt"))
+    for name in (*packages, *options.requirements, *options.editables):
+        assert (ROOT / name).exists() or name in requirements.split(), f"{name} is neither a file nor a requirement"
+
+
+def check_pytest(arguments, tmp_path, monkeypatch):
+    """At least one test is collected."""
+    found = subprocess.run(
+        [*(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only"), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout[-2000:] + found.stderr
+
+
+def check_compute_sanitizer(arguments, tmp_path, monkeypatch):
+    """As far as it can be checked without a GPU: that it is to watch tests which are there."""
+    check_pytest(arguments[arguments.index("pytest") + 1 :], tmp_path, monkeypatch)
+
+
+def check_source(arguments, tmp_path, monkeypatch):
+    """``make`` makes the environment that is activated."""
+    environment = str(Path(arguments[0]).parents[1])
+    assert (
+        f"{environment}/bin/"
+        in subprocess.run(["make", "-n", "lint"], cwd=ROOT, capture_output=True, text=True).stdout
+    )
+
+
+def check_export(arguments, tmp_path, monkeypatch):
+    """The Makefile sets or takes away the same variable."""
+    assert arguments[0].partition("=")[0] in (ROOT / "Makefile").read_text()
+
+
+CHECKS = {
+    "compute-sanitizer": check_compute_sanitizer,
+    "deepspeed": check_deepspeed,
+    "export": check_export,
+    "make": check_make,
+    "pip": check_pip,
+    "pytest": check_pytest,
+    "python": check_python,
+    "source": check_source,
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    """Headings within a page are known to the site only, whose build checks them."""
+    assert [link for link in links(page) if not (page.parent / link.partition("#")[0]).exists()] == []
+
+
+@pytest.mark.quick
+def test_the_folder_lists_its_pages():
+    listed = set(links(ROOT / "docs" / "README.md"))
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
