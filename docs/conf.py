@@ -20,10 +20,12 @@ CONTENTS = {
 Start here <self>
 Install and use <docs/adopting>
 Programs to copy <examples/README>
+Upgrading and going back <docs/going_back>
 Options <docs/options>
 Models <docs/models>
 """,
     "What to expect": """
+A picture of a step <docs/memory_picture>
 Performance <docs/performance>
 Reliability <docs/reliability>
 Differences from 0.19.8 <docs/differences>

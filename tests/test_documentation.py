@@ -120,8 +120,23 @@ def check_benchmark(module, arguments, tmp_path, monkeypatch):
 
 
 def check_python(arguments, tmp_path, monkeypatch):
-    assert arguments[:2] == ["-m", "benchmarks.compare"], "no check for this use of python"
-    check_benchmark("compare", arguments[2:], tmp_path, monkeypatch)
+    if arguments[:2] == ["-m", "deepspeed.compile.memory_picture"]:
+        check_memory_picture(arguments[2:], monkeypatch)
+    else:
+        assert arguments[:2] == ["-m", "benchmarks.compare"], "no check for this use of python"
+        check_benchmark("compare", arguments[2:], tmp_path, monkeypatch)
+
+
+def check_memory_picture(arguments, monkeypatch):
+    """The command takes the arguments, two of which are files. It has nothing to read or to draw here."""
+    from deepspeed.compile.memory_picture import __main__ as command
+
+    read = []
+    monkeypatch.setattr(command, "read", read.append)
+    monkeypatch.setattr(command, "headline", str)
+    monkeypatch.setattr(command.files, "draw_two", lambda *_: [])
+    assert command.main(arguments) == 0
+    assert len(read) == 2
 
 
 def check_deepspeed(arguments, tmp_path, monkeypatch):
@@ -138,8 +153,12 @@ def check_pip(arguments, tmp_path, monkeypatch):
     """pip takes the options, and what it is to install is there."""
     from pip._internal.commands import create_command
 
-    assert arguments[0] == "install", "no check for this command of pip"
-    options, packages = create_command("install").parse_args(arguments[1:])
+    command, *arguments = arguments
+    if command == "uninstall":
+        assert create_command(command).parse_args(arguments)[1] == ["deepspeed"]
+        return
+    assert command == "install", "no check for this command of pip"
+    options, packages = create_command(command).parse_args(arguments)
     requirements = "".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt"))
     for name in (*packages, *options.requirements, *options.editables):
         assert (ROOT / name).exists() or name in requirements.split(), f"{name} is neither a file nor a requirement"

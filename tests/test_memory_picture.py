@@ -117,6 +117,12 @@ def recorded(ranks, folder):
     return ranks(2).run(record, CASE, folder)
 
 
+def is_rounded(recorded, counted):
+    """Whether bytes that were recorded are the bytes of gradients that a reducer counted, of which there are some."""
+    # Torch's allocator on GPUs rounds each piece of memory up to 512 bytes.
+    return 0 < counted <= recorded <= counted + (20 * 512 if torch.cuda.is_available() else 0)
+
+
 def test_the_data_is_what_the_engine_knows(recorded, folder):
     for rank, truth in enumerate(recorded):
         assert truth.files == [f"step3-rank{rank}.{suffix}" for suffix in ("html", "json", "png")]
@@ -125,8 +131,8 @@ def test_the_data_is_what_the_engine_knows(recorded, folder):
         assert set(held[data.PARAMETERS]) == {truth.parameters}
         assert set(held[data.OPTIMIZER_STATES]) == {truth.states}
         # The reducer counts gradients, and memory of buckets; both are on their way.
-        assert max(held[data.TARGETS]) == counters["peak_bound"] > 0
-        assert max(held[data.WAITING]) == counters["peak_unreduced"] > 0
+        assert is_rounded(max(held[data.TARGETS]), counters["peak_bound"])
+        assert is_rounded(max(held[data.WAITING]), counters["peak_unreduced"])
         assert counters["peak_bucket"] <= max(held[data.ON_THEIR_WAY]) <= counters["peak_bucket"] + SLACK
         assert max(held[data.ACTIVATIONS]) > 0
         for name in (data.TARGETS, data.WAITING, data.COPIES):
@@ -166,11 +172,14 @@ def test_other_ways_to_train(ranks, tmp_path, case):
         assert set(step.held[data.PARAMETERS]) == {truth.parameters}
         assert set(step.phases) == {"forward", "backward", "step", "gather"}
         targets = step.held[data.TARGETS]
-        if case.offloaded:
+        if not case.offloaded:
+            assert is_rounded(max(targets), truth.counters["peak_bound"]) and targets[-1] == 0
+        elif torch.cuda.is_available():
+            # The picture is of the device.
+            assert set(targets) == {0} and truth.counters["peak_on_host"] > 0
+        else:
             # The memory in which targets lie on the host stays.
             assert set(targets) == {targets[0]} and targets[0] >= truth.counters["peak_on_host"] > 0
-        else:
-            assert max(targets) == truth.counters["peak_bound"] > 0 == targets[-1]
 
 
 def without_the_key(case):
