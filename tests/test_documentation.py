@@ -149,19 +149,27 @@ def check_deepspeed(arguments, tmp_path, monkeypatch):
         assert launched.user_script in {block.file for block in blocks()} or (ROOT / launched.user_script).is_file()
 
 
+# In a process of its own, because pip takes away what setuptools has put in the place of distutils.
+PARSE_FOR_PIP = """
+import json, sys
+from pip._internal.commands import create_command
+options, packages = create_command(sys.argv[1]).parse_args(sys.argv[2:])
+print(json.dumps([*packages, *getattr(options, "requirements", []), *getattr(options, "editables", [])]))
+"""
+
+
 def check_pip(arguments, tmp_path, monkeypatch):
     """pip takes the options, and what it is to install is there."""
-    from pip._internal.commands import create_command
-
-    command, *arguments = arguments
-    if command == "uninstall":
-        assert create_command(command).parse_args(arguments)[1] == ["deepspeed"]
+    assert arguments[0] in ("install", "uninstall"), "no check for this command of pip"
+    parsed = subprocess.run([sys.executable, "-c", PARSE_FOR_PIP, *arguments], capture_output=True, text=True)
+    assert parsed.returncode == 0, parsed.stderr
+    names = json.loads(parsed.stdout)
+    if arguments[0] == "uninstall":
+        assert names == ["deepspeed"]
         return
-    assert command == "install", "no check for this command of pip"
-    options, packages = create_command(command).parse_args(arguments)
-    requirements = "".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt"))
-    for name in (*packages, *options.requirements, *options.editables):
-        assert (ROOT / name).exists() or name in requirements.split(), f"{name} is neither a file nor a requirement"
+    requirements = "".join(path.read_text() for path in (ROOT / "requirements").glob("*.txt")).split()
+    for name in names:
+        assert (ROOT / name).exists() or name in requirements, f"{name} is neither a file nor a requirement"
 
 
 def check_pytest(arguments, tmp_path, monkeypatch):
