@@ -200,15 +200,19 @@ def test_wheel_keeps_the_header_that_the_zero3_sources_include(built, base):
     assert kept != built.read("deepspeed/ops/csrc/includes/deepcompile.h")
 
 
-def test_wheel_metadata_is_the_base_s_but_for_torch(built, base):
+def test_wheel_metadata_is_the_base_s_but_for_torch_and_pictures(built, base):
     folder = f"deepspeed-{VERSION}.dist-info"
     ours = metadata(built.read(f"{folder}/METADATA").decode())
     theirs = metadata(base["PKG-INFO"].decode())
     changed = {"torch>=2.0.0": "torch>=2.11"}
     wanted = {changed.get(requirement, requirement) for requirement in theirs.get_all("Requires-Dist")}
+    # The base's extra 'all' has what each of its extras has.
+    wanted |= {
+        f'{library}; extra == "{extra}"' for library in ("matplotlib", "plotly") for extra in ("pictures", "all")
+    }
     gpu_only = {"nvidia-ml-py"}
     assert set(ours.get_all("Requires-Dist")) - gpu_only == wanted - gpu_only
-    assert set(ours.get_all("Provides-Extra")) == set(theirs.get_all("Provides-Extra"))
+    assert set(ours.get_all("Provides-Extra")) == {*theirs.get_all("Provides-Extra"), "pictures"}
     assert built.read(f"{folder}/licenses/NOTICE") == (ROOT / "NOTICE").read_bytes()
 
 

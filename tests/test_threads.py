@@ -75,8 +75,9 @@ class Registered:
         torch.ops.deepcompile.reduce_grad(torch.full_like(parameter, value), self.registrations, slot, True)
 
     def finish(self, expected):
-        """Ends a backward; whether each element of this rank's partition is ``expected``."""
+        """Ends a step's last backward; whether each element of this rank's partition is ``expected``."""
         self.reducer.finish_backward(True)
+        self.reducer.agree()
         targets = self.reducer.targets(0)
         right = all(bool((target == expected).all()) for target in targets.values())
         numel = sum(target.numel() for target in targets.values())

@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import socket
+import sys
 import traceback
 from pathlib import Path
 from unittest import mock
@@ -171,6 +172,8 @@ class Ranks:
 def _serve(connection, settings, patience):
     """Runs in each process: a rank with these variables of a launcher."""
     os.environ.update({name: str(value) for name, value in settings.items()})
+    # A process that was started anew looks where its parent does, not first where its own variable says.
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     # What was preloaded is for this process, not for compilers that it starts.
     os.environ.pop("LD_PRELOAD", None)
     for name in IMPORTED:
