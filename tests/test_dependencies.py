@@ -88,6 +88,7 @@ INSTANCE_ATTRIBUTES = {
 IMPORTABLE = """
 deepspeed.compile.graph_param:DSGraphParamManager.params
 deepspeed.ops.op_builder.builder:OpBuilder.load
+torch._C._profiler:_EventType.Allocation torch._C._autograd:_ProfilerResult.experimental_event_tree
 torch._functorch._aot_autograd.descriptors:GradAOTOutput
 torch._functorch.partitioners:_has_tag_must_be_in_backward
 torch._inductor:config.custom_partitioner_fn torch._inductor:config.triton.cudagraphs
@@ -97,6 +98,7 @@ torch._inductor.ir:FallbackKernel.codegen torch._inductor.ir:FallbackKernel.crea
 torch._inductor.scheduler:SchedulerBuffer.get_aliases torch._inductor.scheduler:SchedulerBuffer.get_mutations
 torch.distributed:ProcessGroup._get_backend
 torch.nn:Module.register_load_state_dict_pre_hook torch.nn:Module.register_state_dict_pre_hook
+torch.utils.cpp_extension:_get_build_directory
 torch.nn:Parameter._backward_hooks torch.nn:Parameter._post_accumulate_grad_hooks
 """.split()
 

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of code in the README and in ``docs/`` works, and every link leads somewhere.
+"""Blocks of code in the README and in ``docs/`` run, or are parsed by what would run them; links lead somewhere.
 
 Blocks with the name of a file and the demo's output are in ``test_demo.py``, drawings in ``test_site.py``.
 """

@@ -281,12 +281,18 @@ def several_engines(case, folder):
 
 
 def beside_another_profiler(case, folder):
-    """Trains under a profiler of the caller's; returns what was logged, and whether the caller's profiler worked."""
+    """Trains under a profiler of the caller's; returns what was logged, and whether the caller's profiler worked.
+
+    The profiler warms up in the step that is to be recorded, and records the next.
+    """
     torch._dynamo.reset()
     with logged() as lines:
         engine = make_engine(build(case), with_picture(case, folder, step=1))
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            train(engine, case, 0)
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profiler:
+            for step in range(2):
+                train(engine, case, step)
+                profiler.step()
         engine.destroy()
     return about_pictures(lines), any(event.name == "deepcompile::step" for event in profiler.events())
 
@@ -416,9 +422,9 @@ def test_peaks_and_thinning():
 
 @pytest.mark.quick
 def test_memory_that_is_freed_unseen():
-    from deepspeed.compile.memory_picture.classify import _Blocks
+    from deepspeed.compile.memory_picture.classify import _Allocations
 
-    blocks = _Blocks({512: (40, data.TARGETS)})
+    blocks = _Allocations({512: (40, data.TARGETS)})
     blocks.change(0, 64, 100, data.REST)
     blocks.put(1, 64, data.WAITING)
     blocks.put(1, 512, data.WAITING)  # stands

@@ -2,36 +2,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of ``compile.memory_picture`` in a real browser: it draws, tells values under the pointer, and zooms."""
 
-import shutil
 import time
 
 import pytest
 
 from deepspeed.compile.memory_picture import data
 
-FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
+from support.browser import browser
+
 DESK, PHONE = (1280, 900), (390, 844)
 # The x axis of the picture that Plotly holds now.
 RANGE = "return document.querySelector('.js-plotly-plot')._fullLayout.xaxis.range"
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not (chromium and driver):
-        pytest.skip("needs Chromium and its driver (on Debian: apt-get install chromium chromium-driver)")
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium drives the browser: requirements/dev.txt")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    running = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
-    yield running
-    running.quit()
+@pytest.fixture(scope="module", name="browser")
+def started_browser():
+    with browser(*DESK) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ that all ranks make.
 import contextlib
 import inspect
 import logging
+import sys
 import traceback
 from typing import TYPE_CHECKING, Any, ContextManager, Dict, List, Optional, Tuple
 
@@ -127,9 +128,9 @@ def drop_gradients(engine: "DeepSpeedEngine") -> None:
 
 def print_gradient_memory() -> None:
     """Called by ``see_memory_usage()``: prints what the gradients of all engines with a reducer take on this rank."""
-    from .zero12.optimizer import gradient_bytes
-
-    held = gradient_bytes()
+    # Where no engine has a reducer, the module need not be loaded.
+    optimizer = sys.modules.get(f"{__package__}.zero12.optimizer")
+    held = optimizer.gradient_bytes() if optimizer is not None else {}
     if held:
         # In the units of see_memory_usage().
         print("Gradients: " + ", ".join(f"{name} {value / 2**30:.2f} GB" for name, value in held.items()))

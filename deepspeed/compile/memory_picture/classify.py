@@ -14,6 +14,7 @@ Every allocation counts, on CPU and GPU alike, and belongs to one category at a 
 - The rest are temporary results, batches, and what nothing above tells.
 """
 
+import bisect
 import dataclasses
 from typing import Any, Dict, Iterator, List, Optional, Tuple
 
@@ -68,7 +69,7 @@ COLLECTIVE_GATHERS = {"c10d::_allgather_base_", "c10d::allgather_", "c10d::allga
 
 
 @dataclasses.dataclass
-class _Block:
+class _Allocation:
     """Memory that was allocated at one time and freed at another.
 
     Attributes:
@@ -91,38 +92,44 @@ class _Block:
             self.courses.append((index, category))
 
 
-class _Blocks:
-    """All blocks that a recording knows, and those that are allocated now by their address."""
+class _Allocations:
+    """All allocations that a recording knows, and those that are allocated now by their address."""
 
     def __init__(self, standing: Dict[int, Tuple[int, str]]):
-        self.at = {address: _Block(size, -1, [(-1, category)]) for address, (size, category) in standing.items()}
+        self.at = {address: _Allocation(size, -1, [(-1, category)]) for address, (size, category) in standing.items()}
         self.all = list(self.at.values())
-        self._standing = {id(block) for block in self.all}
+        self._standing = {id(allocation) for allocation in self.all}
 
     def change(self, index: int, address: int, size: int, category: str) -> None:
         """Notes an allocation, or a release (``size`` below 0)."""
-        # The profiler does not see what a thread without a profiler frees, such as one of gloo's. So a block that is
+        # The profiler does not see what a thread without a profiler frees, such as one of gloo's. So what is
         # still known at this address was freed unseen.
         self.free(index, address)
         if size > 0:
-            self.at[address] = block = _Block(size, index, [(index, category)])
-            self.all.append(block)
+            self.at[address] = allocation = _Allocation(size, index, [(index, category)])
+            self.all.append(allocation)
 
     def free(self, index: int, address: int) -> None:
-        block = self.at.pop(address, None)
-        if block is not None:
-            block.ended = index
+        allocation = self.at.pop(address, None)
+        if allocation is not None:
+            allocation.ended = index
+
+    def free_gradients(self, index: int) -> None:
+        """Frees what is still known as a gradient when a step has ended. A thread of gloo may have freed it unseen."""
+        for address in list(self.at):
+            if id(self.at[address]) not in self._standing and self.category(address) in (TARGETS, ON_THEIR_WAY):
+                self.free(index, address)
 
     def put(self, index: int, address: int, category: str) -> None:
-        """Puts the block at ``address``, if one is known there, into a category."""
-        block = self.at.get(address)
+        """Puts the allocation at ``address``, if one is known there, into a category."""
+        allocation = self.at.get(address)
         # Memory that stands serves one purpose, whatever passes through it.
-        if block is not None and id(block) not in self._standing:
-            block.put(index, category)
+        if allocation is not None and id(allocation) not in self._standing:
+            allocation.put(index, category)
 
     def category(self, address: int) -> Optional[str]:
-        block = self.at.get(address)
-        return block.courses[-1][1] if block is not None else None
+        allocation = self.at.get(address)
+        return allocation.courses[-1][1] if allocation is not None else None
 
 
 @dataclasses.dataclass
@@ -225,19 +232,22 @@ def read_events(
     origin = marks[0] if marks else entries[0].event.start_time_ns
     seconds = [max(0.0, (entry.event.start_time_ns - origin) / 1e9) for entry in entries]
     phases = _find_phases(entries, seconds)
-    blocks = _Blocks(standing)
-    totals = _follow(entries, phases, blocks, device)
+    allocations = _Allocations(standing)
+    totals = _follow(entries, phases, allocations, device)
     staged = any(entry.event.name in STAGES for entry in entries)
-    for block in blocks.all:
-        _look_back(block, phases, len(entries), staged)
+    begins = {name: [begin for begin, _ in phases.indices[name]] for name in ("forward", "backward")}
+    for allocation in allocations.all:
+        _look_back(allocation, phases, begins, len(entries), staged)
     for address, category in final.items():
-        if address in blocks.at:
-            blocks.at[address].courses = [(blocks.at[address].began, category)]
-    return _lay_out(blocks, seconds, totals, phases)
+        if address in allocations.at:
+            allocations.at[address].courses = [(allocations.at[address].began, category)]
+    if staged and device == "cpu" and phases.indices["step"]:
+        allocations.free_gradients(len(entries) - 1)
+    return _lay_out(allocations, seconds, totals, phases)
 
 
-def _follow(entries, phases, blocks, device):
-    """Notes in ``blocks`` what each event does; returns {index of an event: bytes that a GPU's allocator has out}."""
+def _follow(entries, phases, allocations, device):
+    """Notes what events do to ``allocations``; returns {index of an event: bytes that a GPU's allocator has out}."""
     totals: Dict[int, int] = {}
     copying_until: Dict[int, int] = {}  # thread -> nanoseconds at which it ends its last copy of a gradient
     for index, entry in enumerate(entries):
@@ -252,7 +262,7 @@ def _follow(entries, phases, blocks, device):
             category = entry.holds or (ON_THEIR_WAY if around or copied else REST)
             if category == ON_THEIR_WAY and phases.within("step", index):
                 category = COPIES
-            blocks.change(index, fields.ptr, fields.alloc_size, category)
+            allocations.change(index, fields.ptr, fields.alloc_size, category)
             if device != "cpu":
                 if not totals:
                     totals[-1] = fields.total_allocated - fields.alloc_size
@@ -261,57 +271,59 @@ def _follow(entries, phases, blocks, device):
             category = STAGES[event.name]
             for address in _operands(event):
                 if category is not None:
-                    blocks.put(index, address, category)
-                elif blocks.category(address) == ON_THEIR_WAY:
-                    blocks.free(index, address)
+                    allocations.put(index, address, category)
+                elif allocations.category(address) == ON_THEIR_WAY:
+                    allocations.free(index, address)
         elif event.name in TAKES_GRADIENT:
             for address in _operands(event):
-                if blocks.category(address) in (REST, PARAMETERS):
-                    blocks.put(index, address, ON_THEIR_WAY)
+                if allocations.category(address) in (REST, PARAMETERS):
+                    allocations.put(index, address, ON_THEIR_WAY)
         elif event.name in COPIES_GRADIENT:
-            if any(blocks.category(address) in (TARGETS, ON_THEIR_WAY, WAITING) for address in _operands(event)):
+            if any(allocations.category(address) in (TARGETS, ON_THEIR_WAY, WAITING) for address in _operands(event)):
                 copying_until[event.start_tid] = event.end_time_ns
     return totals
 
 
-def _look_back(block, phases, last, staged):
-    """Corrects the categories of a block by what became of it."""
-    first = block.courses[0]
-    if first[1] == REST and block.began >= 0:
-        backwards = [begin for begin, _ in phases.indices["backward"]]
-        for forward, _ in phases.indices["forward"]:
+def _look_back(allocation, phases, begins, last, staged):
+    """Corrects the categories of an allocation by what became of it."""
+    first = allocation.courses[0]
+    if first[1] == REST and allocation.began >= 0:
+        # The last forward that had begun, and the backward that follows it.
+        before = bisect.bisect_right(begins["forward"], allocation.began) - 1
+        if before >= 0:
+            following = bisect.bisect_left(begins["backward"], begins["forward"][before])
             # A step that raised may have no backward.
-            backward = next((begin for begin in backwards if begin >= forward), last)
-            if forward <= block.began < backward and block.is_held(backward - 1):
-                block.courses[0] = (first[0], ACTIVATIONS)
-    if staged or block.began < 0:
+            backward = begins["backward"][following] if following < len(begins["backward"]) else last
+            if allocation.began < backward and allocation.is_held(backward - 1):
+                allocation.courses[0] = (first[0], ACTIVATIONS)
+    if staged or allocation.began < 0:
         return
     ends = [end for _, end in phases.indices["backward"]]
-    for number, (index, category) in enumerate(block.courses):
+    for number, (index, category) in enumerate(allocation.courses):
         if category == ON_THEIR_WAY and ends:
-            if block.is_held(ends[-1]) and index <= ends[-1]:
-                block.courses[number] = (index, TARGETS)
-            elif any(index <= end and block.is_held(end) for end in ends[:-1]):
-                block.courses[number] = (index, WAITING)
+            if allocation.is_held(ends[-1]) and index <= ends[-1]:
+                allocation.courses[number] = (index, TARGETS)
+            elif any(index <= end and allocation.is_held(end) for end in ends[:-1]):
+                allocation.courses[number] = (index, WAITING)
 
 
-def _lay_out(blocks, seconds, totals, phases):
-    """Adds the blocks up."""
+def _lay_out(allocations, seconds, totals, phases):
+    """Adds the allocations up."""
     changes: Dict[int, List[Tuple[str, int]]] = {}
     now = dict.fromkeys(CATEGORIES, 0)
-    for block in blocks.all:
+    for allocation in allocations.all:
         before = ""
-        for index, category in block.courses:
+        for index, category in allocation.courses:
             if before:
-                changes.setdefault(index, []).append((before, -block.size))
-            changes.setdefault(index, []).append((category, block.size))
+                changes.setdefault(index, []).append((before, -allocation.size))
+            changes.setdefault(index, []).append((category, allocation.size))
             before = category
-        if block.ended is not None:
-            changes.setdefault(block.ended, []).append((before, -block.size))
+        if allocation.ended is not None:
+            changes.setdefault(allocation.ended, []).append((before, -allocation.size))
     held: Dict[str, List[int]] = {name: [] for name in CATEGORIES}
     moments: List[float] = []
     total = totals.get(-1)
-    # A GPU's allocator keeps the total itself, with blocks that nobody has told of. These are a part of the rest.
+    # A GPU's allocator keeps the total itself, with allocations that nobody has told of. These are a part of the rest.
     for index in sorted({-1, *changes, *totals, len(seconds) - 1}):
         for category, size in changes.get(index, ()):
             now[category] += size

@@ -57,16 +57,19 @@ def prepare(engine: "DeepSpeedEngine", optimizer: Optional["DeepSpeedZeroOptimiz
             f"but its data will be written; `{files.REMEDY}`, now or before `python -m deepspeed.compile."
             "memory_picture FILE.json` draws them later"
         )
-    if dist.get_rank() not in (0, dist.get_world_size() - 1):
-        return None
-    try:
-        files.make_folder(Path(option.folder))
-    except OSError as error:
-        raise ValueError(
-            f"{OPTION}.folder: {option.folder} cannot be written on rank {dist.get_rank()} "
-            f"({error.strerror or error}); name another folder"
-        ) from error
-    return Recorder(engine, Path(option.folder), option.step)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    records, why_not = rank in (0, world - 1), ""
+    if records:
+        try:
+            files.make_folder(Path(option.folder))
+        except OSError as error:
+            why_not = f"{option.folder} cannot be written on rank {rank} ({error.strerror or error})"
+    # All ranks raise if one cannot write: otherwise the others would wait for that one in their next collective.
+    why_not_of_all = [""] * world
+    dist.all_gather_object(why_not_of_all, why_not)
+    for each in filter(None, why_not_of_all):
+        raise ValueError(f"{OPTION}.folder: {each}; name another folder")
+    return Recorder(engine, Path(option.folder), option.step) if records else None
 
 
 class Recorder:
@@ -86,10 +89,11 @@ class Recorder:
         self._engine = weakref.ref(engine)
         self._folder, self._step = folder, step
         self._done = 0  # steps
+        self._step_began = False  # by a training forward
         self._recording: Optional[Recording] = None
         self._unwrap = contextlib.ExitStack()
         self._backward_runs = False
-        self._why_not = f"training ended after {{done}} of the {step} steps that had to come"
+        self._why_not = ""
         self.device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
         self.over = False
         # Also called when the process ends: a trainer need not destroy its engine.
@@ -104,13 +108,15 @@ class Recorder:
             self._end("an error in the backward")
         if self.over:
             return around
-        if self._recording is None and self._is_due():
+        if self._recording is None and self._is_due() and not self._step_began:
             self._begin()
+        self._step_began = True
         return self._recorded(around) if self._recording is not None else around
 
     def after_step(self) -> None:
         """Called after a step of the optimizer."""
         engine = self._engine()
+        self._step_began = False
         if self._recording is not None:
             self._end("")
         elif engine.is_compiled or not engine.is_deepcompile_enabled():
@@ -197,7 +203,8 @@ class Recorder:
             logger.warning(f"{OPTION}: the step's memory was recorded, but not all of it written: {_told(error)}")
             return
         names = ", ".join(str(each) for each in [*pictures, file])
-        logger.info(f"{OPTION}: {data.headline(step)}; see {names}")
+        # DeepSpeed shows nothing below a warning by default, and the user has asked for these files.
+        logger.warning(f"{OPTION}: {data.headline(step)}; see {names}")
 
     def _about(self, engine) -> Dict[str, Any]:
         on_gpu = self.device.type != "cpu"
@@ -234,7 +241,7 @@ class Recorder:
             with contextlib.suppress(RuntimeError):
                 recording.drop()
             self._why_not = f"training ended within step {self._done + 1}, which was being recorded"
-        why = self._why_not.format(done=self._done)
+        why = self._why_not or f"training ended after {self._done} of the {self._step} steps that had to come"
         if logger.isEnabledFor(logging.WARNING):
             logger.warning(f"{OPTION}: no step was recorded, because {why}; set {OPTION}.step to an earlier one")
 

@@ -6,10 +6,11 @@ The profiler runs during that step only. It costs time then, and nothing before 
 """
 
 import contextlib
+import gc
 from typing import Dict, Iterable, Iterator, List, Tuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function
 
 from .classify import BEGIN, END, MARK, read_events
 from .data import StepMemory
@@ -43,7 +44,10 @@ def phase(name: str, device: torch.device) -> Iterator[None]:
 
 
 def storages(tensors: Tensors, device: str) -> Iterator[Tuple[int, int, str]]:
-    """Yields (address, bytes, category) of the memory of tensors on a device. It counts where it is first named."""
+    """Yields (address, bytes, category) of the memory of tensors on a device.
+
+    Memory that tensors of several categories share counts for the first of these.
+    """
     seen = set()
     for category, of_category in tensors.items():
         for tensor in of_category:
@@ -53,6 +57,14 @@ def storages(tensors: Tensors, device: str) -> Iterator[Tuple[int, int, str]]:
             if storage.data_ptr() not in seen and storage.nbytes():
                 seen.add(storage.data_ptr())
                 yield storage.data_ptr(), storage.nbytes(), category
+
+
+def another_profiler_runs() -> bool:
+    """Whether a profiler of torch runs or warms up. It takes as long as going through all objects of the process."""
+    # While it warms up, torch does not count it as enabled, and a second profiler would still end it.
+    return torch.autograd._profiler_enabled() or any(
+        issubclass(type(each), profile) and each.current_action is ProfilerAction.WARMUP for each in gc.get_objects()
+    )
 
 
 class Recording:
@@ -68,7 +80,7 @@ class Recording:
 
     def __init__(self, device: torch.device, standing: Tensors):
         # Torch would begin anyway, and end the other profiler's recording.
-        if torch.autograd._profiler_enabled():
+        if another_profiler_runs():
             raise RuntimeError("another profiler runs")
         self._device = device
         self._standing = {address: (size, name) for address, size, name in storages(standing, device.type)}

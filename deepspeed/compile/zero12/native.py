@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Protocol, Tupl
 
 import torch
 
-from .messages import inform
+from .messages import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -81,7 +81,8 @@ def reducer_module() -> NativeModule:
     builder = DeepCompileBuilder()
     try:
         if not builder.is_built():
-            inform(
+            # A warning, because DeepSpeed shows nothing below one by default.
+            warn(
                 "DeepCompile builds its native code, or waits for a process that does. This takes one to three "
                 "minutes, once in an environment"
             )

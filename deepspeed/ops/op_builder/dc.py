@@ -50,22 +50,27 @@ class DeepCompileBuilder(OpBuilder):
 
     def is_built(self) -> bool:
         """Whether the native module need not be compiled: it was at installation, or its file is there and current."""
-        from torch.utils import cpp_extension
+        import torch
 
         from deepspeed.accelerator import get_accelerator
         from deepspeed.git_version_info import accelerator_name, installed_ops
 
         if installed_ops.get(self.NAME, False) and accelerator_name == get_accelerator()._name:
             return True
-        folder = Path(cpp_extension._get_build_directory(self.NAME, verbose=False))
         (headers,) = self.include_paths()
         sources = [Path(self.deepspeed_src_path(source)) for source in self.sources()]
         # The source includes the other files of its folder.
         read = [*sources[0].parent.glob("*.cpp"), *Path(self.deepspeed_src_path(headers)).glob("deepcompile*.h")]
+        # Installed anew with each torch.
+        read.append(Path(torch.__file__).with_name("version.py"))
         try:
+            from torch.utils import cpp_extension
+
+            # Makes the folder, if there is none.
+            folder = Path(cpp_extension._get_build_directory(self.NAME, verbose=False))
             built = (folder / f"{self.NAME}{cpp_extension.LIB_EXT}").stat().st_mtime
             instructions = (folder / "build.ninja").read_text()
-        except OSError:
+        except (OSError, ImportError):
             return False
         # DeepSpeed as it was released builds its own module, of other sources, in a folder of the same name.
         return all(str(source) in instructions for source in sources) and built >= max(
