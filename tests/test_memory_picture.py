@@ -333,6 +333,8 @@ def refusals(folder):
             said.append("nothing")
         except ValueError as error:
             said.append(str(error))
+    # An engine that is refused changes nothing in the process, as ZeRO-3 would.
+    assert torch.nn.functional.linear.__name__ == "linear"
     return said
 
 

@@ -3,8 +3,12 @@
 """Engines that ``engine.compile()`` refuses for what they are or for when it is called."""
 
 from typing import List, NamedTuple, Optional
+from unittest import mock
 
 import torch
+from torch.torch_version import TorchVersion
+
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from support.ids import vary
 from support.options import SMALL, TWICE_ROUNDED, outcome, prepare, train_prepared
@@ -195,3 +199,28 @@ def test_refused_engines(ranks):
     expected = {kind: f"ValueError: DeepCompile with ZeRO stage 1: {says}" for kind, says in REFUSED_ENGINES.values()}
     expected["marked experts"] = expected["experts"]
     assert results == [expected, expected]
+
+
+def with_linear_of_zero_3(case, release):
+    """Compiles an engine where ZeRO-3 has replaced ``linear``; returns what it raises under this release of torch.
+
+    If it raises nothing, returns the error of training.
+    """
+    torch.nn.functional.linear = zero3_linear_wrap
+    started = prepare(case)
+    with mock.patch.object(torch, "__version__", release):
+        raised = outcome(started.engine.compile, backend="eager")
+    return raised or train_prepared(case, *started)
+
+
+def test_linear_that_zero_3_has_replaced(ranks):
+    for raised in ranks(2).run(with_linear_of_zero_3, Case(), "2.11.0"):
+        assert "has replaced torch.nn.functional.linear" in raised and "memory_efficient_linear" in raised
+    if TorchVersion(torch.__version__) >= "2.13":
+        assert all(error < BOUND for error in ranks(2).run(with_linear_of_zero_3, Case(), torch.__version__))
+    # Processes serve many tests.
+    assert ranks(2).run(name_of_linear) == ["linear"] * 2
+
+
+def name_of_linear():
+    return torch.nn.functional.linear.__name__

@@ -33,6 +33,9 @@ def zero_optimizer(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) 
         RuntimeError: if host memory could not be pinned for an offloaded optimizer. The message says how much.
         ValueError: if ``compile.memory_picture`` cannot be honoured.
     """
+    if _asks_for_memory_picture(engine):
+        # Before ZeRO-3 changes the process.
+        _refuse_other_stages(engine)
     try:
         wrapped = engine._configure_zero_optimizer(optimizer)
     except RuntimeError as error:
@@ -146,6 +149,12 @@ def at_end(engine: "DeepSpeedEngine") -> None:
 def _asks_for_memory_picture(engine):
     # An engine without an optimizer, such as that of a reference model with the same configuration, has no steps.
     return engine._config.compile_config.memory_picture is not None and engine.basic_optimizer is not None
+
+
+def _refuse_other_stages(engine):
+    from .memory_picture.of_engine import refuse_other_stages
+
+    refuse_other_stages(engine, "the optimizer of this stage")
 
 
 def _prepare_memory_picture(engine, optimizer):

@@ -33,6 +33,16 @@ if TYPE_CHECKING:
 OPTION = "compile.memory_picture"
 
 
+def refuse_other_stages(engine: "DeepSpeedEngine", optimizer: str) -> None:
+    """Raises ValueError unless the engine is of ZeRO stage 1 or 2. ``optimizer`` names what it has instead."""
+    if engine.zero_optimization_stage() not in (1, 2):
+        raise ValueError(
+            f"{OPTION} records engines of ZeRO stage 1 and 2 only, and this engine has stage "
+            f"{engine.zero_optimization_stage()} with {optimizer}; leave {OPTION} out, or set "
+            "zero_optimization.stage to 1 or 2"
+        )
+
+
 def prepare(engine: "DeepSpeedEngine", optimizer: Optional["DeepSpeedZeroOptimizer"]) -> Optional["Recorder"]:
     """Returns the recorder that an engine's configuration asks for, or None if this rank records nothing.
 
@@ -44,11 +54,12 @@ def prepare(engine: "DeepSpeedEngine", optimizer: Optional["DeepSpeedZeroOptimiz
         ValueError: if the option cannot be honoured. The message says why, and what to do.
     """
     option = engine._config.compile_config.memory_picture
-    if not hasattr(optimizer, "single_partition_of_fp32_groups") or engine.zero_optimization_stage() not in (1, 2):
+    name = type(optimizer).__name__
+    refuse_other_stages(engine, name)
+    if not hasattr(optimizer, "single_partition_of_fp32_groups"):
         raise ValueError(
-            f"{OPTION} records engines of ZeRO stage 1 and 2 only, and this engine has stage "
-            f"{engine.zero_optimization_stage()} with {type(optimizer).__name__}; leave {OPTION} out, or set "
-            "zero_optimization.stage to 1 or 2"
+            f"{OPTION} records DeepSpeedZeroOptimizer only, and this engine has {name}; leave {OPTION} out, or with "
+            "bf16 in stage 1 leave grad_accum_dtype out"
         )
     missing = files.missing_libraries()
     if missing:

@@ -16,6 +16,7 @@ from torch.nn import Module
 from torch.torch_version import TorchVersion
 
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
@@ -157,6 +158,14 @@ def _problems(engine, backend, compile_config, compile_kwargs, schedule, stage, 
     """Yields a sentence for each option that cannot be honoured."""
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
+    if torch.nn.functional.linear is zero3_linear_wrap and TorchVersion(torch.__version__) < "2.13":
+        # ZeRO-3 puts it there for the life of a process.
+        yield (
+            "an engine of ZeRO-3 in this process has replaced torch.nn.functional.linear, and torch "
+            f"{torch.__version__} compiles the replacement to gradients of zero; set zero_optimization."
+            "memory_efficient_linear to false for that engine, or torch.nn.functional.linear to torch._C._nn.linear "
+            "before this one compiles, or install torch 2.13 or newer"
+        )
     yield from _unsupported_zero_options(engine)
     yield from _unsupported_engines(engine)
     yield from _unsupported_optimizers(engine)
