@@ -246,10 +246,16 @@ def test_the_step_after_a_fault(ranks, stage, where, how):
         assert after.held_at_last == NOTHING
 
 
+def half_a_step_in_chunks(case, folder):
+    """The fault comes between two chunks."""
+    with chunks_of(7):
+        return half_a_step(case, folder)
+
+
 @vary("stage", [1, 2])
 def test_half_a_step_offloaded(ranks, tmp_path, stage):
     case = Case(stage=stage, accumulation=3, groups=2, offloaded=True)
-    for after in ranks(2).run(half_a_step, case, str(tmp_path)):
+    for after in ranks(2).run(half_a_step_in_chunks, case, str(tmp_path)):
         assert "was ended half way (Injected: behind the update)" in after.raised[1]
         assert after.error < BOUND
 
