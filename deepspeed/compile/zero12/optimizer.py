@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 else:
     _NextClass = object
 
-# The counters of a reducer that are bytes held at the moment.
-HELD = ("bound", "on_host", "pending", "bucket", "unreduced")
+# The counters of a reducer that are bytes of gradients at the moment. "bucket" is memory in which some of them lie.
+HELD = ("bound", "on_host", "pending", "unreduced")
 
 # The attached optimizers whose parameters no later engine has taken over.
 _attached = weakref.WeakSet()
