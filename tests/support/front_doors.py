@@ -39,6 +39,7 @@ class Case:
     stage: int = 1
     backend: str = "eager"  # of torch.compile
     deepcompile: bool = True
+    pictured: bool = False  # whether the memory of a step is recorded
 
 
 class Outcome(NamedTuple):
@@ -94,10 +95,11 @@ def evaluation_rows():
 
 
 def ds_config(case) -> Dict[str, Any]:
+    picture = {"memory_picture": {"folder": case.folder}} if case.pictured else {}
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "zero_optimization": {"stage": case.stage},
-        "compile": {"deepcompile": case.deepcompile},
+        "compile": {"deepcompile": case.deepcompile, **picture},
     }
 
 
