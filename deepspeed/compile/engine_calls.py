@@ -132,8 +132,8 @@ def drop_gradients(engine: "DeepSpeedEngine") -> None:
 def print_gradient_memory() -> None:
     """Called by ``see_memory_usage()``: prints what the gradients of all engines with a reducer take on this rank."""
     # Where no engine has a reducer, the module need not be loaded.
-    optimizer = sys.modules.get(f"{__package__}.zero12.optimizer")
-    held = optimizer.gradient_bytes() if optimizer is not None else {}
+    loaded = sys.modules.get(f"{__package__}.zero12.optimizer")
+    held = loaded.gradient_bytes() if loaded is not None else {}
     if held:
         # In the units of see_memory_usage().
         print("Gradients: " + ", ".join(f"{name} {value / 2**30:.2f} GB" for name, value in held.items()))
