@@ -128,7 +128,7 @@ $(TOOLS):
 # Native code, DeepSpeed's own for CPUs too, is compiled here, so that no test and no training has to wait for it.
 $(FORK): $(TOOLS)
 	$(PIP) install --quiet --no-build-isolation .
-	@echo "Compiling native code, which takes one to three minutes on two cores ..."
+	@echo "Compiling native code, which may take some minutes on two cores ..."
 	@cd $(VENV) && $(RUN) python -c "$(COMPILE)"
 	rm -f $(VENV)/.fork-* && touch $@
 

@@ -3,6 +3,7 @@
 """Several engines, steps in other threads, process groups that torch wraps, and a long run."""
 
 import copy
+import functools
 import gc
 import random
 import threading
@@ -67,37 +68,24 @@ class Turns(NamedTuple):
     moved: List[bool]  # for each engine, whether its parameters changed
 
 
-def turns_in_another_order(case):
-    """Each rank steps two engines of one kind, every other rank in the other order."""
+def in_another_order(case, in_one_backward):
+    """Each rank steps two engines of one kind, every other rank in the other order.
+
+    ``in_one_backward``: whether one backward goes through both, which the rank has run in its order.
+    """
     torch._dynamo.reset()
     pairs, raised = [CaseBeside(case) for _ in range(2)], []
     ids = batch(0, 0, dist.get_rank(), 4)
-    for pair in reversed(pairs) if dist.get_rank() % 2 else pairs:
-        try:
-            pair.engine.backward(pair.engine(ids))
-            pair.engine.step()
-        except RuntimeError as error:
-            raised.append(str(error))
-    moved = [relative_error(pair.module.parameters(), pair.before.parameters()) > 0 for pair in pairs]
-    for pair in pairs:
-        pair.engine.destroy()
-    return Turns(raised, moved)
+    engines = [pair.engine for pair in (reversed(pairs) if dist.get_rank() % 2 else pairs)]
 
+    def train(engine):
+        engine.backward(engine(ids))
+        engine.step()
 
-def test_turns_in_another_order(ranks):
-    for turns in ranks(2).run(turns_in_another_order, Case(bucket=50)):
-        assert len(turns.raised) == 2
-        assert all("ranks have not run the same backwards" in message for message in turns.raised)
-        assert not any(turns.moved)
-
-
-def one_loss_in_another_order(case):
-    """One backward through two engines of one kind, which every other rank runs in the other order."""
-    torch._dynamo.reset()
-    pairs, raised = [CaseBeside(case) for _ in range(2)], []
-    ids = batch(0, 0, dist.get_rank(), 4)
-    losses = [pair.engine(ids) for pair in (reversed(pairs) if dist.get_rank() % 2 else pairs)]
-    for attempt in (sum(losses).backward, *(pair.engine.step for pair in pairs)):
+    attempts = [functools.partial(train, engine) for engine in engines]
+    if in_one_backward:
+        attempts = [sum(engine(ids) for engine in engines).backward, *(pair.engine.step for pair in pairs)]
+    for attempt in attempts:
         try:
             attempt()
         except RuntimeError as error:
@@ -108,10 +96,17 @@ def one_loss_in_another_order(case):
     return Turns(raised, moved)
 
 
+def test_turns_in_another_order(ranks):
+    for turns in ranks(2).run(in_another_order, Case(bucket=50), in_one_backward=False):
+        assert len(turns.raised) == 2
+        assert all("ranks have not run the same backwards" in message for message in turns.raised)
+        assert not any(turns.moved)
+
+
 @vary("stage", [1, 2])
-def test_one_loss_in_another_order(ranks, stage):
+def test_one_backward_in_another_order(ranks, stage):
     # Every message of one engine meets one of the same size of the other, so only fingerprints can tell.
-    for turns in ranks(2).run(one_loss_in_another_order, Case(stage=stage, bucket=50)):
+    for turns in ranks(2).run(in_another_order, Case(stage=stage, bucket=50), in_one_backward=True):
         assert any("ranks have not run the same backwards" in message for message in turns.raised), turns
         assert not any(turns.moved)
 

@@ -11,10 +11,11 @@ the flat tensor and may straddle several partitions.
   1. Registered empty.  Reducer::register_parameter() notes where a parameter lies. No gradient memory
                         exists yet.
   2. Reduced.           Reducer::reduce() takes a gradient as soon as the backward has produced it. All ranks
-                        send gradients in one SendOrder. A gradient that comes before its turn waits, but
-                        never more of them than a bucket and one gradient. In its turn the gradient is cut
-                        into pieces at partition boundaries and put into a Bucket. When the bucket is full,
-                        each piece is sent to the rank that owns it and to no other rank.
+                        send gradients in one SendOrder. A gradient that comes before its turn waits; if
+                        more than a bucket waits for gradients of which no part has come, zeros are sent for
+                        these. In its turn the gradient is cut into pieces at partition boundaries and put
+                        into a Bucket. When the bucket is full, each piece is sent to the rank that owns it
+                        and to no other rank.
   3. Bound.             PartitionGroup::bind() makes each piece that has arrived at its owner a target: the
                         averaged gradient of a range of the owner's partition. The target keeps the memory
                         in which the piece was reduced if that memory holds nothing else; otherwise it is a

@@ -22,7 +22,7 @@ def report() -> List[Tuple[str, str]]:
     if DeepCompileBuilder().is_built():
         built = f"built, for {get_accelerator().device_name()}"
     else:
-        built = "not built; the first training builds it, in one to three minutes"
+        built = "not built; the first training builds it, which may take a minute"
     return [
         ("fork", f"{deepspeed.__version__}, DeepSpeed {base} with another DeepCompile for ZeRO-1 and ZeRO-2"),
         ("fork's native code (dc)", built),

@@ -23,6 +23,9 @@ COLOURS = dict(
 )
 # Of two steps that lie over each other.
 COLOURS_OF_TWO = ("#0072B2", "#D55E00")
+INK = "#333333"  # of text and lines
+# With more phases than these, their names would cover each other.
+NAMED_PHASES = 12
 OF_GRADIENTS = (TARGETS, ON_THEIR_WAY, WAITING, COPIES)
 # The gather is the last part of the step.
 PHASES = ("forward", "backward", "step", "gather")

@@ -12,6 +12,8 @@ from plotly.subplots import make_subplots
 from .data import (
     COLOURS,
     COLOURS_OF_TWO,
+    INK,
+    NAMED_PHASES,
     PHASES,
     StepMemory,
     categories_of,
@@ -22,8 +24,6 @@ from .data import (
     written,
 )
 
-INK = "#333333"
-NAMED_PHASES = 12
 SECONDS = "seconds on the host, under the profiler"
 # Without the second line, a phone would draw the page for a desk and make it small.
 PAGE = """<!DOCTYPE html>

@@ -13,6 +13,8 @@ from matplotlib.ticker import MaxNLocator
 from .data import (
     COLOURS,
     COLOURS_OF_TWO,
+    INK,
+    NAMED_PHASES,
     PHASES,
     StepMemory,
     categories_of,
@@ -22,9 +24,6 @@ from .data import (
     written,
 )
 
-INK = "#333333"
-# With more micro-batches than these, the names of their phases would cover each other.
-NAMED_PHASES = 12
 SECONDS = "seconds on the host, while torch's profiler recorded the step"
 
 

@@ -83,8 +83,8 @@ def reducer_module() -> NativeModule:
         if not builder.is_built():
             # A warning, because DeepSpeed shows nothing below one by default.
             warn(
-                "DeepCompile builds its native code, or waits for a process that does. This takes one to three "
-                "minutes, once in an environment"
+                "DeepCompile builds its native code, or waits for a process that does. This may take a "
+                "minute, once in an environment"
             )
         module = builder.load_reducer()
     except Exception as error:
