@@ -55,7 +55,9 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
         repetitions: how often to time each part, after a first time that does not count more than the others.
     """
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.compile.zero12.chunked_step import MasterGradient, step_in_chunks
+    from deepspeed.compile.zero12.chunked_step import step_in_chunks
+    from deepspeed.compile.zero12.compiled_update import CompiledUpdates
+    from deepspeed.compile.zero12.master_gradient import MasterGradient
     from deepspeed.compile.zero12.step import _sum_of_squares
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -64,10 +66,18 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
     adam = DeepSpeedCPUAdam([master], lr=1e-5)
     sent = torch.empty(numel, dtype=torch.bfloat16, device="cuda" if on_gpus() else "cpu")
     factor = torch.full((1,), 0.5)
+    updates = CompiledUpdates()
 
     def send(first, last):
-        gradient[first:last].copy_(master.data[first:last])
         sent[first:last].copy_(gradient[first:last], non_blocking=True)
+
+    def step(compiled):
+        # The new parameters are written over the gradients, as in a step.
+        given = MasterGradient(_Views(gradient), factor, master.data, gradient.dtype)
+        step_in_chunks(adam, 0, given, lambda first, last: gradient[first:last], send, compiled)
+
+    def step_compiled():
+        step(updates.begin(adam, 0, gradient.dtype, gradient.dtype, scaled=True))
 
     def adam_alone():
         master.grad = master.data
@@ -76,9 +86,8 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
 
     elements = {
         "norm": lambda: _sum_of_squares([gradient], torch.float32),
-        "chunks: cast, scale, Adam, cast back, send": lambda: step_in_chunks(
-            adam, 0, MasterGradient(_Views(gradient), factor, master.data), send
-        ),
+        "chunks: cast, scale, Adam, cast back, send": lambda: step(None),
+        "one compiled pass and send": step_compiled,
         "Adam alone, of the whole partition": adam_alone,
     }
     figures = {name: seconds(part, repetitions) / numel * 1e9 for name, part in elements.items()}

@@ -84,7 +84,7 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
 
     trainer = Trainer(settings, device)
     say(f"{trainer.parameters / 1e6:,.1f} million parameters; set up in {trainer.setup_s:.1f} s")
-    seconds, losses = trainer.timed_steps()
+    seconds, phase_seconds, losses = trainer.timed_steps()
     # Totals by torch's own names, of which some contain others.
     compilation = {name: round(sum(values), 3) for name, values in compilation_time_metrics.items()}
     reserved = torch.cuda.max_memory_reserved() if on_gpus() else None
@@ -96,6 +96,7 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
         "setup_s": trainer.setup_s,
         "first_step_s": seconds[0],
         "step_s": statistics.median(seconds[settings.warm :]),
+        "phases_s": {name: statistics.median(each[settings.warm :]) for name, each in phase_seconds.items()},
         "compilation_s": compilation,
         # A CPU's allocator keeps no count. There the profiler tells what the step adds to what tensors held before.
         "phases": phases or {name: allocated_in(recorded, name) for name in PHASES},

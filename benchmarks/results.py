@@ -17,6 +17,8 @@ class RankResult(TypedDict):
         setup_s: for building the model and wrapping it in the system.
         first_step_s: the first step, which compiles.
         step_s: the median of the steps that count.
+        phases_s: "forward", "backward" or "step" -> the median of its seconds in the steps that count, of all
+            micro-batches. "step" is the norm, the optimizer and what of the gather is not overlapped.
         compilation_s: torch's name of a part of compilation -> its seconds. Some parts contain others.
         phases: "forward", "backward" or "step" -> {"after": allocated at its end, "peak": the most allocated in it}.
             On a CPU, parameters, optimizer states and what the step adds to them.
@@ -30,6 +32,7 @@ class RankResult(TypedDict):
     setup_s: float
     first_step_s: float
     step_s: float
+    phases_s: dict[str, float]
     compilation_s: dict[str, float]
     phases: dict[str, dict[str, int]]
     reserved: int | None

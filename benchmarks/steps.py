@@ -5,8 +5,9 @@
 import contextlib
 import dataclasses
 import gc
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -27,26 +28,53 @@ def say(text: str) -> None:
 
 
 class Clock:
-    """Takes the times of steps. On GPUs it uses CUDA events, so that the host may run ahead of the device."""
+    """Takes the times of steps and of their phases. On GPUs it uses CUDA events: the host may run ahead of the device.
+
+    So a phase lasts from when the device has done what was queued before the phase until it has done the phase's part.
+    """
 
     def __init__(self):
-        self._marks = []
+        self._marks = [self._now()]
+        self._phases = []  # of each step: (name, begin, end)
+
+    def _now(self):
+        if not on_gpus():
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Context of a phase of the current step. A step may have several phases of one name."""
+        if len(self._phases) < len(self._marks):
+            self._phases.append([])
+        begin = self._now()
+        yield
+        self._phases[-1].append((name, begin, self._now()))
 
     def mark(self) -> None:
-        """Marks the end of one step and the beginning of the next."""
-        if not on_gpus():
-            self._marks.append(time.perf_counter())
-            return
-        self._marks.append(torch.cuda.Event(enable_timing=True))
-        self._marks[-1].record()
+        """Marks the end of a step and the beginning of the next."""
+        self._marks.append(self._now())
 
     def seconds(self) -> list[float]:
-        """Returns the seconds from each mark to the next, after waiting for the device to reach the last mark."""
-        pairs = zip(self._marks, self._marks[1:])
+        """Returns the seconds of each step, after waiting for the device to reach the end of the last."""
+        return [self._between(begin, end) for begin, end in itertools.pairwise(self._marks)]
+
+    def phase_seconds(self) -> dict[str, list[float]]:
+        """Returns the seconds of each step's phases: name -> for each step, the sum of its phases of that name."""
+        sums = {name: [0.0] * len(self._phases) for name, *_ in self._phases[0]}
+        for step, phases in enumerate(self._phases):
+            for name, begin, end in phases:
+                sums[name][step] += self._between(begin, end)
+        return sums
+
+    @staticmethod
+    def _between(begin, end):
         if not on_gpus():
-            return [end - begin for begin, end in pairs]
-        torch.cuda.synchronize()
-        return [begin.elapsed_time(end) / 1e3 for begin, end in pairs]
+            return end - begin
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
 
 
 class Trainer:
@@ -101,18 +129,17 @@ class Trainer:
             total = total + loss.detach() / self.settings.accumulation
         return total
 
-    def timed_steps(self) -> tuple[list[float], list[float]]:
-        """Trains ``settings.steps`` steps; returns the seconds and this rank's loss of each."""
-        clock, losses = Clock(), []
+    def timed_steps(self) -> tuple[list[float], dict[str, list[float]], list[float]]:
+        """Trains ``settings.steps`` steps; returns the seconds of each and of its phases, and this rank's losses."""
         dist.barrier()
-        clock.mark()
+        clock, losses = Clock(), []
         for step in range(self.settings.steps):
-            losses.append(self.train_step())
+            losses.append(self.train_step(clock.phase))
             clock.mark()
             # The host waits for the device to read a loss, so it reads none in most steps that count for the median.
             if step < 3 or (step + 1) % 100 == 0:
                 say(f"  step {step + 1:4} of {self.settings.steps}   loss {losses[-1].item():.4f}")
-        return clock.seconds(), [loss.item() for loss in losses]
+        return clock.seconds(), clock.phase_seconds(), [loss.item() for loss in losses]
 
     def watched_step(self) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, int]]]:
         """Trains a step in which the host waits for the device after each phase and reads its memory.

@@ -19,8 +19,9 @@ ZERO12 = COMPILE / "zero12"
 # Each module may import those of the lines above its own, and what is on its own line nothing of that line.
 FLOORS = """
 about fx passes.zero_1_and_2_compile zero12.messages zero12.monitoring
-zero12.native
-zero12.collectives zero12.forward zero12.key_value_cache zero12.chunked_step zero12.layout zero12.offload
+zero12.native zero12.compiled_update
+zero12.collectives zero12.forward zero12.key_value_cache zero12.master_gradient zero12.layout zero12.offload
+zero12.chunked_step
 zero12.backward zero12.gather zero12.step
 zero12.gather_hooks zero12.state
 zero12.optimizer
@@ -37,7 +38,18 @@ memory_picture.of_engine memory_picture.__main__
 init_z1_and_2 engine_calls gradient_partition parameter_gather
 """
 
-TRAINING = {"optimizer", "state", "backward", "step", "chunked_step", "gather", "gather_hooks", "layout", "offload"}
+TRAINING = {
+    "optimizer",
+    "state",
+    "backward",
+    "step",
+    "chunked_step",
+    "compiled_update",
+    "gather",
+    "gather_hooks",
+    "layout",
+    "offload",
+}
 # What the base keeps of a backward and counts.
 FLAGS = {"micro_steps", "_backward_active_depth", "post_backward_callback_queued"}
 # Private names that the fork gives to objects of the base, and one of Python's named tuples.

@@ -171,6 +171,7 @@ def test_systems_train_alike(tmp_path):
     table = (tmp_path / "results.md").read_text()
     for rank in fork["ranks"]:
         assert 0 < rank["step_s"] and 0 < rank["first_step_s"]
+        assert 0 < min(rank["phases_s"].values()) and 0.5 < sum(rank["phases_s"].values()) / rank["step_s"] < 1.5
     for row in ("step, median, s", "peak of the backward, MiB", "counted: most pending, MiB", "Not measured: base"):
         assert row in table and row in finished.stdout
     for picture in ("memory-accumulation-first-rank", "memory-accumulation-last-rank", "losses-accumulation"):

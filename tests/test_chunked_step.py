@@ -12,34 +12,16 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.zero12 import chunked_step
-from deepspeed.compile.zero12.chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
+from deepspeed.compile.zero12.chunked_step import may_step_in_chunks, step_in_chunks
+from deepspeed.compile.zero12.master_gradient import MasterGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary
 from support.lifetime import backward, start
+from support.optimizers import OPTIMIZERS, Views
 from support.training import Case, chunks_of, relative_error
 
 NUMEL = 50
-OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "SGD without momentum": lambda p: torch.optim.SGD(p, lr=0.1),
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
-}
-
-
-class Views(dict):
-    """Offset -> gradient, given away as PartitionViews are."""
-
-    def take(self):
-        while self:
-            yield self.popitem()
 
 
 class Gradients(NamedTuple):
@@ -61,7 +43,7 @@ def draw_gradients(seed):
 @pytest.mark.parametrize("factor", [None, 1 / 3], ids=["unscaled", "scaled"])
 def test_gradient(chunk, factor):
     given, flat = draw_gradients(0)
-    gradient = MasterGradient(given, factor and torch.tensor([factor]), torch.empty(0))
+    gradient = MasterGradient(given, factor and torch.tensor([factor]), torch.empty(0), torch.bfloat16)
     assert not given
     taken = [gradient.take(first, min(first + chunk, NUMEL)).clone() for first in range(0, NUMEL, chunk)]
     assert torch.equal(torch.cat(taken), flat if factor is None else flat * torch.tensor([factor]))
@@ -77,7 +59,7 @@ def test_chunks_step_as_the_whole(name):
     expected, optimizer = OPTIMIZERS[name]([whole]), OPTIMIZERS[name]([chunked])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     expected_scheduler = torch.optim.lr_scheduler.StepLR(expected, 2, 0.5)
-    stepped = []
+    stepped, new = [], torch.empty(NUMEL)
     for step in range(6):
         given, flat = draw_gradients(step)
         whole.grad = flat
@@ -85,7 +67,9 @@ def test_chunks_step_as_the_whole(name):
         assert may_step_in_chunks(optimizer, chunked)
         stepped.clear()
         with chunks_of(7):
-            step_in_chunks(optimizer, 0, MasterGradient(given, None, chunked.data), lambda *span: stepped.append(span))
+            gradient = MasterGradient(given, None, chunked.data, torch.bfloat16)
+            step_in_chunks(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: stepped.append(span))
+        assert torch.equal(new, chunked)
         assert stepped == [(first, min(first + 7, NUMEL)) for first in range(0, NUMEL, 7)]
         scheduler.step()
         expected_scheduler.step()
@@ -136,13 +120,13 @@ class Chunks(NamedTuple):
 def chunks_of_a_step(case):
     """Trains for three steps with chunks of 50 elements, and again with chunks of the default size."""
     trained, calls = [], []
-    take = chunked_step.MasterGradient.take
+    take = MasterGradient.take
 
     def taken(self, first, last):
         calls.append((numel, step))
         return take(self, first, last)
 
-    chunked_step.MasterGradient.take = taken
+    MasterGradient.take = taken
     for numel in (50, chunked_step.CHUNK_NUMEL):
         with chunks_of(numel):
             module, engine = start(case)
@@ -151,7 +135,7 @@ def chunks_of_a_step(case):
                 engine.step()
             trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
             engine.destroy()
-    chunked_step.MasterGradient.take = take
+    MasterGradient.take = take
     return Chunks([calls.count((50, step)) for step in range(3)], relative_error(*trained))
 
 
@@ -165,13 +149,13 @@ def test_an_engine_steps_in_chunks(ranks):
 
 def gradients_within_a_step(case):
     """Returns how many targets exist each time that a chunk of the fp32 gradient is made."""
-    take, counts, targets = chunked_step.MasterGradient.take, [], []
+    take, counts, targets = MasterGradient.take, [], []
 
     def taken(self, first, last):
         counts.append(sum(not target.expired() for target in targets))
         return take(self, first, last)
 
-    chunked_step.MasterGradient.take = taken
+    MasterGradient.take = taken
     try:
         with chunks_of(50):
             _, engine = start(case)
@@ -183,7 +167,7 @@ def gradients_within_a_step(case):
                 engine.step()
             engine.destroy()
     finally:
-        chunked_step.MasterGradient.take = take
+        MasterGradient.take = take
     return counts
 
 

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12 import chunked_step, gradient_counters
+from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero12.master_gradient import MasterGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.faults import half_a_step, on_every_rank
@@ -161,8 +162,8 @@ def train_with_optimizer_of_configuration(params, chunk):
     plain = copy.deepcopy(module)
     engine = engine_with_optimizer_of_configuration(module, {**settings, **params}, {"gradient_clipping": 0.5})
     expected = torch.optim.AdamW(plain.parameters(), **settings)
-    take, taken = chunked_step.MasterGradient.take, []
-    chunked_step.MasterGradient.take = lambda self, *span: taken.append(span) or take(self, *span)
+    take, taken = MasterGradient.take, []
+    MasterGradient.take = lambda self, *span: taken.append(span) or take(self, *span)
     try:
         with chunks_of(chunk):
             for step in range(4):
@@ -171,7 +172,7 @@ def train_with_optimizer_of_configuration(params, chunk):
                 plain(batch(step, 0, dist.get_rank(), 4)).backward()
                 clip_and_step(plain, expected, 0.5)
     finally:
-        chunked_step.MasterGradient.take = take
+        MasterGradient.take = take
     pairs = list(zip(module.parameters(), plain.parameters(), strict=True))
     states = [
         (safe_get_full_optimizer_state(parameter, name), expected.state[other][name])

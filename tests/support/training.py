@@ -17,7 +17,13 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12 import chunked_step, gradient_counters, wait_for_parameters
+from deepspeed.compile.zero12 import (
+    chunked_step,
+    compiled_update,
+    gradient_counters,
+    master_gradient,
+    wait_for_parameters,
+)
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -146,6 +152,17 @@ def chunks_of(numel):
         yield
     finally:
         chunked_step.CHUNK_NUMEL, chunked_step.CHUNK_NUMEL_ON_HOST = before
+
+
+@contextlib.contextmanager
+def updates_compiled_from(numel, large=2**22):
+    """Within it, updates of partitions of so many elements are compiled. They read ``large`` gradients in place."""
+    before = compiled_update.LEAST_NUMEL, master_gradient.LARGE_NUMEL
+    compiled_update.LEAST_NUMEL, master_gradient.LARGE_NUMEL = numel, large
+    try:
+        yield
+    finally:
+        compiled_update.LEAST_NUMEL, master_gradient.LARGE_NUMEL = before
 
 
 @contextlib.contextmanager

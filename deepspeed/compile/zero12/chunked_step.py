@@ -14,8 +14,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
+from .compiled_update import ALIGN_NUMEL
+
 if TYPE_CHECKING:
-    from .layout import PartitionViews
+    from .compiled_update import StepOfGroup
+    from .master_gradient import MasterGradient
 
 # Elements of a chunk: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 CHUNK_NUMEL = 2**27
@@ -30,55 +33,6 @@ _ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, FusedAdam),
     DeepSpeedCPUAdam,
 )
-
-
-class MasterGradient:
-    """The scaled gradient of a partition in the dtype of its master weights, made range by range.
-
-    Args:
-        views: the PartitionViews of the partition. This object takes the gradients out of them.
-        factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
-        like: a tensor of the dtype and on the device of the master weights.
-    """
-
-    def __init__(self, views: "PartitionViews", factor: Optional[torch.Tensor], like: torch.Tensor):
-        # (offset, gradient), with the lowest offset last, so that pop() takes it.
-        self._rest = sorted(views.take(), key=lambda entry: entry[0], reverse=True)
-        self._factor = factor
-        self._memory = like.new_empty(0)
-
-    def take(self, first: int, last: int) -> torch.Tensor:
-        """Returns elements [first, last) of the partition's scaled gradient, 1-D. Padding is zero.
-
-        The next call overwrites what this call returns. Calls must ask for ranges in ascending order. A gradient is
-        dropped as soon as all its elements have been taken.
-        """
-        if self._memory.numel() < last - first:
-            with torch.profiler.record_function("deepcompile::master_gradient"):
-                self._memory = self._memory.new_empty(last - first)
-        gradient, filled = self._memory[: last - first], first
-        while self._rest and self._rest[-1][0] < last:
-            offset, view = self._rest[-1]
-            begin, end = max(offset, first), min(offset + view.numel(), last)
-            gradient[filled - first : begin - first].zero_()
-            self._scale(view[begin - offset : end - offset], gradient[begin - first : end - first])
-            filled = end
-            if end < offset + view.numel():
-                break
-            self._rest.pop()
-        gradient[filled - first :].zero_()
-        return gradient
-
-    def _scale(self, source, target):
-        if self._factor is None:
-            target.copy_(source)
-        elif target.is_cpu:
-            # On a CPU, a product of two dtypes takes several times as long as a cast and a product of one dtype.
-            target.copy_(source).mul_(self._factor)
-        else:
-            # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
-            # dimensions, torch would compute in the dtype of `source`.
-            torch.mul(source, self._factor, out=target)
 
 
 def may_step_in_chunks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
@@ -103,7 +57,12 @@ def _is_complete(state, parameter):
 
 
 def step_in_chunks(
-    optimizer: torch.optim.Optimizer, index: int, gradient: MasterGradient, finish: Callable[[int, int], None]
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    gradient: "MasterGradient",
+    new: Callable[[int, int], torch.Tensor],
+    finish: Callable[[int, int], None],
+    compiled: Optional["StepOfGroup"] = None,
 ) -> None:
     """Steps the only parameter of ``optimizer.param_groups[index]`` chunk by chunk.
 
@@ -111,43 +70,74 @@ def step_in_chunks(
         optimizer: an optimizer for which :func:`may_step_in_chunks` is true.
         index: the index of the parameter group.
         gradient: the gradient of the parameter.
-        finish: a function to call with (first, last) when the elements [first, last) of the parameter were stepped.
+        new: a function of (first, last) that returns the memory for the new values of the elements [first, last).
+        finish: a function to call with (first, last) when that memory has the new values.
+        compiled: what steps chunks in one pass, or None to have the optimizer step them.
     """
-    groups = optimizer.param_groups
-    (whole,) = groups[index]["params"]
-    state = optimizer.state.get(whole) or {}
-    # In the first step, the optimizer makes the state of each chunk.
-    is_new = not state
+    (whole,) = optimizer.param_groups[index]["params"]
+    chunks = _ChunksOfOptimizer(optimizer, index)
     size = CHUNK_NUMEL_ON_HOST if whole.is_cpu else CHUNK_NUMEL
-    for first in range(0, whole.numel(), size):
+    first = 0
+    while first < whole.numel():
         last = min(first + size, whole.numel())
-        chunk = torch.nn.Parameter(whole.data[first:last])
-        chunk.grad = gradient.take(first, last)
-        group = {**groups[index], "params": [chunk]}
-        if not is_new:
-            optimizer.state[chunk] = {name: _part(value, whole, first, last) for name, value in state.items()}
-        optimizer.param_groups = [group]
+        if compiled is not None:
+            last = gradient.end_of_range(first, last)
+        if compiled is not None and (last - first) % ALIGN_NUMEL == 0:
+            compiled.run(gradient.take_as_it_is(first, last), gradient.factor, new(first, last), first)
+        else:
+            chunks.step(first, last, gradient.take(first, last))
+            new(first, last).copy_(whole.data[first:last])
+        finish(first, last)
+        first = last
+    if compiled is not None:
+        compiled.finish()
+    else:
+        chunks.finish()
+
+
+class _ChunksOfOptimizer:
+    """Has an optimizer step its only parameter of a group chunk by chunk."""
+
+    def __init__(self, optimizer, index):
+        self._optimizer, self._index = optimizer, index
+        (self._whole,) = optimizer.param_groups[index]["params"]
+        self._state = optimizer.state.get(self._whole) or {}
+        # In the first step, the optimizer makes the state of each chunk.
+        self._is_new = not self._state
+
+    def step(self, first, last, gradient):
+        optimizer, groups, state = self._optimizer, self._optimizer.param_groups, self._state
+        chunk = torch.nn.Parameter(self._whole.data[first:last])
+        chunk.grad = gradient
+        self._group = {**groups[self._index], "params": [chunk]}
+        if not self._is_new:
+            optimizer.state[chunk] = {name: _part(value, self._whole, first, last) for name, value in state.items()}
+        optimizer.param_groups = [self._group]
         try:
             optimizer.step()
         finally:
             optimizer.param_groups = groups
-            of_chunk = optimizer.state.pop(chunk, {})
-        if is_new:
-            for name, value in of_chunk.items():
+            self._of_chunk = optimizer.state.pop(chunk, {})
+        if self._is_new:
+            for name, value in self._of_chunk.items():
                 if _is_per_element(value, chunk):
                     if name not in state:
-                        state[name] = value.new_empty(whole.shape)
+                        state[name] = value.new_empty(self._whole.shape)
                     state[name][first:last] = value
-        finish(first, last)
-    # The other states are counts of steps. Each chunk has counted this step, so take the counts of the last chunk.
-    for name, value in of_chunk.items():
-        if name not in state or not torch.is_tensor(value):
-            state[name] = value
-        elif not _is_per_element(state[name], whole):
-            state[name].copy_(value)
-    if state:
-        optimizer.state[whole] = state
-    groups[index].update((name, value) for name, value in group.items() if name != "params")
+
+    def finish(self):
+        optimizer, state = self._optimizer, self._state
+        # The other states are counts of steps. Each chunk has counted this step, so take the counts of the last chunk.
+        for name, value in self._of_chunk.items():
+            if name not in state or not torch.is_tensor(value):
+                state[name] = value
+            elif not _is_per_element(state[name], self._whole):
+                state[name].copy_(value)
+        if state:
+            optimizer.state[self._whole] = state
+        optimizer.param_groups[self._index].update(
+            (name, value) for name, value in self._group.items() if name != "params"
+        )
 
 
 def _is_per_element(value, parameter):

@@ -14,6 +14,7 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from .collectives import collective
+from .compiled_update import CompiledUpdates
 from .forward import AroundForward, switch_off_flops_profiler
 from .gather_hooks import Waiting
 from .graph import compile_blocks
@@ -109,6 +110,8 @@ def compile_engine(
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
         zero12 = attach(engine, reducer, limit)
         zero12.around_forward = around_forward
+        if plan.backend == "inductor":
+            zero12.updates = CompiledUpdates()
         zero12.monitors_memory = plan.monitors_memory
         if waiting is not None:
             zero12.gather = waiting.gather

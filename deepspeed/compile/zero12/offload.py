@@ -65,17 +65,24 @@ def drop_unused_memory(optimizer: "DeepSpeedZeroOptimizer") -> None:
             give_back()
 
 
-def send_to_device(optimizer: "DeepSpeedZeroOptimizer", group: int, first: int, target: torch.Tensor) -> None:
-    """Copies master weights into ``target``, this rank's parameters from element ``first`` of its partition on.
+def memory_for_new_parameters(optimizer: "DeepSpeedZeroOptimizer", group: int) -> torch.Tensor:
+    """Returns the host memory, 1-D of ``partition_size`` elements, through which new parameters go to the device.
 
-    The copy is queued on a stream of its own: :func:`parameters_on_their_way` has the current stream wait for it. The
-    gradients of these elements are lost.
+    The gradient of an element may lie where its new value is written.
     """
-    span = slice(first, first + target.numel())
-    buffer = optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group][span]
-    buffer.copy_(_master(optimizer, group).data[span])
+    return optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group]
+
+
+def send_to_device(optimizer: "DeepSpeedZeroOptimizer", group: int, first: int, target: torch.Tensor) -> None:
+    """Copies new parameters from :func:`memory_for_new_parameters` to the device.
+
+    ``target`` is this rank's parameters from element ``first`` of its partition on.
+
+    The copy is queued on a stream of its own: :func:`parameters_on_their_way` has the current stream wait for it.
+    """
+    source = memory_for_new_parameters(optimizer, group)[first : first + target.numel()]
     with get_accelerator().stream(optimizer.reduction_stream):
-        target.copy_(buffer, non_blocking=True)
+        target.copy_(source, non_blocking=True)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,12 @@
 :func:`run` does what the ZeRO optimizer's own step does, in as few passes over memory as possible:
 
 1. One pass reads the gradients and computes their norm. The norm also says whether gradients overflowed.
-2. One pass makes the scaled fp32 gradient and releases the gradients that it has read.
-3. The optimizer steps the fp32 master weights, chunk by chunk where ``chunked_step.py`` allows chunks.
-4. One pass writes the master weights back into this rank's partition of the parameters.
+2. Where ``compiled_update.py`` has compiled the optimizer's update, one pass reads and scales the gradients, steps the
+   master weights, and writes the new parameters into this rank's partition.
+3. Otherwise, one pass makes the scaled fp32 gradient, the optimizer steps the master weights, chunk by chunk where
+   ``chunked_step.py`` allows chunks, and one pass writes them into this rank's partition of the parameters.
+
+Gradients are released as they are read.
 """
 
 import contextlib
@@ -26,10 +29,11 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_TIMERS,
 )
 
-from .chunked_step import MasterGradient, may_step_in_chunks, step_in_chunks
+from .chunked_step import may_step_in_chunks, step_in_chunks
 from .collectives import collective
 from .layout import lies_in_flat_tensor
-from .offload import parameters_on_their_way, send_to_device
+from .master_gradient import LARGE_NUMEL, MasterGradient
+from .offload import memory_for_new_parameters, parameters_on_their_way, send_to_device
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -68,8 +72,17 @@ def _run(optimizer):
     zero12.reducer.use_targets_here()
     norm = _global_norm(optimizer) if optimizer.compute_grad_norm else None
     # Gradients carry the loss scale of their backward: read the scale before _update_scale() changes it.
-    optimizer.overflow, norm = _overflow(optimizer, norm) if _host_waits(optimizer, norm) else (False, norm)
     scale = optimizer.loss_scale
+    groups = range(len(optimizer.bit16_groups))
+    # What the device can compute before the host has waited for the norm, it computes in that time.
+    factor = _factor(optimizer, norm, scale)
+    updates = [_begin_update(optimizer, group, scaled=factor is not None) for group in groups]
+    if _host_waits(optimizer, norm):
+        optimizer.overflow, exact = _overflow(optimizer, norm)
+        if exact is not norm:
+            norm, factor = exact, _factor(optimizer, exact, scale)
+    else:
+        optimizer.overflow = False
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:
         optimizer._global_grad_norm = None if norm is None else float("inf")
@@ -79,14 +92,18 @@ def _run(optimizer):
         return
     optimizer._global_grad_norm = None if norm is None else norm / scale
 
-    factor = _factor(norm, scale, optimizer.clip_grad, optimizer.single_partition_of_fp32_groups[0].device)
+    linked = optimizer._hp_optimizer_states_linked
     with zero12.interrupted_step.changing_parameters(zero12.engine):
         with parameters_on_their_way(optimizer) if optimizer.cpu_offload else contextlib.nullcontext():
-            for group in range(len(optimizer.bit16_groups)):
-                _step_group(optimizer, group, factor)
+            for group in groups:
+                _step_group(optimizer, group, factor, updates[group])
+        if not linked:
+            # In the first step, _optimizer_step() has linked the states of a group before later groups had any.
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()
         with _timed(optimizer, OPTIMIZER_ALLGATHER_TIMER), torch.profiler.record_function("deepcompile::gather"):
             zero12.gather.start()
-        for group in range(len(optimizer.bit16_groups)):
+        for group in groups:
             if not lies_in_flat_tensor(optimizer, group):
                 # The caller replaced `parameter.data` (for example to swap in averaged weights), so the flat tensor no
                 # longer backs the parameter: copy.
@@ -130,7 +147,12 @@ def _group_norm(optimizer, group, dtype):
 def _sum_of_squares(gradients, dtype):
     """Returns the sum of the squares of all elements, fp64 []. ``dtype`` is that in which squares are added up."""
     if not gradients[0].is_cpu:
-        return torch.stack(torch._foreach_norm(gradients, 2, dtype=dtype)).double().square().sum()
+        # One kernel for each large gradient reads memory faster than one kernel for many gradients.
+        large = [gradient for gradient in gradients if gradient.numel() >= LARGE_NUMEL]
+        small = [gradient for gradient in gradients if gradient.numel() < LARGE_NUMEL]
+        norms = [torch.linalg.vector_norm(gradient, 2, dtype=dtype) for gradient in large]
+        norms += torch._foreach_norm(small, 2, dtype=dtype) if small else []
+        return torch.stack(norms).double().square().sum()
     # On a CPU a norm takes several times as long as a cast and a product of short parts, and rounds more.
     parts = [part for gradient in gradients for part in gradient.view(-1).split(NORM_NUMEL_ON_HOST)]
     memory = torch.empty(max(part.numel() for part in parts), dtype=dtype, device="cpu")
@@ -161,32 +183,47 @@ def _overflow(optimizer, norm):
     return is_invalid_grad_norm(norm), norm
 
 
-def _factor(norm, scale, clip, device) -> Optional[torch.Tensor]:
-    """Returns the factor that unscales and clips gradients, fp32 [1] on ``device``, or None for 1."""
-    if clip == 0.0:
+def _factor(optimizer, norm, scale) -> Optional[torch.Tensor]:
+    """Returns the factor that unscales and clips gradients, fp32 [1] where master weights are, or None for 1."""
+    device = optimizer.single_partition_of_fp32_groups[0].device
+    if optimizer.clip_grad == 0.0:
         return None if scale == 1.0 else torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
     # With an infinite norm the factor is zero. Torch's clip_grad_norm_() adds 1e-6 to the norm too.
-    excess = ((norm / scale + 1e-6) / clip).clamp(min=1.0)
+    excess = ((norm / scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0)
     return (1.0 / (excess * scale)).reshape(1).to(device)
 
 
 # The optimizer --------------------------------------------------------------------------------------------------
 
 
-def _step_group(optimizer, group, factor):
+def _begin_update(optimizer, group, scaled):
+    """Returns the compiled update with which to step a group in this step, or None to have the optimizer step it."""
+    updates = optimizer._zero12.updates
+    if updates is None or not _steps_in_chunks(optimizer, group):
+        return None
+    gradients, parameters = optimizer.gradient_accumulation_dtype, _partition(optimizer, group).dtype
+    return updates.begin(optimizer.optimizer, group, gradients, parameters, scaled)
+
+
+def _steps_in_chunks(optimizer, group):
+    master = optimizer.single_partition_of_fp32_groups[group]
+    return not optimizer.torch_autocast_gradscaler and may_step_in_chunks(optimizer.optimizer, master)
+
+
+def _step_group(optimizer, group, factor, update):
     """Steps the master weights of one group, and writes them back into this rank's partition of the parameters."""
     master, views = optimizer.single_partition_of_fp32_groups[group], optimizer.averaged_gradients[group]
     optimizer.averaged_gradients[group] = None
-    scaler = optimizer.torch_autocast_gradscaler
-    finish = functools.partial(_write_back, optimizer, group)
-    if views.flat_partition is None and not scaler and may_step_in_chunks(optimizer.optimizer, master):
+    new = functools.partial(_memory_of_new, optimizer, group)
+    finish = functools.partial(_send, optimizer, group)
+    dtype = optimizer.gradient_accumulation_dtype
+    if update is not None or (views.flat_partition is None and _steps_in_chunks(optimizer, group)):
         with _timed(optimizer, OPTIMIZER_STEP_TIMER):
-            step_in_chunks(optimizer.optimizer, group, MasterGradient(views, factor, master.data), finish)
-            # _optimizer_step() also does this after a step. With a loaded state, the first step may run in chunks.
-            optimizer._lazy_init_hp_params_optimizer_state()
+            gradient = MasterGradient(views, factor, master.data, dtype)
+            step_in_chunks(optimizer.optimizer, group, gradient, new, finish, update)
     else:
         with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
-            master.grad = _whole_gradient(views, factor, master)
+            master.grad = _whole_gradient(views, factor, master, dtype)
         param_groups = optimizer.optimizer.param_groups
         try:
             with _timed(optimizer, OPTIMIZER_STEP_TIMER):
@@ -196,24 +233,35 @@ def _step_group(optimizer, group, factor):
             # loaded then needs all groups.
             optimizer.optimizer.param_groups = param_groups
             master.grad = None
+        new(0, master.numel()).copy_(master.data)
         finish(0, master.numel())
 
 
-def _write_back(optimizer, group, first, last):
-    """Copies elements [first, last) of the master weights into this rank's partition of the parameters."""
-    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
-    target = optimizer.parallel_partitioned_bit16_groups[group][rank].data[first:last]
+def _memory_of_new(optimizer, group, first, last):
+    """Returns the memory in which elements [first, last) of the new parameters are written: with offloading, on the
+    host, and otherwise in this rank's partition of the parameters."""
     if optimizer.cpu_offload:
-        send_to_device(optimizer, group, first, target)
-    else:
-        target.copy_(optimizer.single_partition_of_fp32_groups[group].data[first:last])
+        return memory_for_new_parameters(optimizer, group)[first:last]
+    return _partition(optimizer, group).data[first:last]
 
 
-def _whole_gradient(views, factor, master):
+def _send(optimizer, group, first, last):
+    """With offloading, sends elements [first, last) of the new parameters to the device."""
+    if optimizer.cpu_offload:
+        send_to_device(optimizer, group, first, _partition(optimizer, group).data[first:last])
+
+
+def _partition(optimizer, group):
+    """Returns this rank's partition of the parameters, 1-D."""
+    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+    return optimizer.parallel_partitioned_bit16_groups[group][rank]
+
+
+def _whole_gradient(views, factor, master, dtype):
     """Returns the scaled gradient of a whole partition, 1-D in the dtype of ``master``, and empties ``views``."""
     flat = views.flat_partition
     if flat is None:
-        return MasterGradient(views, factor, master.data).take(0, master.numel())
+        return MasterGradient(views, factor, master.data, dtype).take(0, master.numel())
     views.release_grad_buffers()
     return flat if factor is None else flat.mul_(factor)
 

@@ -1,0 +1,43 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers that treat each element by itself, and gradients to give to them."""
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD without momentum": lambda p: torch.optim.SGD(p, lr=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+}
+# With settings that lead to other code of theirs.
+MORE_OPTIMIZERS = {
+    "Adam with L2": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
+    "AdamW capturable": lambda p: torch.optim.AdamW(p, lr=0.1, capturable=get_accelerator().device_name() != "cpu"),
+    "AdamW maximize": lambda p: torch.optim.AdamW(p, lr=0.1, maximize=True, amsgrad=True),
+    "SGD with L2": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
+}
+
+
+def deepspeed_adam(parameters, adamw, **settings):
+    """Returns DeepSpeed's Adam in C++ for this machine's device."""
+    if get_accelerator().device_name() == "cpu":
+        return DeepSpeedCPUAdam(parameters, adamw_mode=adamw, **settings)
+    return FusedAdam(parameters, adam_w_mode=adamw, **settings)
+
+
+class Views(dict):
+    """Offset -> gradient, given away as PartitionViews are."""
+
+    def take(self):
+        while self:
+            yield self.popitem()

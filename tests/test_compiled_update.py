@@ -1,0 +1,267 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A compiled update is the optimizer's own, to a rounding of fp32, and holds no gradient longer."""
+
+import contextlib
+import copy
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch._inductor import compile_fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from deepspeed.compile.zero12 import compiled_update
+from deepspeed.compile.zero12.chunked_step import step_in_chunks
+from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates, StepOfGroup
+from deepspeed.compile.zero12.master_gradient import MasterGradient
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from support.ids import vary
+from support.lifetime import backward, start
+from support.optimizers import MORE_OPTIMIZERS, OPTIMIZERS, Views, deepspeed_adam
+from support.training import (
+    ROUNDING,
+    Case,
+    chunks_of,
+    device,
+    relative_error,
+    updates_compiled_from,
+)
+
+NUMEL = 1000
+LARGE = 64
+# Roundings of fp32 in some steps. Each element's may be of the largest elements', because of differences.
+CLOSE = {"rtol": 2e-6, "atol": 2e-6}
+
+
+def draw(seed, numel=NUMEL):
+    """Draws bf16 gradients of all sizes, with padding between them; returns offset -> gradient, and all as one."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    flat, gradients, offset = torch.zeros(numel), {}, random.choice([0, 3])
+    while offset < numel - 20:
+        size = min(random.choice([1, 7, 16, 40, 64, 100, 256]), numel - offset)
+        gradients[offset] = torch.randn(size).bfloat16().to(device())
+        flat[offset : offset + size] = gradients[offset]
+        offset += size + random.choice([0, 0, 0, 1, 16])
+    return Views(gradients), flat.to(device())
+
+
+@pytest.mark.quick
+@vary("seed", [*range(8)])
+def test_ranges(seed):
+    """Ranges follow each other to the end, are of whole vectors, and large aligned gradients are not copied."""
+    with updates_compiled_from(ALIGN_NUMEL, LARGE):
+        views, flat = draw(seed)
+        lie = {view.data_ptr(): offset for offset, view in views.items() if view.numel() >= LARGE}
+        gradient, first, read = MasterGradient(views, None, flat, torch.bfloat16), 0, []
+        while first < NUMEL:
+            last = gradient.end_of_range(first, min(first + 300, NUMEL))
+            assert first % ALIGN_NUMEL == 0 and first < last
+            assert (last - first) % ALIGN_NUMEL == 0 or last == NUMEL
+            taken = gradient.take_as_it_is(first, last)
+            assert torch.equal(taken.float(), flat[first:last]) and taken.data_ptr() % 16 == 0
+            read += [offset for pointer, offset in lie.items() if pointer == taken.data_ptr()]
+            first = last
+        assert read == [offset for offset in lie.values() if offset % ALIGN_NUMEL == 0]
+        assert not gradient._rest, "gradients are held longer than they are needed"
+
+
+def step_beside(given, optimizer, whole, expected, updates, factor):
+    """Steps one optimizer in compiled ranges and another one at once. Returns whether the update was compiled."""
+    views, flat = given
+    whole.grad = flat * factor
+    expected.step()
+    (parameter,) = optimizer.param_groups[0]["params"]
+    new = torch.full((NUMEL,), 7.0, dtype=torch.bfloat16, device=device())
+    gradient = MasterGradient(views, factor, parameter.data, torch.bfloat16)
+    compiled = updates.begin(optimizer, 0, torch.bfloat16, torch.bfloat16, scaled=True)
+    step_in_chunks(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *_: None, compiled)
+    assert torch.equal(new, parameter.data.bfloat16())
+    return compiled is not None
+
+
+@contextlib.contextmanager
+def as_recorded(runs):
+    """Within it, recorded updates run as they are, without Inductor, if ``runs``."""
+    compile_graph = compile_fx.compile_fx
+    if runs:
+        compile_fx.compile_fx = lambda graph, _: graph
+    try:
+        yield
+    finally:
+        compile_fx.compile_fx = compile_graph
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE_OPTIMIZERS])
+def test_updates_are_those_of_torch(name):
+    # A C++ compiler takes long, so on a CPU most run as they are recorded.
+    make = {**OPTIMIZERS, **MORE_OPTIMIZERS}[name]
+    torch.manual_seed(0)
+    whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
+    chunked = copy.deepcopy(whole)
+    expected, optimizer, updates = make([whole]), make([chunked]), CompiledUpdates()
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(each, 0.8) for each in (expected, optimizer)]
+    recorded = device().type == "cpu" and name not in ("AdamW", "SGD")
+    with updates_compiled_from(LARGE, LARGE), chunks_of(300), as_recorded(recorded):
+        for step in range(8):
+            factor = torch.full((1,), 1 / (1 + step), device=device())
+            was_compiled = step_beside(draw(step), optimizer, whole, expected, updates, factor)
+            assert was_compiled or step == 0
+            for scheduler in schedulers:
+                scheduler.step()
+    assert len(updates._updates) == 1, "another learning rate needs no other update"
+    # Torch's fused kernel rounds 1 - beta to fp32, which makes 1.3e-5 of the second moments.
+    close = {"rtol": 3e-5, "atol": 1e-5} if name == "AdamW fused" else CLOSE
+    torch.testing.assert_close(chunked, whole, **close)
+    ours, theirs = optimizer.state_dict(), expected.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    torch.testing.assert_close(ours["state"], theirs["state"], **close)
+
+
+@vary("adamw", [True, False])
+def test_updates_of_deepspeed_adam(adamw):
+    """Adam in C++, which nothing can record, does what torch's does."""
+
+    def make(p):
+        return deepspeed_adam(p, adamw, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+
+    whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
+    chunked = copy.deepcopy(whole)
+    expected, optimizer, updates = make([whole]), make([chunked]), CompiledUpdates()
+    with updates_compiled_from(LARGE, LARGE), chunks_of(300), as_recorded(device().type == "cpu" and not adamw):
+        for step in range(6):
+            factor = torch.full((1,), 0.5, device=device())
+            assert step_beside(draw(step), optimizer, whole, expected, updates, factor) == (step > 0)
+    torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
+    ours, theirs = optimizer.state_dict(), expected.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    torch.testing.assert_close(ours["state"], theirs["state"], rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_not_compiled():
+    parameter = torch.nn.Parameter(torch.ones(NUMEL, device=device()))
+
+    def compiled(optimizer, steps=1):
+        for _ in range(steps):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        return CompiledUpdates().begin(optimizer, 0, torch.bfloat16, torch.bfloat16, scaled=True) is not None
+
+    with updates_compiled_from(LARGE), as_recorded(True):
+        assert compiled(torch.optim.AdamW([parameter]))
+        # The optimizer makes its states in the first step.
+        assert not compiled(torch.optim.AdamW([parameter]), steps=0)
+        assert compiled(torch.optim.SGD([parameter], lr=0.1), steps=0)
+        assert not compiled(torch.optim.SGD([parameter], lr=0.1, momentum=0.9), steps=0)
+        assert not compiled(deepspeed_adam([parameter], True, bias_correction=False))
+    assert not compiled(torch.optim.AdamW([parameter])), "compiling takes longer than it saves"
+
+
+def test_settings_that_change_each_step():
+    """A schedule of the weight decay compiles some updates, then none, and is right all along."""
+    whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
+    chunked = copy.deepcopy(whole)
+    expected, optimizer = torch.optim.AdamW([whole]), torch.optim.AdamW([chunked])
+    updates, compiled = CompiledUpdates(), []
+    with updates_compiled_from(LARGE, LARGE), as_recorded(True):
+        for step in range(compiled_update.MAX_UPDATES + 4):
+            for each in (expected, optimizer):
+                each.param_groups[0]["weight_decay"] = 0.1 / (1 + step)
+            factor = torch.ones(1, device=device())
+            compiled.append(step_beside(draw(step), optimizer, whole, expected, updates, factor))
+    assert compiled == [False] + [True] * compiled_update.MAX_UPDATES + [False] * 3
+    torch.testing.assert_close(chunked, whole, **CLOSE)
+
+
+# In an engine -------------------------------------------------------------------------------------------------------
+
+
+class BothWays(NamedTuple):
+    """An engine whose updates are compiled, beside one that steps chunk by chunk."""
+
+    ranges: int  # that the compiled updates stepped
+    error: float  # of the master weights, relative to their norm
+    moved: float  # how far training moved them, relative to their norm
+    states: float  # the error of momentum
+
+
+def train_both_ways(case):
+    """Trains for five steps with compiled updates, and again without them."""
+    run, ranges, seen = StepOfGroup.run, [], []
+    StepOfGroup.run = lambda self, gradient, *rest: ranges.append(gradient.numel()) or run(self, gradient, *rest)
+    try:
+        for least in (2 * ALIGN_NUMEL, 2**30):
+            with updates_compiled_from(least, 32), chunks_of(48):
+                module, engine = start(case)
+                # As with the backend "inductor", which would take long to compile the model.
+                engine.optimizer._zero12.updates = CompiledUpdates()
+                # DeepSpeed has no fp32 values of a frozen parameter, or of one without elements.
+                trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
+                begin = [each.float().clone() for each in trained]
+                for step in range(5 * case.accumulation):
+                    backward(engine, step)
+                    engine.step()
+                seen.append([safe_get_full_fp32_param(each).clone() for each in trained])
+                seen.append([safe_get_full_optimizer_state(each, "momentum_buffer").clone() for each in trained])
+                engine.destroy()
+    finally:
+        StepOfGroup.run = run
+    return BothWays(
+        len(ranges), relative_error(seen[0], seen[2]), relative_error(seen[2], begin), relative_error(seen[1], seen[3])
+    )
+
+
+@vary(
+    "varied",
+    [
+        {"accumulation": 2},
+        {"model": "OddSizes", "groups": 2, "clipping": 0.05, "stage": 2},
+        {"dtype": "bf16", "clipping": 0.1},
+        {"dtype": "fp16"},
+        {"offloaded": True, "stage": 2, "dtype": "bf16"},
+        {"offloaded": True, "accumulation": 2, "clipping": 0.05},
+        {"dtype": "bf16", "stage": 2, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    ],
+)
+def test_an_engine_compiles_its_updates(ranks, varied):
+    case = Case(**{"model": "RepeatedLayers", **varied})
+    for both in ranks(2).run(train_both_ways, case):
+        assert both.ranges > 10
+        # A rounding of a master weight may round a parameter otherwise.
+        assert both.error < ROUNDING[case.dtype] * both.moved and both.moved > 1e-3, both
+        assert both.states < 4 * ROUNDING[case.dtype], both
+
+
+def gradients_in_a_compiled_step(case):
+    """Returns how many targets exist each time that a range is stepped."""
+    run, counts, targets = StepOfGroup.run, [], []
+
+    def counted(self, gradient, *rest):
+        counts.append(sum(not target.expired() for target in targets))
+        return run(self, gradient, *rest)
+
+    StepOfGroup.run = counted
+    try:
+        with updates_compiled_from(2 * ALIGN_NUMEL, 32), chunks_of(48):
+            _, engine = start(case)
+            engine.optimizer._zero12.updates = CompiledUpdates()
+            for step in range(3):
+                backward(engine, step)
+                views = engine.optimizer.averaged_gradients[0].without_padding()
+                targets, views = [StorageWeakRef(view.untyped_storage()) for view in views], None
+                counts.clear()
+                engine.step()
+            engine.destroy()
+    finally:
+        StepOfGroup.run = run
+    return counts
+
+
+def test_a_gradient_is_released_after_its_last_range(ranks):
+    case = Case(dtype="bf16", model="RepeatedLayers")
+    for counts in ranks(2).run(gradients_in_a_compiled_step, case):
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] > 5 and counts[-1] <= 2
