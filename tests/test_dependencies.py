@@ -97,6 +97,7 @@ torch._inductor.codegen.wrapper:PythonWrapperCodegen.writeline
 torch._inductor.ir:FallbackKernel.codegen torch._inductor.ir:FallbackKernel.create
 torch._inductor.scheduler:SchedulerBuffer.get_aliases torch._inductor.scheduler:SchedulerBuffer.get_mutations
 torch.distributed:ProcessGroup._get_backend
+torch.distributed:ProcessGroup._start_coalescing torch.distributed:ProcessGroup._end_coalescing
 torch.nn:Module.register_load_state_dict_pre_hook torch.nn:Module.register_state_dict_pre_hook
 torch.utils.cpp_extension:_get_build_directory
 torch.nn:Parameter._backward_hooks torch.nn:Parameter._post_accumulate_grad_hooks

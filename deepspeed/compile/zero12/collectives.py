@@ -1,13 +1,16 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of collectives that say what this rank could not do."""
+"""Errors of collectives that say what this rank could not do, and collectives that are sent together."""
 
 import contextlib
-from typing import Iterator
+from typing import TYPE_CHECKING, Iterator, List
 
 import torch
 
 from .native import reducer_module
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
 
 
 @contextlib.contextmanager
@@ -30,3 +33,25 @@ def collective(purpose: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise torch.distributed.DistBackendError(reducer_module().could_not(purpose, str(error))) from error
+
+
+@contextlib.contextmanager
+def grouped(process_group: "ProcessGroup", device: torch.device) -> Iterator[List["Work"]]:
+    """Context that sends asynchronous collectives of one process group as one group, if the backend has groups.
+
+    NCCL starts the collectives of a group with one kernel and runs them side by side. gloo has no groups.
+
+    Yields:
+        a list to which the caller appends the collectives' works. When the context has ended, the list holds what is
+        to be waited for: one work of the whole group, or the appended works.
+    """
+    works: List["Work"] = []
+    if not process_group._get_backend(device).supports_coalescing:
+        yield works
+        return
+    process_group._start_coalescing(device)
+    try:
+        yield works
+    finally:
+        # If a collective raised, end the group too: an open group would swallow the process group's later collectives.
+        works[:] = [process_group._end_coalescing(device)]

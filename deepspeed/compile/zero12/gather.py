@@ -7,6 +7,7 @@ sends parameters while the next forward runs, and ``gather_hooks.py`` makes the 
 """
 
 import weakref
+from itertools import groupby
 from typing import TYPE_CHECKING, Dict, Iterable, List, Set
 
 from torch.nn import Parameter
@@ -14,13 +15,26 @@ from torch.nn import Parameter
 import deepspeed.comm as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 
-from .collectives import collective
-from .layout import runs
+from .collectives import collective, grouped
+from .layout import Run, runs
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 PURPOSE = "get the parameters that other ranks have stepped"
+# How many broadcasts a unit may have on average. NCCL runs as many as it has channels side by side, usually 16, and a
+# few units have far more than the average.
+OWNERS_OF_A_UNIT = 12
+
+
+def broadcasts_pay(units: List[List[Run]]) -> bool:
+    """Whether to broadcast units under the next forward, rather than to gather all partitions with one collective.
+
+    Each broadcast goes through all ranks, one after the other. On many ranks a unit has many owners. If these are more
+    than can broadcast side by side, the broadcasts take longer than the forward that they run under. ``docs/scale.md``
+    has the reckoning.
+    """
+    return sum(len(unit) for unit in units) <= OWNERS_OF_A_UNIT * len(units)
 
 
 class AllGather:
@@ -55,14 +69,15 @@ class OverlappedGather:
     Args:
         optimizer: a ZeRO-1/2 optimizer.
         units: lists of parameters, in the order in which units are sent. Each registered parameter is in one unit. A
-            unit is sent as few contiguous runs, each by the run's owner, and a forward waits for a whole unit.
+            unit is sent as few contiguous runs, each by the run's owner and all in one group, and a forward waits for
+            a whole unit. If units have too many owners for that, one collective gathers all partitions.
     """
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", units: List[List[Parameter]]):
         self._optimizer = weakref.ref(optimizer)
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
         self._runs = [runs(optimizer, unit) for unit in units]
-        # Number of a unit that is on its way -> its broadcasts that nobody has waited for.
+        # Number of a unit that is on its way -> its collectives that nobody has waited for.
         self._works: Dict[int, list] = {}
 
     def start(self) -> None:
@@ -72,20 +87,44 @@ class OverlappedGather:
             DistBackendError: if a collective failed, for example because another rank died.
         """
         self.wait_all()
-        optimizer = self._optimizer()
         with collective(PURPOSE):
-            for index, unit in enumerate(self._runs):
-                self._works[index] = [
-                    dist.broadcast(
-                        optimizer.bit16_groups_flat[group].narrow(0, first, last - first),
-                        src=dist.get_global_rank(optimizer.real_dp_process_group[group], owner),
-                        group=optimizer.real_dp_process_group[group],
-                        async_op=True,
-                    )
-                    for group, first, last, owner in unit
-                    # A single rank has nobody to send to.
-                    if dist.get_world_size(optimizer.real_dp_process_group[group]) > 1
-                ]
+            if broadcasts_pay(self._runs):
+                for index, unit in enumerate(self._runs):
+                    self._works[index] = self._broadcast(unit)
+            else:
+                works = self._gather_all()
+                # A forward waits for the same collectives, whichever unit it comes to.
+                self._works = {index: list(works) for index in range(len(self._runs))}
+
+    def _broadcast(self, unit):
+        """Returns the works of the broadcasts of one unit."""
+        optimizer, works = self._optimizer(), []
+        for process_group, of_group in groupby(unit, lambda run: optimizer.real_dp_process_group[run.group]):
+            # A single rank has nobody to send to.
+            if dist.get_world_size(process_group) == 1:
+                continue
+            with grouped(process_group, optimizer.bit16_groups_flat[unit[0].group].device) as of_process_group:
+                for group, first, last, owner in of_group:
+                    elements = optimizer.bit16_groups_flat[group].narrow(0, first, last - first)
+                    source = dist.get_global_rank(process_group, owner)
+                    of_process_group.append(dist.broadcast(elements, src=source, group=process_group, async_op=True))
+            works += of_process_group
+        return works
+
+    def _gather_all(self):
+        """Returns the works of the collectives that gather all partitions, one for each parameter group."""
+        optimizer = self._optimizer()
+        return [
+            dist.all_gather_into_tensor(
+                flat, partitions[dist.get_rank(process_group)], group=process_group, async_op=True
+            )
+            for flat, partitions, process_group in zip(
+                optimizer.bit16_groups_flat,
+                optimizer.parallel_partitioned_bit16_groups,
+                optimizer.real_dp_process_group,
+            )
+            if dist.get_world_size(process_group) > 1
+        ]
 
     def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:
         """Returns the numbers of the units that hold any of ``parameters``. Frozen parameters are in no unit."""
