@@ -113,7 +113,7 @@ def no_limit():
     from deepspeed.compile.zero12.native import reducer_module
 
     no_engine = {"overlap": True, "synchronize_before": False, "synchronize_after": False}
-    return CompilationLimit(8, reducer_module().Reducer(identity=0, bucket_numel=1, **no_engine))
+    return CompilationLimit(8, reducer_module().Reducer(identity=0, bucket_numel=1, send_numel=1, **no_engine))
 
 
 def test_pickled_and_copied():

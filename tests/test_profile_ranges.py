@@ -21,6 +21,7 @@ def ranges_of_a_backward():
         # Unlike any engine's number in this process.
         identity=2**40,
         bucket_numel=10**6,
+        send_numel=10**6,
         overlap=True,
         synchronize_before=False,
         synchronize_after=False,

@@ -57,6 +57,7 @@ class Registered:
         self.reducer = reducer_module().Reducer(
             identity=identity_in(process_group),
             bucket_numel=bucket,
+            send_numel=bucket,
             overlap=True,
             synchronize_before=False,
             synchronize_after=False,

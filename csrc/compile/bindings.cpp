@@ -31,15 +31,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
         .def(py::init([](int64_t identity,
                          int64_t bucket_numel,
+                         int64_t send_numel,
                          bool overlap,
                          bool synchronize_before,
                          bool synchronize_after) {
-                 return Reducer::make(
-                     deepcompile::Options{identity, bucket_numel, overlap, synchronize_before, synchronize_after});
+                 return Reducer::make(deepcompile::Options{
+                     identity, bucket_numel, send_numel, overlap, synchronize_before, synchronize_after});
              }),
              py::kw_only(),
              py::arg("identity"),
              py::arg("bucket_numel"),
+             py::arg("send_numel"),
              py::arg("overlap"),
              py::arg("synchronize_before"),
              py::arg("synchronize_after"))

@@ -21,9 +21,6 @@ namespace {
 constexpr int64_t pack_limit = int64_t(1) << 19;
 // Elements of a segment in which gradients are packed.
 constexpr int64_t pack_numel = int64_t(1) << 20;
-// A bucket of so many elements is sent even if more may be pending: tens of megabytes keep NVLink busy long enough,
-// and the bucket's memory is free earlier.
-constexpr int64_t send_numel = int64_t(1) << 25;
 
 /// Whether a copy that lays together what goes to one owner saves at least half of the messages.
 bool owners_alternate(const std::vector<Message>& messages)
@@ -323,7 +320,8 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
     // embedding's, gather more first: computing half as many bytes of gradients takes longer than sending the bucket
     // in flight.
     const int64_t ahead = in_flight_ ? in_flight_->bytes() / 2 : 0;
-    if (filling_->bytes() >= std::min((limit + 1) / 2, std::max(send_numel * element_size, ahead))) { launch(); }
+    const int64_t enough = std::max(options_.send_numel * element_size, ahead);
+    if (filling_->bytes() >= std::min((limit + 1) / 2, enough)) { launch(); }
 }
 
 void BucketQueue::begin_backward()

@@ -81,6 +81,7 @@ namespace deepcompile {
 struct Options {
     int64_t identity;         ///< the engine's number: the same on every rank, another for each engine of a process
     int64_t bucket_numel;     ///< `reduce_bucket_size`: elements that may be pending at once
+    int64_t send_numel;       ///< a bucket of so many elements is sent, even if more may be pending
     bool overlap;             ///< false: the compute stream waits for each bucket as soon as it is sent
     bool synchronize_before;  ///< `compile.sync_before_reduce`: wait for the device before a bucket is sent
     bool synchronize_after;   ///< `compile.sync_after_reduce`: wait for the device after a bucket was sent

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 # module -> [_Compilation]: one entry for each engine that has compiled the module and still exists, oldest first.
 _compilations = weakref.WeakKeyDictionary()
 _last_identity = 0
+# With how many elements a bucket is sent; see send_numel().
+SEND_NUMEL = 2**25
+SEND_NUMEL_OF_A_RANK = 2**20
 
 
 def compile_engine(
@@ -148,6 +151,7 @@ def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:
     reducer = reducer_module().Reducer(
         identity=_next_identity(optimizer),
         bucket_numel=int(engine.zero_reduce_bucket_size()),
+        send_numel=send_numel(dist.get_world_size(optimizer.dp_process_group)),
         overlap=plan.overlaps_reduction,
         synchronize_before=plan.synchronize_before,
         synchronize_after=plan.synchronize_after,
@@ -172,6 +176,16 @@ def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:
         name, dtype = engine.param_names[parameter], optimizer.get_param_comm_dtype(parameter)
         reducer.register_parameter(group, name, parameter, dtype, offset)
     return reducer
+
+
+def send_numel(ranks: int) -> int:
+    """Returns the number of elements with which a bucket is sent, even if more may be pending.
+
+    Tens of megabytes keep NVLink busy long enough, and a bucket that is sent early is free early. But a reduction goes
+    through all ranks one after the other, so each bucket also costs a latency that grows with the number of ranks.
+    Buckets grow with that number too, so that fewer of them are sent. ``docs/scale.md`` has the reckoning.
+    """
+    return max(SEND_NUMEL, SEND_NUMEL_OF_A_RANK * ranks)
 
 
 def _next_identity(optimizer):

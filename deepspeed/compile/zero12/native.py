@@ -17,7 +17,14 @@ class Reducer(Protocol):
     """The native class ``Reducer`` as Python sees it. ``csrc/includes/deepcompile.h`` explains its methods."""
 
     def __init__(
-        self, *, identity: int, bucket_numel: int, overlap: bool, synchronize_before: bool, synchronize_after: bool
+        self,
+        *,
+        identity: int,
+        bucket_numel: int,
+        send_numel: int,
+        overlap: bool,
+        synchronize_before: bool,
+        synchronize_after: bool,
     ): ...
 
     @property
