@@ -27,6 +27,7 @@ Models <docs/models>
     "What to expect": """
 A picture of a step <docs/memory_picture>
 Performance <docs/performance>
+Many ranks <docs/scale>
 Reliability <docs/reliability>
 Differences from 0.19.8 <docs/differences>
 Verification <docs/verification>

@@ -2,8 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark measures what it says: gradients apart from all else, all systems on the same training."""
 
-import importlib
-import importlib.util
 import json
 import os
 import re
@@ -30,21 +28,6 @@ found = {"deepspeed": deepspeed.__file__, "module": module, "file": importlib.ut
 with open(arguments[arguments.index("--json") + 1], "w") as file:
     json.dump(found, file)
 """
-
-
-@pytest.fixture(scope="module")
-def package():
-    """Imports the package of benchmarks, and returns ``package(name)``, which imports a module of it.
-
-    The checkout does not come into this process's sys.path, where its folder deepspeed/ could hide the installed one.
-    """
-    file, search = BENCHMARKS / "__init__.py", [str(BENCHMARKS)]
-    spec = importlib.util.spec_from_file_location("benchmarks", file, submodule_search_locations=search)
-    sys.modules["benchmarks"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield lambda name: importlib.import_module(f"benchmarks.{name}")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
-        del sys.modules[name]
 
 
 def compare(*arguments):

@@ -103,12 +103,18 @@ def check_make(arguments, tmp_path, monkeypatch):
             check_benchmark("compare", shlex.split(value), tmp_path, monkeypatch)
 
 
+BENCHMARKS = {f"benchmarks.{name}": name for name in ("collectives", "compare", "measure", "scale")}
+
+
 def check_benchmark(module, arguments, tmp_path, monkeypatch):
     """The module's own parser takes the arguments."""
     # Behind all else, so that the repository's deepspeed/ does not hide the installed package.
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
-    from benchmarks import compare, settings
+    from benchmarks import collectives, compare, scale, settings
 
+    if module in ("collectives", "scale"):
+        {"collectives": collectives, "scale": scale}[module].parser().parse_args(arguments)
+        return
     (tmp_path / "deepspeed").mkdir(exist_ok=True)
     monkeypatch.setenv("RANK", "0")
     arguments = [str(tmp_path) if argument == "DIR" else argument for argument in arguments]
@@ -123,8 +129,8 @@ def check_python(arguments, tmp_path, monkeypatch):
     if arguments[:2] == ["-m", "deepspeed.compile.memory_picture"]:
         check_memory_picture(arguments[2:], monkeypatch)
     else:
-        assert arguments[:2] == ["-m", "benchmarks.compare"], "no check for this use of python"
-        check_benchmark("compare", arguments[2:], tmp_path, monkeypatch)
+        assert arguments[0] == "-m" and arguments[1] in BENCHMARKS, "no check for this use of python"
+        check_benchmark(BENCHMARKS[arguments[1]], arguments[2:], tmp_path, monkeypatch)
 
 
 def check_memory_picture(arguments, monkeypatch):
@@ -143,8 +149,8 @@ def check_deepspeed(arguments, tmp_path, monkeypatch):
     """The launcher takes its arguments, and the program is there and takes the others."""
     launched = runner.parse_args(arguments)
     if launched.module:
-        assert launched.user_script == "benchmarks.measure", "no check for this module"
-        check_benchmark("measure", launched.user_args, tmp_path, monkeypatch)
+        assert launched.user_script in BENCHMARKS, "no check for this module"
+        check_benchmark(BENCHMARKS[launched.user_script], launched.user_args, tmp_path, monkeypatch)
     else:
         assert launched.user_script in {block.file for block in blocks()} or (ROOT / launched.user_script).is_file()
 

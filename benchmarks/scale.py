@@ -1,0 +1,322 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Reckons what communication costs a step on many ranks, and prints the tables of docs/scale.md.
+
+From the root of the repository, in one process and without GPUs::
+
+    python -m benchmarks.scale                     the tables
+    python -m benchmarks.scale --latency 4         with four times NCCL's own latencies
+    python -m benchmarks.scale --fit FILE          what benchmarks.collectives measured, beside the model
+
+docs/scale.md explains the formulas and names the source of each constant.
+"""
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from .messages import OUTSIDE, Sizes, broadcasts, partition_numel, reductions, sizes
+from .workload import SHAPES
+
+RANKS = [8, 16, 32, 64, 128, 256, 512, 1024]
+BUCKET = 500_000_000  # DeepSpeed's default of `reduce_bucket_size`
+SEND_BEFORE = 2**25  # with how many elements a bucket was sent before that depended on the number of ranks
+
+
+class Protocol(NamedTuple):
+    """One way in which NCCL sends. Latencies are in seconds."""
+
+    base: float  # of any collective
+    inside: float  # of a hop over NVLink
+    between: float  # of a hop over the network
+    # Of a hop of a reduce or broadcast, inside of one node and where there are several.
+    to_one_inside: float
+    to_one_between: float
+    bandwidth: float  # as a part of the full one
+
+
+# From `baseLat` and `hwLat` of NCCL's tuning.cc. LL is left out: it is for messages smaller than any of ours.
+PROTOCOLS = {
+    "LL128": Protocol(14e-6, 1.9e-6, 4e-6, 1.9e-6, 4e-6, 0.92),
+    "Simple": Protocol(8.4e-6, 3.4e-6, 14e-6, 28e-6, 28e-6, 1.0),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes of GPUs with NVLink inside and a network between.
+
+    Attributes:
+        per_node: GPUs of a node.
+        bandwidth: bytes a second over each link of a ring, the same inside and between nodes.
+        channels: rings that run side by side; operations of one group are spread over them.
+        latency: by how much latencies of hops are longer than NCCL's own constants.
+    """
+
+    per_node: int = 8
+    bandwidth: float = 360e9
+    channels: int = 16
+    latency: float = 1.0
+
+    def to_all(self, size: int, ranks: int) -> float:
+        """Seconds of an all-gather or a reduce-scatter of ``size`` bytes, all ranks' parts together."""
+        between = math.ceil(ranks / self.per_node) - 1
+        inside = ranks - 1 - between
+        return min(
+            each.base
+            + self.latency * (inside * each.inside + between * each.between)
+            + size * (ranks - 1) / ranks / (self.bandwidth * each.bandwidth)
+            for each in PROTOCOLS.values()
+        )
+
+    def to_one(self, size: int, ranks: int, operations: int = 1) -> float:
+        """Seconds of a group of reduces or broadcasts, which have ``size`` bytes together.
+
+        The operations of a group run side by side, one or more to a channel. Those of one channel follow each other.
+        """
+        rounds = math.ceil(operations / self.channels)
+        return min(
+            each.base
+            + self.latency * rounds * ranks * (each.to_one_inside if ranks <= self.per_node else each.to_one_between)
+            + size / (self.bandwidth * each.bandwidth)
+            for each in PROTOCOLS.values()
+        )
+
+
+class Cost(NamedTuple):
+    """Seconds of one step."""
+
+    busy: float  # for which the stream of collectives works
+    exposed: float  # for which the compute stream waits
+
+    def __add__(self, other: "Cost") -> "Cost":  # type: ignore[override]
+        return Cost(self.busy + other.busy, self.exposed + other.exposed)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster: what each rank computes in a step of one micro-batch.
+
+    Attributes:
+        name: of the model.
+        model: its parameters.
+        compute: seconds of forward and backward without any communication.
+    """
+
+    name: str
+    model: Sizes
+    compute: float
+
+    def part(self, work: int) -> float:
+        """Which part of the forward, or of the backward, a parameter or a unit takes."""
+        return work / sum(self.model.work)
+
+    def of_units(self) -> list[tuple[int, float]]:
+        """Lists the bytes of each unit, and which part of the forward it takes."""
+        numbers = range(1 + max(self.model.units))
+        members = [[place for place, unit in enumerate(self.model.units) if unit == number] for number in numbers]
+        return [
+            (
+                sum(2 * self.model.parameters[place].numel() for place in places),
+                self.part(sum(self.model.work[place] for place in places)),
+            )
+            for places in members
+        ]
+
+    def optimizer(self, ranks: int) -> float:
+        """Seconds of the optimizer: 10 ps for each element of a rank's partition, as fused AdamW was measured."""
+        return 10e-12 * sum(parameter.numel() for parameter in self.model.parameters) / ranks
+
+
+def reduce_gradients(case: Case, cluster: Cluster, ranks: int, send: int | None = None) -> Cost:
+    """This fork's backward: buckets of messages to owners, one bucket in flight.
+
+    Args:
+        case: what is trained.
+        cluster: on what.
+        ranks: on how many GPUs.
+        send: with how many elements a bucket is sent, instead of what the engine chooses for so many ranks.
+    """
+    backward = case.compute * 2 / 3
+    now = arrives = busy = 0.0
+    for sent in reductions(case.model, ranks, BUCKET, send):
+        now += backward * case.part(sent.work)
+        if sent.waited or sent.bytes:
+            now = max(now, arrives)
+        if sent.bytes:
+            took = cluster.to_one(sent.bytes, ranks, sent.messages)
+            busy, arrives = busy + took, now + took
+    return Cost(busy, max(now, arrives) - backward)
+
+
+def gather_at_once(case: Case, cluster: Cluster, ranks: int) -> Cost:
+    """This fork by default: one all-gather of all parameters behind the step, with nothing under it."""
+    took = cluster.to_all(sum(size for size, _ in case.of_units()), ranks)
+    return Cost(took, took)
+
+
+def gather_overlapped(case: Case, cluster: Cluster, ranks: int) -> Cost:
+    """``overlap_param_gather``: a group of broadcasts for each unit under the next forward, which waits for each.
+
+    Where units have too many owners for that, one all-gather, as the code that trains decides.
+    """
+    from deepspeed.compile.zero12.gather import broadcasts_pay
+
+    units = broadcasts(case.model, ranks)
+    if not broadcasts_pay(units):
+        return gather_at_once(case, cluster, ranks)
+    return _under_the_forward(case, [cluster.to_one(sum(unit), ranks, len(unit)) for unit in units])
+
+
+def gather_one_by_one(case: Case, cluster: Cluster, ranks: int) -> Cost:
+    """``overlap_param_gather`` as it was: the same broadcasts, one after the other."""
+    units = broadcasts(case.model, ranks)
+    return _under_the_forward(case, [sum(cluster.to_one(size, ranks) for size in unit) for unit in units])
+
+
+def _under_the_forward(case, took):
+    """Returns the cost of units that take so many seconds each, under a forward that waits for each in turn."""
+    forward = case.compute / 3
+    parts = [part for _, part in case.of_units()]
+    now = arrives = 0.0
+    for number, of_unit in enumerate(took):
+        arrives += of_unit
+        # What lies outside of layers is waited for at the beginning, and computes behind them.
+        now = max(now, arrives) + (0.0 if number == OUTSIDE else forward * parts[number])
+    return Cost(arrives, now + forward * parts[OUTSIDE] - forward)
+
+
+def fsdp2(case: Case, cluster: Cluster, ranks: int) -> Cost:
+    """FSDP2: each layer is gathered while the one before it computes, in forward and backward, and reduced behind it.
+
+    What lies outside of layers stays gathered from the forward to the backward, and is reduced at the end.
+    """
+    units = case.of_units()
+    took = [cluster.to_all(size, ranks) for size, _ in units]
+    forward = case.compute / 3
+    arrives = took[OUTSIDE] + took[1]
+    now = 0.0
+    for number in range(1, len(units)):
+        begins = max(now, arrives)
+        if number + 1 < len(units):
+            arrives = begins + took[number + 1]
+        now = begins + forward * units[number][1]
+    exposed = now + forward * units[OUTSIDE][1] - forward
+    backward = 2 * forward
+    # The last layer is still gathered. One communicator serves gathers and reductions, one at a time.
+    now, arrives, free = backward * units[OUTSIDE][1], 0.0, 0.0
+    for number in range(len(units) - 1, 0, -1):
+        begins = max(now, arrives)
+        if number > 1:
+            arrives = free = max(begins, free) + took[number - 1]
+        now = begins + backward * units[number][1]
+        free = max(now, free) + took[number]
+    exposed += max(now, free) + took[OUTSIDE] - backward
+    return Cost(2 * sum(took) + sum(took[1:-1]), exposed)
+
+
+# What a step may be: name -> its cost.
+SYSTEMS: dict[str, Callable[[Case, Cluster, int], Cost]] = {
+    "fork": lambda *on: reduce_gradients(*on) + gather_at_once(*on),
+    "fork, gather overlapped": lambda *on: reduce_gradients(*on) + gather_overlapped(*on),
+    "FSDP2": fsdp2,
+    "fork before": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_at_once(*on),
+    "fork before, gather overlapped": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_one_by_one(*on),
+}
+
+
+def cases() -> list[tuple[Case, list[int]]]:
+    """Lists what is reckoned, and for how many ranks."""
+    # 0.353 s were measured for Qwen3-8B at sequence 4096 on an H200. For Qwen3-32B they grow as the products do.
+    small, large = sizes(SHAPES["qwen3-8b"]), sizes(SHAPES["qwen3-32b"])
+    return [
+        (Case("Qwen3-8B", small, 0.353), RANKS),
+        (Case("Qwen3-32B", large, 0.353 * sum(large.work) / sum(small.work)), RANKS[1:]),
+    ]
+
+
+def rows(cells: list[list[str]]) -> str:
+    """Returns a table; the first row is its head."""
+    lines = ["| " + " | ".join(row) + " |" for row in cells]
+    return "\n".join([lines[0], "| " + " | ".join("---" for _ in cells[0]) + " |", *lines[1:]])
+
+
+def costs(case: Case, cluster: Cluster, of: list[int]) -> str:
+    """Returns a table: for each number of ranks and each system what a step waits, and what collectives take."""
+    cells = [["ranks", *SYSTEMS]]
+    for ranks in of:
+        cells.append([str(ranks)])
+        for system in SYSTEMS.values():
+            cost = system(case, cluster, ranks)
+            step = case.compute + case.optimizer(ranks) + cost.exposed
+            cells[-1].append(f"{1e3 * cost.exposed:.0f} ({cost.exposed / step:.0%}), {1e3 * cost.busy:.0f}")
+    return rows(cells)
+
+
+def counts(case: Case, of: list[int]) -> str:
+    """Returns a table: for each number of ranks the messages of a step."""
+    cells = [["ranks", "owned elements", "buckets", "messages", "buckets before", "messages before", "broadcasts"]]
+    for ranks in of:
+        now, before = (reductions(case.model, ranks, BUCKET, send) for send in (None, SEND_BEFORE))
+        numbers = [partition_numel(case.model, ranks)]
+        for sent in (now, before):
+            numbers += [sum(each.bytes > 0 for each in sent), sum(each.messages for each in sent)]
+        numbers.append(sum(map(len, broadcasts(case.model, ranks))))
+        cells.append([str(ranks), *map(str, numbers)])
+    return rows(cells)
+
+
+def fit(file: Path, cluster: Cluster) -> str:
+    """Returns a table of what benchmarks.collectives has measured, beside the model."""
+    found = json.loads(file.read_text())
+    ranks = found["ranks"]
+
+    def group(size):
+        # Each rank owns one message, so every link of the ring carries all messages but one.
+        return cluster.to_one(size * (ranks - 1) // ranks, ranks, ranks)
+
+    model: dict[str, Callable[[int], float]] = {
+        "reduce": lambda size: cluster.to_one(size, ranks),
+        "broadcast": lambda size: cluster.to_one(size, ranks),
+        "reduces, one after the other": lambda size: ranks * cluster.to_one(size // ranks, ranks),
+        "reduces in a group": group,
+        "broadcasts, one after the other": lambda size: ranks * cluster.to_one(size // ranks, ranks),
+        "broadcasts in a group": group,
+        "reduce-scatter": lambda size: cluster.to_all(size, ranks),
+        "all-gather": lambda size: cluster.to_all(size, ranks),
+    }
+    cells = [["collective", "smallest, us", "model", "largest, us", "model", "GB/s between the two largest"]]
+    for name, reckoned in model.items():
+        times = {int(size): took for size, took in found["seconds"][name].items()}
+        (one, before), (two, after) = sorted(times.items())[-2:]
+        cells.append([name])
+        for size in (min(times), two):
+            cells[-1] += [f"{1e6 * times[size]:.1f}", f"{1e6 * reckoned(size):.1f}"]
+        cells[-1].append(f"{(two - one) / (after - before) / 1e9:.0f}")
+    return rows(cells)
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
+    parser.add_argument("--latency", type=float, default=1.0, help="how many times NCCL's own constants a hop takes")
+    parser.add_argument("--fit", type=Path, help="print what benchmarks.collectives wrote into this file instead")
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    cluster = Cluster(latency=options.latency)
+    if options.fit:
+        print(fit(options.fit, cluster))
+        return
+    print("Cells: ms that the compute stream waits (as a part of the step), ms that the collectives take.")
+    for case, of in cases():
+        print(f"\n{case.name}\n\n{costs(case, cluster, of)}\n\n{counts(case, of)}")
+
+
+if __name__ == "__main__":
+    main()

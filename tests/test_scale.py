@@ -1,0 +1,156 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What depends on the number of ranks: how large buckets are, and which collectives gather parameters."""
+
+import contextlib
+import copy
+from typing import List, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.zero12 import engine as engine_module
+from deepspeed.compile.zero12 import gather, gradient_counters, wait_for_parameters
+from deepspeed.compile.zero12.collectives import grouped
+
+from support.ids import vary
+from support.training import (
+    BOUND,
+    Case,
+    batch,
+    build,
+    check_trained,
+    device,
+    make_engine,
+    make_optimizer,
+    relative_error,
+    train_beside_plain_loop,
+    train_plain,
+)
+
+# More than the model has, so that buckets are sent by the number of ranks alone.
+BUCKET = 10**6
+OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
+
+
+@contextlib.contextmanager
+def chosen(numel_of_a_rank, owners):
+    """Within it engines choose for tiny models, in which nothing is sent before so many elements for each rank."""
+    with (
+        mock.patch.object(engine_module, "SEND_NUMEL", 1),
+        mock.patch.object(engine_module, "SEND_NUMEL_OF_A_RANK", numel_of_a_rank),
+        mock.patch.object(gather, "OWNERS_OF_A_UNIT", owners),
+    ):
+        yield
+
+
+class Sent(NamedTuple):
+    """What an engine has sent, and how far its parameters are from a plain loop's."""
+
+    buckets: int  # of the first backward
+    messages: int
+    collectives: List[int]  # that gather parameters after the first step: the works of each unit
+    broadcasts: List[int]  # runs of each unit
+    error: float
+
+
+def sent_by(case, numel_of_a_rank, owners=12):
+    torch._dynamo.reset()
+    module = build(case)
+    plain = copy.deepcopy(module)
+    with chosen(numel_of_a_rank, owners):
+        engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+        in_use, counters, works = engine.optimizer._zero12.gather, [], []
+        for step in range(case.steps):
+            engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
+            counters.append(gradient_counters(engine))
+            engine.step()
+            works.append([len(in_use._works[unit]) for unit in sorted(in_use._works)])
+            train_plain(plain, optimizer, step)
+        wait_for_parameters(engine)
+    runs = [len(unit) for unit in in_use._runs]
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return Sent(counters[0]["buckets_sent"], counters[0]["messages_sent"], works[0], runs, error)
+
+
+def without_memory(case):
+    """What the benchmark's list of messages takes of a case's model, as if it were one unit."""
+    parameters = list(build(case).to("meta").parameters())
+    return parameters, [0] * len(parameters), [parameter.numel() for parameter in parameters]
+
+
+@pytest.mark.sanitized
+@vary("world", [2, 8])
+def test_buckets_grow_with_the_number_of_ranks(ranks, package, world):
+    case = Case("RepeatedLayers", bucket=BUCKET, config=OVERLAPPED)
+    messages = package("messages")
+    model = messages.Sizes(*without_memory(case))
+    # As the benchmark reckons it, for which the same reducer sends to ranks that are not there.
+    reckoned = messages.reductions(model, world, BUCKET, send=100 * world)
+    buckets = sum(each.bytes > 0 for each in reckoned)
+    for sent in ranks(world).run(sent_by, case, numel_of_a_rank=100):
+        assert (sent.buckets, sent.messages) == (buckets, sum(each.messages for each in reckoned))
+        assert sent.error < BOUND
+    assert buckets == {2: 5, 8: 2}[world]
+
+
+@vary("world", [2, 8])
+def test_how_parameters_are_gathered(ranks, package, world):
+    case = Case("RepeatedLayers", config=OVERLAPPED)
+    (broadcasts,) = package("messages").broadcasts(package("messages").Sizes(*without_memory(case)), world)
+    for sent in ranks(world).run(sent_by, case, numel_of_a_rank=100):
+        # All parameters lie in one run for each owner, and each unit adds the owners at its ends.
+        assert sum(sent.broadcasts) >= len(broadcasts) == world
+        # NCCL makes one group of a unit's broadcasts; gloo has no groups.
+        assert sent.collectives == ([1] * len(sent.broadcasts) if torch.cuda.is_available() else sent.broadcasts)
+        assert sent.error < BOUND
+    for sent in ranks(world).run(sent_by, case, numel_of_a_rank=100, owners=0):
+        assert sent.collectives == [1] * len(sent.broadcasts)
+        assert sent.error < BOUND
+
+
+def train_with_choices(case, owners):
+    with chosen(100, owners):
+        return train_beside_plain_loop(case)
+
+
+@vary("owners", [12, 0])
+@vary(
+    "varied",
+    [
+        {"stage": 1, "accumulation": 2, "clipping": 0.1},
+        {"stage": 2, "accumulation": 2, "groups": 3},
+        {"stage": 1, "skip_on_odd_steps": True, "steps": 4},
+        {"stage": 2, "evaluate_between": True},
+    ],
+)
+@vary("world", [2, 8])
+def test_trained_as_a_plain_loop_whatever_is_chosen(ranks, world, varied, owners):
+    case = Case("RepeatedLayers", bucket=BUCKET, config=OVERLAPPED, **varied)
+    check_trained(ranks(world).run(train_with_choices, case, owners))
+
+
+def raise_in_a_group():
+    ones = torch.ones(4, device=device())
+    with pytest.raises(ValueError), grouped(dist.group.WORLD, device()) as works:
+        works.append(dist.broadcast(ones, 0, async_op=True))
+        raise ValueError
+    for work in works:
+        work.wait()
+    dist.all_reduce(ones)
+    return ones.tolist()
+
+
+def test_a_group_ends_where_a_collective_raises(ranks):
+    for ones in ranks(2).run(raise_in_a_group):
+        assert ones == [2.0] * 4
+
+
+def test_choices_of_the_sizes_that_train():
+    assert [engine_module.send_numel(count) for count in (2, 8, 32, 64, 1024)] == [2**25] * 3 + [2**26, 2**30]
+    one = gather.Run(0, 0, 1, 0)
+    assert gather.broadcasts_pay([[one], [one] * 23])
+    assert not gather.broadcasts_pay([[one] * 2, [one] * 23])
