@@ -12,13 +12,16 @@ import itertools
 import re
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
 from .workload import Shape, build_model
+
+if TYPE_CHECKING:
+    from deepspeed.compile.zero12.layout import Run
 
 # The layout of 0.19.8 pads a flat tensor to a multiple of this many elements for each rank.
 ALIGNMENT = 2
@@ -129,8 +132,8 @@ def _ranks(count: int) -> Iterator[dist.ProcessGroup]:
         dist.destroy_process_group()
 
 
-def broadcasts(model: Sizes, ranks: int) -> list[list[int]]:
-    """Lists the bytes of each broadcast of the overlapped gather, by unit in the order in which units are sent."""
+def broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
+    """Lists what each broadcast of the overlapped gather sends, by unit in the order in which units are sent."""
     from deepspeed.compile.zero12.layout import runs
 
     # What the layout reads of an optimizer.
@@ -142,5 +145,4 @@ def broadcasts(model: Sizes, ranks: int) -> list[list[int]]:
     members: list[list[Parameter]] = [[] for _ in range(1 + max(model.units))]
     for parameter, unit in zip(model.parameters, model.units):
         members[unit].append(parameter)
-    size = model.parameters[0].element_size()
-    return [[size * (run.last - run.first) for run in runs(optimizer, unit)] for unit in members]
+    return [runs(optimizer, unit) for unit in members]

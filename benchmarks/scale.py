@@ -169,13 +169,17 @@ def gather_overlapped(case: Case, cluster: Cluster, ranks: int) -> Cost:
     units = broadcasts(case.model, ranks)
     if not broadcasts_pay(units):
         return gather_at_once(case, cluster, ranks)
-    return _under_the_forward(case, [cluster.to_one(sum(unit), ranks, len(unit)) for unit in units])
+    return _under_the_forward(case, [cluster.to_one(sum(map(_bytes, unit)), ranks, len(unit)) for unit in units])
 
 
 def gather_one_by_one(case: Case, cluster: Cluster, ranks: int) -> Cost:
     """``overlap_param_gather`` as it was: the same broadcasts, one after the other."""
     units = broadcasts(case.model, ranks)
-    return _under_the_forward(case, [sum(cluster.to_one(size, ranks) for size in unit) for unit in units])
+    return _under_the_forward(case, [sum(cluster.to_one(_bytes(run), ranks) for run in unit) for unit in units])
+
+
+def _bytes(run):
+    return 2 * (run.last - run.first)
 
 
 def _under_the_forward(case, took):

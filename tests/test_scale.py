@@ -151,6 +151,8 @@ def test_a_group_ends_where_a_collective_raises(ranks):
 
 def test_choices_of_the_sizes_that_train():
     assert [engine_module.send_numel(count) for count in (2, 8, 32, 64, 1024)] == [2**25] * 3 + [2**26, 2**30]
-    one = gather.Run(0, 0, 1, 0)
-    assert gather.broadcasts_pay([[one], [one] * 23])
-    assert not gather.broadcasts_pay([[one] * 2, [one] * 23])
+    of_owners = [gather.Run(0, owner, owner + 1, owner) for owner in range(24)]
+    assert gather.broadcasts_pay([of_owners, []])
+    assert not gather.broadcasts_pay([of_owners, of_owners[:1]])
+    # Where owners alternate, a unit has more runs than owners.
+    assert gather.broadcasts_pay([of_owners[:2] * 24])

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 PURPOSE = "get the parameters that other ranks have stepped"
-# How many broadcasts a unit may have on average. NCCL runs as many as it has channels side by side, usually 16, and a
-# few units have far more than the average.
+# How many owners a unit may have on average. NCCL runs as many broadcasts as it has channels side by side, usually 16,
+# and a few units have far more owners than the average.
 OWNERS_OF_A_UNIT = 12
 
 
@@ -34,7 +34,7 @@ def broadcasts_pay(units: List[List[Run]]) -> bool:
     than can broadcast side by side, the broadcasts take longer than the forward that they run under. ``docs/scale.md``
     has the reckoning.
     """
-    return sum(len(unit) for unit in units) <= OWNERS_OF_A_UNIT * len(units)
+    return sum(len({run.owner for run in unit}) for unit in units) <= OWNERS_OF_A_UNIT * len(units)
 
 
 class AllGather:
