@@ -55,7 +55,7 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
         repetitions: how often to time each part, after a first time that does not count more than the others.
     """
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.compile.zero12.chunked_step import step_in_chunks
+    from deepspeed.compile.zero12.chunked_step import Chunks
     from deepspeed.compile.zero12.compiled_update import CompiledUpdates
     from deepspeed.compile.zero12.master_gradient import MasterGradient
     from deepspeed.compile.zero12.step import _sum_of_squares
@@ -71,10 +71,10 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
     def send(first, last):
         sent[first:last].copy_(gradient[first:last], non_blocking=True)
 
-    def step(compiled):
+    def step(update):
         # The new parameters are written over the gradients, as in a step.
         given = MasterGradient(_Views(gradient), factor, master.data, gradient.dtype)
-        step_in_chunks(adam, 0, given, lambda first, last: gradient[first:last], send, compiled)
+        Chunks(adam, 0, given, lambda first, last: gradient[first:last], send, update).step_rest()
 
     def step_compiled():
         step(updates.begin(adam, 0, gradient.dtype, gradient.dtype, scaled=True))

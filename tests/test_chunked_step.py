@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.zero12 import chunked_step
-from deepspeed.compile.zero12.chunked_step import may_step_in_chunks, step_in_chunks
+from deepspeed.compile.zero12.chunked_step import Chunks, may_step_in_chunks
 from deepspeed.compile.zero12.master_gradient import MasterGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -68,7 +68,10 @@ def test_chunks_step_as_the_whole(name):
         stepped.clear()
         with chunks_of(7):
             gradient = MasterGradient(given, None, chunked.data, torch.bfloat16)
-            step_in_chunks(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: stepped.append(span))
+            chunks = Chunks(
+                *(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: stepped.append(span))
+            )
+            chunks.step_rest()
         assert torch.equal(new, chunked)
         assert stepped == [(first, min(first + 7, NUMEL)) for first in range(0, NUMEL, 7)]
         scheduler.step()
@@ -110,7 +113,7 @@ def test_what_must_be_stepped_whole():
     assert not may_step_in_chunks(hooked, parameter)
 
 
-class Chunks(NamedTuple):
+class Stepped(NamedTuple):
     """How an engine was stepped whose chunks are small."""
 
     pieces: List[int]  # of the fp32 gradient, in each step
@@ -136,7 +139,7 @@ def chunks_of_a_step(case):
             trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
             engine.destroy()
     MasterGradient.take = take
-    return Chunks([calls.count((50, step)) for step in range(3)], relative_error(*trained))
+    return Stepped([calls.count((50, step)) for step in range(3)], relative_error(*trained))
 
 
 @pytest.mark.quick

@@ -12,9 +12,10 @@ import torch
 from torch._inductor import compile_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed.compile.zero12 import compiled_update
-from deepspeed.compile.zero12.chunked_step import step_in_chunks
+from deepspeed.compile.zero12 import compiled_update, wait_for_parameters
+from deepspeed.compile.zero12.chunked_step import Chunks
 from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates, StepOfGroup
+from deepspeed.compile.zero12.gather import OverlappedGather
 from deepspeed.compile.zero12.master_gradient import MasterGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -72,13 +73,25 @@ def test_ranges(seed):
 def step_beside(given, optimizer, whole, expected, updates, factor):
     """Steps one optimizer in compiled ranges and another one at once. Returns whether the update was compiled."""
     views, flat = given
+    ends = [(offset, offset + view.numel()) for offset, view in views.items()]
+    spans = [span for span in ends if not any(border % ALIGN_NUMEL for border in span)]
     whole.grad = flat * factor
     expected.step()
     (parameter,) = optimizer.param_groups[0]["params"]
     new = torch.full((NUMEL,), 7.0, dtype=torch.bfloat16, device=device())
     gradient = MasterGradient(views, factor, parameter.data, torch.bfloat16)
     compiled = updates.begin(optimizer, 0, torch.bfloat16, torch.bfloat16, scaled=True)
-    step_in_chunks(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *_: None, compiled)
+    finished = []
+    chunks = Chunks(
+        *(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: finished.append(span)), compiled
+    )
+    # Some gradients are stepped before the others, among them the last.
+    spans = spans[-1:] if len(spans) < 3 else [spans[0], *spans[2:]]
+    assert chunks.step_first(spans) == (compiled is not None or not spans)
+    if compiled is not None:
+        assert sum(last - first for first, last in finished) == sum(last - first for first, last in spans)
+    chunks.step_rest()
+    assert sum(last - first for first, last in finished) == NUMEL
     assert torch.equal(new, parameter.data.bfloat16())
     return compiled is not None
 
@@ -179,6 +192,9 @@ def test_settings_that_change_each_step():
 # In an engine -------------------------------------------------------------------------------------------------------
 
 
+OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
+
+
 class BothWays(NamedTuple):
     """An engine whose updates are compiled, beside one that steps chunk by chunk."""
 
@@ -220,6 +236,7 @@ def train_both_ways(case):
         {"accumulation": 2},
         {"model": "OddSizes", "groups": 2, "clipping": 0.05, "stage": 2},
         {"dtype": "bf16", "clipping": 0.1},
+        {"groups": 2, "model": "AlignedBlocksWithin", "config": OVERLAPPED},
         {"dtype": "fp16"},
         {"offloaded": True, "stage": 2, "dtype": "bf16"},
         {"offloaded": True, "accumulation": 2, "clipping": 0.05},
@@ -265,3 +282,41 @@ def test_a_gradient_is_released_after_its_last_range(ranks):
     for counts in ranks(2).run(gradients_in_a_compiled_step, case):
         assert counts == sorted(counts, reverse=True)
         assert counts[0] > 5 and counts[-1] <= 2
+
+
+def order_of_a_step(case):
+    """Returns what a step does, in order: "stepped" for each range, "first" and "rest" when units are sent."""
+    done, run = [], StepOfGroup.run
+    start_first, start_rest = OverlappedGather.start_first, OverlappedGather.start
+
+    def noted(name, function):
+        return lambda *args: done.append(name) or function(*args)
+
+    StepOfGroup.run = noted("stepped", run)
+    OverlappedGather.start_first = noted("first", start_first)
+    OverlappedGather.start = noted("rest", start_rest)
+    try:
+        with updates_compiled_from(2 * ALIGN_NUMEL, 32):
+            module, engine = start(case)
+            engine.optimizer._zero12.updates = CompiledUpdates()
+            for step in range(3):
+                backward(engine, step)
+                done.clear()
+                engine.step()
+            wait_for_parameters(engine)
+            total = sum(parameter.double().sum().item() for parameter in module.parameters())
+            engine.destroy()
+    finally:
+        StepOfGroup.run, OverlappedGather.start_first, OverlappedGather.start = run, start_first, start_rest
+    return done, total
+
+
+def test_what_a_forward_needs_first_is_sent_first(ranks):
+    """The parameters outside of blocks are stepped and sent before the blocks are stepped."""
+    case = Case(dtype="bf16", model="AlignedBlocksWithin", config=OVERLAPPED)
+    (first, total), (second, other) = ranks(2).run(order_of_a_step, case)
+    assert total == other
+    for done in (first, second):
+        assert done.count("first") == 1 and done[-1] == "rest", done
+        assert "stepped" in done[done.index("first") :], "all was stepped before anything was sent"
+    assert "stepped" in first[: first.index("first")] or "stepped" in second[: second.index("first")]

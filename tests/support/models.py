@@ -133,6 +133,13 @@ class ReturnsLogits(BlocksWithin):
         return F.cross_entropy(logits.float().flatten(0, 1), ids.flatten()), logits
 
 
+class AlignedBlocksWithin(BlocksWithin):
+    """Parameters have multiples of 32 elements, so they begin at multiples of 16 in the partitions of two ranks."""
+
+    def __init__(self):
+        super().__init__(width=32)
+
+
 class Wide(Model):
     """Gradients large enough to be reduced where they lie, and alike, so that a compiler would reuse their memory."""
 
@@ -374,7 +381,9 @@ CASES = {
     )
 }
 # Too slow for every combination, or not returning a loss alone.
-OTHER_CASES = {cls.__name__: cls for cls in (Wide, WideRepeatedLayers, ReturnsLogits, HookedBehindLogits)}
+OTHER_CASES = {
+    cls.__name__: cls for cls in (AlignedBlocksWithin, Wide, WideRepeatedLayers, ReturnsLogits, HookedBehindLogits)
+}
 # Modules that their author keeps from the compiler are no blocks.
 WITH_BLOCKS = [
     name for name, model in CASES.items() if issubclass(model, (Model, BlocksWithin)) and name != "EagerBlocks"

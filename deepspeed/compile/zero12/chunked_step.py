@@ -7,7 +7,7 @@ need as much again. If the optimizer treats each element by itself, the fp32 gra
 exist only for one chunk at a time.
 """
 
-from typing import TYPE_CHECKING, Callable, Optional
+from typing import TYPE_CHECKING, Callable, List, Optional, Tuple
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -56,15 +56,8 @@ def _is_complete(state, parameter):
     )
 
 
-def step_in_chunks(
-    optimizer: torch.optim.Optimizer,
-    index: int,
-    gradient: "MasterGradient",
-    new: Callable[[int, int], torch.Tensor],
-    finish: Callable[[int, int], None],
-    compiled: Optional["StepOfGroup"] = None,
-) -> None:
-    """Steps the only parameter of ``optimizer.param_groups[index]`` chunk by chunk.
+class Chunks:
+    """Steps the only parameter of a parameter group chunk by chunk.
 
     Args:
         optimizer: an optimizer for which :func:`may_step_in_chunks` is true.
@@ -72,30 +65,61 @@ def step_in_chunks(
         gradient: the gradient of the parameter.
         new: a function of (first, last) that returns the memory for the new values of the elements [first, last).
         finish: a function to call with (first, last) when that memory has the new values.
-        compiled: what steps chunks in one pass, or None to have the optimizer step them.
+        update: what steps chunks in one pass, or None to have the optimizer step them.
     """
-    (whole,) = optimizer.param_groups[index]["params"]
-    chunks = _ChunksOfOptimizer(optimizer, index)
-    size = CHUNK_NUMEL_ON_HOST if whole.is_cpu else CHUNK_NUMEL
-    first = 0
-    while first < whole.numel():
-        last = min(first + size, whole.numel())
-        if compiled is not None:
-            last = gradient.end_of_range(first, last)
-        if compiled is not None and (last - first) % ALIGN_NUMEL == 0:
-            compiled.run(gradient.take_as_it_is(first, last), gradient.factor, new(first, last), first)
-        else:
-            chunks.step(first, last, gradient.take(first, last))
-            new(first, last).copy_(whole.data[first:last])
-        finish(first, last)
-        first = last
-    if compiled is not None:
-        compiled.finish()
-    else:
-        chunks.finish()
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        gradient: "MasterGradient",
+        new: Callable[[int, int], torch.Tensor],
+        finish: Callable[[int, int], None],
+        update: Optional["StepOfGroup"] = None,
+    ):
+        (self._whole,) = optimizer.param_groups[index]["params"]
+        self._own = _OwnStep(optimizer, index)
+        self._gradient, self._new, self._finish, self._update = gradient, new, finish, update
+        self._spans = [(0, self._whole.numel())]  # what is left to do
+
+    def step_first(self, spans: List[Tuple[int, int]]) -> bool:
+        """Steps the elements in ``spans``, [first, last) in ascending order, before all others.
+
+        Returns:
+            whether these elements have been stepped. Only a compiled update steps them, and only if it can begin and
+            end there.
+        """
+        numel = self._whole.numel()
+        borders = [border for span in spans for border in span]
+        if self._update is None or any(each % ALIGN_NUMEL and each != numel for each in borders):
+            return not spans
+        self._step(spans, self._gradient.split_off(spans))
+        self._spans = [*zip([0, *borders[1::2]], [*borders[::2], numel], strict=True)]
+        return True
+
+    def step_rest(self) -> None:
+        """Steps all other elements, and the states that are no element's, such as counts of steps."""
+        self._step(self._spans, self._gradient)
+        (self._own if self._update is None else self._update).finish()
+
+    def _step(self, spans, gradient):
+        size = CHUNK_NUMEL_ON_HOST if self._whole.is_cpu else CHUNK_NUMEL
+        for first, end in spans:
+            while first < end:
+                last = min(first + size, end)
+                if self._update is not None:
+                    last = gradient.end_of_range(first, last)
+                memory = self._new(first, last)
+                if self._update is not None and (last - first) % ALIGN_NUMEL == 0:
+                    self._update.run(gradient.take_as_it_is(first, last), gradient.factor, memory, first)
+                else:
+                    self._own.step(first, last, gradient.take(first, last))
+                    memory.copy_(self._whole.data[first:last])
+                self._finish(first, last)
+                first = last
 
 
-class _ChunksOfOptimizer:
+class _OwnStep:
     """Has an optimizer step its only parameter of a group chunk by chunk."""
 
     def __init__(self, optimizer, index):

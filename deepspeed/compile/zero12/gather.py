@@ -8,7 +8,7 @@ sends parameters while the next forward runs, and ``gather_hooks.py`` makes the 
 
 import weakref
 from itertools import groupby
-from typing import TYPE_CHECKING, Dict, Iterable, List, Set
+from typing import TYPE_CHECKING, Dict, Iterable, List, Set, Tuple
 
 from torch.nn import Parameter
 
@@ -59,6 +59,13 @@ class AllGather:
                 allgather_bucket_size=optimizer.allgather_bucket_size,
             )
 
+    def first_spans(self, group: int) -> List[Tuple[int, int]]:
+        """Returns an empty list: no parameter can be sent before all are stepped."""
+        return []
+
+    def start_first(self) -> None:
+        """Does nothing: ``start()`` sends all parameters."""
+
     def wait_all(self) -> None:
         """Does nothing: no parameter is on its way after ``start()``."""
 
@@ -79,6 +86,31 @@ class OverlappedGather:
         self._runs = [runs(optimizer, unit) for unit in units]
         # Number of a unit that is on its way -> its collectives that nobody has waited for.
         self._works: Dict[int, list] = {}
+        # Whether the first unit of the current step has been sent.
+        self._sent_first = False
+
+    def first_spans(self, group: int) -> List[Tuple[int, int]]:
+        """Returns where the first unit lies in this rank's partition of a parameter group: [first, last) in elements.
+
+        A forward needs this unit before it begins, so it should be stepped first and sent by :meth:`start_first`.
+        """
+        optimizer = self._optimizer()
+        rank = dist.get_rank(optimizer.real_dp_process_group[group])
+        begin = rank * int(optimizer.partition_size[group])
+        own = [run for run in self._runs[0] if run.group == group and run.owner == rank]
+        return sorted((run.first - begin, run.last - begin) for run in own)
+
+    def start_first(self) -> None:
+        """Called when the first unit has its new values, on every rank, at whatever time before :meth:`start`.
+
+        Raises:
+            DistBackendError: if a collective failed, for example because another rank died.
+        """
+        self.wait_all()
+        if broadcasts_pay(self._runs):
+            with collective(PURPOSE):
+                self._works[0] = self._broadcast(self._runs[0])
+            self._sent_first = True
 
     def start(self) -> None:
         """Called on every rank when the partitions hold their new values. Returns while parameters are being sent.
@@ -86,10 +118,12 @@ class OverlappedGather:
         Raises:
             DistBackendError: if a collective failed, for example because another rank died.
         """
-        self.wait_all()
+        if not self._sent_first:
+            self.start_first()
+        self._sent_first = False
         with collective(PURPOSE):
             if broadcasts_pay(self._runs):
-                for index, unit in enumerate(self._runs):
+                for index, unit in enumerate(self._runs[1:], start=1):
                     self._works[index] = self._broadcast(unit)
             else:
                 works = self._gather_all()
@@ -149,4 +183,6 @@ class OverlappedGather:
 
     def wait_all(self) -> None:
         """Waits for every unit that is on its way."""
+        # A step that was interrupted may have sent its first unit.
+        self._sent_first = False
         self.wait(sorted(self._works))

@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gives the gradient of a partition to an optimizer range by range, and drops what has been given."""
 
-from typing import TYPE_CHECKING, Optional
+import copy
+from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import torch
 
@@ -31,10 +32,17 @@ class MasterGradient:
         self, views: "PartitionViews", factor: Optional[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
     ):
         # (offset, gradient), with the lowest offset last, so that pop() takes it.
-        self._rest = sorted(views.take(), key=lambda entry: entry[0], reverse=True)
+        self._rest: List[Tuple[int, torch.Tensor]] = sorted(views.take(), key=lambda entry: entry[0], reverse=True)
         self.factor = factor
         self._memory = like.new_empty(0)
         self._gathered = like.new_empty(0, dtype=dtype)
+
+    def split_off(self, spans: List[Tuple[int, int]]) -> "MasterGradient":
+        """Moves the gradients in ``spans``, each [first, last), to a new object. None may lie there in part."""
+        new = copy.copy(self)
+        new._rest = [entry for entry in self._rest if any(first <= entry[0] < last for first, last in spans)]
+        self._rest = [entry for entry in self._rest if all(not first <= entry[0] < last for first, last in spans)]
+        return new
 
     def take(self, first: int, last: int) -> torch.Tensor:
         """Returns elements [first, last) of the partition's scaled gradient, 1-D. Padding is zero.

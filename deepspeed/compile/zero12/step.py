@@ -29,7 +29,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_TIMERS,
 )
 
-from .chunked_step import may_step_in_chunks, step_in_chunks
+from .chunked_step import Chunks, may_step_in_chunks
 from .collectives import collective
 from .layout import lies_in_flat_tensor
 from .master_gradient import LARGE_NUMEL, MasterGradient
@@ -95,8 +95,7 @@ def _run(optimizer):
     linked = optimizer._hp_optimizer_states_linked
     with zero12.interrupted_step.changing_parameters(zero12.engine):
         with parameters_on_their_way(optimizer) if optimizer.cpu_offload else contextlib.nullcontext():
-            for group in groups:
-                _step_group(optimizer, group, factor, updates[group])
+            _step_groups(optimizer, factor, updates)
         if not linked:
             # In the first step, _optimizer_step() has linked the states of a group before later groups had any.
             optimizer._hp_optimizer_states_linked = False
@@ -210,31 +209,74 @@ def _steps_in_chunks(optimizer, group):
     return not optimizer.torch_autocast_gradscaler and may_step_in_chunks(optimizer.optimizer, master)
 
 
-def _step_group(optimizer, group, factor, update):
-    """Steps the master weights of one group, and writes them back into this rank's partition of the parameters."""
+def _step_groups(optimizer, factor, updates):
+    """Steps the master weights of all groups, and writes them into this rank's partition of the parameters.
+
+    Args:
+        optimizer: the ZeRO-1/2 optimizer.
+        factor: what to multiply gradients by, see :func:`_factor`.
+        updates: for each group, what :func:`_begin_update` returned.
+    """
+    gather, chunks = optimizer._zero12.gather, {}
+    for group, update in enumerate(updates):
+        views = optimizer.averaged_gradients[group]
+        if update is not None or (views.flat_partition is None and _steps_in_chunks(optimizer, group)):
+            optimizer.averaged_gradients[group] = None
+            chunks[group] = Chunks(
+                optimizer.optimizer,
+                group,
+                _master_gradient(optimizer, group, views, factor),
+                functools.partial(_memory_of_new, optimizer, group),
+                functools.partial(_send, optimizer, group),
+                update,
+            )
+    # With offloading, new values are still on their way to the device when they are written.
+    if len(chunks) == len(updates) and not optimizer.cpu_offload:
+        with _timed(optimizer, OPTIMIZER_STEP_TIMER):
+            stepped = [chunks[group].step_first(gather.first_spans(group)) for group in chunks]
+        if all(stepped):
+            gather.start_first()
+    for group in range(len(updates)):
+        if group in chunks:
+            with _timed(optimizer, OPTIMIZER_STEP_TIMER):
+                # Drop the chunks of a group when it is stepped, because they hold memory for gradients.
+                chunks.pop(group).step_rest()
+        else:
+            _step_whole_group(optimizer, group, factor)
+
+
+def _master_gradient(optimizer, group, views, factor):
+    master = optimizer.single_partition_of_fp32_groups[group]
+    return MasterGradient(views, factor, master.data, optimizer.gradient_accumulation_dtype)
+
+
+def _step_whole_group(optimizer, group, factor):
+    """Has the optimizer step the master weights of a group at once, and writes them into this rank's partition."""
     master, views = optimizer.single_partition_of_fp32_groups[group], optimizer.averaged_gradients[group]
     optimizer.averaged_gradients[group] = None
-    new = functools.partial(_memory_of_new, optimizer, group)
-    finish = functools.partial(_send, optimizer, group)
-    dtype = optimizer.gradient_accumulation_dtype
-    if update is not None or (views.flat_partition is None and _steps_in_chunks(optimizer, group)):
+    with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
+        master.grad = _whole_gradient(optimizer, group, views, factor)
+    param_groups = optimizer.optimizer.param_groups
+    try:
         with _timed(optimizer, OPTIMIZER_STEP_TIMER):
-            gradient = MasterGradient(views, factor, master.data, dtype)
-            step_in_chunks(optimizer.optimizer, group, gradient, new, finish, update)
-    else:
-        with _timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
-            master.grad = _whole_gradient(views, factor, master, dtype)
-        param_groups = optimizer.optimizer.param_groups
-        try:
-            with _timed(optimizer, OPTIMIZER_STEP_TIMER):
-                optimizer._optimizer_step(group)
-        finally:
-            # _optimizer_step() hides the other groups, and leaves them hidden if it raises. A checkpoint that is
-            # loaded then needs all groups.
-            optimizer.optimizer.param_groups = param_groups
-            master.grad = None
-        new(0, master.numel()).copy_(master.data)
-        finish(0, master.numel())
+            optimizer._optimizer_step(group)
+    finally:
+        # _optimizer_step() hides the other groups, and leaves them hidden if it raises. A checkpoint that is loaded
+        # then needs all groups.
+        optimizer.optimizer.param_groups = param_groups
+        master.grad = None
+    _memory_of_new(optimizer, group, 0, master.numel()).copy_(master.data)
+    _send(optimizer, group, 0, master.numel())
+
+
+def _whole_gradient(optimizer, group, views, factor):
+    """Returns the scaled gradient of a whole partition, 1-D in the dtype of master weights, and empties ``views``."""
+    flat = views.flat_partition
+    if flat is None:
+        gradient = _master_gradient(optimizer, group, views, factor)
+        return gradient.take(0, optimizer.single_partition_of_fp32_groups[group].numel())
+    views.release_grad_buffers()
+    return flat if factor is None else flat.mul_(factor)
 
 
 def _memory_of_new(optimizer, group, first, last):
@@ -255,15 +297,6 @@ def _partition(optimizer, group):
     """Returns this rank's partition of the parameters, 1-D."""
     rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
     return optimizer.parallel_partitioned_bit16_groups[group][rank]
-
-
-def _whole_gradient(views, factor, master, dtype):
-    """Returns the scaled gradient of a whole partition, 1-D in the dtype of ``master``, and empties ``views``."""
-    flat = views.flat_partition
-    if flat is None:
-        return MasterGradient(views, factor, master.data, dtype).take(0, master.numel())
-    views.release_grad_buffers()
-    return flat if factor is None else flat.mul_(factor)
 
 
 @contextlib.contextmanager
