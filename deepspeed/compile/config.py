@@ -41,6 +41,10 @@ class CompileConfig(BaseCompileConfig):
     own parameters, so this option needs regional compilation. Off by default, because code that reads a parameter
     between a step and the next forward must first call ``deepspeed.compile.zero12.wait_for_parameters(engine)``."""
 
+    chunked_loss: Optional[bool] = None
+    """Whether the backward computes the gradient of a language model's logits in chunks, so that it never exists as a
+    whole. By default (null), it does so from 2^30 logits on, where chunks save memory and cost little time."""
+
     monitor_memory: bool = False
     """Whether rank 0 writes its counters of gradients, and its peaks of memory, to DeepSpeed's monitors every
     ``steps_per_print`` steps. Off by default, because each report restarts these counters and torch's peaks, which
@@ -55,7 +59,7 @@ class CompileConfig(BaseCompileConfig):
     def _blocks_belong_to_zero_1_and_2(self):
         if self.regional_compilation == []:
             raise ValueError("compile.regional_compilation names no classes; name some, or set it to true or false")
-        for name in ("regional_compilation", "overlap_param_gather", "monitor_memory"):
+        for name in ("regional_compilation", "overlap_param_gather", "chunked_loss", "monitor_memory"):
             if getattr(self, name) and not self.deepcompile:
                 raise ValueError(
                     f"compile.{name} belongs to DeepCompile; set compile.deepcompile to true or leave it out"

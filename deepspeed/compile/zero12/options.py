@@ -68,6 +68,7 @@ class Plan(NamedTuple):
         compilations: how often one frame may be compiled for training.
         fullgraph: whether the caller asks for one graph, so that too many compilations are an error.
         dynamic: the argument of this name of ``torch.compile``.
+        chunked_loss: whether losses are computed in chunks of logits; None: where there are many logits.
         debug_log: whether rewritten graphs are logged.
         monitors_memory: whether monitors get the counters of gradients and the peaks of memory.
     """
@@ -82,6 +83,7 @@ class Plan(NamedTuple):
     compilations: int
     fullgraph: bool
     dynamic: Optional[bool]
+    chunked_loss: Optional[bool]
     debug_log: bool
     monitors_memory: bool
 
@@ -119,6 +121,7 @@ def make_plan(
         compilations=limit,
         fullgraph=bool(compile_kwargs.get("fullgraph")),
         dynamic=compile_kwargs.get("dynamic"),
+        chunked_loss=compile_config.chunked_loss,
         debug_log=compile_config.debug_log,
         monitors_memory=compile_config.monitor_memory and engine.monitor.enabled and bool(engine.steps_per_print()),
     )

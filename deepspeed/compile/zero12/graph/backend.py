@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from deepspeed.utils import logger
 
 from ...fx import should_release_reduce_buckets
-from . import loss, lowering
+from . import find_loss, loss, lowering
 from .compilation_limit import CompilationLimit
 from .frames import Registrations, one_more_input, traced_registrations
 from .progress import Progress
@@ -141,6 +141,7 @@ def make_backend(
     aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
     own = {id(parameter) for parameter in registered}
     anywhere = frozenset() if aligned else own
+    chunked_losses = find_loss.ChunkedLosses(plan.chunked_loss, registrations, own, reducible)
     order = GraphOrder()
 
     def compile_with(partitioner, gm, inputs, mode, options):
@@ -177,16 +178,24 @@ def make_backend(
                 compiled = compile_with(partitioner, graph_module, inputs, mode, options)
             return lambda *args: compiled(*args, registrations.of([args[index] for index in reduced]))
 
-        is_registered = [id(value) in own for value in example_inputs]
-        split = loss.split_loss(gm, is_registered) if reduces and block is None else None
+        def compile_part(part):
+            if backend == "eager":
+                return part
+            return loss.compile_loss(part, backend=backend, mode=mode, options=options, dynamic=dynamic)
+
+        split = None
+        if block is None and torch.is_grad_enabled():
+            split, rest = chunked_losses.cut_out(gm, example_inputs, compile_part), find_loss.REST
+        if split is None and block is None and reduces:
+            split, rest = loss.split_loss(gm, [id(value) in own for value in example_inputs]), loss.LOSS
         if split is None:
             compiled = compile_graph(gm, example_inputs)
         else:
-            inputs = loss.inputs_of_head(split, example_inputs)
-            loss.replace(split, loss.HEAD, lambda head: compile_graph(head, inputs))
-            if backend != "eager":
-                arguments = {"backend": backend, "mode": mode, "options": options, "dynamic": dynamic}
-                loss.replace(split, loss.LOSS, lambda part: loss.compile_loss(part, **arguments))
+            if hasattr(split, loss.HEAD):
+                inputs = loss.inputs_of_head(split, example_inputs)
+                loss.replace(split, loss.HEAD, lambda head: compile_graph(head, inputs))
+            if hasattr(split, rest):
+                loss.replace(split, rest, compile_part)
             compiled = split.forward
         before = waiting and waiting.before_graph(example_inputs)
         return _preceded(compiled, before) if before else compiled

@@ -58,7 +58,7 @@ def _last_returned(graph, parameters):
             continue
         if node in output.all_input_nodes and set(node.users) - {output} and _is_large(node):
             return node if has_loss and not open_contexts else None
-        if parameters.intersection(node.all_input_nodes) or _changes_in_place(node):
+        if parameters.intersection(node.all_input_nodes) or changes_in_place(node):
             return None
         # An autocast context must not begin in one graph and end in the other.
         if node.target is torch.amp.autocast_mode._exit_autocast:
@@ -73,7 +73,7 @@ def _traced_tensor(node: Node) -> Optional[torch.Tensor]:
     return value if isinstance(value, torch.Tensor) else None
 
 
-def _changes_in_place(node: Node) -> bool:
+def changes_in_place(node: Node) -> bool:
     if node.target in _IN_PLACE or node.kwargs.get("inplace") or "out" in node.kwargs:
         return True
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")

@@ -1,0 +1,192 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Computes logits and their cross-entropy so that the gradient of the logits never exists as a whole.
+
+The backward goes over chunks of the vocabulary. Of each chunk it computes the gradient of the logits, and from that
+the chunk's rows of the head's gradient and a summand of the hidden states' gradient. Then it drops the chunk. With N
+tokens and a vocabulary of V, the matrix multiplications are those of one piece, cut along V:
+
+- The rows of the head's gradient are complete when their chunk is done: each is one product over all tokens. In chunks
+  of tokens, the whole gradient of the head would be a sum over chunks, rounded to its dtype with each chunk.
+- The gradient of the hidden states is a sum over chunks. It is small, so it is summed in fp32.
+
+This is an autograd function that runs outside of compiled graphs, and not a part of a graph, because only the order of
+calls bounds the memory: a compiler may move chunks, or compute several at once. Autograd passes None for the gradient
+of logits that the caller does not use, so no zeros are allocated for it.
+"""
+
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
+
+from .frames import Registrations
+
+# The most elements of the logits' gradient that exist at a time: 512 MiB in bf16. A chunk of this size still fills a
+# GPU, and is an eighth of the logits from which chunks are worth it by default.
+CHUNK_NUMEL = 2**28
+# Chunks begin at multiples of so many rows of the head, as matrix multiplications on GPUs like best.
+ALIGNED_ROWS = 128
+
+
+class LossOfLogits(NamedTuple):
+    """How a model's loss depends on its logits.
+
+    Attributes:
+        ignore_index: the target of tokens that do not count.
+        mean: whether the loss is the mean over the tokens that count, instead of their sum.
+        dtype: of the loss.
+        kept: the indices by which the model drops tokens before the loss, one after the other. Each is a tuple of
+            slices and ``...`` that keeps the last dimension, the vocabulary.
+    """
+
+    ignore_index: int
+    mean: bool
+    dtype: torch.dtype
+    kept: Sequence[Tuple] = ()
+
+
+class ChunkedLoss:
+    """Takes the place of the head and the cross-entropy in a model's graph.
+
+    Args:
+        loss: how the loss depends on the logits.
+        reduced: for the head's weight and its bias, whether the backward reduces the gradient itself. Autograd gets
+            the others.
+        registrations: of the engine.
+        compile_part: compiles a function of tensors.
+    """
+
+    def __init__(
+        self,
+        loss: LossOfLogits,
+        reduced: Sequence[bool],
+        registrations: Registrations,
+        compile_part: Callable[[Callable], Callable],
+    ):
+        self._loss, self._reduced, self._registrations = loss, reduced, registrations
+        self._sum_losses, self.gradient_of_logits = compile_part(_sum_losses), compile_part(_gradient_of_logits)
+
+    def loss_and_logits(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], target: torch.Tensor
+    ) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Returns the loss, a tensor [], and the logits [..., V].
+
+        Args:
+            hidden: the head's input [..., H].
+            weight: of the head [V, H].
+            bias: of the head [V], or None.
+            target: token ids, int64, one for each token that the model's loss sees.
+        """
+        target = self._target_of_every_token(target, hidden.shape[:-1])
+        parameters = [value for value, reduced in zip((weight, bias), self._reduced) if reduced]
+        numbers = self._registrations.of(parameters) if parameters else None
+        return _HeadAndLoss.apply(hidden, weight, bias, target, numbers, self)
+
+    def _target_of_every_token(self, target, shape):
+        if not self._loss.kept:
+            return target
+        every = target.new_full((*shape, 1), self._loss.ignore_index)
+        seen = every
+        for index in self._loss.kept:
+            seen = seen[index]
+        seen.copy_(target.view(seen.shape))
+        return every.view(-1)
+
+    def compute(self, logits: torch.Tensor, target: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the loss, the log-sum-exp of each token's logits, and the loss's derivative by each token's loss.
+
+        Args:
+            logits: [N, V].
+            target: int64 [N].
+        """
+        counts = target != self._loss.ignore_index
+        logsumexp, total = self._sum_losses(logits, torch.where(counts, target, 0), counts)
+        weights = counts.float()
+        if self._loss.mean:
+            number = counts.sum()
+            # Without a token that counts, the loss is not a number, and all gradients are zero, as torch has it.
+            total, weights = total / number, weights / number.clamp(min=1)
+        return total.to(self._loss.dtype), logsumexp, weights
+
+    def reduce(self, gradients: List[Optional[torch.Tensor]], numbers: Optional[torch.Tensor]) -> None:
+        """Reduces those gradients of the weight and the bias that this backward reduces, and sets them to None."""
+        slot = 0
+        for index, reduced in enumerate(self._reduced):
+            slot += reduced
+            if reduced and gradients[index] is not None:
+                # Nothing else refers to the gradient's memory, so the reducer may keep it.
+                torch.ops.deepcompile.reduce_grad(gradients[index], numbers, slot, True)
+                gradients[index] = None
+
+
+class _HeadAndLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, target, numbers, chunked):
+        logits = linear(hidden, weight, bias)
+        loss, logsumexp, weights = chunked.compute(logits.view(-1, weight.size(0)), target)
+        ctx.save_for_backward(hidden, weight, logits, target, logsumexp, weights)
+        ctx.numbers, ctx.chunked = numbers, chunked
+        # The gradient of an output that the caller does not use is None.
+        ctx.set_materialize_grads(False)
+        return loss, logits
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, of_loss, of_logits):
+        hidden, weight, logits, target, logsumexp, weights = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        tokens, vocabulary = hidden.reshape(-1, hidden.size(-1)), weight.size(0)
+        logits = logits.view(-1, vocabulary)
+        weights = torch.zeros_like(weights) if of_loss is None else weights * of_loss.float()
+        of_tokens = torch.zeros_like(tokens, dtype=torch.float32) if needs_hidden else None
+        of_weight: Any = weight.new_empty(weight.shape) if needs_weight else None
+        of_bias: Any = weight.new_empty(vocabulary) if needs_bias else None
+        for rows in chunks(len(tokens), vocabulary):
+            gradient = ctx.chunked.gradient_of_logits(logits[:, rows], logsumexp, target - rows.start, weights)
+            if of_logits is not None:
+                gradient += of_logits.reshape(-1, vocabulary)[:, rows]
+            if needs_hidden:
+                of_tokens += gradient @ weight[rows]
+            if needs_weight:
+                torch.mm(gradient.t(), tokens, out=of_weight[rows])
+            if needs_bias:
+                torch.sum(gradient, 0, out=of_bias[rows])
+            # Drop the chunk before the next one is made.
+            del gradient
+        of_hidden = of_tokens.to(hidden.dtype).view(hidden.shape) if needs_hidden else None
+        of_parameters = [of_weight, of_bias]
+        del of_tokens, of_weight, of_bias
+        ctx.chunked.reduce(of_parameters, ctx.numbers)
+        return of_hidden, *of_parameters, None, None, None
+
+
+def chunks(tokens: int, vocabulary: int) -> List[slice]:
+    """Cuts the vocabulary into chunks of about the same size, which have no more than ``CHUNK_NUMEL`` logits.
+
+    A chunk has at least ``ALIGNED_ROWS`` rows of the head, however many tokens there are.
+    """
+    most = max(CHUNK_NUMEL // max(tokens, 1) // ALIGNED_ROWS, 1)
+    groups = -(-vocabulary // ALIGNED_ROWS)
+    number = -(-groups // most)
+    rows = -(-groups // number) * ALIGNED_ROWS
+    return [slice(first, min(first + rows, vocabulary)) for first in range(0, vocabulary, rows)]
+
+
+def _sum_losses(logits, target, counts):
+    """Returns the log-sum-exp of each token's logits, fp32 [N], and the sum of the losses of tokens that count."""
+    values = logits.float()
+    logsumexp = torch.logsumexp(values, -1)
+    losses = logsumexp - values.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return logsumexp, torch.where(counts, losses, 0).sum()
+
+
+def _gradient_of_logits(logits, logsumexp, target, weights):
+    """Returns the gradient of a chunk of the logits [N, C], in their dtype.
+
+    ``target`` counts from the chunk's first row of the head, and may lie outside of the chunk.
+    """
+    probabilities = (logits.float() - logsumexp.unsqueeze(-1)).exp()
+    is_target = torch.arange(logits.size(-1), device=logits.device) == target.unsqueeze(-1)
+    return ((probabilities - is_target.float()) * weights.unsqueeze(-1)).to(logits.dtype)

@@ -1,0 +1,253 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the head and the cross-entropy of a language model in a graph, and puts a :class:`ChunkedLoss` in their place.
+
+What is found is what language models of transformers do: ``logits = linear(hidden, weight)``; casts, reshapes and
+slices of the logits that keep the vocabulary as the last dimension; ``cross_entropy`` of the result. Logits that the
+model scales or caps are not found.
+"""
+
+import inspect
+import operator
+from typing import Any, Callable, Collection, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+from torch.fx.passes.split_module import split_module
+
+from ..messages import warn
+from .chunked_loss import ChunkedLoss, LossOfLogits
+from .frames import Registrations
+from .loss import changes_in_place, split_loss
+
+# From so many logits on, 2 GiB in bf16, chunks are the default. The gradient of fewer logits is a small part of the
+# memory of a step, and their chunks are small matrix multiplications, which take longer.
+MANY_NUMEL = 2**30
+
+_CROSS_ENTROPY = inspect.signature(torch.nn.functional.cross_entropy)
+_LINEAR = inspect.Signature(
+    [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+        for name in ("input", "weight", "bias")
+    ]
+)
+_CASTS = {"float", "to", "contiguous"}
+_RESHAPES = {"view", "reshape", "flatten"}
+_CONTEXTS = {
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+    torch._C._set_grad_enabled,
+}
+
+
+# Name of the graph of what needs logits or loss. The graph of what needs neither is ``loss.HEAD``.
+REST = "submod_2"
+
+
+class Unfit(Exception):
+    """Why a graph cannot have its loss computed in chunks. The text follows on "because"."""
+
+
+class Found(NamedTuple):
+    """A head and its loss.
+
+    Attributes:
+        head: the node that makes the logits.
+        hidden, weight, bias: its inputs. Without a bias, None.
+        cross_entropy: the node that makes the loss.
+        target: its other input.
+        loss: how it depends on the logits.
+        between: the nodes that lead from the logits to the loss, the last one first.
+    """
+
+    head: Node
+    hidden: Node
+    weight: Node
+    bias: Optional[Node]
+    cross_entropy: Node
+    target: Node
+    loss: LossOfLogits
+    between: Sequence[Node]
+
+
+class ChunkedLosses:
+    """Has graphs of an engine compute their losses in chunks.
+
+    Args:
+        wanted: the option ``compile.chunked_loss``.
+        registrations: of the engine.
+        own, reducible: the ids of the registered, and of the reducible parameters.
+    """
+
+    def __init__(
+        self, wanted: Optional[bool], registrations: Registrations, own: Collection[int], reducible: Collection[int]
+    ):
+        self._wanted, self._registrations, self._own, self._reducible = wanted, registrations, own, reducible
+        self._has_warned = False
+
+    def cut_out(
+        self, gm: GraphModule, example_inputs: Sequence, compile_part: Callable[[Callable], Callable]
+    ) -> Optional[GraphModule]:
+        """Puts a :class:`ChunkedLoss` between two parts of a graph, if its loss can and shall be computed in chunks.
+
+        Args:
+            gm: a graph for training, as Dynamo traced it. It stays as it is.
+            example_inputs: of the graph.
+            compile_part: compiles a function of tensors.
+
+        Returns:
+            A module that calls its submodules ``loss.HEAD`` and ``REST``, and the :class:`ChunkedLoss` in between. A
+            submodule without nodes is missing. None if the loss stays as it is.
+        """
+        if self._wanted is False:
+            return None
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        values = dict(zip(placeholders, example_inputs, strict=True))
+        is_registered = [id(value) in self._own for value in example_inputs]
+        try:
+            found = _find(gm.graph)
+            # Ask for the traced size, not its hint: with lengths that vary, the answer becomes a guard of the graph.
+            if not (self._wanted or guard_or_false(_traced(found.head).numel() >= MANY_NUMEL)):
+                return None
+            behind = _behind(found.head)
+            parameters = {node for node, flag in zip(placeholders, is_registered) if flag}
+            _require_movable(gm.graph, found, behind, parameters)
+        except Unfit as unfit:
+            if self._wanted and (_losses(gm.graph) or split_loss(gm, is_registered)):
+                self._warn(unfit)
+            return None
+        reduced = [id(values.get(node)) in self._reducible for node in (found.weight, found.bias)]
+        return _replaced(gm, found, behind, ChunkedLoss(found.loss, reduced, self._registrations, compile_part))
+
+    def _warn(self, unfit):
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"compile.chunked_loss=True has no effect on a graph of this model, because {unfit}; its loss is "
+                "computed in one piece"
+            )
+
+
+def _traced(node: Any) -> torch.Tensor:
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    if not isinstance(value, torch.Tensor):
+        raise Unfit("torch does not know the shape of what its loss is computed from")
+    return value
+
+
+def _arguments(signature, node):
+    bound = signature.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    return bound.arguments
+
+
+def _losses(graph):
+    return graph.find_nodes(op="call_function", target=torch.nn.functional.cross_entropy)
+
+
+def _find(graph):
+    """Finds the last loss of a graph, with its head."""
+    losses = _losses(graph)
+    if not losses:
+        raise Unfit("it does not call torch.nn.functional.cross_entropy")
+    arguments = _arguments(_CROSS_ENTROPY, losses[-1])
+    mean = arguments["reduction"] == "mean"
+    plain = arguments["weight"] is arguments["size_average"] is arguments["reduce"] is None
+    if not (plain and arguments["label_smoothing"] == 0 and (mean or arguments["reduction"] == "sum")):
+        raise Unfit("its cross_entropy has weights, smoothed labels, or a loss for each token")
+    source, target = _traced(arguments["input"]), _traced(arguments["target"])
+    if source.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
+        raise Unfit("its cross_entropy is not one of logits [tokens, vocabulary] and targets [tokens]")
+    head, between, kept = _head_of(arguments["input"])
+    hidden, weight, bias = _arguments(_LINEAR, head).values()
+    logits = _traced(head)
+    same = {logits.dtype, _traced(hidden).dtype, _traced(weight).dtype}
+    # Under autocast, the head casts its inputs.
+    if len(same) > 1 or not logits.requires_grad or logits._version:
+        raise Unfit("its head casts, needs no gradient, or makes logits that are changed in place")
+    loss = LossOfLogits(arguments["ignore_index"], mean, _traced(losses[-1]).dtype, kept)
+    return Found(head, hidden, weight, bias, losses[-1], arguments["target"], loss, between)
+
+
+def _head_of(node) -> Tuple[Node, List[Node], List[Tuple]]:
+    """Follows a loss's input back to the head; returns the head, the way, and the indices that drop tokens on it."""
+    between, kept, vocabulary = [], [], _traced(node).shape[-1]
+    while node.target is not torch._C._nn.linear:
+        if node.op == "placeholder":
+            raise Unfit("torch compiles its head and its cross_entropy apart from one another")
+        source = node.args[0] if node.args else None
+        before, after = _traced(source), _traced(node)
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        is_slice = name == "getitem" and _keeps_vocabulary(node.args[1])
+        # What comes before a reshape has other dimensions, so a slice must not come after one.
+        if not (is_slice or name in _CASTS or (name in _RESHAPES and not kept)):
+            raise Unfit(f"`{name}` is called between its head and its cross_entropy")
+        if is_slice:
+            kept.insert(0, node.args[1])
+        if before.shape[-1] != vocabulary or after.dtype not in (torch.float32, before.dtype):
+            raise Unfit(f"`{name}` between its head and its cross_entropy changes the vocabulary or rounds")
+        between.append(node)
+        node = source
+    return node, between, kept
+
+
+def _keeps_vocabulary(index):
+    return (
+        isinstance(index, tuple)
+        and index[-1] == slice(None)
+        and all(part is Ellipsis or isinstance(part, slice) for part in index)
+        and not any(isinstance(bound, Node) for part in index if part is not Ellipsis for bound in _bounds(part))
+    )
+
+
+def _bounds(part):
+    return part.start, part.stop, part.step
+
+
+def _behind(head) -> Set[Node]:
+    """Returns the nodes that need the logits."""
+    behind, open_ = set(), [head]
+    while open_:
+        node = open_.pop()
+        if node not in behind:
+            behind.add(node)
+            open_ += node.users
+    return behind
+
+
+def _require_movable(graph, found, behind, parameters):
+    """Raises Unfit unless what needs no logits can run before the head, and the rest after the cross-entropy."""
+    if found.target in behind:
+        raise Unfit("the targets of its cross_entropy depend on the logits")
+    nodes = list(graph.nodes)
+    for node in nodes[nodes.index(found.head) + 1 :]:
+        if node.op == "output":
+            continue
+        if changes_in_place(node) or node.target in _CONTEXTS:
+            raise Unfit("something is changed in place, or autocast or gradients are switched, after its head")
+        if node in behind and parameters.intersection(node.all_input_nodes):
+            raise Unfit("parameters are used after its head")
+
+
+def _replaced(gm, found, behind, chunked):
+    graph, copies = Graph(), {}
+    nodes = [node for node in gm.graph.nodes if node not in (found.head, found.cross_entropy)]
+    needs_logits = {node for node in nodes if node in behind or node.op == "output"}
+    for node in nodes:
+        if node not in needs_logits:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    before = set(graph.nodes)
+    operands = [copies.get(node) for node in (found.hidden, found.weight, found.bias, found.target)]
+    call = graph.call_function(chunked.loss_and_logits, tuple(operands))
+    copies[found.cross_entropy] = graph.call_function(operator.getitem, (call, 0))
+    copies[found.head] = graph.call_function(operator.getitem, (call, 1))
+    middle = set(graph.nodes) - before
+    for node in nodes:
+        if node in needs_logits:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    for node in found.between:
+        # Casts and reshapes that only the loss needed.
+        if not copies[node].users:
+            graph.erase_node(copies[node])
+    return split_module(GraphModule(gm, graph), gm, lambda node: 0 if node in before else 1 if node in middle else 2)

@@ -1,0 +1,44 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Losses in chunks of few logits, and what was computed in chunks.
+
+Runs in the processes of ``support.pool``.
+"""
+
+import contextlib
+from typing import Iterator, List, NamedTuple
+
+from deepspeed.compile.zero12.graph import chunked_loss, find_loss
+
+
+class Seen(NamedTuple):
+    graphs: List  # whose loss is computed in chunks
+    chunks: List[int]  # how many chunks each backward had
+
+
+@contextlib.contextmanager
+def small_chunks(numel: int = 1024, rows: int = 8, many: int = 1) -> Iterator[Seen]:
+    """Within it, chunks have at most so many logits and begin at multiples of so many rows of the head.
+
+    From ``many`` logits on, chunks are the default.
+    """
+    seen = Seen([], [])
+    before = chunked_loss.CHUNK_NUMEL, chunked_loss.ALIGNED_ROWS, find_loss.MANY_NUMEL
+    find_chunks, make = chunked_loss.chunks, find_loss.ChunkedLoss
+
+    def recording(*args):
+        found = find_chunks(*args)
+        seen.chunks.append(len(found))
+        return found
+
+    def making(*args):
+        seen.graphs.append(make(*args))
+        return seen.graphs[-1]
+
+    chunked_loss.CHUNK_NUMEL, chunked_loss.ALIGNED_ROWS, find_loss.MANY_NUMEL = numel, rows, many
+    chunked_loss.chunks, find_loss.ChunkedLoss = recording, making
+    try:
+        yield seen
+    finally:
+        chunked_loss.CHUNK_NUMEL, chunked_loss.ALIGNED_ROWS, find_loss.MANY_NUMEL = before
+        chunked_loss.chunks, find_loss.ChunkedLoss = find_chunks, make

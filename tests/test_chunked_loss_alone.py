@@ -1,0 +1,259 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The loss in chunks, by itself: its numbers, what it refuses, and in which graphs it is found."""
+
+from typing import NamedTuple, Optional
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy, linear
+
+from deepspeed.compile.config import CompileConfig
+from deepspeed.compile.zero12.graph import find_loss
+from deepspeed.compile.zero12.graph.chunked_loss import ChunkedLoss, LossOfLogits, chunks
+from deepspeed.compile.zero12.graph.frames import Registrations
+
+from support.beside import warnings_logged
+from support.chunked_loss import small_chunks
+from support.ids import vary
+from support.training import BOUND, relative_error
+
+TOKENS, HIDDEN, VOCABULARY, IGNORED = 48, 16, 200, -100
+
+
+class Operands(NamedTuple):
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor
+    target: torch.Tensor
+
+
+def operands(dtype=torch.float32, ignore_all=False):
+    torch.manual_seed(0)
+    target = torch.randint(0, VOCABULARY, (TOKENS,))
+    target[:: 1 if ignore_all else 5] = IGNORED
+    shapes = (2, TOKENS // 2, HIDDEN), (VOCABULARY, HIDDEN), (VOCABULARY,)
+    return Operands(*(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes), target)
+
+
+def whole(of, mean=True):
+    """What a model does without chunks."""
+    logits = linear(of.hidden, of.weight, of.bias)
+    loss = cross_entropy(logits.float().view(-1, VOCABULARY), of.target, reduction="mean" if mean else "sum")
+    return loss, logits
+
+
+def chunked(of, mean=True):
+    loss = ChunkedLoss(
+        LossOfLogits(IGNORED, mean, torch.float32), (False, False), Registrations(0, ()), lambda part: part
+    )
+    return loss.loss_and_logits(*of)
+
+
+def gradients(of, compute, mean=True, scale=1.0, step_loss=lambda loss, logits: loss):
+    """Returns the loss and the gradients, divided by the scale, in fp64."""
+    loss, logits = compute(of, mean)
+    found = torch.autograd.grad(step_loss(loss, logits) * scale, of[:3])
+    return loss.detach(), [gradient.double() / scale for gradient in found]
+
+
+@pytest.mark.quick
+@vary("mean", [True, False])
+@vary("dtype, scale", [("float32", 1.0), ("bfloat16", 1.0), ("float16", 256.0)])
+def test_gradients_of_chunks_are_as_exact_as_those_of_one_piece(dtype, scale, mean):
+    of = operands(getattr(torch, dtype))
+    exact = Operands(*(value.detach().double().requires_grad_() for value in of[:3]), of.target)
+    expected_loss, expected = gradients(exact, whole, mean)
+    with small_chunks(numel=TOKENS * 16):
+        loss, found = gradients(of, chunked, mean, scale)
+        _, today = gradients(of, whole, mean, scale)
+    assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5 if dtype == "float32" else 1e-2)
+    for one, other, exact_one in zip(found, today, expected, strict=True):
+        bound = 1.5 * relative_error([other], [exact_one])
+        assert relative_error([one], [exact_one]) < max(bound, BOUND), dtype
+
+
+def test_without_a_token_that_counts():
+    of = operands(ignore_all=True)
+    for mean in (True, False):
+        (loss, found), (expected_loss, expected) = gradients(of, chunked, mean), gradients(of, whole, mean)
+        assert torch.equal(loss, expected_loss) or (loss.isnan() and expected_loss.isnan())
+        assert relative_error(found, expected) == 0
+
+
+def test_logits_that_the_caller_uses():
+    of = operands()
+    losses = [lambda loss, logits: loss + logits.square().mean(), lambda loss, logits: logits.exp().sum()]
+    for step_loss in losses:
+        with small_chunks(numel=TOKENS * 16):
+            _, found = gradients(of, chunked, step_loss=step_loss)
+        _, expected = gradients(of, whole, step_loss=step_loss)
+        assert relative_error(found, expected) < BOUND
+
+
+def test_what_would_be_wrong_raises():
+    of = operands()
+    loss, logits = chunked(of)
+    with torch.no_grad():
+        logits.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    loss, _ = chunked(of)
+    (of_hidden,) = torch.autograd.grad(loss, of.hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        of_hidden.sum().backward()
+
+
+def test_chunks_are_aligned_and_complete():
+    for tokens, vocabulary in ((16384, 151936), (4096, 151936), (2**30, 1000), (1, 50257)):
+        found = chunks(tokens, vocabulary)
+        assert [rows.start for rows in found] == [0, *(rows.stop for rows in found[:-1])]
+        assert found[-1].stop == vocabulary
+        assert all(rows.start % 128 == 0 for rows in found)
+        assert all((rows.stop - rows.start) * tokens <= 2**28 or rows.stop - rows.start <= 128 for rows in found)
+
+
+# What is found ------------------------------------------------------------------------------------------------------
+
+
+class Head(torch.nn.Module):
+    def __init__(self, loss):
+        super().__init__()
+        self.head, self.loss = torch.nn.Linear(HIDDEN, VOCABULARY), loss
+
+    def forward(self, hidden, target):
+        return self.loss(self, hidden, target)
+
+
+def as_transformers(self, hidden, target):
+    logits = self.head(hidden[:, slice(0, None), :])
+    target = torch.nn.functional.pad(target, (0, 1), value=IGNORED)[..., 1:].contiguous()
+    return cross_entropy(logits.float().view(-1, VOCABULARY), target.view(-1)) / 3, logits
+
+
+def slices_logits(self, hidden, target):
+    logits = self.head(hidden)
+    kept = logits[..., :-1, :].contiguous()
+    return torch.nn.CrossEntropyLoss()(kept.view(-1, VOCABULARY), target[..., 1:].reshape(-1)), logits
+
+
+def returns_float_logits(self, hidden, target):
+    logits = self.head(hidden).float()
+    return cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), logits
+
+
+def scales(self, hidden, target):
+    logits = self.head(hidden) * 2
+    return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1)), logits
+
+
+def smooths(self, hidden, target):
+    logits = self.head(hidden)
+    return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1), label_smoothing=0.1), logits
+
+
+def weighs(self, hidden, target):
+    logits = self.head(hidden)
+    return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1), torch.ones(VOCABULARY)), logits
+
+
+def moves_the_vocabulary(self, hidden, target):
+    logits = self.head(hidden)
+    return cross_entropy(logits.view(-1, VOCABULARY // 2), target.repeat(1, 2).view(-1) // 2), logits
+
+
+def selects_tokens(self, hidden, target):
+    logits = self.head(hidden)
+    return cross_entropy(logits[target != IGNORED], target[target != IGNORED]), logits
+
+
+def uses_parameters_after(self, hidden, target):
+    logits = self.head(hidden)
+    return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1)) + (logits @ self.head.weight).mean(), logits
+
+
+def changes_logits(self, hidden, target):
+    logits = self.head(hidden)
+    loss = cross_entropy(logits.view(-1, VOCABULARY), target.view(-1))
+    return loss, logits.mul_(2)
+
+
+def targets_of_logits(self, hidden, target):
+    logits = self.head(hidden)
+    return cross_entropy(logits.view(-1, VOCABULARY), logits.argmax(-1).view(-1)), logits
+
+
+def computes_its_own(self, hidden, target):
+    logits = self.head(hidden)
+    return -logits.float().log_softmax(-1).gather(-1, target.unsqueeze(-1)).mean(), logits
+
+
+class Compiled(NamedTuple):
+    outcome: tuple  # loss, logits, and the gradients of the head
+    found: int  # how many graphs have a loss in chunks
+    warnings: list
+
+
+def run(loss, wanted: Optional[bool] = True, compiled=True):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Head(loss)
+    own = {id(parameter) for parameter in module.parameters()}
+    losses = find_loss.ChunkedLosses(wanted, Registrations(0, ()), own, ())
+    hidden, target = torch.randn(2, 8, HIDDEN), torch.randint(0, VOCABULARY, (2, 8))
+
+    def backend(gm, inputs):
+        return losses.cut_out(gm, inputs, lambda part: part) or gm
+
+    with small_chunks(numel=256) as seen, warnings_logged() as warnings:
+        for _ in range(2):
+            found, logits = (torch.compile(module, backend=backend) if compiled else module)(hidden, target)
+            torch.autograd.backward([found, logits], [torch.ones(()), torch.ones_like(logits)])
+    outcome = found.detach(), logits.detach(), *(parameter.grad for parameter in module.parameters())
+    return Compiled(outcome, len(seen.graphs), [text for text in warnings if "chunked_loss" in text])
+
+
+@pytest.mark.quick
+@vary("loss", [as_transformers, slices_logits, returns_float_logits])
+def test_losses_that_are_found(loss):
+    result = run(loss)
+    assert (result.found, result.warnings) == (1, [])
+    assert relative_error(result.outcome, run(loss, compiled=False).outcome) < BOUND
+
+
+@vary(
+    "loss, why",
+    [
+        (scales, "`mul` is called between"),
+        (smooths, "smoothed labels"),
+        (weighs, "has weights"),
+        (moves_the_vocabulary, "changes the vocabulary"),
+        (selects_tokens, "is called between"),
+        (uses_parameters_after, "parameters are used after its head"),
+        (changes_logits, "changed in place"),
+        (targets_of_logits, "targets of its cross_entropy depend"),
+    ],
+    expects="why",
+)
+def test_losses_that_are_not_found(loss, why):
+    result = run(loss)
+    assert result.found == 0
+    # Once, although the graph is found wanting in each compilation.
+    assert len(result.warnings) == 1 and why in result.warnings[0], result.warnings
+    assert run(loss, wanted=None).warnings == [], "nobody asked for chunks"
+
+
+def test_few_logits_and_no_option():
+    assert run(as_transformers, wanted=None).found == 1
+    assert run(as_transformers, wanted=False).found == 0
+    assert run(computes_its_own).found == 0
+
+
+def test_chunked_loss_belongs_to_deepcompile():
+    for more, what in (
+        ({}, "set compile.deepcompile to true"),
+        ({"deepcompile": True, "passes": ["autosp"]}, "passes"),
+    ):
+        with pytest.raises(ValueError, match=f"compile.chunked_loss .*{what}"):
+            CompileConfig(chunked_loss=True, **more)
+    assert CompileConfig(deepcompile=True).chunked_loss is None
