@@ -18,7 +18,6 @@ of logits that the caller does not use, so no zeros are allocated for it.
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from .frames import Registrations
@@ -133,9 +132,15 @@ class _HeadAndLoss(torch.autograd.Function):
         return loss, logits
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, of_loss, of_logits):
-        hidden, weight, logits, target, logsumexp, weights = ctx.saved_tensors
+        return *_Gradients.apply(ctx, of_loss, of_logits, *ctx.saved_tensors), None, None, None
+
+
+class _Gradients(torch.autograd.Function):
+    """The backward of :class:`_HeadAndLoss`. A function of its own, so that a second derivative raises."""
+
+    @staticmethod
+    def forward(_, ctx, of_loss, of_logits, hidden, weight, logits, target, logsumexp, weights):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         tokens, vocabulary = hidden.reshape(-1, hidden.size(-1)), weight.size(0)
         logits = logits.view(-1, vocabulary)
@@ -159,7 +164,11 @@ class _HeadAndLoss(torch.autograd.Function):
         of_parameters = [of_weight, of_bias]
         del of_tokens, of_weight, of_bias
         ctx.chunked.reduce(of_parameters, ctx.numbers)
-        return of_hidden, *of_parameters, None, None, None
+        return of_hidden, *of_parameters
+
+    @staticmethod
+    def backward(_, *gradients):
+        raise RuntimeError("double backward is not supported by DeepCompile's loss in chunks, nor by torch.compile")
 
 
 def chunks(tokens: int, vocabulary: int) -> List[slice]:
