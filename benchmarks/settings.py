@@ -29,6 +29,8 @@ class Settings:
         checkpoint: whether every layer keeps only its input and the backward computes the rest again.
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
         overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
+        chunked_loss: whether DeepCompile computes the loss in chunks of logits, "on", "off" or by "size"; None: as by
+            default (``chunked_loss``).
         offload: whether masters, optimizer states and the step are on the host.
         adam: torch's implementation of AdamW, "foreach" or "fused". With ``offload``, ZeRO has DeepSpeed's Adam for
             CPUs and FSDP2 has torch's fused one.
@@ -50,6 +52,7 @@ class Settings:
     checkpoint: bool = False
     one_graph: bool = False
     overlap_gather: bool = False
+    chunked_loss: str | None = None
     offload: bool = False
     adam: str = "foreach"
     backend: str = "inductor"
@@ -91,6 +94,7 @@ def parse_command_line(description: str) -> CommandLine:
     parser.add_argument(
         "--overlap-gather", action="store_true", default=None, help="DeepCompile's overlap_param_gather"
     )
+    parser.add_argument("--chunked-loss", choices=("on", "off", "size"), help="DeepCompile's chunked_loss")
     parser.add_argument(
         "--offload", action="store_true", default=None, help="masters, optimizer states and the step on the host"
     )
@@ -116,6 +120,8 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--warm must be at least 1 and less than --steps, so that a step is left to be timed")
     if (settings.one_graph or settings.overlap_gather) and settings.system != "deepcompile":
         parser.error("--one-graph and --overlap-gather go with --system deepcompile")
+    if settings.chunked_loss and settings.system != "deepcompile":
+        parser.error("--chunked-loss goes with --system deepcompile")
     if settings.one_graph and settings.overlap_gather:
         parser.error("--overlap-gather needs the graphs of blocks; leave --one-graph out")
     if "RANK" not in os.environ:

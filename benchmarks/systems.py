@@ -16,6 +16,7 @@ from .settings import Settings
 CLIPPING = 1.0
 # This fork's module of gradient counters. The base has no such module.
 COUNTERS_MODULE = "deepspeed.compile.zero12"
+_CHUNKED = {"on": True, "off": False, "size": None}
 
 
 class System(Protocol):
@@ -93,6 +94,7 @@ class DeepSpeed:
                     # The base does not know these options, so they are there only where they are asked for.
                     **({"regional_compilation": False} if settings.one_graph else {}),
                     **({"overlap_param_gather": True} if settings.overlap_gather else {}),
+                    **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
                 },
                 "zero_allow_untested_optimizer": True,
                 "log_level": "warning",

@@ -8,11 +8,14 @@ from typing import List, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from test_options_warned import ALSO_WARNED
 from torch.profiler import ProfilerActivity, profile
 
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
+from deepspeed.utils import safe_get_full_fp32_param
 
 from support.architectures import ARCHITECTURES
+from support.beside import warnings_logged
 from support.chunked_loss import small_chunks
 from support.ids import vary
 from support.training import BOUND, Case, device, held, make_engine, make_optimizer, step_plain, total_error
@@ -30,6 +33,7 @@ class Trained(NamedTuple):
     logits: float  # relative error of the last logits
     losses: float  # relative error of the last loss
     held: int  # bytes of gradients at the end
+    warnings: List[str]  # of the option
 
 
 def make(name):
@@ -62,7 +66,7 @@ def train(name, case, step_loss=default_loss, prepare=None, **more):
     if prepare:
         prepare(module)
     plain, before = copy.deepcopy(module), copy.deepcopy(module)
-    with small_chunks() as seen:
+    with small_chunks() as seen, warnings_logged() as warnings:
         engine = make_engine(module, case)
         optimizer = make_optimizer(plain, case)
         for step in range(4):
@@ -84,6 +88,7 @@ def train(name, case, step_loss=default_loss, prepare=None, **more):
         logits=total_error([outputs.logits], [expected.logits]),
         losses=total_error([outputs.loss], [expected.loss]),
         held=sum(held(counters).values()),
+        warnings=[text for text in warnings if "chunked_loss" in text],
     )
     engine.destroy()
     return result
@@ -110,7 +115,9 @@ def test_in_chunks_it_trains_as_a_plain_loop(ranks, stage, backend, config, name
 @vary("name", ["Gemma2", "Cohere"])
 def test_logits_that_are_capped_or_scaled_stay_in_one_piece(ranks, name):
     pytest.importorskip("transformers")
-    check(ranks(2).run(train, name, Case(config=ON, bucket=20000)), chunked=False)
+    results = ranks(2).run(train, name, Case(config=ON, bucket=20000))
+    first, other = check(results, chunked=False)
+    assert first.warnings == [f"[Rank 0] {ALSO_WARNED['compile.chunked_loss']}"] and not other.warnings
 
 
 @vary("step_loss", [with_logits, of_logits_alone])
@@ -147,6 +154,40 @@ def test_in_chunks_with_accumulation_and_a_given_number_of_items(ranks, stage):
     pytest.importorskip("transformers")
     case = Case(stage=stage, backend="inductor", accumulation=2, config=ON, bucket=20000)
     check(ranks(2).run(train, "Phi", case, num_items_in_batch=torch.tensor(7)))
+
+
+@vary("dtype", ["bf16", "fp16"])
+def test_in_chunks_low_precision_is_as_close_to_fp32_as_in_one_piece(ranks, dtype):
+    """With a scaled loss in fp16, and more roundings of the sum over chunks than in one piece."""
+    pytest.importorskip("transformers")
+    for of_rank in zip(*(ranks(2).run(train_low_precision, dtype, wanted) for wanted in (True, False)), strict=True):
+        (chunked, error), (in_one_piece, bound) = of_rank
+        assert chunked > 0 and in_one_piece == 0
+        assert 0 < error < 1.2 * bound < 0.1
+
+
+def train_low_precision(dtype, wanted):
+    """Returns how many graphs have losses in chunks, and the error of how far the master parameters have moved."""
+    torch._dynamo.reset()
+    case = Case(dtype=dtype, config={"compile": {"chunked_loss": wanted}}, bucket=20000)
+    module = make("Qwen3")
+    plain, before = copy.deepcopy(module), copy.deepcopy(module)
+    with small_chunks() as seen:
+        engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+        for step in range(4):
+            batch = rows_of("Qwen3", step)
+            engine.backward(engine(**batch).loss)
+            engine.step()
+            plain(**batch).loss.backward()
+            step_plain(plain, optimizer)
+    assert engine.skipped_steps == 0
+    masters = [safe_get_full_fp32_param(parameter) for parameter in module.parameters()]
+    moved, expected = (
+        [one.detach() - other.detach() for one, other in zip(trained, before.parameters())]
+        for trained in (masters, plain.parameters())
+    )
+    engine.destroy()
+    return len(seen.graphs), total_error(moved, expected)
 
 
 class Sizes(NamedTuple):

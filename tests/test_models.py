@@ -5,6 +5,7 @@
 A dozen in every run; ``make models`` trains all in both stages, and prints a table of what came of them.
 """
 
+import contextlib
 import dataclasses
 from typing import List, NamedTuple, Optional
 
@@ -16,6 +17,7 @@ import torch.utils._pytree as pytree
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 
 from support.architectures import ARCHITECTURES, IN_EVERY_RUN
+from support.chunked_loss import small_chunks
 from support.ids import case_ids
 from support.models_table import PROPERTY
 from support.training import BOUND, compile_backend, device, engine_by_configuration, held, total_error
@@ -105,7 +107,9 @@ class OffAndOn(NamedTuple):
 
 def off_and_on(name, stage):
     """Trains an architecture without DeepCompile and with it."""
-    with compile_backend("inductor" if name in WITH_INDUCTOR else "eager"):
+    # In one of the stages, so that losses in one piece are trained too.
+    losses = small_chunks() if stage == 2 else contextlib.nullcontext()
+    with compile_backend("inductor" if name in WITH_INDUCTOR else "eager"), losses:
         off, on = (train(name, stage, deepcompile) for deepcompile in (False, True))
     return OffAndOn(off.losses, on.losses, total_error(on.parameters, off.parameters), on.moved, on.counted)
 

@@ -66,6 +66,11 @@ MONITORS = {
     "csv_monitor, wandb or comet",
     "without steps": "compile.monitor_memory=True has no effect without steps_per_print; set steps_per_print",
 }
+# Found when a graph is compiled; tests/test_chunked_loss.py has a model that is warned of.
+ALSO_WARNED["compile.chunked_loss"] = (
+    "compile.chunked_loss=True has no effect on a graph of this model, because `mul` is called between its head and "
+    "its cross_entropy; its loss is computed in one piece"
+)
 ALSO_WARNED["compile.monitor_memory"] = MONITORS["without a monitor"]
 WITHOUT_EFFECT = Case(
     model=SMALL,
