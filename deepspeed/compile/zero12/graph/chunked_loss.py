@@ -22,9 +22,9 @@ from torch.nn.functional import linear
 
 from .frames import Registrations
 
-# The most elements of the logits' gradient that exist at a time: 512 MiB in bf16. A chunk of this size still fills a
-# GPU, and is an eighth of the logits from which chunks are worth it by default.
-CHUNK_NUMEL = 2**28
+# The most elements of the logits' gradient that exist at a time: 128 MiB in bf16. A chunk of this size still fills a
+# GPU.
+CHUNK_NUMEL = 2**26
 # Chunks begin at multiples of so many rows of the head, as matrix multiplications on GPUs like best.
 ALIGNED_ROWS = 128
 
@@ -153,7 +153,7 @@ class _Gradients(torch.autograd.Function):
             if of_logits is not None:
                 gradient += of_logits.reshape(-1, vocabulary)[:, rows]
             if needs_hidden:
-                of_tokens += gradient @ weight[rows]
+                _add_product(of_tokens, gradient, weight[rows])
             if needs_weight:
                 torch.mm(gradient.t(), tokens, out=of_weight[rows])
             if needs_bias:
@@ -169,6 +169,14 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(_, *gradients):
         raise RuntimeError("double backward is not supported by DeepCompile's loss in chunks, nor by torch.compile")
+
+
+def _add_product(total, left, right):
+    """Adds a matrix product to ``total``, fp32, without rounding the product to the dtype of its operands."""
+    if total.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def chunks(tokens: int, vocabulary: int) -> List[slice]:
