@@ -8,6 +8,7 @@ Commands, from the root of the repository::
     deepspeed --module benchmarks.measure     measures one system
     python -m benchmarks.pictures FOLDER      draws the results of benchmarks.compare once more
     deepspeed --module benchmarks.host        times the parts of a step with the optimizer on the host
+    python -m benchmarks.parts                times the parts of a step on one device
 
 The files, each of which imports only from those below it:
 
@@ -16,6 +17,7 @@ compare.py     the command: which systems in which cases; writes the results
 processes.py   starts the rank processes of one run under DeepSpeed's launcher, and ends them
 pictures.py    draws memory through one step, and losses
 host.py        the command that times the parts of a step on the host
+parts.py       the command that times the parts of a step on one device
 measure.py     what each rank process runs: trains one system and collects its figures
 tables.py      tables of one result and of several side by side
 results.py     what a result holds, and how to read figures from it

@@ -57,9 +57,28 @@ def test_parts_of_a_step_on_the_host(tmp_path):
         text=True,
         check=True,
     ).stdout
-    figures = dict(re.findall(r"^(norm|chunks|Adam|host memory)[^\n]* ([\d.]+)$", printed, re.MULTILINE))
-    assert list(figures) == ["norm", "chunks", "Adam", "host memory"], printed
+    figures = dict(re.findall(r"^(norm|chunks|one|Adam|host memory)[^\n]* ([\d.]+)$", printed, re.MULTILINE))
+    assert list(figures) == ["norm", "chunks", "one", "Adam", "host memory"], printed
     assert all(float(figure) > 0 for figure in figures.values())
+
+
+def test_parts_of_a_step_on_one_device(tmp_path):
+    (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    printed = subprocess.run(
+        [sys.executable, *"-m benchmarks.parts --shape tiny --layers 1 --seq 32 --repetitions 1".split()],
+        cwd=tmp_path,
+        # Blocks and losses run as they are: a C++ compiler takes long.
+        env={**environment, "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=True,
+    ).stdout
+    figures = re.findall(r"^(AdamW|norm|loss|model)[^\n]*? ([\d.]+) ms", printed, re.MULTILINE)
+    assert [name for name, _ in figures] == ["AdamW"] * 4 + ["norm"] + ["loss"] * 5 + ["model"], printed
+    assert all(float(figure) > 0 for _, figure in figures)
+    assert "cannot compile" not in printed
 
 
 def test_recorder_sets_gradients_apart(package):

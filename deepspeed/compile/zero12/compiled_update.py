@@ -166,7 +166,7 @@ def _make(optimizer, settings, state, master, gradient, new, scaled):
     except Exception as error:
         warn(
             f"DeepCompile cannot compile the update of {type(optimizer).__name__}, so a step takes several passes "
-            f"over memory ({type(error).__name__}: {error})"
+            f"over memory ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         )
         return None
 

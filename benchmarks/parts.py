@@ -1,0 +1,172 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Times what a step is made of on one device, each part alone and without DeepSpeed's engine.
+
+From the root of the repository::
+
+    python -m benchmarks.parts                                     on a GPU: Qwen3-8B's sizes, 6 layers
+    python -m benchmarks.parts --shape tiny --seq 64               on a CPU
+
+- The update: AdamW over a partition of the model's sizes, stepped in chunks and in one compiled pass.
+- The norm of its gradients.
+- The loss: the head and the cross-entropy, in one chunk and in chunks of different sizes.
+- The model: forward and backward with compiled blocks and no communication.
+"""
+
+import argparse
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from .devices import on_gpus, synchronize
+from .workload import SHAPES, Batches, Shape, build_model
+
+BYTES_OF_AN_UPDATE = 28  # a bf16 gradient and parameter, and three fp32 tensors that are read and written
+
+
+def seconds(function: Callable[[], object], repetitions: int) -> float:
+    """Returns the mean seconds of ``function``, after it has run three times."""
+    for _ in range(3):
+        function()
+    synchronize()
+    begun = time.perf_counter()
+    for _ in range(repetitions):
+        function()
+    synchronize()
+    return (time.perf_counter() - begun) / repetitions
+
+
+def most_memory(function: Callable[[], object]) -> str:
+    """Returns how much memory ``function`` allocates on the GPU beside what is there; an empty text on a CPU."""
+    if not on_gpus():
+        return ""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    return f"; {(torch.cuda.max_memory_allocated() - before) / 2**30:.2f} GiB more"
+
+
+class _Views(dict):
+    """Offset -> gradient, given away as the optimizer's views are."""
+
+    def take(self) -> Iterator[tuple[int, torch.Tensor]]:
+        while self:
+            yield self.popitem()
+
+
+def bandwidth(device: str, repetitions: int) -> float:
+    """Returns the bytes a second, read and written, of a copy on the device."""
+    source = torch.empty(2**30 if on_gpus() else 2**24, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    return 4 * source.numel() / seconds(lambda: target.copy_(source), repetitions)
+
+
+def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> None:
+    """Prints the times of the update and of the norm of all parameters of a model."""
+    from deepspeed.compile.zero12 import compiled_update
+    from deepspeed.compile.zero12.chunked_step import Chunks
+    from deepspeed.compile.zero12.master_gradient import MasterGradient
+    from deepspeed.compile.zero12.step import _sum_of_squares
+
+    with torch.device("meta"):
+        sizes = [each.numel() for each in build_model(shape, torch.bfloat16, "meta", False).parameters()]
+    if not on_gpus():
+        compiled_update.LEAST_NUMEL = 2**10
+    numel = sum(sizes)
+    master = torch.nn.Parameter(torch.randn(numel, device=device))
+    new = torch.empty(numel, dtype=torch.bfloat16, device=device)
+    gradients = dict(zip((sum(sizes[:index]) for index in range(len(sizes))), new.new_empty(numel).split(sizes)))
+    for gradient in gradients.values():
+        gradient.normal_()
+    factor = torch.full((1,), 0.5, device=device)
+    floor = BYTES_OF_AN_UPDATE * numel / rate
+    print(f"{numel / 1e9:.2f} billion elements; {BYTES_OF_AN_UPDATE} bytes each in {1e3 * floor:.2f} ms")
+
+    def step(adam, updates):
+        # Each step is given the gradients anew. Without an update, the optimizer steps chunk by chunk.
+        update = updates and updates.begin(adam, 0, torch.bfloat16, torch.bfloat16, scaled=True)
+        given = MasterGradient(_Views(gradients), factor, master.data, torch.bfloat16)
+        Chunks(adam, 0, given, lambda first, last: new[first:last], lambda *_: None, update).step_rest()
+
+    for kind in ("fused", "foreach"):
+        adam = torch.optim.AdamW([master], lr=1e-5, **{kind: True})
+        for name, updates in (("in chunks", None), ("in one pass", compiled_update.CompiledUpdates())):
+            run = functools.partial(step, adam, updates)
+            took = seconds(run, repetitions)
+            print(f"AdamW {kind}, {name:11} {1e3 * took:8.2f} ms, {took / floor:.3f} of that{most_memory(run)}")
+    took = seconds(lambda: _sum_of_squares([*gradients.values()], torch.float32), repetitions)
+    print(f"norm                       {1e3 * took:8.2f} ms, {took / (2 * numel / rate):.3f} of 2 bytes an element")
+
+
+def time_loss(shape: Shape, seq: int, device: str, repetitions: int) -> None:
+    """Prints the times and the memory of head and cross-entropy."""
+    from deepspeed.compile.zero12.graph import chunked_loss
+
+    hidden = torch.randn(seq, shape.hidden_size, dtype=torch.bfloat16, device=device).requires_grad_()
+    weight = torch.randn(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16, device=device).mul_(0.02)
+    weight.requires_grad_()
+    target = torch.randint(shape.vocab_size, (seq,), device=device)
+    loss = chunked_loss.ChunkedLoss(
+        chunked_loss.LossOfLogits(-100, True, torch.float32), (False, False), None, torch.compile
+    )
+
+    def run():
+        hidden.grad = weight.grad = None
+        loss.loss_and_logits(hidden, weight, None, target)[0].backward()
+
+    for exponent in (40, 28, 27, 26, 25):
+        chunked_loss.CHUNK_NUMEL = 2**exponent
+        number = len(chunked_loss.chunks(seq, shape.vocab_size))
+        took = seconds(run, repetitions)
+        hidden.grad = weight.grad = None
+        print(f"loss, {number:4} chunks          {1e3 * took:8.2f} ms{most_memory(run)}")
+
+
+def time_model(shape: Shape, seq: int, device: str, repetitions: int) -> None:
+    """Prints the times of forward and backward with compiled blocks, on the device and on the host."""
+    model = build_model(shape, torch.bfloat16, device, False)
+    for block in model.model.layers:
+        block.compile()
+    ids = Batches(shape.vocab_size, 1, seq, 0, device).draw(0)
+
+    def run():
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.zero_grad()
+
+    took = seconds(run, repetitions)
+    begun = time.perf_counter()
+    run()
+    on_host = time.perf_counter() - begun
+    synchronize()
+    print(f"model, forward and backward{1e3 * took:8.2f} ms; the host was done after {1e3 * on_host:.2f} ms")
+    if not on_gpus():
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        synchronize()
+    kernels = [each for each in profiler.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+    busy = sum(each.device_time_total for each in kernels) / 1e3
+    print(f"model, kernels             {busy:8.2f} ms, {len(kernels)} of them")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.parts", description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
+    parser.add_argument("--layers", type=int, default=6, help="of the partition and of the model")
+    parser.add_argument("--seq", type=int, default=4096, help="tokens")
+    parser.add_argument("--repetitions", type=int, default=8)
+    options = parser.parse_args()
+    device = "cuda" if on_gpus() else "cpu"
+    shape = dataclasses.replace(SHAPES[options.shape], num_hidden_layers=options.layers)
+    rate = bandwidth(device, options.repetitions)
+    print(f"{torch.cuda.get_device_name() if on_gpus() else 'CPU'}: a copy moves {rate / 1e12:.3f} TB/s")
+    time_update(shape, device, rate, options.repetitions)
+    time_loss(shape, options.seq, device, options.repetitions)
+    time_model(shape, options.seq, device, options.repetitions)
+
+
+if __name__ == "__main__":
+    main()
