@@ -14,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
+from . import compiled_update
 from .compiled_update import ALIGN_NUMEL
 
 if TYPE_CHECKING:
@@ -86,14 +87,16 @@ class Chunks:
         """Steps the elements in ``spans``, [first, last) in ascending order, before all others.
 
         Returns:
-            whether these elements have been stepped. Only a compiled update steps them, and only if it can begin and
-            end there.
+            whether these elements have been stepped. If the optimizer has to step a large parameter itself, it steps
+            all elements in :meth:`step_rest`. It steps a small one whole at once.
         """
         numel = self._whole.numel()
-        borders = [border for span in spans for border in span]
-        if self._update is None or any(each % ALIGN_NUMEL and each != numel for each in borders):
+        if self._update is None and numel < compiled_update.LEAST_NUMEL:
+            spans = [(0, numel)]
+        elif self._update is None:
             return not spans
         self._step(spans, self._gradient.split_off(spans))
+        borders = [border for span in spans for border in span]
         self._spans = [*zip([0, *borders[1::2]], [*borders[::2], numel], strict=True)]
         return True
 
@@ -108,10 +111,12 @@ class Chunks:
             while first < end:
                 last = min(first + size, end)
                 if self._update is not None:
-                    last = gradient.end_of_range(first, last)
+                    # The optimizer itself steps the few elements before a multiple of ALIGN_NUMEL and after the last.
+                    before = -first % ALIGN_NUMEL
+                    last = min(first + before, end) if before else gradient.end_of_range(first, last)
                 memory = self._new(first, last)
-                if self._update is not None and (last - first) % ALIGN_NUMEL == 0:
-                    self._update.run(gradient.take_as_it_is(first, last), gradient.factor, memory, first)
+                if self._update is not None and first % ALIGN_NUMEL == 0 == last % ALIGN_NUMEL:
+                    self._update.run(gradient.take_unscaled(first, last), gradient.factor, memory, first)
                 else:
                     self._own.step(first, last, gradient.take(first, last))
                     memory.copy_(self._whole.data[first:last])

@@ -17,6 +17,7 @@ from torch.export import Dim
 from torch.fx import Graph, GraphModule
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.utils import logger
 
 from .messages import inform, warn
 
@@ -40,6 +41,7 @@ class CompiledUpdates:
 
     def __init__(self):
         self._updates: Dict[str, Optional[Update]] = {}
+        self._has_warned = False
 
     def begin(
         self, optimizer: torch.optim.Optimizer, index: int, gradient: torch.dtype, new: torch.dtype, scaled: bool
@@ -64,19 +66,24 @@ class CompiledUpdates:
         if master.numel() < LEAST_NUMEL or master.dtype != torch.float32 or not _is_known(optimizer, group, state):
             return None
         settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
-        states = {name: value.dtype for name, value in state.items() if _is_per_element(value, master)}
+        # StepOfGroup passes states in their order, so names count as well as dtypes.
+        states = {name: value.dtype if _is_per_element(value, master) else None for name, value in state.items()}
         key = repr((type(optimizer), settings, states, gradient, new, scaled, master.device))
         if key not in self._updates:
-            self._updates[key] = None
-            if len(self._updates) <= MAX_UPDATES:
-                self._updates[key] = _make(optimizer, settings, state, master, gradient, new, scaled)
-            else:
-                warn(
-                    f"DeepCompile has compiled {MAX_UPDATES} updates of {type(optimizer).__name__} and compiles no "
-                    "more: parameter groups differ, or change between steps, in other settings than the learning rate"
-                )
+            if len(self._updates) == MAX_UPDATES:
+                self._warn_once(optimizer)
+                return None
+            self._updates[key] = _make(optimizer, settings, state, master, gradient, new, scaled)
         update = self._updates[key]
         return update and StepOfGroup(update, group, master, state)
+
+    def _warn_once(self, optimizer):
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"DeepCompile has compiled {MAX_UPDATES} updates of {type(optimizer).__name__} and compiles no more: "
+                "parameter groups differ, or change between steps, in other settings than the learning rate"
+            )
 
 
 class StepOfGroup:
@@ -97,12 +104,14 @@ class StepOfGroup:
         results = update.scalars(*values)
         self._new_scalars, scalars = results[: len(self._names)], results[len(self._names) :]
         if values[0].device != master.device:
-            # Both devices' streams stay as they are: reading a scalar on the host waits for nothing.
+            # These scalars are on the host, so reading them does not wait for the device.
             scalars = [torch.full((), each.item(), dtype=each.dtype, device=master.device) for each in scalars]
         self._scalars = scalars
 
     def run(self, gradient: torch.Tensor, factor: Optional[torch.Tensor], new: torch.Tensor, first: int) -> None:
         """Steps the elements from ``first`` on, as many as ``gradient`` has, and writes them into ``new``.
+
+        With offloading ``new`` may be the memory of ``gradient``: the pass reads each element before it writes it.
 
         Args:
             gradient: 1-D, with a multiple of ``ALIGN_NUMEL`` elements, beginning at a multiple of 16 bytes.
@@ -139,11 +148,20 @@ def _is_known(optimizer, group, state):
     """Whether the update can be recorded, and states are of a kind that :class:`StepOfGroup` knows."""
     if group.get("differentiable") or not group.get("bias_correction", True):
         return False
+    # A tensor among the settings would be recorded with the value that it has now.
+    if any(torch.is_tensor(each) for name, value in group.items() if name != "params" for each in _flat(name, value)):
+        return False
     (master,) = group["params"]
     scalars = [value for value in state.values() if not _is_per_element(value, master)]
     kinds = all(isinstance(value, (int, float)) or (torch.is_tensor(value) and value.dim() == 0) for value in scalars)
     # Only the first step of an optimizer without momentum has no state after it, too.
     return kinds and (bool(state) or type(optimizer) is torch.optim.SGD and not group["momentum"])
+
+
+def _flat(name, value):
+    """Lists the values of a setting. The learning rate may be a tensor without dimensions."""
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [each for each in values if not (name == "lr" and torch.is_tensor(each) and each.dim() == 0)]
 
 
 def _scalars(learning_rate, states):
@@ -164,7 +182,8 @@ def _make(optimizer, settings, state, master, gradient, new, scaled):
             warnings.simplefilter("ignore", FutureWarning)
             return _compile(_record(optimizer, settings, state, master, gradient, new, scaled))
     except Exception as error:
-        warn(
+        # Other ranks may be able to.
+        logger.warning(
             f"DeepCompile cannot compile the update of {type(optimizer).__name__}, so a step takes several passes "
             f"over memory ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
         )

@@ -94,6 +94,8 @@ class OverlappedGather:
 
         A forward needs this unit before it begins, so it should be stepped first and sent by :meth:`start_first`.
         """
+        if not broadcasts_pay(self._runs):
+            return []
         optimizer = self._optimizer()
         rank = dist.get_rank(optimizer.real_dp_process_group[group])
         begin = rank * int(optimizer.partition_size[group])

@@ -47,7 +47,7 @@ class MasterGradient:
     def take(self, first: int, last: int) -> torch.Tensor:
         """Returns elements [first, last) of the partition's scaled gradient, 1-D. Padding is zero.
 
-        The next call overwrites what this call returns. Calls of this method and of :meth:`take_as_it_is` must ask for
+        The next call overwrites what this call returns. Calls of this method and of :meth:`take_unscaled` must ask for
         ranges in ascending order. A gradient is dropped as soon as all its elements have been taken.
         """
         if self._memory.numel() < last - first:
@@ -62,7 +62,7 @@ class MasterGradient:
         return gradient
 
     def end_of_range(self, first: int, limit: int) -> int:
-        """Returns where to end a range from ``first`` on, so that :meth:`take_as_it_is` copies little.
+        """Returns where to end a range from ``first`` on, so that :meth:`take_unscaled` copies little.
 
         The range ends where a large gradient begins or ends, and at ``limit`` at the latest. If ``first`` is a
         multiple of ``ALIGN_NUMEL``, so is the end, except at the end of the partition.
@@ -78,7 +78,7 @@ class MasterGradient:
         aligned = gathered - gathered % ALIGN_NUMEL
         return aligned if aligned > first else gathered
 
-    def take_as_it_is(self, first: int, last: int) -> torch.Tensor:
+    def take_unscaled(self, first: int, last: int) -> torch.Tensor:
         """Returns elements [first, last) of the partition's gradient, 1-D, not scaled, and in their own dtype.
 
         They begin at a multiple of 16 bytes. They may lie in the memory of a gradient, or of the next call.

@@ -152,6 +152,8 @@ class StepLocalGradients(_NextClass):
 
     def _link_all_hp_params(self):
         super()._link_all_hp_params()
+        # After a load or a move of states, the new links lead to no states. The next step links these, too.
+        self._hp_optimizer_states_linked = False
         keep_no_graph(self)
 
     def _get_offload_gradient_dict(self):
