@@ -12,6 +12,7 @@ import torch
 from torch._inductor import compile_fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import compiled_update, wait_for_parameters
 from deepspeed.compile.zero12.chunked_step import Chunks
 from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates, StepOfGroup
@@ -179,6 +180,18 @@ def test_what_is_not_compiled():
     assert not compiled(torch.optim.AdamW([parameter])), "compiling takes longer than it saves"
 
 
+@pytest.mark.skipif(get_accelerator().device_name() != "cpu", reason="kernels made for CPUs")
+def test_fast_kernels_are_left_alone():
+    parameter = torch.nn.Parameter(torch.ones(8))
+    for make, has in (
+        (lambda p: torch.optim.AdamW(p), False),
+        (lambda p: torch.optim.AdamW(p, fused=True), True),
+        (lambda p: deepspeed_adam(p, True), True),
+    ):
+        optimizer = make([parameter])
+        assert compiled_update.has_fast_kernel(optimizer, optimizer.param_groups[0], parameter) == has
+
+
 def test_settings_that_change_each_step():
     """A schedule of the weight decay compiles some updates, then none, and is right all along."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
@@ -255,7 +268,9 @@ def train_both_ways(case, folder, between=None):
     StepOfGroup.run = lambda self, gradient, *rest: ranges.append(gradient.numel()) or run(self, gradient, *rest)
     try:
         for least in (2 * ALIGN_NUMEL, 2**30):
-            with updates_compiled_from(least, 32), chunks_of(48):
+            # A C++ compiler takes long, so on a CPU some cases run as they are recorded.
+            recorded = device().type == "cpu" and case.dtype == "fp32"
+            with updates_compiled_from(least, 32), chunks_of(48), as_recorded(recorded):
                 module, engine = start(case)
                 # As with the backend "inductor", which would take long to compile the model.
                 engine.optimizer._zero12.updates = CompiledUpdates()
@@ -364,7 +379,7 @@ def order_of_a_step(case):
     OverlappedGather.start_first = noted("first", start_first)
     OverlappedGather.start = noted("rest", start_rest)
     try:
-        with updates_compiled_from(2 * ALIGN_NUMEL, 32):
+        with updates_compiled_from(2 * ALIGN_NUMEL, 32), as_recorded(device().type == "cpu"):
             module, engine = start(case)
             engine.optimizer._zero12.updates = CompiledUpdates()
             for step in range(3):

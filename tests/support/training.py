@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import math
 from typing import Any, Dict, List, NamedTuple, Optional
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -157,12 +158,13 @@ def chunks_of(numel):
 @contextlib.contextmanager
 def updates_compiled_from(numel, large=2**22):
     """Within it, updates of partitions of so many elements are compiled. They read ``large`` gradients in place."""
-    before = compiled_update.LEAST_NUMEL, master_gradient.LARGE_NUMEL
-    compiled_update.LEAST_NUMEL, master_gradient.LARGE_NUMEL = numel, large
-    try:
+    with (
+        mock.patch.object(compiled_update, "LEAST_NUMEL", numel),
+        mock.patch.object(master_gradient, "LARGE_NUMEL", large),
+        # On CPUs too, whatever an optimizer has of its own.
+        mock.patch.object(compiled_update, "has_fast_kernel", lambda *_: False),
+    ):
         yield
-    finally:
-        compiled_update.LEAST_NUMEL, master_gradient.LARGE_NUMEL = before
 
 
 @contextlib.contextmanager

@@ -65,6 +65,8 @@ class CompiledUpdates:
         state = optimizer.state.get(master) or {}
         if master.numel() < LEAST_NUMEL or master.dtype != torch.float32 or not _is_known(optimizer, group, state):
             return None
+        if has_fast_kernel(optimizer, group, master):
+            return None
         settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
         # StepOfGroup passes states in their order, so names count as well as dtypes.
         states = {name: value.dtype if _is_per_element(value, master) else None for name, value in state.items()}
@@ -142,6 +144,11 @@ def _rows(range_of_elements):
 
 def _is_per_element(value, parameter):
     return torch.is_tensor(value) and value.shape == parameter.shape
+
+
+def has_fast_kernel(optimizer: torch.optim.Optimizer, group: Dict[str, Any], master: torch.Tensor) -> bool:
+    """Whether an optimizer's own kernel is faster than a compiled pass, as those made by hand for CPUs are."""
+    return master.is_cpu and (isinstance(optimizer, DeepSpeedCPUAdam) or bool(group.get("fused")))
 
 
 def _is_known(optimizer, group, state):
