@@ -9,7 +9,6 @@ from typing import List, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.zero12 import chunked_step
 from deepspeed.compile.zero12.chunked_step import Chunks, may_step_in_chunks
@@ -17,7 +16,7 @@ from deepspeed.compile.zero12.master_gradient import MasterGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary
-from support.lifetime import backward, start
+from support.lifetime import backward, start, targets_at_calls
 from support.optimizers import OPTIMIZERS, Views
 from support.training import Case, chunks_of, relative_error
 
@@ -152,26 +151,8 @@ def test_an_engine_steps_in_chunks(ranks):
 
 def gradients_within_a_step(case):
     """Returns how many targets exist each time that a chunk of the fp32 gradient is made."""
-    take, counts, targets = MasterGradient.take, [], []
-
-    def taken(self, first, last):
-        counts.append(sum(not target.expired() for target in targets))
-        return take(self, first, last)
-
-    MasterGradient.take = taken
-    try:
-        with chunks_of(50):
-            _, engine = start(case)
-            for step in range(2):
-                backward(engine, step)
-                views = engine.optimizer.averaged_gradients[0].without_padding()
-                targets, views = [StorageWeakRef(view.untyped_storage()) for view in views], None
-                counts.clear()
-                engine.step()
-            engine.destroy()
-    finally:
-        MasterGradient.take = take
-    return counts
+    with chunks_of(50):
+        return targets_at_calls(MasterGradient, "take", start(case).engine, steps=2)
 
 
 def test_a_gradient_is_released_after_its_last_chunk(ranks):

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch._inductor import compile_fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import compiled_update, wait_for_parameters
@@ -22,9 +21,10 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from support.beside import warnings_logged
 from support.ids import vary
-from support.lifetime import backward, start
+from support.lifetime import backward, start, targets_at_calls
 from support.optimizers import MORE_OPTIMIZERS, OPTIMIZERS, Views, deepspeed_adam
 from support.training import (
+    OVERLAPPED,
     ROUNDING,
     Case,
     chunks_of,
@@ -247,9 +247,6 @@ def test_new_values_may_be_written_over_gradients(amsgrad):
 # In an engine -------------------------------------------------------------------------------------------------------
 
 
-OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
-
-
 class BothWays(NamedTuple):
     """An engine whose updates are compiled, beside one that steps chunk by chunk."""
 
@@ -325,27 +322,10 @@ def test_an_engine_compiles_its_updates(ranks, tmp_path, varied):
 
 def gradients_in_a_compiled_step(case):
     """Returns how many targets exist each time that a range is stepped."""
-    run, counts, targets = StepOfGroup.run, [], []
-
-    def counted(self, gradient, *rest):
-        counts.append(sum(not target.expired() for target in targets))
-        return run(self, gradient, *rest)
-
-    StepOfGroup.run = counted
-    try:
-        with updates_compiled_from(2 * ALIGN_NUMEL, 32), chunks_of(48):
-            _, engine = start(case)
-            engine.optimizer._zero12.updates = CompiledUpdates()
-            for step in range(3):
-                backward(engine, step)
-                views = engine.optimizer.averaged_gradients[0].without_padding()
-                targets, views = [StorageWeakRef(view.untyped_storage()) for view in views], None
-                counts.clear()
-                engine.step()
-            engine.destroy()
-    finally:
-        StepOfGroup.run = run
-    return counts
+    with updates_compiled_from(2 * ALIGN_NUMEL, 32), chunks_of(48):
+        _, engine = start(case)
+        engine.optimizer._zero12.updates = CompiledUpdates()
+        return targets_at_calls(StepOfGroup, "run", engine, steps=3)
 
 
 def test_a_gradient_is_released_after_its_last_range(ranks):

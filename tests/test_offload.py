@@ -26,6 +26,7 @@ from support.models import CASES
 from support.training import (
     BOUND,
     NOTHING,
+    OVERLAPPED,
     Case,
     average_gradients,
     batch,
@@ -43,8 +44,6 @@ from support.training import (
     total_error,
     train_beside_plain_loop,
 )
-
-OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
 
 
 @pytest.mark.quick

@@ -24,6 +24,7 @@ from support.models import WITH_BLOCKS, Block
 from support.parameter_gather import DELAY, MODELS, Around, EagerAround, one_rank_late
 from support.training import (
     BOUND,
+    OVERLAPPED,
     Case,
     Pair,
     batch,
@@ -34,8 +35,6 @@ from support.training import (
     train_beside_plain_loop,
     train_plain,
 )
-
-OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
 
 
 @pytest.mark.quick

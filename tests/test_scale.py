@@ -19,6 +19,7 @@ from deepspeed.compile.zero12.collectives import grouped
 from support.ids import vary
 from support.training import (
     BOUND,
+    OVERLAPPED,
     Case,
     batch,
     build,
@@ -33,7 +34,6 @@ from support.training import (
 
 # More than the model has, so that buckets are sent by the number of ranks alone.
 BUCKET = 10**6
-OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
 
 
 @contextlib.contextmanager

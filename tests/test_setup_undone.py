@@ -11,9 +11,7 @@ from deepspeed.compile.zero12 import engine as setup
 from support.faults import Injected
 from support.ids import vary
 from support.options import prepare, train_prepared
-from support.training import BOUND, Case
-
-OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
+from support.training import BOUND, OVERLAPPED, Case
 
 
 class Undone(NamedTuple):

@@ -6,9 +6,11 @@ Runs in the processes of ``support.pool``.
 """
 
 import ctypes
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from support.training import Started, batch, build, make_engine, train_plain
 
@@ -30,6 +32,25 @@ def step_beside(engine, plain, optimizer, step):
     backward(engine, step)
     engine.step()
     train_plain(plain, optimizer, step)
+
+
+def targets_at_calls(owner, method, engine, steps):
+    """Trains ``steps`` steps. Returns how many targets exist at each call of a method in the last step."""
+    called, counts, targets = getattr(owner, method), [], []
+
+    def counted(*args):
+        counts.append(sum(not target.expired() for target in targets))
+        return called(*args)
+
+    with mock.patch.object(owner, method, counted):
+        for step in range(steps):
+            backward(engine, step)
+            views = engine.optimizer.averaged_gradients[0].without_padding()
+            targets, views = [StorageWeakRef(view.untyped_storage()) for view in views], None
+            counts.clear()
+            engine.step()
+    engine.destroy()
+    return counts
 
 
 class Raises(torch.autograd.Function):

@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from . import compiled_update
-from .compiled_update import ALIGN_NUMEL
+from .compiled_update import ALIGN_NUMEL, is_per_element
 
 if TYPE_CHECKING:
     from .compiled_update import StepOfGroup
@@ -52,7 +52,7 @@ def may_step_in_chunks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor
 def _is_complete(state, parameter):
     # The first step makes the state. A later step makes an entry that is still None, if an option now asks for it.
     return all(
-        _is_per_element(value, parameter) or (value.numel() == 1 if torch.is_tensor(value) else value is not None)
+        is_per_element(value, parameter) or (value.numel() == 1 if torch.is_tensor(value) else value is not None)
         for value in state.values()
     )
 
@@ -149,7 +149,7 @@ class _OwnStep:
             self._of_chunk = optimizer.state.pop(chunk, {})
         if self._is_new:
             for name, value in self._of_chunk.items():
-                if _is_per_element(value, chunk):
+                if is_per_element(value, chunk):
                     if name not in state:
                         state[name] = value.new_empty(self._whole.shape)
                     state[name][first:last] = value
@@ -160,7 +160,7 @@ class _OwnStep:
         for name, value in self._of_chunk.items():
             if name not in state or not torch.is_tensor(value):
                 state[name] = value
-            elif not _is_per_element(state[name], self._whole):
+            elif not is_per_element(state[name], self._whole):
                 state[name].copy_(value)
         if state:
             optimizer.state[self._whole] = state
@@ -169,11 +169,7 @@ class _OwnStep:
         )
 
 
-def _is_per_element(value, parameter):
-    return torch.is_tensor(value) and value.shape == parameter.shape
-
-
 def _part(value, parameter, first, last):
-    if _is_per_element(value, parameter):
+    if is_per_element(value, parameter):
         return value[first:last]
     return value.clone() if torch.is_tensor(value) else value

@@ -69,7 +69,7 @@ class CompiledUpdates:
             return None
         settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
         # StepOfGroup passes states in their order, so names count as well as dtypes.
-        states = {name: value.dtype if _is_per_element(value, master) else None for name, value in state.items()}
+        states = {name: value.dtype if is_per_element(value, master) else None for name, value in state.items()}
         key = repr((type(optimizer), settings, states, gradient, new, scaled, master.device))
         if key not in self._updates:
             if len(self._updates) == MAX_UPDATES:
@@ -100,8 +100,8 @@ class StepOfGroup:
 
     def __init__(self, update: Update, group: Dict[str, Any], master: torch.nn.Parameter, state: Dict[str, Any]):
         self._update, self._master, self._state = update, master.data, state
-        self._per_element = [value for value in state.values() if _is_per_element(value, master)]
-        self._names = [name for name, value in state.items() if not _is_per_element(value, master)]
+        self._per_element = [value for value in state.values() if is_per_element(value, master)]
+        self._names = [name for name, value in state.items() if not is_per_element(value, master)]
         values = _scalars(group["lr"], [state[name] for name in self._names])
         results = update.scalars(*values)
         self._new_scalars, scalars = results[: len(self._names)], results[len(self._names) :]
@@ -142,7 +142,8 @@ def _rows(range_of_elements):
     return range_of_elements.view(-1, ALIGN_NUMEL)
 
 
-def _is_per_element(value, parameter):
+def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a state of an optimizer has a value for each element of a parameter."""
     return torch.is_tensor(value) and value.shape == parameter.shape
 
 
@@ -159,7 +160,7 @@ def _is_known(optimizer, group, state):
     if any(torch.is_tensor(each) for name, value in group.items() if name != "params" for each in _flat(name, value)):
         return False
     (master,) = group["params"]
-    scalars = [value for value in state.values() if not _is_per_element(value, master)]
+    scalars = [value for value in state.values() if not is_per_element(value, master)]
     kinds = all(isinstance(value, (int, float)) or (torch.is_tensor(value) and value.dim() == 0) for value in scalars)
     # Only the first step of an optimizer without momentum has no state after it, too.
     return kinds and (bool(state) or type(optimizer) is torch.optim.SGD and not group["momentum"])
@@ -217,8 +218,8 @@ class _Range(torch.nn.Module):
 
 def _record(optimizer, settings, state, master, gradient, new, scaled):
     """Returns an exported program: how a :class:`_Range` changes its inputs, without changes in place."""
-    names = sorted(state, key=lambda name: not _is_per_element(state[name], master))
-    states = [_rows(state[name][:LEAST_NUMEL]) for name in names if _is_per_element(state[name], master)]
+    names = sorted(state, key=lambda name: not is_per_element(state[name], master))
+    states = [_rows(state[name][:LEAST_NUMEL]) for name in names if is_per_element(state[name], master)]
     scalars = _scalars(0.0, [state[name] for name in names[len(states) :]])
     # With a learning rate that requires grad, SGD multiplies by a tensor, where it would read a number otherwise.
     scalars[0].requires_grad_()
@@ -268,31 +269,29 @@ def _compile(program):
             (scalars if _is_scalar(node) and all(map(_is_scalar, node.all_input_nodes)) else elements).append(node)
     given = [node for node in placeholders if _is_scalar(node)]
     taken = [node for node in (*given, *scalars) if any(user in elements for user in node.users)]
-    first, values = Graph(), {}
+    of_scalars, values = Graph(), {}
     for node in given:
-        values[node] = first.placeholder(node.name)
+        values[node] = of_scalars.placeholder(node.name)
     for node in scalars:
-        values[node] = first.node_copy(node, values.__getitem__)
+        values[node] = of_scalars.node_copy(node, values.__getitem__)
+    new_states = [values[changed.get(node.name, node)] for node in given[1:]]
     # In fp32, because the pass would convert an fp64 scalar anew for each element.
-    first.output(
-        (
-            *(values[changed.get(node.name, node)] for node in given[1:]),
-            *(first.call_function(torch.ops.aten.to.dtype, (values[node], _in_fp32(node).dtype)) for node in taken),
-        )
-    )
+    cast = torch.ops.aten.to.dtype
+    for_elements = [of_scalars.call_function(cast, (values[node], _in_fp32(node).dtype)) for node in taken]
+    of_scalars.output((*new_states, *for_elements))
     # StepOfGroup puts scalars there, because a kernel's scalars on the host would be read anew for each range.
     device = program.graph.find_nodes(op="placeholder")[0].meta["val"].device
-    second, values, examples = Graph(), {}, []
+    of_elements, values, examples = Graph(), {}, []
     for node in (*(node for node in placeholders if node not in given and node.meta["val"] is not None), *taken):
-        values[node] = second.placeholder(node.name)
+        values[node] = of_elements.placeholder(node.name)
         examples.append(_in_fp32(node).to(device) if node in taken else node.meta["val"])
     for node in elements:
-        values[node] = second.node_copy(node, values.__getitem__)
+        values[node] = of_elements.node_copy(node, values.__getitem__)
     for node in placeholders:
         if node in values and node.name in changed:
-            second.call_function(torch.ops.aten.copy_.default, (values[node], values[changed[node.name]]))
-    second.output(())
-    return Update(GraphModule({}, first), compile_fx(GraphModule({}, second), examples))
+            of_elements.call_function(torch.ops.aten.copy_.default, (values[node], values[changed[node.name]]))
+    of_elements.output(())
+    return Update(GraphModule({}, of_scalars), compile_fx(GraphModule({}, of_elements), examples))
 
 
 def _is_scalar(node):
