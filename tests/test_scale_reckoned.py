@@ -60,6 +60,23 @@ def test_collectives_of_eight_gpus(package, collective, milliseconds):
     assert 1e3 * reckoned[collective] == pytest.approx(milliseconds, rel=0.1)
 
 
+@vary(
+    "collective, milliseconds",
+    [("reduce", 2.90), ("broadcast", 2.91), ("reduces in a group", 1.62), ("broadcasts in a group", 1.57)],
+)
+def test_collectives_of_two_gpus(package, collective, milliseconds):
+    """1 GiB of bf16 on 2 H200s of one host, 2026-11-23."""
+    cluster = package("scale").Cluster()
+    grouped = collective.endswith("group")
+    reckoned = cluster.to_one(GIB // 2, 2, operations=2) if grouped else cluster.to_one(GIB, 2)
+    assert 1e3 * reckoned == pytest.approx(milliseconds, rel=0.1)
+
+
+def test_a_bucket_between_two_gpus(package):
+    """A message of 2^25 elements of bf16 on 2 H200s of one host, 2026-11-23."""
+    assert 1e3 * package("scale").Cluster().to_one(2**26, 2) == pytest.approx(0.200, rel=0.11)
+
+
 def test_parts_of_steps_that_were_measured(package, qwen3):
     scale = package("scale")
     case = scale.Case("Qwen3-8B", qwen3("qwen3-8b"), 0.353)

@@ -176,10 +176,12 @@ def _overflow(optimizer, norm):
     if norm is None:
         optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
         return optimizer.overflow, None
-    if is_invalid_grad_norm(norm):
+    invalid = is_invalid_grad_norm(norm)
+    if invalid:
         # A squared norm may overflow fp32 although no gradient does. The base squares in fp64.
         norm = _global_norm(optimizer, torch.float64)
-    return is_invalid_grad_norm(norm), norm
+        invalid = is_invalid_grad_norm(norm)
+    return invalid, norm
 
 
 def _factor(optimizer, norm, scale) -> Optional[torch.Tensor]:
