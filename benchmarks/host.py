@@ -80,7 +80,7 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
         master.grad = None
 
     elements = {
-        "norm": lambda: _sum_of_squares([gradient], torch.float32),
+        "norm": lambda: _sum_of_squares([gradient]),
         "chunks: cast, scale, Adam, cast back, send": step,
         "Adam alone, of the whole partition": adam_alone,
     }

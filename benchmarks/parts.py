@@ -97,7 +97,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
             run = functools.partial(step, adam, updates)
             took = seconds(run, repetitions)
             print(f"AdamW {kind}, {name:11} {1e3 * took:8.2f} ms, {took / floor:.3f} of that{most_memory(run)}")
-    took = seconds(lambda: _sum_of_squares([*gradients.values()], torch.float32), repetitions)
+    took = seconds(lambda: _sum_of_squares([*gradients.values()]), repetitions)
     print(f"norm                       {1e3 * took:8.2f} ms, {took / (2 * numel / rate):.3f} of 2 bytes an element")
 
 

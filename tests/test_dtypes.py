@@ -111,6 +111,41 @@ def test_an_overflow_skips_the_step_and_releases(ranks, stage, accumulation):
         assert compiled.error < 1.5 * eager.error < compiled.moved
 
 
+class HugeGradients(NamedTuple):
+    norm: float
+    skipped: int  # steps
+    parameters: List[torch.Tensor]
+
+
+def train_with_huge_gradients(case, times):
+    """Trains three steps on so many times the loss, with DeepCompile and without."""
+    results = []
+    for flag in (True, False):
+        torch._dynamo.reset()
+        module = build(case)
+        engine = make_engine(module, dataclasses.replace(case, deepcompile=flag))
+        for step in range(3):
+            engine.backward(times * engine(batch(step, 0, dist.get_rank(), 4)))
+            engine.step()
+        norm = float(engine.get_global_grad_norm())
+        trained = [safe_get_full_fp32_param(parameter) for parameter in module.parameters()]
+        results.append(HugeGradients(norm, engine.skipped_steps, trained))
+        engine.destroy()
+    compiled, eager = results
+    return compiled, eager, total_error(compiled.parameters, eager.parameters)
+
+
+@vary("dtype", ["fp32", "bf16"])
+@vary("times, skipped", [(1e17, 0), (1.8e19, 3)])
+def test_finite_gradients_whose_squares_overflow(ranks, dtype, times, skipped):
+    """As in DeepSpeed, a step is skipped if the sum of the squares of its gradients overflows fp32."""
+    case = Case(dtype=dtype, clipping=0.5)
+    for compiled, eager, difference in ranks(2).run(train_with_huge_gradients, case, times):
+        assert compiled.skipped == eager.skipped == skipped
+        assert compiled.norm == pytest.approx(eager.norm, rel=1e-4 if dtype == "fp32" else 0.02)
+        assert difference < (BOUND if dtype == "fp32" else 0.02)
+
+
 @vary("dtype", ["bf16", "fp16"])
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_offloaded(ranks, stage, accumulation, dtype):

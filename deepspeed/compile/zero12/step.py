@@ -77,12 +77,7 @@ def _run(optimizer):
     # What the device can compute before the host has waited for the norm, it computes in that time.
     factor = _factor(optimizer, norm, scale)
     updates = [_begin_update(optimizer, group, scaled=factor is not None) for group in groups]
-    if _host_waits(optimizer, norm):
-        optimizer.overflow, exact = _overflow(optimizer, norm)
-        if exact is not norm:
-            norm, factor = exact, _factor(optimizer, exact, scale)
-    else:
-        optimizer.overflow = False
+    optimizer.overflow = _host_waits(optimizer, norm) and _overflow(optimizer, norm)
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:
         optimizer._global_grad_norm = None if norm is None else float("inf")
@@ -113,17 +108,17 @@ def _run(optimizer):
 # Norm and overflow ----------------------------------------------------------------------------------------------
 
 
-def _global_norm(optimizer, dtype=torch.float32):
-    """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid.
-
-    ``dtype`` is the dtype in which the squares of one gradient are added up.
-    """
+def _global_norm(optimizer):
+    """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid."""
     groups = range(len(optimizer.bit16_groups))
-    return combine_grad_norm_groups([_group_norm(optimizer, group, dtype) for group in groups], norm_type=2)
+    return combine_grad_norm_groups([_group_norm(optimizer, group) for group in groups], norm_type=2)
 
 
-def _group_norm(optimizer, group, dtype):
-    """Returns the 2-norm of one group's gradients over all ranks, fp32 [], and as in the base -1 if not finite."""
+def _group_norm(optimizer, group):
+    """Returns the 2-norm of one group's gradients over all ranks, fp32 [].
+
+    As in the base, the norm is -1 if the sum of the squares is not finite in fp32.
+    """
     gradients = optimizer.averaged_gradients[group].without_padding()
     counted = [
         gradient
@@ -135,26 +130,26 @@ def _group_norm(optimizer, group, dtype):
     # As for every new tensor in this file, name the dtype: the caller may have changed torch's default dtype.
     total = torch.zeros((), dtype=torch.float64, device=optimizer.bit16_groups_flat[0].device)
     if counted:
-        total.copy_(_sum_of_squares(counted, dtype))
+        total.copy_(_sum_of_squares(counted))
     with collective("add up the norm of the gradients"):
         dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
     optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
-    total = total.sqrt().float()
+    total = total.float().sqrt()
     return total.masked_fill_(~total.isfinite(), -1.0)
 
 
-def _sum_of_squares(gradients, dtype):
-    """Returns the sum of the squares of all elements, fp64 []. ``dtype`` is that in which squares are added up."""
+def _sum_of_squares(gradients):
+    """Returns the sum of the squares of all elements, fp64 []. The squares of one gradient are added up in fp32."""
     if not gradients[0].is_cpu:
         # One kernel for each large gradient reads memory faster than one kernel for many gradients.
         large = [gradient for gradient in gradients if gradient.numel() >= LARGE_NUMEL]
         small = [gradient for gradient in gradients if gradient.numel() < LARGE_NUMEL]
-        norms = [torch.linalg.vector_norm(gradient, 2, dtype=dtype) for gradient in large]
-        norms += torch._foreach_norm(small, 2, dtype=dtype) if small else []
+        norms = [torch.linalg.vector_norm(gradient, 2, dtype=torch.float32) for gradient in large]
+        norms += torch._foreach_norm(small, 2, dtype=torch.float32) if small else []
         return torch.stack(norms).double().square().sum()
     # On a CPU a norm takes several times as long as a cast and a product of short parts, and rounds more.
     parts = [part for gradient in gradients for part in gradient.view(-1).split(NORM_NUMEL_ON_HOST)]
-    memory = torch.empty(max(part.numel() for part in parts), dtype=dtype, device="cpu")
+    memory = torch.empty(max(part.numel() for part in parts), dtype=torch.float32, device="cpu")
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for part in parts:
         cast = memory[: part.numel()].copy_(part)
@@ -172,16 +167,11 @@ def _host_waits(optimizer, norm):
 
 
 def _overflow(optimizer, norm):
-    """Returns whether gradients overflowed, and their norm. Computes an invalid norm again, in fp64."""
+    """Returns whether gradients overflowed. The host waits for the device."""
     if norm is None:
         optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
-        return optimizer.overflow, None
-    invalid = is_invalid_grad_norm(norm)
-    if invalid:
-        # A squared norm may overflow fp32 although no gradient does. The base squares in fp64.
-        norm = _global_norm(optimizer, torch.float64)
-        invalid = is_invalid_grad_norm(norm)
-    return invalid, norm
+        return optimizer.overflow
+    return is_invalid_grad_norm(norm)
 
 
 def _factor(optimizer, norm, scale) -> Optional[torch.Tensor]:
