@@ -109,9 +109,6 @@ def time_loss(shape: Shape, seq: int, device: str, repetitions: int) -> None:
     weight = torch.randn(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16, device=device).mul_(0.02)
     weight.requires_grad_()
     target = torch.randint(shape.vocab_size, (seq,), device=device)
-    loss = chunked_loss.ChunkedLoss(
-        chunked_loss.LossOfLogits(-100, True, torch.float32), (False, False), None, torch.compile
-    )
 
     def run():
         hidden.grad = weight.grad = None
@@ -119,6 +116,11 @@ def time_loss(shape: Shape, seq: int, device: str, repetitions: int) -> None:
 
     for exponent in (40, 28, 27, 26, 25):
         chunked_loss.CHUNK_NUMEL = 2**exponent
+        # Otherwise torch would compile for any size of a chunk from the second size on, which is slower.
+        torch._dynamo.reset()
+        loss = chunked_loss.ChunkedLoss(
+            chunked_loss.LossOfLogits(-100, True, torch.float32), (False, False), None, torch.compile
+        )
         number = len(chunked_loss.chunks(seq, shape.vocab_size))
         took = seconds(run, repetitions)
         hidden.grad = weight.grad = None
