@@ -18,7 +18,7 @@ ZERO12 = COMPILE / "zero12"
 
 # Each module may import those of the lines above its own, and what is on its own line nothing of that line.
 FLOORS = """
-about fx passes.zero_1_and_2_compile zero12.messages zero12.monitoring
+about fx passes.zero_1_and_2_compile zero12.messages zero12.monitoring zero12.update_graph
 zero12.native zero12.compiled_update
 zero12.collectives zero12.forward zero12.key_value_cache zero12.master_gradient zero12.layout zero12.offload
 zero12.chunked_step
@@ -47,6 +47,7 @@ TRAINING = {
     "step",
     "chunked_step",
     "compiled_update",
+    "update_graph",
     "gather",
     "gather_hooks",
     "layout",

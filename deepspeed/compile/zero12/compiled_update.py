@@ -1,25 +1,20 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles an optimizer's update of a range of elements into one pass over memory.
+"""Steps ranges of an optimizer's parameter, each in one pass over memory.
 
 The pass reads a gradient in its own dtype, scales it, updates master weights and optimizer states, and writes the new
-parameters. The update is the optimizer's own: ``torch.export`` records what ``optimizer.step()`` does to a range, and
-Inductor compiles the record. Whatever depends on scalars alone, such as Adam's bias corrections, is computed once a
-step, in fp64 and outside of the pass.
+parameters. ``update_graph.py`` compiles the pass from the optimizer's own ``step()``.
 """
 
-import copy
-import warnings
-from typing import Any, Callable, Dict, NamedTuple, Optional
+from typing import Any, Dict, Optional
 
 import torch
-from torch.export import Dim
-from torch.fx import Graph, GraphModule
 
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import logger
 
 from .messages import inform, warn
+from .update_graph import Update, compile_update
 
 # A range has a multiple of so many elements, so that the kernel reads and writes 16 bytes at a time in every dtype.
 ALIGN_NUMEL = 16
@@ -27,13 +22,6 @@ ALIGN_NUMEL = 16
 LEAST_NUMEL = 2**24
 # As many as torch by default compiles of one function.
 MAX_UPDATES = 8
-
-
-class Update(NamedTuple):
-    """The compiled update of all parameter groups whose settings but the learning rate are equal."""
-
-    scalars: Callable  # (learning rate, scalar states) -> (new scalar states, fp32 scalars for `elements`)
-    elements: Callable  # (gradient, factor, master, new, per-element states, scalars), changes master, new and states
 
 
 class CompiledUpdates:
@@ -75,9 +63,28 @@ class CompiledUpdates:
             if len(self._updates) == MAX_UPDATES:
                 self._warn_once(optimizer)
                 return None
-            self._updates[key] = _make(optimizer, settings, state, master, gradient, new, scaled)
+            self._updates[key] = self._compile(optimizer, settings, state, master, gradient, new, scaled)
         update = self._updates[key]
         return update and StepOfGroup(update, group, master, state)
+
+    def _compile(self, optimizer, settings, state, master, *kind):
+        """Returns the compiled update, or None with a warning if it cannot be compiled."""
+        inform(f"DeepCompile compiles the update of {type(optimizer).__name__}")
+        states = {name: _rows(value[:LEAST_NUMEL]) for name, value in state.items() if is_per_element(value, master)}
+        names = [name for name in state if name not in states]
+        learning_rate, *scalars = _scalars(0.0, [state[name] for name in names])
+        example = _rows(master.data[:LEAST_NUMEL])
+        try:
+            return compile_update(
+                optimizer, settings, example, states, learning_rate, dict(zip(names, scalars, strict=True)), *kind
+            )
+        except Exception as error:
+            # Other ranks may be able to.
+            logger.warning(
+                f"DeepCompile cannot compile the update of {type(optimizer).__name__}, so a step takes several passes "
+                f"over memory ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            )
+            return None
 
     def _warn_once(self, optimizer):
         if not self._has_warned:
@@ -176,129 +183,3 @@ def _scalars(learning_rate, states):
     """Returns the learning rate and scalar states as fp64 tensors [], all on the device of the states."""
     device = next((value.device for value in states if torch.is_tensor(value)), "cpu")
     return [torch.as_tensor(value, dtype=torch.float64, device=device).clone() for value in (learning_rate, *states)]
-
-
-# Recording and compiling --------------------------------------------------------------------------------------------
-
-
-def _make(optimizer, settings, state, master, gradient, new, scaled):
-    """Returns the :class:`Update`, or None with a warning if it cannot be compiled."""
-    inform(f"DeepCompile compiles the update of {type(optimizer).__name__}")
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            # Torch 2.13 warns of a name that torch.export itself still uses.
-            warnings.simplefilter("ignore", FutureWarning)
-            return _compile(_record(optimizer, settings, state, master, gradient, new, scaled))
-    except Exception as error:
-        # Other ranks may be able to.
-        logger.warning(
-            f"DeepCompile cannot compile the update of {type(optimizer).__name__}, so a step takes several passes "
-            f"over memory ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        )
-        return None
-
-
-class _Range(torch.nn.Module):
-    """What an optimizer does to a range of elements, as a module that ``torch.export`` records."""
-
-    def __init__(self, optimizer, settings, names):
-        super().__init__()
-        self.optimizer, self.settings, self.names = optimizer, settings, names
-
-    def forward(self, gradient, factor, master, new, states, scalars):
-        learning_rate, *scalars = scalars
-        worker = copy.copy(self.optimizer)
-        worker.param_groups = [{**self.settings, "lr": learning_rate, "params": [master]}]
-        worker.state = {master: dict(zip(self.names, [*states, *scalars], strict=True))}
-        gradient = gradient.to(master.dtype)
-        master.grad = gradient if factor is None else gradient * factor
-        worker.step()
-        new.copy_(master)
-
-
-def _record(optimizer, settings, state, master, gradient, new, scaled):
-    """Returns an exported program: how a :class:`_Range` changes its inputs, without changes in place."""
-    names = sorted(state, key=lambda name: not is_per_element(state[name], master))
-    states = [_rows(state[name][:LEAST_NUMEL]) for name in names if is_per_element(state[name], master)]
-    scalars = _scalars(0.0, [state[name] for name in names[len(states) :]])
-    # With a learning rate that requires grad, SGD multiplies by a tensor, where it would read a number otherwise.
-    scalars[0].requires_grad_()
-    span = _rows(master.data[:LEAST_NUMEL])
-    inputs = (
-        span.new_empty(span.shape, dtype=gradient),
-        span.new_empty(1) if scaled else None,
-        span,
-        span.new_empty(span.shape, dtype=new),
-        states,
-        scalars,
-    )
-    rows = {0: Dim("rows", min=2)}
-    worker = _as_torch(optimizer)
-    # `capturable` keeps counts of steps in tensors. The other two would record operators that cannot be fused.
-    settings = {**worker.param_groups[0], **settings, "capturable": True, "foreach": False, "fused": False}
-    return torch.export.export(
-        _Range(worker, settings, names),
-        inputs,
-        dynamic_shapes=(rows, None, rows, rows, [rows] * len(states), [None] * len(scalars)),
-        strict=False,
-    ).run_decompositions({})
-
-
-def _as_torch(stepper):
-    """Returns the optimizer of torch whose update is that of ``stepper``, which may be one of DeepSpeed in C++."""
-    if isinstance(stepper, (FusedAdam, DeepSpeedCPUAdam)):
-        cls = torch.optim.AdamW if stepper.adam_w_mode else torch.optim.Adam
-        return cls([torch.nn.Parameter(torch.empty(0))])
-    return stepper
-
-
-def _compile(program):
-    """Cuts a program into its scalars, which run as they are, and its elements, which Inductor compiles."""
-    # No function of torch's own compiles a graph for inputs of varying length without Dynamo's guards in each call.
-    from torch._inductor.compile_fx import compile_fx
-
-    placeholders = program.graph.find_nodes(op="placeholder")
-    changed = {
-        spec.target: next(node for node in program.graph.nodes if node.name == spec.arg.name)
-        for spec in program.graph_signature.output_specs
-        if spec.target is not None
-    }
-    scalars, elements = [], []
-    for node in program.graph.nodes:
-        if node.op == "call_function" and node.target is not torch.ops.aten._assert_tensor_metadata.default:
-            (scalars if _is_scalar(node) and all(map(_is_scalar, node.all_input_nodes)) else elements).append(node)
-    given = [node for node in placeholders if _is_scalar(node)]
-    taken = [node for node in (*given, *scalars) if any(user in elements for user in node.users)]
-    of_scalars, values = Graph(), {}
-    for node in given:
-        values[node] = of_scalars.placeholder(node.name)
-    for node in scalars:
-        values[node] = of_scalars.node_copy(node, values.__getitem__)
-    new_states = [values[changed.get(node.name, node)] for node in given[1:]]
-    # In fp32, because the pass would convert an fp64 scalar anew for each element.
-    cast = torch.ops.aten.to.dtype
-    for_elements = [of_scalars.call_function(cast, (values[node], _in_fp32(node).dtype)) for node in taken]
-    of_scalars.output((*new_states, *for_elements))
-    # StepOfGroup puts scalars there, because a kernel's scalars on the host would be read anew for each range.
-    device = program.graph.find_nodes(op="placeholder")[0].meta["val"].device
-    of_elements, values, examples = Graph(), {}, []
-    for node in (*(node for node in placeholders if node not in given and node.meta["val"] is not None), *taken):
-        values[node] = of_elements.placeholder(node.name)
-        examples.append(_in_fp32(node).to(device) if node in taken else node.meta["val"])
-    for node in elements:
-        values[node] = of_elements.node_copy(node, values.__getitem__)
-    for node in placeholders:
-        if node in values and node.name in changed:
-            of_elements.call_function(torch.ops.aten.copy_.default, (values[node], values[changed[node.name]]))
-    of_elements.output(())
-    return Update(GraphModule({}, of_scalars), compile_fx(GraphModule({}, of_elements), examples))
-
-
-def _is_scalar(node):
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dim() == 0
-
-
-def _in_fp32(node):
-    value = node.meta["val"]
-    return value.float() if value.is_floating_point() else value
