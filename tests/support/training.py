@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._inductor import compile_fx
 
 import deepspeed
 from deepspeed import DeepSpeedEngine
@@ -167,6 +168,18 @@ def updates_compiled_from(numel, large=2**22):
         mock.patch.object(compiled_update, "has_fast_kernel", lambda *_: False),
     ):
         yield
+
+
+@contextlib.contextmanager
+def as_recorded(runs):
+    """Within it, recorded updates run as they are, without Inductor, if ``runs``."""
+    compile_graph = compile_fx.compile_fx
+    if runs:
+        compile_fx.compile_fx = lambda graph, _: graph
+    try:
+        yield
+    finally:
+        compile_fx.compile_fx = compile_graph
 
 
 @contextlib.contextmanager

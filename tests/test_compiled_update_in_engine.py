@@ -1,0 +1,164 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A step with compiled updates trains as one without them, releases gradients, and sends parameters early."""
+
+from typing import NamedTuple
+
+from deepspeed.compile.zero12 import wait_for_parameters
+from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates, StepOfGroup
+from deepspeed.compile.zero12.gather import OverlappedGather
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from support.ids import vary
+from support.lifetime import backward, start, targets_at_calls
+from support.training import (
+    OVERLAPPED,
+    ROUNDING,
+    Case,
+    as_recorded,
+    chunks_of,
+    device,
+    relative_error,
+    updates_compiled_from,
+)
+
+
+class BothWays(NamedTuple):
+    """An engine whose updates are compiled, beside one that steps chunk by chunk."""
+
+    ranges: int  # that the compiled updates stepped
+    error: float  # of the master weights, relative to their norm
+    moved: float  # how far training moved them, relative to their norm
+    states: float  # the error of momentum
+
+
+def train_both_ways(case, folder, between=None):
+    """Trains for five steps with compiled updates, and again without them.
+
+    ``between``: what happens before the fourth step: "load" (of a checkpoint of that moment) or "offload" (of states).
+    """
+    run, ranges, seen = StepOfGroup.run, [], []
+    StepOfGroup.run = lambda self, gradient, *rest: ranges.append(gradient.numel()) or run(self, gradient, *rest)
+    try:
+        for least in (2 * ALIGN_NUMEL, 2**30):
+            # A C++ compiler takes long, so on a CPU some cases run as they are recorded.
+            recorded = device().type == "cpu" and case.dtype == "fp32"
+            with updates_compiled_from(least, 32), chunks_of(48), as_recorded(recorded):
+                module, engine = start(case)
+                # As with the backend "inductor", which would take long to compile the model.
+                engine.optimizer._zero12.updates = CompiledUpdates()
+                # DeepSpeed has no fp32 values of a frozen parameter, or of one without elements.
+                trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
+                begin = [each.float().clone() for each in trained]
+                for step in range(5 * case.accumulation):
+                    if between == "load" and step == 3:
+                        engine.save_checkpoint(folder, tag=str(least))
+                        engine.load_checkpoint(folder, tag=str(least))
+                    elif between == "offload" and step == 3:
+                        engine.offload_states()
+                        engine.reload_states()
+                    backward(engine, step)
+                    engine.step()
+                seen.append([safe_get_full_fp32_param(each).clone() for each in trained])
+                seen.append([safe_get_full_optimizer_state(each, "momentum_buffer").clone() for each in trained])
+                engine.destroy()
+    finally:
+        StepOfGroup.run = run
+    return BothWays(
+        len(ranges), relative_error(seen[0], seen[2]), relative_error(seen[2], begin), relative_error(seen[1], seen[3])
+    )
+
+
+@vary(
+    "varied",
+    [
+        {"accumulation": 2},
+        {"model": "OddSizes", "groups": 2, "clipping": 0.05, "stage": 2},
+        {"dtype": "bf16", "clipping": 0.1},
+        {"groups": 2, "model": "AlignedBlocksWithin", "config": OVERLAPPED},
+        {"dtype": "fp16"},
+        # The first steps overflow.
+        {"dtype": "fp16", "config": {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}},
+        {"between": "load", "groups": 2},
+        {"between": "offload", "clipping": 0.05},
+        {"offloaded": True, "stage": 2, "dtype": "bf16"},
+        {"offloaded": True, "accumulation": 2, "clipping": 0.05},
+        {"dtype": "bf16", "stage": 2, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    ],
+)
+def test_an_engine_compiles_its_updates(ranks, tmp_path, varied):
+    between = varied.get("between")
+    case = Case(**{"model": "RepeatedLayers", **{name: varied[name] for name in varied if name != "between"}})
+    for both in ranks(2).run(train_both_ways, case, tmp_path, between):
+        assert both.ranges > 10
+        # A rounding of a master weight may round a parameter otherwise.
+        assert both.error < ROUNDING[case.dtype] * both.moved and both.moved > 1e-3, both
+        assert both.states < 4 * ROUNDING[case.dtype], both
+
+
+def gradients_in_a_compiled_step(case):
+    """Returns how many targets exist each time that a range is stepped."""
+    with updates_compiled_from(2 * ALIGN_NUMEL, 32), chunks_of(48):
+        _, engine = start(case)
+        engine.optimizer._zero12.updates = CompiledUpdates()
+        return targets_at_calls(StepOfGroup, "run", engine, steps=3)
+
+
+def test_a_gradient_is_released_after_its_last_range(ranks):
+    case = Case(dtype="bf16", model="RepeatedLayers")
+    for counts in ranks(2).run(gradients_in_a_compiled_step, case):
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] > 5 and counts[-1] <= 2
+
+
+def updates_of(backend):
+    _, engine = start(Case(backend=backend))
+    updates = engine.optimizer._zero12.updates
+    engine.destroy()
+    return type(updates)
+
+
+def test_updates_are_compiled_with_inductor(ranks):
+    assert ranks(1).run(updates_of, "inductor") == [CompiledUpdates]
+    assert ranks(1).run(updates_of, "eager") == [type(None)]
+
+
+def order_of_a_step(case):
+    """Returns what a step does, in order: "stepped" for each range, "first" and "rest" when units are sent."""
+    done, run = [], StepOfGroup.run
+    start_first, start_rest = OverlappedGather.start_first, OverlappedGather.start
+
+    def noted(name, function):
+        return lambda *args: done.append(name) or function(*args)
+
+    StepOfGroup.run = noted("stepped", run)
+    OverlappedGather.start_first = noted("first", start_first)
+    OverlappedGather.start = noted("rest", start_rest)
+    try:
+        with updates_compiled_from(2 * ALIGN_NUMEL, 32), as_recorded(device().type == "cpu"):
+            module, engine = start(case)
+            engine.optimizer._zero12.updates = CompiledUpdates()
+            for step in range(3):
+                backward(engine, step)
+                done.clear()
+                engine.step()
+            wait_for_parameters(engine)
+            total = sum(parameter.double().sum().item() for parameter in module.parameters())
+            engine.destroy()
+    finally:
+        StepOfGroup.run, OverlappedGather.start_first, OverlappedGather.start = run, start_first, start_rest
+    return done, total
+
+
+@vary("model", ["BlocksWithin", "AlignedBlocksWithin"])
+@vary("groups", [1, 2])
+def test_what_a_forward_needs_first_is_sent_first(ranks, model, groups):
+    """The parameters outside of blocks are stepped and sent before the blocks are stepped."""
+    case = Case(dtype="bf16", model=model, groups=groups, config=OVERLAPPED)
+    (first, total), (second, other) = ranks(2).run(order_of_a_step, case)
+    assert total == other
+    for done in (first, second):
+        assert done.count("first") == 1 and done[-1] == "rest", done
+        assert "stepped" in done[done.index("first") :], "all was stepped before anything was sent"
+        # Each rank has a part of them: embedding and head.
+        assert "stepped" in done[: done.index("first")]
