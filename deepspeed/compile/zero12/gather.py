@@ -84,6 +84,7 @@ class OverlappedGather:
         self._optimizer = weakref.ref(optimizer)
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
         self._runs = [runs(optimizer, unit) for unit in units]
+        self._broadcasts = broadcasts_pay(self._runs)
         # Number of a unit that is on its way -> its collectives that nobody has waited for.
         self._works: Dict[int, list] = {}
         # Whether the first unit of the current step has been sent.
@@ -94,7 +95,7 @@ class OverlappedGather:
 
         A forward needs this unit before it begins, so it should be stepped first and sent by :meth:`start_first`.
         """
-        if not broadcasts_pay(self._runs):
+        if not self._broadcasts:
             return []
         optimizer = self._optimizer()
         rank = dist.get_rank(optimizer.real_dp_process_group[group])
@@ -109,7 +110,7 @@ class OverlappedGather:
             DistBackendError: if a collective failed, for example because another rank died.
         """
         self.wait_all()
-        if broadcasts_pay(self._runs):
+        if self._broadcasts:
             with collective(PURPOSE):
                 self._works[0] = self._broadcast(self._runs[0])
             self._sent_first = True
@@ -124,7 +125,7 @@ class OverlappedGather:
             self.start_first()
         self._sent_first = False
         with collective(PURPOSE):
-            if broadcasts_pay(self._runs):
+            if self._broadcasts:
                 for index, unit in enumerate(self._runs[1:], start=1):
                     self._works[index] = self._broadcast(unit)
             else:
