@@ -185,7 +185,7 @@ def make_backend(
 
         split = None
         if block is None and torch.is_grad_enabled():
-            split, rest = chunked_losses.cut_out(gm, example_inputs, compile_part), find_loss.REST
+            split, rest = chunked_losses.cut_out(gm, example_inputs, compile_part), loss.AFTER_CHUNKED_LOSS
         if split is None and block is None and reduces:
             split, rest = loss.split_loss(gm, [id(value) in own for value in example_inputs]), loss.LOSS
         if split is None:

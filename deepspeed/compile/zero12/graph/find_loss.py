@@ -41,10 +41,6 @@ _CONTEXTS = {
 }
 
 
-# Name of the graph of what needs logits or loss. The graph of what needs neither is ``loss.HEAD``.
-REST = "submod_2"
-
-
 class Unfit(Exception):
     """Why a graph cannot have its loss computed in chunks. The text follows on "because"."""
 
@@ -97,8 +93,8 @@ class ChunkedLosses:
             compile_part: compiles a function of tensors.
 
         Returns:
-            A module that calls its submodules ``loss.HEAD`` and ``REST``, and the :class:`ChunkedLoss` in between. A
-            submodule without nodes is missing. None if the loss stays as it is.
+            A module that calls its submodules ``loss.HEAD`` and ``loss.AFTER_CHUNKED_LOSS``, and the
+            :class:`ChunkedLoss` in between. A submodule without nodes is missing. None if the loss stays as it is.
         """
         if self._wanted is False:
             return None
