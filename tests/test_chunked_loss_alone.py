@@ -183,6 +183,18 @@ def targets_of_logits(self, hidden, target):
     return cross_entropy(logits.view(-1, VOCABULARY), logits.argmax(-1).view(-1)), logits
 
 
+def takes_positions(self, hidden, target):
+    logits = self.head(hidden)
+    return cross_entropy(logits.transpose(1, 2), target), logits
+
+
+def counts_in_place(self, hidden, target):
+    logits = self.head(hidden)
+    number = (target != IGNORED).sum()
+    number.add_(1)
+    return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1)) / number, logits
+
+
 def computes_its_own(self, hidden, target):
     logits = self.head(hidden)
     return -logits.float().log_softmax(-1).gather(-1, target.unsqueeze(-1)).mean(), logits
@@ -232,6 +244,8 @@ def test_losses_that_are_found(loss):
         (uses_parameters_after, "parameters are used after its head"),
         (changes_logits, "changed in place"),
         (targets_of_logits, "targets of its cross_entropy depend"),
+        (takes_positions, "not one of logits [tokens, vocabulary]"),
+        (counts_in_place, "something is changed in place"),
     ],
     expects="why",
 )

@@ -4,6 +4,7 @@
 
 import copy
 import random
+from unittest import mock
 
 import pytest
 import torch
@@ -181,6 +182,20 @@ def test_settings_that_change_each_step():
     assert compiled == [False] + [True] * compiled_update.MAX_UPDATES + [False] * 3
     assert len(updates._updates) == compiled_update.MAX_UPDATES
     assert len(said) == 1 and "in other settings than the learning rate" in said[0]
+    torch.testing.assert_close(chunked, whole, **CLOSE)
+
+
+def test_an_update_that_cannot_be_compiled():
+    """The optimizer itself steps then, and a warning says why, once."""
+    whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
+    chunked = copy.deepcopy(whole)
+    expected, optimizer, updates = torch.optim.AdamW([whole]), torch.optim.AdamW([chunked]), CompiledUpdates()
+    fails = mock.patch.object(compiled_update, "compile_update", side_effect=RuntimeError("no compiler\nat all"))
+    with updates_compiled_from(LARGE, LARGE), fails, warnings_logged() as said:
+        for step in range(4):
+            factor = torch.ones(1, device=device())
+            assert not step_beside(draw(step), optimizer, whole, expected, updates, factor)
+    assert len(said) == 1 and said[0].endswith("several passes over memory (RuntimeError: no compiler)"), said
     torch.testing.assert_close(chunked, whole, **CLOSE)
 
 

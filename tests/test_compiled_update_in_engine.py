@@ -3,8 +3,9 @@
 """A step with compiled updates trains as one without them, releases gradients, and sends parameters early."""
 
 from typing import NamedTuple
+from unittest import mock
 
-from deepspeed.compile.zero12 import wait_for_parameters
+from deepspeed.compile.zero12 import gather, wait_for_parameters
 from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates, StepOfGroup
 from deepspeed.compile.zero12.gather import OverlappedGather
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -123,8 +124,11 @@ def test_updates_are_compiled_with_inductor(ranks):
     assert ranks(1).run(updates_of, "eager") == [type(None)]
 
 
-def order_of_a_step(case):
-    """Returns what a step does, in order: "stepped" for each range, "first" and "rest" when units are sent."""
+def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT):
+    """Returns what a step does, in order: "stepped" for each range, "first" and "rest" when units are sent.
+
+    ``owners`` is how many owners a unit may have on average before one collective gathers all.
+    """
     done, run = [], StepOfGroup.run
     start_first, start_rest = OverlappedGather.start_first, OverlappedGather.start
 
@@ -135,7 +139,11 @@ def order_of_a_step(case):
     OverlappedGather.start_first = noted("first", start_first)
     OverlappedGather.start = noted("rest", start_rest)
     try:
-        with updates_compiled_from(2 * ALIGN_NUMEL, 32), as_recorded(device().type == "cpu"):
+        with (
+            updates_compiled_from(2 * ALIGN_NUMEL, 32),
+            as_recorded(device().type == "cpu"),
+            mock.patch.object(gather, "OWNERS_OF_A_UNIT", owners),
+        ):
             module, engine = start(case)
             engine.optimizer._zero12.updates = CompiledUpdates()
             for step in range(3):
@@ -162,3 +170,14 @@ def test_what_a_forward_needs_first_is_sent_first(ranks, model, groups):
         assert "stepped" in done[done.index("first") :], "all was stepped before anything was sent"
         # Each rank has a part of them: embedding and head.
         assert "stepped" in done[: done.index("first")]
+
+
+def test_an_all_gather_waits_for_all_ranges(ranks):
+    """Where one collective gathers all parameters, no range is stepped before the others, and training is the same."""
+    case = Case(dtype="bf16", model="BlocksWithin", config=OVERLAPPED)
+    for (done, total), (_, broadcast) in zip(
+        ranks(2).run(order_of_a_step, case, 0), ranks(2).run(order_of_a_step, case), strict=True
+    ):
+        # There is nothing to send first.
+        assert done[0] == "first" and done.index("rest") == 1 + done.count("stepped"), done
+        assert total == broadcast

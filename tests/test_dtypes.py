@@ -112,7 +112,7 @@ def test_an_overflow_skips_the_step_and_releases(ranks, stage, accumulation):
 
 
 class HugeGradients(NamedTuple):
-    norm: float
+    norm: Optional[float]  # None if none was computed
     skipped: int  # steps
     parameters: List[torch.Tensor]
 
@@ -127,9 +127,9 @@ def train_with_huge_gradients(case, times):
         for step in range(3):
             engine.backward(times * engine(batch(step, 0, dist.get_rank(), 4)))
             engine.step()
-        norm = float(engine.get_global_grad_norm())
+        norm = engine.get_global_grad_norm()
         trained = [safe_get_full_fp32_param(parameter) for parameter in module.parameters()]
-        results.append(HugeGradients(norm, engine.skipped_steps, trained))
+        results.append(HugeGradients(None if norm is None else float(norm), engine.skipped_steps, trained))
         engine.destroy()
     compiled, eager = results
     return compiled, eager, total_error(compiled.parameters, eager.parameters)
@@ -144,6 +144,16 @@ def test_finite_gradients_whose_squares_overflow(ranks, dtype, times, skipped):
         assert compiled.skipped == eager.skipped == skipped
         assert compiled.norm == pytest.approx(eager.norm, rel=1e-4 if dtype == "fp32" else 0.02)
         assert difference < (BOUND if dtype == "fp32" else 0.02)
+
+
+@vary("times, skipped", [(1.0, 0), (float("inf"), 3)])
+def test_an_overflow_without_a_norm(ranks, times, skipped):
+    """With ``compute_grad_norm: false`` the host reads from the gradients whether they overflowed."""
+    case = Case(dtype="bf16", config={"zero_optimization": {"compute_grad_norm": False}})
+    for compiled, eager, difference in ranks(2).run(train_with_huge_gradients, case, times):
+        assert compiled.norm is eager.norm is None
+        assert compiled.skipped == eager.skipped == skipped
+        assert difference < 0.02
 
 
 @vary("dtype", ["bf16", "fp16"])

@@ -60,7 +60,7 @@ def test_overlapped_it_trains_as_a_plain_loop(ranks, model, backend, stage, accu
         {"dtype": "fp32", "clipping": 0.1},
     ],
 )
-@vary("world", [2, 3])
+@vary("world", [1, 2, 3])
 def test_variations_overlapped(ranks, world, varied):
     for result in ranks(world).run(train_beside_plain_loop, Case(config=OVERLAPPED, **varied)):
         assert result.error < BOUND
