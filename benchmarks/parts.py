@@ -70,6 +70,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
     from deepspeed.compile.zero12.chunked_step import Chunks
     from deepspeed.compile.zero12.master_gradient import MasterGradient
     from deepspeed.compile.zero12.step import _sum_of_squares
+    from deepspeed.compile.zero12.update_graph import Kind
 
     with torch.device("meta"):
         sizes = [each.numel() for each in build_model(shape, torch.bfloat16, "meta", False).parameters()]
@@ -87,7 +88,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
 
     def step(adam, updates):
         # Each step is given the gradients anew. Without an update, the optimizer steps chunk by chunk.
-        update = updates and updates.begin(adam, 0, torch.bfloat16, torch.bfloat16, scaled=True)
+        update = updates and updates.begin(adam, 0, Kind(torch.bfloat16, torch.bfloat16, aligned=True, scaled=True))
         given = MasterGradient(_Views(gradients), factor, master.data, torch.bfloat16)
         Chunks(adam, 0, given, lambda first, last: new[first:last], lambda *_: None, update).step_rest()
 

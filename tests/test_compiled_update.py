@@ -14,6 +14,7 @@ from deepspeed.compile.zero12 import compiled_update
 from deepspeed.compile.zero12.chunked_step import Chunks
 from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates
 from deepspeed.compile.zero12.master_gradient import MasterGradient
+from deepspeed.compile.zero12.update_graph import Kind
 
 from support.beside import warnings_logged
 from support.ids import vary
@@ -22,6 +23,7 @@ from support.training import as_recorded, chunks_of, device, updates_compiled_fr
 
 NUMEL = 1000
 LARGE = 64
+KIND = Kind(torch.bfloat16, torch.bfloat16, aligned=True, scaled=True)
 # Roundings of fp32 in some steps. Each element's may be of the largest elements', because of differences.
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}
 
@@ -70,7 +72,7 @@ def step_beside(given, optimizer, whole, expected, updates, factor):
     (parameter,) = optimizer.param_groups[0]["params"]
     new = torch.full((NUMEL,), 7.0, dtype=torch.bfloat16, device=device())
     gradient = MasterGradient(views, factor, parameter.data, torch.bfloat16)
-    compiled = updates.begin(optimizer, 0, torch.bfloat16, torch.bfloat16, scaled=True)
+    compiled = updates.begin(optimizer, 0, KIND)
     finished = []
     chunks = Chunks(
         *(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: finished.append(span)), compiled
@@ -112,9 +114,10 @@ def test_updates_are_those_of_torch(name):
     torch.testing.assert_close(ours["state"], theirs["state"], **close)
 
 
+@pytest.mark.skipif(get_accelerator().device_name() == "cpu", reason="DeepSpeed's kernel for GPUs")
 @vary("adamw", [True, False])
 def test_updates_of_deepspeed_adam(adamw):
-    """Adam in C++, which nothing can record, does what torch's does."""
+    """FusedAdam in C++, which nothing can record, does what torch's Adam does."""
 
     def make(p):
         return deepspeed_adam(p, adamw, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
@@ -122,7 +125,7 @@ def test_updates_of_deepspeed_adam(adamw):
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     chunked = copy.deepcopy(whole)
     expected, optimizer, updates = make([whole]), make([chunked]), CompiledUpdates()
-    with updates_compiled_from(LARGE, LARGE), chunks_of(300), as_recorded(device().type == "cpu" and not adamw):
+    with updates_compiled_from(LARGE, LARGE), chunks_of(300):
         for step in range(6):
             factor = torch.full((1,), 0.5, device=device())
             assert step_beside(draw(step), optimizer, whole, expected, updates, factor) == (step > 0)
@@ -139,7 +142,7 @@ def test_what_is_not_compiled():
         for _ in range(steps):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-        return CompiledUpdates().begin(optimizer, 0, torch.bfloat16, torch.bfloat16, scaled=True) is not None
+        return CompiledUpdates().begin(optimizer, 0, KIND) is not None
 
     with updates_compiled_from(LARGE), as_recorded(True):
         assert compiled(torch.optim.AdamW([parameter]))
@@ -181,8 +184,57 @@ def test_settings_that_change_each_step():
             compiled.append(step_beside(draw(step), optimizer, whole, expected, updates, factor))
     assert compiled == [False] + [True] * compiled_update.MAX_UPDATES + [False] * 3
     assert len(updates._updates) == compiled_update.MAX_UPDATES
-    assert len(said) == 1 and "in other settings than the learning rate" in said[0]
+    assert len(said) == 1 and "other settings than the learning rate change" in said[0]
     torch.testing.assert_close(chunked, whole, **CLOSE)
+
+
+def test_entries_of_groups_that_are_no_settings():
+    """Schedulers, layer-wise learning rates and torch's named parameters leave entries that no step reads."""
+    parameters = [torch.nn.Parameter(torch.randn(NUMEL, device=device())) for _ in range(12)]
+    groups = [
+        {"params": [each], "lr": 0.1 / (1 + index), "lr_scale": 0.9**index, "name": f"layer {index}"}
+        for index, each in enumerate(parameters)
+    ]
+    optimizer, updates = torch.optim.AdamW(groups), CompiledUpdates()
+    torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, [0.1 * (1 + index) for index in range(12)], total_steps=9, cycle_momentum=False
+    )
+    for each in parameters:
+        each.grad = torch.ones_like(each)
+    optimizer.step()
+    with updates_compiled_from(LARGE), as_recorded(True):
+        assert all(updates.begin(optimizer, index, KIND) is not None for index in range(12))
+    assert len(updates._updates) == 1
+
+
+def test_new_values_in_memory_that_is_not_aligned():
+    """Partitions of odd sizes begin anywhere. On a GPU, Inductor must not copy them to an address that it likes."""
+    numel = 2**22 if device().type != "cpu" else NUMEL // ALIGN_NUMEL * ALIGN_NUMEL
+    whole = torch.nn.Parameter(torch.randn(numel, device=device()))
+    chunked = copy.deepcopy(whole)
+    expected, optimizer = (torch.optim.AdamW([each], lr=0.1, foreach=False) for each in (whole, chunked))
+    memory, updates = torch.zeros(numel + 1, dtype=torch.bfloat16, device=device()), CompiledUpdates()
+    new, most = memory[1:], 0
+    with updates_compiled_from(LARGE, LARGE), as_recorded(False):
+        for _ in range(3):
+            gradient = torch.randn(numel, device=device()).bfloat16()
+            whole.grad, chunked.grad = gradient.float(), None
+            expected.step()
+            update = updates.begin(optimizer, 0, KIND._replace(scaled=False, aligned=False))
+            if update is None:
+                chunked.grad = gradient.float()
+                optimizer.step()
+                continue
+            if device().type != "cpu":
+                torch.cuda.reset_peak_memory_stats()
+                most = -torch.cuda.memory_allocated()
+            update.run(gradient, None, new, 0)
+            update.finish()
+            if device().type != "cpu":
+                most += torch.cuda.max_memory_allocated()
+            assert torch.equal(new, chunked.data.bfloat16())
+    torch.testing.assert_close(chunked, whole, **CLOSE)
+    assert memory[0] == 0 and most < numel
 
 
 def test_an_update_that_cannot_be_compiled():
@@ -197,6 +249,26 @@ def test_an_update_that_cannot_be_compiled():
             assert not step_beside(draw(step), optimizer, whole, expected, updates, factor)
     assert len(said) == 1 and said[0].endswith("several passes over memory (RuntimeError: no compiler)"), said
     torch.testing.assert_close(chunked, whole, **CLOSE)
+
+
+@pytest.mark.skipif(get_accelerator().device_name() == "cpu", reason="only before a GPU the host can run ahead")
+@vary("fused", [True, False])
+def test_the_host_does_not_wait_for_a_range(fused):
+    """A fused AdamW counts its steps on the GPU, another one on the host."""
+    parameter = torch.nn.Parameter(torch.randn(NUMEL // ALIGN_NUMEL * ALIGN_NUMEL, device=device()))
+    gradient = torch.randn_like(parameter).bfloat16()
+    optimizer, updates, new = torch.optim.AdamW([parameter], fused=fused), CompiledUpdates(), gradient.clone()
+    parameter.grad = gradient.float()
+    optimizer.step()
+    with updates_compiled_from(LARGE):
+        for mode in ("default", "error"):
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                update = updates.begin(optimizer, 0, KIND._replace(scaled=False))
+                update.run(gradient, None, new, 0)
+                update.finish()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
 
 
 def test_scalar_states_in_another_order():
@@ -226,7 +298,7 @@ def test_new_values_may_be_written_over_gradients(amsgrad):
             whole.grad = memory.float()
             expected.step()
             gradient = MasterGradient(Views({0: memory}), None, chunked.data, torch.bfloat16)
-            update = updates.begin(optimizer, 0, torch.bfloat16, torch.bfloat16, scaled=False)
+            update = updates.begin(optimizer, 0, KIND._replace(scaled=False))
             chunks = Chunks(optimizer, 0, gradient, lambda *span: memory[slice(*span)], lambda *_: None, update)
             chunks.step_rest()
             assert torch.equal(memory, chunked.data.bfloat16())

@@ -2,10 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step with compiled updates trains as one without them, releases gradients, and sends parameters early."""
 
+import contextlib
 from typing import NamedTuple
 from unittest import mock
 
-from deepspeed.compile.zero12 import gather, wait_for_parameters
+import pytest
+import torch.distributed as dist
+
+from deepspeed.compile.zero12 import compiled_update, gather, wait_for_parameters
 from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates, StepOfGroup
 from deepspeed.compile.zero12.gather import OverlappedGather
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -112,8 +116,8 @@ def test_a_gradient_is_released_after_its_last_range(ranks):
         assert counts[0] > 5 and counts[-1] <= 2
 
 
-def updates_of(backend):
-    _, engine = start(Case(backend=backend))
+def updates_of(backend, **compile_kwargs):
+    _, engine = start(Case(backend=backend, compile_kwargs=compile_kwargs))
     updates = engine.optimizer._zero12.updates
     engine.destroy()
     return type(updates)
@@ -122,12 +126,16 @@ def updates_of(backend):
 def test_updates_are_compiled_with_inductor(ranks):
     assert ranks(1).run(updates_of, "inductor") == [CompiledUpdates]
     assert ranks(1).run(updates_of, "eager") == [type(None)]
+    assert ranks(1).run(updates_of, "inductor", disable=True) == [type(None)]
 
 
-def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT):
+def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
     """Returns what a step does, in order: "stepped" for each range, "first" and "rest" when units are sent.
 
-    ``owners`` is how many owners a unit may have on average before one collective gathers all.
+    Args:
+        case: what to train for three steps.
+        owners: how many owners a unit may have on average before one collective gathers all.
+        fails_on: the rank that cannot compile an update, or None.
     """
     done, run = [], StepOfGroup.run
     start_first, start_rest = OverlappedGather.start_first, OverlappedGather.start
@@ -143,6 +151,7 @@ def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT):
             updates_compiled_from(2 * ALIGN_NUMEL, 32),
             as_recorded(device().type == "cpu"),
             mock.patch.object(gather, "OWNERS_OF_A_UNIT", owners),
+            raising_on(fails_on),
         ):
             module, engine = start(case)
             engine.optimizer._zero12.updates = CompiledUpdates()
@@ -170,6 +179,21 @@ def test_what_a_forward_needs_first_is_sent_first(ranks, model, groups):
         assert "stepped" in done[done.index("first") :], "all was stepped before anything was sent"
         # Each rank has a part of them: embedding and head.
         assert "stepped" in done[: done.index("first")]
+
+
+def raising_on(rank):
+    if rank != dist.get_rank():
+        return contextlib.nullcontext()
+    return mock.patch.object(compiled_update, "compile_update", side_effect=RuntimeError("no compiler"))
+
+
+def test_one_rank_cannot_compile_its_update(ranks):
+    """That rank steps by itself and sends later than the other rank, and both have the same parameters."""
+    case = Case(dtype="bf16", model="BlocksWithin", config=OVERLAPPED)
+    (first, total), (second, other) = ranks(2).run(order_of_a_step, case, fails_on=1)
+    assert "stepped" in first and "stepped" not in second
+    assert total == other
+    assert total == pytest.approx(ranks(2).run(order_of_a_step, case)[0][1], rel=1e-3)
 
 
 def test_an_all_gather_waits_for_all_ranges(ranks):

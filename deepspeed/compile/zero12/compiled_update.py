@@ -6,7 +6,7 @@ The pass reads a gradient in its own dtype, scales it, updates master weights an
 parameters. ``update_graph.py`` compiles the pass from the optimizer's own ``step()``.
 """
 
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Set
 
 import torch
 
@@ -14,39 +14,38 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import logger
 
 from .messages import inform, warn
-from .update_graph import Update, compile_update
+from .update_graph import Kind, Update, compile_update
 
 # A range has a multiple of so many elements, so that the kernel reads and writes 16 bytes at a time in every dtype.
 ALIGN_NUMEL = 16
 # With fewer elements, a step saves less time than compiling takes in any training.
 LEAST_NUMEL = 2**24
-# As many as torch by default compiles of one function.
-MAX_UPDATES = 8
+# So many are compiled for one parameter group. A schedule of a setting would compile one in each step.
+MAX_UPDATES = 3
 
 
 class CompiledUpdates:
     """The compiled updates of one engine."""
 
     def __init__(self):
+        # What an update depends on -> the update, or None if it cannot be compiled.
         self._updates: Dict[str, Optional[Update]] = {}
+        # Index of a parameter group -> what its updates depend on.
+        self._of_group: Dict[int, Set[str]] = {}
         self._has_warned = False
 
-    def begin(
-        self, optimizer: torch.optim.Optimizer, index: int, gradient: torch.dtype, new: torch.dtype, scaled: bool
-    ) -> Optional["StepOfGroup"]:
+    def begin(self, optimizer: torch.optim.Optimizer, index: int, kind: Kind) -> Optional["StepOfGroup"]:
         """Begins a step of the only parameter of ``optimizer.param_groups[index]``.
 
         Args:
             optimizer: an optimizer for which ``may_step_in_chunks()`` is true.
             index: the index of the parameter group.
-            gradient: the dtype of gradients.
-            new: the dtype in which to write the new values of parameters.
-            scaled: whether gradients are multiplied by a factor.
+            kind: of the update.
 
         Returns:
             None if the optimizer has to step this parameter itself: in its first step, in which it makes its states;
-            if the parameter has fewer than ``LEAST_NUMEL`` elements or is not in fp32; or if the update cannot be
-            compiled.
+            if the parameter has fewer than ``LEAST_NUMEL`` elements or is not in fp32; if the update cannot be
+            compiled; or if ``MAX_UPDATES`` were compiled for the group.
         """
         group = optimizer.param_groups[index]
         (master,) = group["params"]
@@ -55,19 +54,21 @@ class CompiledUpdates:
             return None
         if has_fast_kernel(optimizer, group, master):
             return None
-        settings = {name: value for name, value in group.items() if name not in ("params", "lr", "initial_lr")}
+        settings = {name: group[name] for name in _settings(optimizer)}
         # StepOfGroup passes states in their order, so names count as well as dtypes.
         states = {name: value.dtype if is_per_element(value, master) else None for name, value in state.items()}
-        key = repr((type(optimizer), settings, states, gradient, new, scaled, master.device))
+        key = repr((type(optimizer), settings, states, kind, master.device))
+        keys = self._of_group.setdefault(index, set())
+        if key not in keys and len(keys) == MAX_UPDATES:
+            self._warn_once(optimizer)
+            return None
+        keys.add(key)
         if key not in self._updates:
-            if len(self._updates) == MAX_UPDATES:
-                self._warn_once(optimizer)
-                return None
-            self._updates[key] = self._compile(optimizer, settings, state, master, gradient, new, scaled)
+            self._updates[key] = self._compile(optimizer, settings, state, master, kind)
         update = self._updates[key]
         return update and StepOfGroup(update, group, master, state)
 
-    def _compile(self, optimizer, settings, state, master, *kind):
+    def _compile(self, optimizer, settings, state, master, kind):
         """Returns the compiled update, or None with a warning if it cannot be compiled."""
         inform(f"DeepCompile compiles the update of {type(optimizer).__name__}")
         states = {name: _rows(value[:LEAST_NUMEL]) for name, value in state.items() if is_per_element(value, master)}
@@ -76,7 +77,7 @@ class CompiledUpdates:
         example = _rows(master.data[:LEAST_NUMEL])
         try:
             return compile_update(
-                optimizer, settings, example, states, learning_rate, dict(zip(names, scalars, strict=True)), *kind
+                optimizer, settings, example, states, learning_rate, dict(zip(names, scalars, strict=True)), kind
             )
         except Exception as error:
             # Other ranks may be able to.
@@ -90,8 +91,9 @@ class CompiledUpdates:
         if not self._has_warned:
             self._has_warned = True
             warn(
-                f"DeepCompile has compiled {MAX_UPDATES} updates of {type(optimizer).__name__} and compiles no more: "
-                "parameter groups differ, or change between steps, in other settings than the learning rate"
+                f"DeepCompile has compiled {MAX_UPDATES} updates of {type(optimizer).__name__} for one parameter "
+                "group and compiles no more for it, because other settings than the learning rate change between "
+                "steps; a step takes several passes over memory"
             )
 
 
@@ -164,7 +166,7 @@ def _is_known(optimizer, group, state):
     if group.get("differentiable") or not group.get("bias_correction", True):
         return False
     # A tensor among the settings would be recorded with the value that it has now.
-    if any(torch.is_tensor(each) for name, value in group.items() if name != "params" for each in _flat(name, value)):
+    if any(torch.is_tensor(each) for name in _settings(optimizer) for each in _flat(group[name])):
         return False
     (master,) = group["params"]
     scalars = [value for value in state.values() if not is_per_element(value, master)]
@@ -173,13 +175,26 @@ def _is_known(optimizer, group, state):
     return kinds and (bool(state) or type(optimizer) is torch.optim.SGD and not group["momentum"])
 
 
-def _flat(name, value):
-    """Lists the values of a setting. The learning rate may be a tensor without dimensions."""
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return [each for each in values if not (name == "lr" and torch.is_tensor(each) and each.dim() == 0)]
+def _settings(optimizer):
+    """Lists the names of an optimizer's settings but the learning rate.
+
+    A parameter group may have more entries, of schedulers and of the caller, which no update depends on.
+    """
+    return [name for name in optimizer.defaults if name != "lr"]
+
+
+def _flat(value):
+    return value if isinstance(value, (tuple, list)) else [value]
 
 
 def _scalars(learning_rate, states):
     """Returns the learning rate and scalar states as fp64 tensors [], all on the device of the states."""
     device = next((value.device for value in states if torch.is_tensor(value)), "cpu")
-    return [torch.as_tensor(value, dtype=torch.float64, device=device).clone() for value in (learning_rate, *states)]
+    return [_scalar(value, device) for value in (learning_rate, *states)]
+
+
+def _scalar(value, device):
+    if torch.is_tensor(value):
+        return value.to(device, torch.float64, copy=True)
+    # A fill passes the number to the kernel as an argument. Copying it from the host would make the host wait.
+    return torch.full((), value, dtype=torch.float64, device=device)

@@ -34,6 +34,7 @@ from .collectives import collective
 from .layout import lies_in_flat_tensor
 from .master_gradient import LARGE_NUMEL, MasterGradient
 from .offload import memory_for_new_parameters, parameters_on_their_way, send_to_device
+from .update_graph import Kind
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -192,8 +193,9 @@ def _begin_update(optimizer, group, scaled):
     updates = optimizer._zero12.updates
     if updates is None or not _steps_in_chunks(optimizer, group):
         return None
-    gradients, parameters = optimizer.gradient_accumulation_dtype, _partition(optimizer, group).dtype
-    return updates.begin(optimizer.optimizer, group, gradients, parameters, scaled)
+    new = _partition(optimizer, group)
+    kind = Kind(optimizer.gradient_accumulation_dtype, new.dtype, new.data_ptr() % 16 == 0, scaled)
+    return updates.begin(optimizer.optimizer, group, kind)
 
 
 def _steps_in_chunks(optimizer, group):

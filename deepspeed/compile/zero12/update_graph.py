@@ -14,7 +14,16 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.adam import FusedAdam
+
+
+class Kind(NamedTuple):
+    """What an update reads and writes."""
+
+    gradient: torch.dtype  # of gradients
+    new: torch.dtype  # in which the new values of parameters are written
+    aligned: bool  # whether their memory begins at a multiple of 16 bytes
+    scaled: bool  # whether gradients are multiplied by a factor
 
 
 class Update(NamedTuple):
@@ -31,9 +40,7 @@ def compile_update(
     states: Dict[str, torch.Tensor],
     learning_rate: torch.Tensor,
     scalars: Dict[str, torch.Tensor],
-    gradient: torch.dtype,
-    new: torch.dtype,
-    scaled: bool,
+    kind: Kind,
 ) -> Update:
     """Compiles the update of a range of elements.
 
@@ -44,9 +51,7 @@ def compile_update(
         states: name -> an example of a range of a state that has a value for each element.
         learning_rate: an fp64 tensor [].
         scalars: name -> an fp64 tensor [] of another state.
-        gradient: the dtype of gradients.
-        new: the dtype in which to write the new values of parameters.
-        scaled: whether gradients are multiplied by a factor.
+        kind: of the update.
 
     Raises:
         Exception: whatever torch raises if it cannot record or compile the update.
@@ -58,9 +63,9 @@ def compile_update(
         # Torch 2.13 warns of a name that torch.export itself still uses.
         warnings.simplefilter("ignore", FutureWarning)
         module = _Range(_as_torch(optimizer), settings, [*states, *scalars])
-        parts = _cut(
-            _record(module, master, [*states.values()], learning_rate, [*scalars.values()], gradient, new, scaled)
-        )
+        parts = _cut(_record(module, master, [*states.values()], learning_rate, [*scalars.values()], kind))
+        if len(parts.given_scalars) != 1 + len(scalars):
+            raise RuntimeError("the optimizer's step uses tensors that are neither its states nor settings")
         elements, examples = _graph_of_elements(parts)
         return Update(GraphModule({}, _graph_of_scalars(parts)), compile_fx(GraphModule({}, elements), examples))
 
@@ -75,11 +80,8 @@ class _Range(torch.nn.Module):
         super().__init__()
         # `capturable` keeps counts of steps in tensors. The other two would record operators that cannot be fused.
         fixed = {"capturable": True, "foreach": False, "fused": False}
-        self.optimizer, self.settings, self.names = (
-            optimizer,
-            {**optimizer.param_groups[0], **settings, **fixed},
-            names,
-        )
+        self.settings = {**optimizer.param_groups[0], **settings, **fixed}
+        self.optimizer, self.names = optimizer, names
 
     def forward(self, gradient, factor, master, new, states, learning_rate, scalars):
         worker = copy.copy(self.optimizer)
@@ -93,19 +95,21 @@ class _Range(torch.nn.Module):
 
 def _as_torch(stepper):
     """Returns the optimizer of torch whose update is that of ``stepper``, which may be one of DeepSpeed in C++."""
-    if isinstance(stepper, (FusedAdam, DeepSpeedCPUAdam)):
+    if isinstance(stepper, FusedAdam):
         cls = torch.optim.AdamW if stepper.adam_w_mode else torch.optim.Adam
         return cls([torch.nn.Parameter(torch.empty(0))])
     return stepper
 
 
-def _record(module, master, states, learning_rate, scalars, gradient, new, scaled) -> ExportedProgram:
+def _record(module, master, states, learning_rate, scalars, kind) -> ExportedProgram:
     """Records how a :class:`_Range` changes its inputs, without changes in place."""
+    # On a GPU, Inductor copies inputs that are less aligned than the example, and copies them back.
+    memory = master.new_empty(master.numel() + 1, dtype=kind.new)
     inputs = (
-        torch.empty_like(master, dtype=gradient),
-        master.new_empty(1) if scaled else None,
+        torch.empty_like(master, dtype=kind.gradient),
+        master.new_empty(1) if kind.scaled else None,
         master,
-        torch.empty_like(master, dtype=new),
+        (memory[:-1] if kind.aligned else memory[1:]).view_as(master),
         states,
         # With a learning rate that requires grad, SGD multiplies by a tensor, where it would read a number otherwise.
         learning_rate.detach().requires_grad_(),
@@ -155,6 +159,7 @@ def _graph_of_scalars(parts: _Parts) -> Graph:
         values[node] = graph.placeholder(node.name)
     for node in parts.scalars:
         values[node] = graph.node_copy(node, values.__getitem__)
+    # The first one is the learning rate, and the others are states.
     new_states = [values[parts.new.get(node, node)] for node in parts.given_scalars[1:]]
     # In fp32, because the pass would convert an fp64 scalar anew for each element.
     cast = torch.ops.aten.to.dtype
@@ -165,7 +170,7 @@ def _graph_of_scalars(parts: _Parts) -> Graph:
 
 def _graph_of_elements(parts: _Parts) -> Tuple[Graph, List[torch.Tensor]]:
     """Returns the graph of ``Update.elements``, and examples of its inputs."""
-    # The caller puts scalars there, because a kernel's scalars on the host would be read anew for each range.
+    # The caller moves scalars to the elements' device. The kernel would read those on the host anew for each range.
     device = parts.given_elements[0].meta["val"].device
     examples = [node.meta["val"] for node in parts.given_elements] + [
         _in_fp32(node).to(device) for node in parts.taken

@@ -19,12 +19,12 @@ from ...fx import get_output_node
 
 # From this number of elements on (32 MiB in bf16), avoiding the zeros is worth a second graph.
 LARGE_NUMEL = 2**24
-# What split_module() calls the parts of a graph that is cut. HEAD is the first part of both cuts, up to the logits.
+# What split_module() calls the parts of a graph that is cut. HEAD is the first part of both cuts: for split_loss() up
+# to the returned tensor, for ChunkedLosses.cut_out() up to the hidden states.
 HEAD = "submod_0"
 # split_loss() cuts in two. The second part is what comes after the returned tensor.
 LOSS = "submod_1"
-# ChunkedLosses.cut_out() cuts in three. The second part calls the ChunkedLoss, and the third part is what needs logits
-# or loss.
+# cut_out() cuts in three. The second part calls the ChunkedLoss, and the third part is what needs logits or loss.
 AFTER_CHUNKED_LOSS = "submod_2"
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor".split()
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
