@@ -103,13 +103,15 @@ def _as_torch(stepper):
 
 def _record(module, master, states, learning_rate, scalars, kind) -> ExportedProgram:
     """Records how a :class:`_Range` changes its inputs, without changes in place."""
-    # On a GPU, Inductor copies inputs that are less aligned than the example, and copies them back.
-    memory = master.new_empty(master.numel() + 1, dtype=kind.new)
+    new = torch.empty_like(master, dtype=kind.new)
+    if not kind.aligned:
+        # On a GPU, Inductor copies inputs that are less aligned than the example, and copies them back.
+        new = new.new_empty(1 + new.numel())[1:].view_as(new)
     inputs = (
         torch.empty_like(master, dtype=kind.gradient),
         master.new_empty(1) if kind.scaled else None,
         master,
-        (memory[:-1] if kind.aligned else memory[1:]).view_as(master),
+        new,
         states,
         # With a learning rate that requires grad, SGD multiplies by a tensor, where it would read a number otherwise.
         learning_rate.detach().requires_grad_(),
