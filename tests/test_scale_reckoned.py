@@ -74,7 +74,7 @@ def test_collectives_of_two_gpus(package, collective, milliseconds):
 
 def test_a_bucket_between_two_gpus(package):
     """A message of 2^25 elements of bf16 on 2 H200s of one host, 2026-11-23."""
-    assert 1e3 * package("scale").Cluster().to_one(2**26, 2) == pytest.approx(0.200, rel=0.11)
+    assert 1e3 * package("scale").Cluster().to_one(2**26, 2) == pytest.approx(0.200, rel=0.11)  # 10.2 % off
 
 
 def test_parts_of_steps_that_were_measured(package, qwen3):
