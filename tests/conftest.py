@@ -17,6 +17,10 @@ from support.pool import Ranks  # noqa: E402
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 REPORTS = pytest.StashKey[Path]()
 
+# Inductor caches a graph for any length with kernels for the length at hand, which is short in tests. Training on the
+# same machine would find these and be slow.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(BENCHMARKS.parent / "build" / "inductor"))
+
 
 @pytest.fixture(scope="session")
 def ranks(pytestconfig):
