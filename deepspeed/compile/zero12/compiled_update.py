@@ -175,12 +175,12 @@ def _is_known(optimizer, group, state):
     return kinds and (bool(state) or type(optimizer) is torch.optim.SGD and not group["momentum"])
 
 
-def _settings(optimizer):
+def _settings(inner: torch.optim.Optimizer):
     """Lists the names of an optimizer's settings but the learning rate.
 
     A parameter group may have more entries, of schedulers and of the caller, which no update depends on.
     """
-    return [name for name in optimizer.defaults if name != "lr"]
+    return [name for name in inner.defaults if name != "lr"]
 
 
 def _flat(value):
