@@ -137,33 +137,30 @@ def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
         owners: how many owners a unit may have on average before one collective gathers all.
         fails_on: the rank that cannot compile an update, or None.
     """
-    done, run = [], StepOfGroup.run
-    start_first, start_rest = OverlappedGather.start_first, OverlappedGather.start
+    done = []
 
-    def noted(name, function):
-        return lambda *args: done.append(name) or function(*args)
+    def noted(name, cls, method):
+        function = getattr(cls, method)
+        return mock.patch.object(cls, method, lambda *args: done.append(name) or function(*args))
 
-    StepOfGroup.run = noted("stepped", run)
-    OverlappedGather.start_first = noted("first", start_first)
-    OverlappedGather.start = noted("rest", start_rest)
-    try:
-        with (
-            updates_compiled_from(2 * ALIGN_NUMEL, 32),
-            as_recorded(device().type == "cpu"),
-            mock.patch.object(gather, "OWNERS_OF_A_UNIT", owners),
-            raising_on(fails_on),
-        ):
-            module, engine = start(case)
-            engine.optimizer._zero12.updates = CompiledUpdates()
-            for step in range(3):
-                backward(engine, step)
-                done.clear()
-                engine.step()
-            wait_for_parameters(engine)
-            total = sum(parameter.double().sum().item() for parameter in module.parameters())
-            engine.destroy()
-    finally:
-        StepOfGroup.run, OverlappedGather.start_first, OverlappedGather.start = run, start_first, start_rest
+    with (
+        noted("stepped", StepOfGroup, "run"),
+        noted("first", OverlappedGather, "start_first"),
+        noted("rest", OverlappedGather, "start"),
+        updates_compiled_from(2 * ALIGN_NUMEL, 32),
+        as_recorded(device().type == "cpu"),
+        mock.patch.object(gather, "OWNERS_OF_A_UNIT", owners),
+        raising_on(fails_on),
+    ):
+        module, engine = start(case)
+        engine.optimizer._zero12.updates = CompiledUpdates()
+        for step in range(3):
+            backward(engine, step)
+            done.clear()
+            engine.step()
+        wait_for_parameters(engine)
+        total = sum(parameter.double().sum().item() for parameter in module.parameters())
+        engine.destroy()
     return done, total
 
 

@@ -170,16 +170,9 @@ def updates_compiled_from(numel, large=2**22):
         yield
 
 
-@contextlib.contextmanager
 def as_recorded(runs):
     """Within it, recorded updates run as they are, without Inductor, if ``runs``."""
-    compile_graph = compile_fx.compile_fx
-    if runs:
-        compile_fx.compile_fx = lambda graph, _: graph
-    try:
-        yield
-    finally:
-        compile_fx.compile_fx = compile_graph
+    return mock.patch.object(compile_fx, "compile_fx", lambda graph, _: graph) if runs else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
