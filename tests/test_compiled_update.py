@@ -210,31 +210,34 @@ def test_entries_of_groups_that_are_no_settings():
 def test_new_values_in_memory_that_is_not_aligned():
     """Partitions of odd sizes begin anywhere. On a GPU, Inductor must not copy them to an address that it likes."""
     numel = 2**22 if device().type != "cpu" else NUMEL // ALIGN_NUMEL * ALIGN_NUMEL
-    whole = torch.nn.Parameter(torch.randn(numel, device=device()))
-    chunked = copy.deepcopy(whole)
-    expected, optimizer = (torch.optim.AdamW([each], lr=0.1, foreach=False) for each in (whole, chunked))
-    memory, updates = torch.zeros(numel + 1, dtype=torch.bfloat16, device=device()), CompiledUpdates()
-    new, most = memory[1:], 0
-    with updates_compiled_from(LARGE, LARGE), as_recorded(False):
-        for _ in range(3):
-            gradient = torch.randn(numel, device=device()).bfloat16()
-            whole.grad, chunked.grad = gradient.float(), None
-            expected.step()
-            update = updates.begin(optimizer, 0, KIND._replace(scaled=False, aligned=False))
-            if update is None:
-                chunked.grad = gradient.float()
-                optimizer.step()
-                continue
-            if device().type != "cpu":
-                torch.cuda.reset_peak_memory_stats()
-                most = -torch.cuda.memory_allocated()
-            update.run(gradient, None, new, 0)
-            update.finish()
-            if device().type != "cpu":
-                most += torch.cuda.max_memory_allocated()
-            assert torch.equal(new, chunked.data.bfloat16())
-    torch.testing.assert_close(chunked, whole, **CLOSE)
-    assert memory[0] == 0 and most < numel
+    # Another rank's partition may be aligned, and what that rank compiled be found in the caches.
+    for begin in (0, 1):
+        whole = torch.nn.Parameter(torch.randn(numel, device=device()))
+        chunked = copy.deepcopy(whole)
+        expected, optimizer = (torch.optim.AdamW([each], lr=0.1, foreach=False) for each in (whole, chunked))
+        memory, updates = torch.zeros(numel + 1, dtype=torch.bfloat16, device=device()), CompiledUpdates()
+        new, most = memory[begin : begin + numel], 0
+        kind = KIND._replace(scaled=False, aligned=begin == 0)
+        with updates_compiled_from(LARGE, LARGE), as_recorded(False):
+            for _ in range(3):
+                gradient = torch.randn(numel, device=device()).bfloat16()
+                whole.grad, chunked.grad = gradient.float(), None
+                expected.step()
+                update = updates.begin(optimizer, 0, kind)
+                if update is None:
+                    chunked.grad = gradient.float()
+                    optimizer.step()
+                    continue
+                if device().type != "cpu":
+                    torch.cuda.reset_peak_memory_stats()
+                    most = -torch.cuda.memory_allocated()
+                update.run(gradient, None, new, 0)
+                update.finish()
+                if device().type != "cpu":
+                    most += torch.cuda.max_memory_allocated()
+                assert torch.equal(new, chunked.data.bfloat16())
+        torch.testing.assert_close(chunked, whole, **CLOSE)
+        assert memory[begin - 1] == 0 and most < numel
 
 
 def test_an_update_that_cannot_be_compiled():

@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.faults import Injected, in_backward, raise_injected
@@ -29,14 +30,17 @@ from support.recipes import EVALUATIONS, KINDS, STEPS, Piece, Recipe, add_hooks,
 from support.training import (
     BOUND,
     Case,
+    as_recorded,
     average_gradients,
     batch,
+    chunks_of,
     held,
     make_engine,
     make_optimizer,
     parameter_groups,
     relative_error,
     total_error,
+    updates_compiled_from,
 )
 
 # What the ranks do -------------------------------------------------------------------------------------------------
@@ -110,7 +114,7 @@ def train(recipe, deepcompile=True):
     after_steps = []
     try:
         # Generated code shall draw the random numbers that torch draws.
-        with torch._inductor.config.patch(fallback_random=True):
+        with torch._inductor.config.patch(fallback_random=True), _updates(recipe, engine, deepcompile):
             for step in range(recipe.steps):
                 micro_batches = [_micro_batch_of(recipe, step, index) for index in range(recipe.accumulation)]
                 if recipe.alone and step == 0 and recipe.evaluates is not None and rank == 0:
@@ -139,6 +143,18 @@ def train(recipe, deepcompile=True):
     finally:
         torch._functorch.config.donated_buffer = True
         engine.destroy()
+
+
+@contextlib.contextmanager
+def _updates(recipe, engine, deepcompile):
+    """Within it the optimizer steps as the recipe says."""
+    if not (recipe.compiled_update and deepcompile):
+        yield
+        return
+    engine.optimizer._zero12.updates = CompiledUpdates()
+    # A recorded update is as right as a compiled one, and a C++ compiler takes long.
+    with updates_compiled_from(2 * ALIGN_NUMEL, 32), chunks_of(48), as_recorded(recipe.backend == "eager"):
+        yield
 
 
 @dataclasses.dataclass
@@ -337,6 +353,7 @@ def recipes(draw, backends):
         each_rank_skips=draw(st.sampled_from([False, True])),
         drops=draw(st.sampled_from(drops)),
         clips=can_clip and draw(st.booleans()),
+        compiled_update=draw(st.booleans()),
     )
 
 

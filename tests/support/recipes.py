@@ -69,6 +69,7 @@ class Recipe:
             begins anew.
         clips: whether the rank's own gradients are clipped between micro-batches.
         each_rank_skips: whether ranks leave pieces out in different micro-batches, and not all in the same steps.
+        compiled_update: whether the optimizer's update is compiled, as that of a large partition is.
     """
 
     pieces: Tuple[Piece, ...] = (Piece(),)
@@ -101,6 +102,7 @@ class Recipe:
     drops: Optional[str] = None
     clips: bool = False
     each_rank_skips: bool = False
+    compiled_update: bool = False
     steps: int = 3
 
 

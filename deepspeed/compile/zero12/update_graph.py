@@ -67,7 +67,10 @@ def compile_update(
         if len(parts.given_scalars) != 1 + len(scalars):
             raise RuntimeError("the optimizer's step uses tensors that are neither its states nor settings")
         elements, examples = _graph_of_elements(parts)
-        return Update(GraphModule({}, _graph_of_scalars(parts)), compile_fx(GraphModule({}, elements), examples))
+        # AOTAutograd's cache does not ask whether memory is aligned. Inductor's own cache does.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            compiled = compile_fx(GraphModule({}, elements), examples)
+        return Update(GraphModule({}, _graph_of_scalars(parts)), compiled)
 
 
 # Recording ----------------------------------------------------------------------------------------------------------
