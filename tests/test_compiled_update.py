@@ -207,6 +207,24 @@ def test_entries_of_groups_that_are_no_settings():
     assert len(updates._updates) == 1
 
 
+@vary("adamw", [True, False])
+def test_deepspeed_adam_that_was_loaded(adamw):
+    """A training that goes on from a checkpoint has the update of one that was never interrupted."""
+
+    def make():
+        parameter = torch.nn.Parameter(torch.ones(NUMEL, device=device()))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer = deepspeed_adam([parameter], adamw, lr=0.01)
+        optimizer.step()
+        return optimizer
+
+    optimizer, loaded, updates = make(), make(), CompiledUpdates()
+    loaded.load_state_dict(optimizer.state_dict())
+    with updates_compiled_from(LARGE), mock.patch.object(compiled_update, "compile_update") as compiled:
+        assert updates.begin(optimizer, 0, KIND) is not None and updates.begin(loaded, 0, KIND) is not None
+    assert compiled.call_count == 1
+
+
 def test_new_values_in_memory_that_is_not_aligned():
     """Partitions of odd sizes begin anywhere. On a GPU, Inductor must not copy them to an address that it likes."""
     numel = 2**22 if device().type != "cpu" else NUMEL // ALIGN_NUMEL * ALIGN_NUMEL

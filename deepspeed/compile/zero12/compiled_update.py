@@ -54,7 +54,7 @@ class CompiledUpdates:
             return None
         if has_fast_kernel(optimizer, group, master):
             return None
-        settings = {name: group[name] for name in _settings(optimizer)}
+        settings = _settings(optimizer, group)
         # StepOfGroup passes states in their order, so names count as well as dtypes.
         states = {name: value.dtype if is_per_element(value, master) else None for name, value in state.items()}
         key = repr((type(optimizer), settings, states, kind, master.device))
@@ -166,7 +166,7 @@ def _is_known(optimizer, group, state):
     if group.get("differentiable") or not group.get("bias_correction", True):
         return False
     # A tensor among the settings would be recorded with the value that it has now.
-    if any(torch.is_tensor(each) for name in _settings(optimizer) for each in _flat(group[name])):
+    if any(torch.is_tensor(each) for value in _settings(optimizer, group).values() for each in _flat(value)):
         return False
     (master,) = group["params"]
     scalars = [value for value in state.values() if not is_per_element(value, master)]
@@ -175,12 +175,13 @@ def _is_known(optimizer, group, state):
     return kinds and (bool(state) or type(optimizer) is torch.optim.SGD and not group["momentum"])
 
 
-def _settings(inner: torch.optim.Optimizer):
-    """Lists the names of an optimizer's settings but the learning rate.
+def _settings(inner: torch.optim.Optimizer, group):
+    """Returns a parameter group's settings but the learning rate.
 
-    A parameter group may have more entries, of schedulers and of the caller, which no update depends on.
+    A group may have more entries, of schedulers and of the caller, which no update depends on. And it may lack one: in
+    ``load_state_dict()`` torch adds a default, "differentiable", that DeepSpeed's own optimizers do not know.
     """
-    return [name for name in inner.defaults if name != "lr"]
+    return {name: group[name] for name in inner.defaults if name != "lr" and name in group}
 
 
 def _flat(value):
