@@ -3,7 +3,7 @@
 """Gives the gradient of a partition to an optimizer range by range, and drops what has been given."""
 
 import copy
-from typing import TYPE_CHECKING, List, Optional, Tuple
+from typing import TYPE_CHECKING, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 
@@ -53,12 +53,9 @@ class MasterGradient:
         if self._memory.numel() < last - first:
             with torch.profiler.record_function("deepcompile::master_gradient"):
                 self._memory = self._memory.new_empty(last - first)
-        gradient, filled = self._memory[: last - first], first
-        for begin, part in self._parts(first, last):
-            gradient[filled - first : begin - first].zero_()
-            filled = begin + part.numel()
-            self._scale(part, gradient[begin - first : filled - first])
-        gradient[filled - first :].zero_()
+        gradient = self._memory[: last - first]
+        for part, place in _laid_out(self._parts(first, last), gradient, first):
+            self._scale(part, place)
         return gradient
 
     def end_of_range(self, first: int, limit: int) -> int:
@@ -89,15 +86,10 @@ class MasterGradient:
         if self._gathered.numel() < last - first:
             with torch.profiler.record_function("deepcompile::master_gradient"):
                 self._gathered = self._gathered.new_empty(last - first)
-        gradient, filled = self._gathered[: last - first], first
-        targets = []
-        for begin, part in parts:
-            gradient[filled - first : begin - first].zero_()
-            filled = begin + part.numel()
-            targets.append(gradient[begin - first : filled - first])
-        gradient[filled - first :].zero_()
-        if targets:
-            torch._foreach_copy_(targets, [part for _, part in parts])
+        gradient = self._gathered[: last - first]
+        laid_out = [*_laid_out(parts, gradient, first)]
+        if laid_out:
+            torch._foreach_copy_([place for _, place in laid_out], [part for part, _ in laid_out])
         return gradient
 
     def _parts(self, first, last):
@@ -121,6 +113,21 @@ class MasterGradient:
             # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
             # dimensions, torch would compute in the dtype of `source`.
             torch.mul(source, self.factor, out=target)
+
+
+def _laid_out(
+    parts: Iterable[Tuple[int, torch.Tensor]], memory: torch.Tensor, first: int
+) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each part and its place in ``memory``, which begins at the offset ``first``. All padding becomes zero."""
+    filled = first
+    for begin, part in parts:
+        # To zero nothing costs the host as much as to zero something, and most gradients lie side by side.
+        if begin > filled:
+            memory[filled - first : begin - first].zero_()
+        filled = begin + part.numel()
+        yield part, memory[begin - first : filled - first]
+    if filled - first < memory.numel():
+        memory[filled - first :].zero_()
 
 
 def _is_aligned(tensor):
