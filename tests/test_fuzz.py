@@ -70,6 +70,7 @@ def as_case(recipe, module, deepcompile):
         groups=recipe.groups if have_elements else 1,
         clipping=recipe.clipping,
         offloaded=recipe.offloaded,
+        adam=recipe.adam,
         dtype=recipe.dtype,
         deepcompile=deepcompile,
         config={
@@ -110,7 +111,8 @@ def train(recipe, deepcompile=True):
     add_hooks(module)
     add_hooks(plain)
     engine = make_engine(module, case)
-    plain_loop = _PlainLoop(recipe, plain, make_optimizer(plain, case))
+    optimizer = make_optimizer(plain, case)
+    plain_loop, rate = _PlainLoop(recipe, plain, optimizer), optimizer.param_groups[0]["lr"]
     after_steps = []
     try:
         # Generated code shall draw the random numbers that torch draws.
@@ -123,6 +125,8 @@ def train(recipe, deepcompile=True):
                     _raise(recipe, engine, micro_batches)
                 if recipe.drops is not None and step == recipe.steps - 1:
                     _drop(recipe, engine, micro_batches[0])
+                for group in (*engine.optimizer.param_groups, *optimizer.param_groups):
+                    group["lr"] = 0.0 if recipe.rests and step == 1 else rate
                 _step(recipe, engine, micro_batches)
                 plain_loop.step(micro_batches)
                 if deepcompile:
@@ -354,6 +358,8 @@ def recipes(draw, backends):
         drops=draw(st.sampled_from(drops)),
         clips=can_clip and draw(st.booleans()),
         compiled_update=draw(st.booleans()),
+        adam=dtype == "fp32" and draw(st.booleans()),
+        rests=draw(st.sampled_from([False, False, True])),
     )
 
 

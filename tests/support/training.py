@@ -53,6 +53,7 @@ class Case:
     bucket: int = 150  # elements
     clipping: float = 0.0
     groups: int = 1
+    adam: bool = False  # AdamW instead of SGD
     offloaded: bool = False  # whether the optimizer is on the host
     skip_on_odd_steps: bool = False
     vary_length: bool = False
@@ -90,7 +91,11 @@ def parameter_groups(module, count):
 
 
 def make_optimizer(module, case):
-    return torch.optim.SGD(parameter_groups(module, case.groups), lr=0.2, momentum=0.5)
+    groups = parameter_groups(module, case.groups)
+    if case.adam:
+        # With a small eps, a gradient that is rounding alone would move a parameter as far as any other.
+        return torch.optim.AdamW(groups, lr=0.02, eps=0.1, weight_decay=0.1)
+    return torch.optim.SGD(groups, lr=0.2, momentum=0.5)
 
 
 def low_precision(dtype, loss_scale_window):

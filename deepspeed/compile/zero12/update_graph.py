@@ -16,6 +16,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from deepspeed.ops.adam import FusedAdam
 
+# No smaller learning rate changes a parameter in fp32.
+LEAST_RATE = 1e-30
+
 
 class Kind(NamedTuple):
     """What an update reads and writes."""
@@ -92,7 +95,10 @@ class _Range(torch.nn.Module):
         worker.state = {master: dict(zip(self.names, [*states, *scalars], strict=True))}
         gradient = gradient.to(master.dtype)
         master.grad = gradient if factor is None else gradient * factor
+        before = master.clone()
         worker.step()
+        # With `capturable`, Adam divides by the learning rate, so a rate of zero makes NaN where moments are zero.
+        master.copy_(torch.where(learning_rate > LEAST_RATE, master, before))
         new.copy_(master)
 
 
