@@ -7,8 +7,10 @@ from typing import NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import deepspeed
 from deepspeed.compile.zero12 import compiled_update, gather, wait_for_parameters
 from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates, StepOfGroup
 from deepspeed.compile.zero12.gather import OverlappedGather
@@ -17,10 +19,12 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from support.ids import vary
 from support.lifetime import backward, start, targets_at_calls
 from support.training import (
+    BOUND,
     OVERLAPPED,
     ROUNDING,
     Case,
     as_recorded,
+    build,
     chunks_of,
     device,
     relative_error,
@@ -107,6 +111,61 @@ def gradients_in_a_compiled_step(case):
         _, engine = start(case)
         engine.optimizer._zero12.updates = CompiledUpdates()
         return targets_at_calls(StepOfGroup, "run", engine, steps=3)
+
+
+# As users write it. The learning rates of a WarmupLR's first two steps are zero.
+CONFIGURATION = {
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 10**9,
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 3}},
+    "compile": {"deepcompile": True},
+}
+
+
+class Trained(NamedTuple):
+    """What trainings with compiled updates and without them came to."""
+
+    optimizer: str
+    ranges: int  # that the compiled updates stepped
+    error: float  # of the master weights, relative to their norm
+    moved: float  # how far training moved them, relative to their norm
+
+
+def train_by_configuration(folder):
+    """Trains for three steps, and for three more with another engine that loads what the first one has saved."""
+    run, ranges, seen = StepOfGroup.run, [], []
+    counting = mock.patch.object(StepOfGroup, "run", lambda self, *args: ranges.append(1) or run(self, *args))
+    for least in (2 * ALIGN_NUMEL, 2**30):
+        with counting, updates_compiled_from(least, 32), chunks_of(48), as_recorded(device().type == "cpu"):
+            for first in (0, 3):
+                torch._dynamo.reset()
+                module = build(Case())
+                begin = [each.clone() for each in module.parameters()]
+                engine = deepspeed.initialize(model=module, config=CONFIGURATION)[0]
+                engine.compile(backend="eager")
+                engine.optimizer._zero12.updates = CompiledUpdates()
+                if first:
+                    engine.load_checkpoint(folder, tag=str(least))
+                for step in range(first, first + 3):
+                    backward(engine, step)
+                    engine.step()
+                engine.save_checkpoint(folder, tag=str(least))
+                masters = [safe_get_full_fp32_param(each).clone() for each in module.parameters()]
+                name = type(engine.optimizer.optimizer).__name__
+                engine.destroy()
+        seen.append(masters)
+    return Trained(name, len(ranges), relative_error(*seen), relative_error(seen[1], begin))
+
+
+def test_a_training_by_configuration(ranks, tmp_path):
+    """DeepSpeed's own AdamW and warm-up, interrupted and resumed."""
+    for trained in ranks(2).run(train_by_configuration, str(tmp_path)):
+        assert trained.optimizer == "FusedAdam"
+        assert trained.ranges > 10
+        assert trained.error < BOUND and trained.moved > 1e-2
 
 
 def test_a_gradient_is_released_after_its_last_range(ranks):
