@@ -100,11 +100,12 @@ def test_updates_are_those_of_torch(name):
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     chunked = copy.deepcopy(whole)
     expected, optimizer, updates = make([whole]), make([chunked]), CompiledUpdates()
-    # A warm-up begins at zero, a decay ends there, and a long exponential one comes closer than fp32 can tell.
-    rates = [1.0, 0.0, 0.8, 1e-42, 0.6, 0.5, 0.0, 0.4, 0.3]
+    # A warm-up begins at zero, and a decay ends there. A long exponential decay comes closer than fp32 can tell, and a
+    # linear one may pass zero.
+    rates = [1.0, 0.0, 0.8, 1e-42, 0.6, -0.5, 0.0, 0.4, 0.3]
     if name == "AdamW capturable":
         # There torch itself makes NaN of a rate of zero.
-        rates = [max(rate, 0.1) for rate in rates]
+        rates = [abs(rate) if abs(rate) > 0.1 else 0.1 for rate in rates]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, rates.__getitem__) for each in (expected, optimizer)]
     recorded = device().type == "cpu" and name not in ("AdamW", "SGD")
     with updates_compiled_from(LARGE, LARGE), chunks_of(300), as_recorded(recorded):

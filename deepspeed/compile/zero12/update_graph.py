@@ -98,7 +98,7 @@ class _Range(torch.nn.Module):
         before = master.clone()
         worker.step()
         # With `capturable`, Adam divides by the learning rate, so a rate of zero makes NaN where moments are zero.
-        master.copy_(torch.where(learning_rate > LEAST_RATE, master, before))
+        master.copy_(torch.where(learning_rate.abs() > LEAST_RATE, master, before))
         new.copy_(master)
 
 
