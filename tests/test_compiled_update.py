@@ -100,14 +100,13 @@ def test_updates_are_those_of_torch(name):
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     chunked = copy.deepcopy(whole)
     expected, optimizer, updates = make([whole]), make([chunked]), CompiledUpdates()
-    # A warm-up begins at zero, and a decay ends there. A long exponential decay comes closer than fp32 can tell, and a
-    # linear one may pass zero.
+    # A warm-up begins at zero, and a decay ends there. A long exponential decay comes close, a linear one may go on.
     rates = [1.0, 0.0, 0.8, 1e-42, 0.6, -0.5, 0.0, 0.4, 0.3]
     if name == "AdamW capturable":
         # There torch itself makes NaN of a rate of zero.
         rates = [abs(rate) if abs(rate) > 0.1 else 0.1 for rate in rates]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, rates.__getitem__) for each in (expected, optimizer)]
-    recorded = device().type == "cpu" and name not in ("AdamW", "SGD")
+    recorded = device().type == "cpu" and name not in ("AdamW", "AdamW with a tensor", "SGD")
     with updates_compiled_from(LARGE, LARGE), chunks_of(300), as_recorded(recorded):
         for step in range(8):
             factor = torch.full((1,), 1 / (1 + step), device=device())
@@ -217,6 +216,33 @@ def test_entries_of_groups_that_are_no_settings():
     assert len(updates._updates) == 1
 
 
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE_OPTIMIZERS])
+def test_a_range_reads_no_number(name):
+    """Before a GPU, the host would wait for it."""
+    parameter = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = {**OPTIMIZERS, **MORE_OPTIMIZERS}[name]([parameter])
+    optimizer.step()
+    with updates_compiled_from(LARGE), as_recorded(True):
+        elements = CompiledUpdates().begin(optimizer, 0, KIND)._update.elements
+    targets = {node.target for node in elements.graph.nodes}
+    assert torch.ops.aten.copy_.default in targets
+    assert not targets & {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
+
+
+def test_a_rate_that_is_no_number():
+    """A schedule that divides zero by zero must not go unnoticed."""
+    parameter = torch.nn.Parameter(torch.randn(16 * ALIGN_NUMEL, device=device()))
+    parameter.grad, new = torch.ones_like(parameter), torch.zeros_like(parameter, dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = float("nan")
+    with updates_compiled_from(LARGE), as_recorded(True):
+        update = CompiledUpdates().begin(optimizer, 0, KIND._replace(scaled=False))
+        update.run(parameter.grad.bfloat16(), None, new, 0)
+    assert new.isnan().all() and parameter.isnan().all()
+
+
 @vary("adamw", [True, False])
 def test_deepspeed_adam_that_was_loaded(adamw):
     """A training that goes on from a checkpoint has the update of one that was never interrupted."""
@@ -238,13 +264,13 @@ def test_deepspeed_adam_that_was_loaded(adamw):
 def test_new_values_in_memory_that_is_not_aligned():
     """Partitions of odd sizes begin anywhere. On a GPU, Inductor must not copy them to an address that it likes."""
     numel = 2**22 if device().type != "cpu" else NUMEL // ALIGN_NUMEL * ALIGN_NUMEL
-    # Another rank's partition may be aligned, and what that rank compiled be found in the caches.
+    # Another rank's partition may be aligned, and torch's caches have what that rank has compiled.
     for begin in (0, 1):
         whole = torch.nn.Parameter(torch.randn(numel, device=device()))
         chunked = copy.deepcopy(whole)
         expected, optimizer = (torch.optim.AdamW([each], lr=0.1, foreach=False) for each in (whole, chunked))
         memory, updates = torch.zeros(numel + 1, dtype=torch.bfloat16, device=device()), CompiledUpdates()
-        new, most = memory[begin : begin + numel], 0
+        new, other, most = memory[begin : begin + numel], memory[-1 if begin == 0 else 0], 0
         kind = KIND._replace(scaled=False, aligned=begin == 0)
         with updates_compiled_from(LARGE, LARGE), as_recorded(False):
             for _ in range(3):
@@ -265,7 +291,7 @@ def test_new_values_in_memory_that_is_not_aligned():
                     most += torch.cuda.max_memory_allocated()
                 assert torch.equal(new, chunked.data.bfloat16())
         torch.testing.assert_close(chunked, whole, **CLOSE)
-        assert memory[begin - 1] == 0 and most < numel
+        assert other == 0 and most < numel
 
 
 def test_an_update_that_cannot_be_compiled():
@@ -283,12 +309,12 @@ def test_an_update_that_cannot_be_compiled():
 
 
 @pytest.mark.skipif(get_accelerator().device_name() == "cpu", reason="only before a GPU the host can run ahead")
-@vary("fused", [True, False])
-def test_the_host_does_not_wait_for_a_range(fused):
+@vary("settings", [{"fused": True}, {"fused": False}, {"fused": True, "lr": torch.tensor(0.001)}])
+def test_the_host_does_not_wait_for_a_range(settings):
     """A fused AdamW counts its steps on the GPU, another one on the host."""
     parameter = torch.nn.Parameter(torch.randn(NUMEL // ALIGN_NUMEL * ALIGN_NUMEL, device=device()))
     gradient = torch.randn_like(parameter).bfloat16()
-    optimizer, updates, new = torch.optim.AdamW([parameter], fused=fused), CompiledUpdates(), gradient.clone()
+    optimizer, updates, new = torch.optim.AdamW([parameter], **settings), CompiledUpdates(), gradient.clone()
     parameter.grad = gradient.float()
     optimizer.step()
     with updates_compiled_from(LARGE):

@@ -134,30 +134,43 @@ class Trained(NamedTuple):
     moved: float  # how far training moved them, relative to their norm
 
 
+def train_three_steps(first, folder):
+    """Trains an engine that loads the steps before the ``first``, and saves.
+
+    Returns the name of the engine's optimizer, the parameters that it began with, and the master weights at the end.
+    """
+    torch._dynamo.reset()
+    module = build(Case())
+    begin = [each.clone() for each in module.parameters()]
+    engine = deepspeed.initialize(model=module, config=CONFIGURATION)[0]
+    engine.compile(backend="eager")
+    # As with the backend "inductor", which would take long to compile the model.
+    engine.optimizer._zero12.updates = CompiledUpdates()
+    if first:
+        engine.load_checkpoint(folder)
+    for step in range(first, first + 3):
+        backward(engine, step)
+        engine.step()
+    engine.save_checkpoint(folder)
+    masters = [safe_get_full_fp32_param(each).clone() for each in module.parameters()]
+    name = type(engine.optimizer.optimizer).__name__
+    engine.destroy()
+    return name, begin, masters
+
+
 def train_by_configuration(folder):
-    """Trains for three steps, and for three more with another engine that loads what the first one has saved."""
-    run, ranges, seen = StepOfGroup.run, [], []
-    counting = mock.patch.object(StepOfGroup, "run", lambda self, *args: ranges.append(1) or run(self, *args))
+    """Trains for three steps, and for three more with another engine. All this with compiled updates and without."""
+    run, ranges, ends = StepOfGroup.run, [], []
     for least in (2 * ALIGN_NUMEL, 2**30):
-        with counting, updates_compiled_from(least, 32), chunks_of(48), as_recorded(device().type == "cpu"):
-            for first in (0, 3):
-                torch._dynamo.reset()
-                module = build(Case())
-                begin = [each.clone() for each in module.parameters()]
-                engine = deepspeed.initialize(model=module, config=CONFIGURATION)[0]
-                engine.compile(backend="eager")
-                engine.optimizer._zero12.updates = CompiledUpdates()
-                if first:
-                    engine.load_checkpoint(folder, tag=str(least))
-                for step in range(first, first + 3):
-                    backward(engine, step)
-                    engine.step()
-                engine.save_checkpoint(folder, tag=str(least))
-                masters = [safe_get_full_fp32_param(each).clone() for each in module.parameters()]
-                name = type(engine.optimizer.optimizer).__name__
-                engine.destroy()
-        seen.append(masters)
-    return Trained(name, len(ranges), relative_error(*seen), relative_error(seen[1], begin))
+        with (
+            mock.patch.object(StepOfGroup, "run", lambda self, *args: ranges.append(1) or run(self, *args)),
+            updates_compiled_from(least, 32),
+            chunks_of(48),
+            as_recorded(device().type == "cpu"),
+        ):
+            name, begin, _ = train_three_steps(0, f"{folder}/{least}")
+            ends.append(train_three_steps(3, f"{folder}/{least}")[2])
+    return Trained(name, len(ranges), relative_error(*ends), relative_error(ends[1], begin))
 
 
 def test_a_training_by_configuration(ranks, tmp_path):

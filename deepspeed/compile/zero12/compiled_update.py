@@ -178,8 +178,8 @@ def _is_known(optimizer, group, state):
 def _settings(inner: torch.optim.Optimizer, group):
     """Returns a parameter group's settings but the learning rate.
 
-    A group may have more entries, of schedulers and of the caller, which no update depends on. And it may lack one: in
-    ``load_state_dict()`` torch adds a default, "differentiable", that DeepSpeed's own optimizers do not know.
+    A group may have more entries, of schedulers and of the caller, which no update depends on. Groups of DeepSpeed's
+    own optimizers lack "differentiable", which ``load_state_dict()`` adds to the defaults only.
     """
     return {name: group[name] for name in inner.defaults if name != "lr" and name in group}
 
@@ -195,7 +195,8 @@ def _scalars(learning_rate, states):
 
 
 def _scalar(value, device):
-    if torch.is_tensor(value):
-        return value.to(device, torch.float64, copy=True)
+    """Returns a number, or a tensor with one element, as an fp64 tensor []."""
+    if torch.is_tensor(value) and not value.is_cpu:
+        return value.detach().reshape(()).to(device, torch.float64, copy=True)
     # A fill passes the number to the kernel as an argument. Copying it from the host would make the host wait.
-    return torch.full((), value, dtype=torch.float64, device=device)
+    return torch.full((), float(value), dtype=torch.float64, device=device)

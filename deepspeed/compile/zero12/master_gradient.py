@@ -118,7 +118,10 @@ class MasterGradient:
 def _laid_out(
     parts: Iterable[Tuple[int, torch.Tensor]], memory: torch.Tensor, first: int
 ) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each part and its place in ``memory``, which begins at the offset ``first``. All padding becomes zero."""
+    """Yields each part and its place in ``memory``, which begins at the offset ``first``.
+
+    When the caller has taken all parts, the padding between and behind them is zero.
+    """
     filled = first
     for begin, part in parts:
         # To zero nothing costs the host as much as to zero something, and most gradients lie side by side.

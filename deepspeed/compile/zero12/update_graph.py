@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from deepspeed.ops.adam import FusedAdam
 
-# No smaller learning rate changes a parameter in fp32.
+# Smaller learning rates count as zero. Adam divides by the rate in fp32, where a quotient may overflow.
 LEAST_RATE = 1e-30
 
 
@@ -70,8 +70,9 @@ def compile_update(
         if len(parts.given_scalars) != 1 + len(scalars):
             raise RuntimeError("the optimizer's step uses tensors that are neither its states nor settings")
         elements, examples = _graph_of_elements(parts)
-        # AOTAutograd's cache does not ask whether memory is aligned. Inductor's own cache does.
-        with torch._functorch.config.patch(enable_autograd_cache=False):
+        # The key of AOTAutograd's cache lacks the alignment of inputs, so the cache may return a kernel that needs
+        # aligned memory. Inductor's own cache stays on, because its key has the alignment.
+        with torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
             compiled = compile_fx(GraphModule({}, elements), examples)
         return Update(GraphModule({}, _graph_of_scalars(parts)), compiled)
 
@@ -82,15 +83,15 @@ def compile_update(
 class _Range(torch.nn.Module):
     """What an optimizer does to a range of elements, as a module that ``torch.export`` records."""
 
-    def __init__(self, optimizer, settings, names):
+    def __init__(self, inner, settings, names):
         super().__init__()
         # `capturable` keeps counts of steps in tensors. The other two would record operators that cannot be fused.
         fixed = {"capturable": True, "foreach": False, "fused": False}
-        self.settings = {**optimizer.param_groups[0], **settings, **fixed}
-        self.optimizer, self.names = optimizer, names
+        self.settings = {**inner.defaults, **settings, **fixed}
+        self.inner, self.names = inner, names
 
     def forward(self, gradient, factor, master, new, states, learning_rate, scalars):
-        worker = copy.copy(self.optimizer)
+        worker = copy.copy(self.inner)
         worker.param_groups = [{**self.settings, "lr": learning_rate, "params": [master]}]
         worker.state = {master: dict(zip(self.names, [*states, *scalars], strict=True))}
         gradient = gradient.to(master.dtype)
@@ -98,7 +99,7 @@ class _Range(torch.nn.Module):
         before = master.clone()
         worker.step()
         # With `capturable`, Adam divides by the learning rate, so a rate of zero makes NaN where moments are zero.
-        master.copy_(torch.where(learning_rate.abs() > LEAST_RATE, master, before))
+        master.copy_(torch.where(learning_rate.abs() <= LEAST_RATE, before, master))
         new.copy_(master)
 
 
@@ -128,7 +129,29 @@ def _record(module, master, states, learning_rate, scalars, kind) -> ExportedPro
     )
     rows = {0: Dim("rows", min=2)}
     shapes = (rows, None, rows, rows, [rows] * len(states), None, [None] * len(scalars))
-    return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+    program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False).run_decompositions({})
+    _keep_scalars_as_tensors(program.graph)
+    return program
+
+
+def _keep_scalars_as_tensors(graph):
+    """Replaces factors that a record reads out of a scalar tensor. To read one, the host would wait for the device."""
+    aten = torch.ops.aten
+    for item in graph.find_nodes(op="call_function", target=aten.item.default):
+        (scalar,) = item.args
+        for user in [*item.users]:
+            with graph.inserting_before(user):
+                if user.target is aten.add.Tensor and user.kwargs == {"alpha": item}:
+                    old, change = user.args
+                elif user.target is aten.addcdiv.default and user.kwargs == {"value": item}:
+                    old, *quotient = user.args
+                    change = graph.call_function(aten.div.Tensor, tuple(quotient))
+                else:
+                    raise RuntimeError(f"the optimizer's step reads a number for {user.target} out of a tensor")
+                product = graph.call_function(aten.mul.Tensor, (change, scalar))
+            # The user keeps its name, by which the program finds the new values.
+            user.target, user.args, user.kwargs = aten.add.Tensor, (old, product), {}
+        graph.erase_node(item)
 
 
 # Cutting ------------------------------------------------------------------------------------------------------------
