@@ -123,8 +123,7 @@ def _record(module, master, states, learning_rate, scalars, kind) -> ExportedPro
         master,
         new,
         states,
-        # With a learning rate that requires grad, SGD multiplies by a tensor, where it would read a number otherwise.
-        learning_rate.detach().requires_grad_(),
+        learning_rate,
         scalars,
     )
     rows = {0: Dim("rows", min=2)}
