@@ -363,11 +363,44 @@ def recipes(draw, backends):
     )
 
 
+# What makes two trainings agree -----------------------------------------------------------------------------------
+
+
+def check_precise(run, recipe, results):
+    """Asserts that in fp32 the ranks came to what the plain loop did. ``run(train, recipe)`` trains on all ranks."""
+    if recipe.backend == "inductor" and max(result.error for result in results) >= BOUND:
+        # Generated code rounds otherwise than torch's kernels, and norms over few features and long steps make more of
+        # that. A gradient that was lost, or whose memory was used again, makes more than a hundredth.
+        assert all(result.error < 100 * BOUND for result in results)
+        results = run(train, dataclasses.replace(recipe, backend="eager"))
+    assert all(result.error < BOUND for result in results)
+
+
+def check_rounded(run, recipe, results):
+    """The same in low precision, to the rounding that DeepSpeed has without DeepCompile.
+
+    Rounding to 8 bits is large beside a gradient that is small, so all parameters are taken together.
+    """
+    for result in results:
+        if result.total_error <= 0.1 * result.total_moved:
+            continue
+        # With offload_optimizer DeepSpeed adds up micro-batches in another place, and rounds otherwise. After several
+        # forwards it does not notice each loss.backward(), but each engine.backward().
+        alike = dataclasses.replace(recipe, offloaded=False, direct=False)
+        rounding = max(each.total_error for each in run(train, alike, deepcompile=False))
+        if rounding < 0.5 * result.total_moved:
+            assert result.total_error < 1.5 * rounding
+        else:
+            # Rounding hides everything, so the model is trained without it.
+            precise = dataclasses.replace(recipe, dtype="fp32")
+            check_precise(run, precise, run(train, precise))
+
+
 def test_random_models(ranks, request, capsys):
     models, first_seed = request.config.getoption("--models"), request.config.getoption("--seed")
     world, asked = request.config.getoption("--world"), models is not None
-    # Generated code is slow to make, so only longer runs have some.
-    backends = ["eager"] * 9 + ["inductor"] if asked else ["eager"]
+    # Generated code is slow to make, above all for a CPU, so only longer runs have some.
+    backends = ["eager"] * (1 if torch.cuda.is_available() else 9) + ["inductor"] if asked else ["eager"]
     count = collections.Counter()
 
     @seed(first_seed)
@@ -391,22 +424,10 @@ def test_random_models(ranks, request, capsys):
             count["refused"] += 1
             return
         for result in results:
-            if recipe.dtype == "fp32":
-                assert result.error < BOUND
-            elif result.total_error > 0.1 * result.total_moved:
-                # Rounding to 8 bits is large beside a gradient that is small, so all parameters are taken together,
-                # and where even that is much, DeepSpeed without DeepCompile is no better. With offload_optimizer
-                # DeepSpeed adds up micro-batches in another place, and rounds otherwise.
-                plainly = ranks(world).run(train, dataclasses.replace(recipe, offloaded=False), deepcompile=False)
-                rounding = max(each.total_error for each in plainly)
-                if rounding < 0.5 * result.total_moved:
-                    assert result.total_error < 1.5 * rounding
-                else:
-                    # Rounding hides everything, so the model is trained without it.
-                    precise = ranks(world).run(train, dataclasses.replace(recipe, dtype="fp32"))
-                    assert all(each.error < BOUND for each in precise)
             assert result.moved > 1e-4
             assert set(result.held) == {0}
+        check = check_precise if recipe.dtype == "fp32" else check_rounded
+        check(ranks(world).run, recipe, results)
         count["agreed"] += 1
 
     try:

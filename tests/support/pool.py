@@ -20,6 +20,8 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
+import pytest
+
 TESTS = Path(__file__).resolve().parent.parent
 # What every rank imports.
 IMPORTED = ["torch", "torch._inductor.compile_fx", "deepspeed", "deepspeed.compile.init_z1_and_2"]
@@ -60,6 +62,8 @@ class RankFailed(AssertionError):
 class Ranks:
     """``world`` processes with a gloo (on GPUs: NCCL) process group between them.
 
+    Where there are GPUs but fewer than ``world``, the test that asks for them is skipped.
+
     Args:
         world: number of processes.
         environment: variables set in the processes besides this one's own.
@@ -67,6 +71,10 @@ class Ranks:
     """
 
     def __init__(self, world, environment=None, patience=1800):
+        import torch
+
+        if torch.cuda.is_available() and torch.cuda.device_count() < world:
+            pytest.skip(f"needs {world} GPUs, and {torch.cuda.device_count()} are here")
         self.world = world
         self._environment = dict(environment or {})
         self._patience = patience
