@@ -70,6 +70,7 @@ class Recipe:
         clips: whether the rank's own gradients are clipped between micro-batches.
         each_rank_skips: whether ranks leave pieces out in different micro-batches, and not all in the same steps.
         compiled_update: whether the optimizer's update is compiled, as that of a large partition is.
+        chunked_loss: whether the loss is computed in chunks, as that of many logits is.
         adam: whether the optimizer is AdamW instead of SGD.
         rests: whether the learning rate of the second step is zero, as where a warm-up begins or a decay ends.
     """
@@ -105,6 +106,7 @@ class Recipe:
     clips: bool = False
     each_rank_skips: bool = False
     compiled_update: bool = False
+    chunked_loss: bool = False
     adam: bool = False
     rests: bool = False
     steps: int = 3
