@@ -116,7 +116,7 @@ def time_loss(shape: Shape, seq: int, device: str, repetitions: int) -> None:
         loss.loss_and_logits(hidden, weight, None, target)[0].backward()
 
     for exponent in (40, 28, 27, 26, 25):
-        chunked_loss.CHUNK_NUMEL = 2**exponent
+        chunked_loss.CHUNK_LOGITS = 2**exponent
         # Otherwise torch would compile for any size of a chunk from the second size on, which is slower.
         torch._dynamo.reset()
         loss = chunked_loss.ChunkedLoss(

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from deepspeed.compile.config import CompileConfig
 from deepspeed.compile.zero12.graph import find_loss
-from deepspeed.compile.zero12.graph.chunked_loss import CHUNK_NUMEL, ChunkedLoss, LossOfLogits, chunks
+from deepspeed.compile.zero12.graph.chunked_loss import CHUNK_LOGITS, ChunkedLoss, LossOfLogits, chunks
 from deepspeed.compile.zero12.graph.frames import Registrations
 
 from support.beside import warnings_logged
@@ -110,7 +110,9 @@ def test_chunks_are_aligned_and_complete():
         assert [rows.start for rows in found] == [0, *(rows.stop for rows in found[:-1])]
         assert found[-1].stop == vocabulary
         assert all(rows.start % 128 == 0 for rows in found)
-        assert all((rows.stop - rows.start) * tokens <= CHUNK_NUMEL or rows.stop - rows.start <= 128 for rows in found)
+        assert all(
+            (rows.stop - rows.start) * tokens <= CHUNK_LOGITS or rows.stop - rows.start <= 128 for rows in found
+        )
 
 
 # What is found ------------------------------------------------------------------------------------------------------
@@ -121,8 +123,8 @@ class Head(torch.nn.Module):
         super().__init__()
         self.head, self.loss = torch.nn.Linear(HIDDEN, VOCABULARY), loss
 
-    def forward(self, hidden, target):
-        return self.loss(self, hidden, target)
+    def forward(self, hidden, target, *more):
+        return self.loss(self, hidden, target, *more)
 
 
 def as_transformers(self, hidden, target):
@@ -140,6 +142,22 @@ def slices_logits(self, hidden, target):
 def returns_float_logits(self, hidden, target):
     logits = self.head(hidden).float()
     return cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), logits
+
+
+def with_small_loss(self, hidden, target, smoothing=0.0):
+    logits = self.head(hidden)
+    small = linear(hidden[:, 0], self.head.weight[:4])
+    loss = cross_entropy(logits.view(-1, VOCABULARY), target.view(-1))
+    return loss + cross_entropy(small, target[:, 0] % 4, label_smoothing=smoothing), logits
+
+
+def with_small_loss_that_does_not_fit(self, hidden, target):
+    return with_small_loss(self, hidden, target, smoothing=0.1)
+
+
+def ignores(self, hidden, target, ignored):
+    logits = self.head(hidden)
+    return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1), ignore_index=ignored), logits
 
 
 def scales(self, hidden, target):
@@ -203,10 +221,12 @@ def computes_its_own(self, hidden, target):
 class Compiled(NamedTuple):
     outcome: tuple  # loss, logits, and the gradients of the head
     found: int  # how many graphs have a loss in chunks
+    chunks: list  # how many each backward had
     warnings: list
 
 
-def run(loss, wanted: Optional[bool] = True, compiled=True):
+def run(loss, wanted: Optional[bool] = True, compiled=True, calls=((), ())):
+    """Computes a loss of a head and its gradients, once for each of ``calls``, which lists further arguments."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = Head(loss)
@@ -218,11 +238,12 @@ def run(loss, wanted: Optional[bool] = True, compiled=True):
         return losses.cut_out(gm, inputs, lambda part: part) or gm
 
     with small_chunks(numel=256) as seen, warnings_logged() as warnings:
-        for _ in range(2):
-            found, logits = (torch.compile(module, backend=backend) if compiled else module)(hidden, target)
+        for more in calls:
+            found, logits = (torch.compile(module, backend=backend) if compiled else module)(hidden, target, *more)
             torch.autograd.backward([found, logits], [torch.ones(()), torch.ones_like(logits)])
     outcome = found.detach(), logits.detach(), *(parameter.grad for parameter in module.parameters())
-    return Compiled(outcome, len(seen.graphs), [text for text in warnings if "chunked_loss" in text])
+    warnings = [text for text in warnings if "chunked_loss" in text]
+    return Compiled(outcome, len(seen.graphs), seen.chunks, warnings)
 
 
 @pytest.mark.quick
@@ -255,6 +276,21 @@ def test_losses_that_are_not_found(loss, why):
     # Once, although the graph is found wanting in each compilation.
     assert len(result.warnings) == 1 and why in result.warnings[0], result.warnings
     assert run(loss, wanted=None).warnings == [], "nobody asked for chunks"
+
+
+@vary("loss", [with_small_loss, with_small_loss_that_does_not_fit])
+def test_of_several_losses_the_one_with_the_largest_vocabulary_is_in_chunks(loss):
+    result = run(loss)
+    assert (result.found, result.warnings) == (1, []) and min(result.chunks) > 1
+    assert relative_error(result.outcome, run(loss, compiled=False).outcome) < BOUND
+
+
+def test_an_ignored_token_that_changes():
+    calls = [(5,), (6,)]
+    result = run(ignores, calls=calls)
+    assert result.found == 1, "only the graph that torch makes when it has seen one number"
+    assert len(result.warnings) == 1 and "ignore_index" in result.warnings[0]
+    assert relative_error(result.outcome, run(ignores, compiled=False, calls=calls).outcome) < BOUND
 
 
 def test_few_logits_and_no_option():

@@ -4,6 +4,7 @@
 
 import copy
 import random
+import warnings
 from unittest import mock
 
 import pytest
@@ -306,6 +307,21 @@ def test_an_update_that_cannot_be_compiled():
             assert not step_beside(draw(step), optimizer, whole, expected, updates, factor)
     assert len(said) == 1 and said[0].endswith("several passes over memory (RuntimeError: no compiler)"), said
     torch.testing.assert_close(chunked, whole, **CLOSE)
+
+
+def test_a_scheduler_that_is_newer_than_the_states():
+    """As after a checkpoint that was loaded without its scheduler."""
+    parameter = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
+    before, optimizer = torch.optim.AdamW([parameter]), torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    before.step()
+    optimizer.load_state_dict(before.state_dict())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with updates_compiled_from(LARGE, LARGE), as_recorded(True):
+        assert CompiledUpdates().begin(optimizer, 0, KIND) is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
 
 
 @pytest.mark.skipif(get_accelerator().device_name() == "cpu", reason="only before a GPU the host can run ahead")

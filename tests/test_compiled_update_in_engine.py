@@ -199,6 +199,7 @@ def test_updates_are_compiled_with_inductor(ranks):
     assert ranks(1).run(updates_of, "inductor") == [CompiledUpdates]
     assert ranks(1).run(updates_of, "eager") == [type(None)]
     assert ranks(1).run(updates_of, "inductor", disable=True) == [type(None)]
+    assert ranks(1, TORCH_COMPILE_DISABLE="1").run(updates_of, "inductor") == [type(None)]
 
 
 def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):

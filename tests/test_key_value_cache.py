@@ -130,3 +130,27 @@ def test_a_cache_that_a_model_reads_stays(ranks, checkpointed):
     pytest.importorskip("transformers")
     for off, on in ranks(2).run(with_memory, checkpointed):
         assert on == pytest.approx(off, rel=1e-5) and off[-1] < off[0]
+
+
+def packed_losses():
+    """Returns losses of two sequences in one row: of an engine, and of the model alone without a cache and with it."""
+    torch._dynamo.reset()
+    module = language_model(2, 32, None)
+    for parameter in module.parameters():
+        parameter.data *= 10  # so that what a token sees matters
+    ids = torch.arange(24, device=device()).view(1, 24)
+    positions = torch.cat([torch.arange(10), torch.arange(14)]).view(1, 24).to(device())
+    packed = {"input_ids": ids, "labels": ids, "position_ids": positions}
+    alone = [module(**packed, use_cache=use_cache).loss.item() for use_cache in (False, True)]
+    engine = engine_by_configuration(module, True)
+    with compile_backend("eager"):
+        loss = engine(**packed).loss.item()
+    engine.destroy()
+    return loss, *alone
+
+
+def test_packed_sequences_are_kept_apart(ranks):
+    """transformers keeps sequences of one row apart by their positions, but only without a cache."""
+    pytest.importorskip("transformers")
+    ((loss, without, with_cache),) = ranks(1).run(packed_losses)
+    assert loss == pytest.approx(without, rel=1e-5) and loss != pytest.approx(with_cache, rel=1e-2)

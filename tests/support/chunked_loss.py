@@ -23,7 +23,7 @@ def small_chunks(numel: int = 1024, rows: int = 8, many: int = 1) -> Iterator[Se
     From ``many`` logits on, chunks are the default.
     """
     seen = Seen([], [])
-    before = chunked_loss.CHUNK_NUMEL, chunked_loss.ALIGNED_ROWS, find_loss.MANY_NUMEL
+    before = chunked_loss.CHUNK_LOGITS, chunked_loss.ALIGNED_ROWS, find_loss.MANY_LOGITS
     find_chunks, make = chunked_loss.chunks, find_loss.ChunkedLoss
 
     def recording(*args):
@@ -35,10 +35,10 @@ def small_chunks(numel: int = 1024, rows: int = 8, many: int = 1) -> Iterator[Se
         seen.graphs.append(make(*args))
         return seen.graphs[-1]
 
-    chunked_loss.CHUNK_NUMEL, chunked_loss.ALIGNED_ROWS, find_loss.MANY_NUMEL = numel, rows, many
+    chunked_loss.CHUNK_LOGITS, chunked_loss.ALIGNED_ROWS, find_loss.MANY_LOGITS = numel, rows, many
     chunked_loss.chunks, find_loss.ChunkedLoss = recording, making
     try:
         yield seen
     finally:
-        chunked_loss.CHUNK_NUMEL, chunked_loss.ALIGNED_ROWS, find_loss.MANY_NUMEL = before
+        chunked_loss.CHUNK_LOGITS, chunked_loss.ALIGNED_ROWS, find_loss.MANY_LOGITS = before
         chunked_loss.chunks, find_loss.ChunkedLoss = find_chunks, make

@@ -66,7 +66,10 @@ class CompiledUpdates:
         if key not in self._updates:
             self._updates[key] = self._compile(optimizer, settings, state, master, kind)
         update = self._updates[key]
-        return update and StepOfGroup(update, group, master, state)
+        if update is None:
+            return None
+        _note_step(optimizer)
+        return StepOfGroup(update, group, master, state)
 
     def _compile(self, optimizer, settings, state, master, kind):
         """Returns the compiled update, or None with a warning if it cannot be compiled."""
@@ -82,8 +85,8 @@ class CompiledUpdates:
         except Exception as error:
             # Other ranks may be able to.
             logger.warning(
-                f"DeepCompile cannot compile the update of {type(optimizer).__name__}, so a step takes several passes "
-                f"over memory ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+                f"DeepCompile cannot compile the update of {type(optimizer).__name__}, so every step takes several "
+                f"passes over memory ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
             )
             return None
 
@@ -95,6 +98,11 @@ class CompiledUpdates:
                 "group and compiles no more for it, because other settings than the learning rate change between "
                 "steps; a step takes several passes over memory"
             )
+
+
+def _note_step(inner):
+    """Notes what step() does: torch's schedulers warn if nothing has called it before them."""
+    inner._opt_called = True
 
 
 class StepOfGroup:

@@ -113,7 +113,8 @@ def compile_engine(
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
         zero12 = attach(engine, reducer, limit)
         zero12.around_forward = around_forward
-        if plan.backend == "inductor" and not compile_kwargs.get("disable"):
+        is_off = compile_kwargs.get("disable") or torch._dynamo.config.disable  # by TORCH_COMPILE_DISABLE
+        if plan.backend == "inductor" and not is_off:
             zero12.updates = CompiledUpdates()
         zero12.monitors_memory = plan.monitors_memory
         if waiting is not None:

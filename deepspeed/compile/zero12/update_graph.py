@@ -91,6 +91,7 @@ class _Range(torch.nn.Module):
         self.inner, self.names = inner, names
 
     def forward(self, gradient, factor, master, new, states, learning_rate, scalars):
+        # The copy has no step() that was replaced on the instance: only what Optimizer.__getstate__ returns is copied.
         worker = copy.copy(self.inner)
         worker.param_groups = [{**self.settings, "lr": learning_rate, "params": [master]}]
         worker.state = {master: dict(zip(self.names, [*states, *scalars], strict=True))}

@@ -24,7 +24,7 @@ from .frames import Registrations
 
 # The most elements of the logits' gradient that exist at a time: 128 MiB in bf16. A chunk of this size still fills a
 # GPU.
-CHUNK_NUMEL = 2**26
+CHUNK_LOGITS = 2**26
 # Chunks begin at multiples of so many rows of the head, as matrix multiplications on GPUs like best.
 ALIGNED_ROWS = 128
 
@@ -180,11 +180,11 @@ def _add_product(total, left, right):
 
 
 def chunks(tokens: int, vocabulary: int) -> List[slice]:
-    """Cuts the vocabulary into chunks of about the same size, which have no more than ``CHUNK_NUMEL`` logits.
+    """Cuts the vocabulary into chunks of about the same size, which have no more than ``CHUNK_LOGITS`` logits.
 
     A chunk has at least ``ALIGNED_ROWS`` rows of the head, however many tokens there are.
     """
-    most = max(CHUNK_NUMEL // max(tokens, 1) // ALIGNED_ROWS, 1)
+    most = max(CHUNK_LOGITS // max(tokens, 1) // ALIGNED_ROWS, 1)
     groups = -(-vocabulary // ALIGNED_ROWS)
     number = -(-groups // most)
     rows = -(-groups // number) * ALIGNED_ROWS

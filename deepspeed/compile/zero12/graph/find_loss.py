@@ -23,7 +23,7 @@ from .loss import changes_in_place, split_loss
 
 # From so many logits on, 2 GiB in bf16, chunks are the default. The gradient of fewer logits is a small part of the
 # memory of a step, and their chunks are small matrix multiplications, which take longer.
-MANY_NUMEL = 2**30
+MANY_LOGITS = 2**30
 
 _CROSS_ENTROPY = inspect.signature(torch.nn.functional.cross_entropy)
 _LINEAR = inspect.Signature(
@@ -104,7 +104,7 @@ class ChunkedLosses:
         try:
             found = _find(gm.graph)
             # Ask for the traced size, not its hint: with lengths that vary, the answer becomes a guard of the graph.
-            if not (self._wanted or guard_or_false(_traced(found.head).numel() >= MANY_NUMEL)):
+            if not (self._wanted or guard_or_false(_traced(found.head).numel() >= MANY_LOGITS)):
                 return None
             behind = _behind(found.head)
             parameters = {node for node, flag in zip(placeholders, is_registered) if flag}
@@ -143,15 +143,26 @@ def _losses(graph):
 
 
 def _find(graph):
-    """Finds the last loss of a graph, with its head."""
-    losses = _losses(graph)
-    if not losses:
-        raise Unfit("it does not call torch.nn.functional.cross_entropy")
-    arguments = _arguments(_CROSS_ENTROPY, losses[-1])
+    """Finds the fitting loss with the largest vocabulary, of equal ones the last, and its head."""
+    found, unfit = [], Unfit("it does not call torch.nn.functional.cross_entropy")
+    for cross_entropy in _losses(graph):
+        try:
+            found.append(_with_head(cross_entropy))
+        except Unfit as reason:
+            unfit = reason
+    if not found:
+        raise unfit
+    return max(reversed(found), key=lambda each: _traced(each.weight).size(0))
+
+
+def _with_head(cross_entropy):
+    arguments = _arguments(_CROSS_ENTROPY, cross_entropy)
     mean = arguments["reduction"] == "mean"
     plain = arguments["weight"] is arguments["size_average"] is arguments["reduce"] is None
     if not (plain and arguments["label_smoothing"] == 0 and (mean or arguments["reduction"] == "sum")):
         raise Unfit("its cross_entropy has weights, smoothed labels, or a loss for each token")
+    if not isinstance(arguments["ignore_index"], int):
+        raise Unfit("the ignore_index of its cross_entropy changes between calls")
     source, target = _traced(arguments["input"]), _traced(arguments["target"])
     if source.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
         raise Unfit("its cross_entropy is not one of logits [tokens, vocabulary] and targets [tokens]")
@@ -162,8 +173,8 @@ def _find(graph):
     # Under autocast, the head casts its inputs.
     if len(same) > 1 or not logits.requires_grad or logits._version:
         raise Unfit("its head casts, needs no gradient, or makes logits that are changed in place")
-    loss = LossOfLogits(arguments["ignore_index"], mean, _traced(losses[-1]).dtype, kept)
-    return Found(head, hidden, weight, bias, losses[-1], arguments["target"], loss, between)
+    loss = LossOfLogits(arguments["ignore_index"], mean, _traced(cross_entropy).dtype, kept)
+    return Found(head, hidden, weight, bias, cross_entropy, arguments["target"], loss, between)
 
 
 def _head_of(node) -> Tuple[Node, List[Node], List[Tuple]]:
