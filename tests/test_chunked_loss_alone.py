@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loss in chunks, by itself: its numbers, what it refuses, and in which graphs it is found."""
 
+import functools
 from typing import NamedTuple, Optional
 
 import pytest
@@ -36,17 +37,17 @@ def operands(dtype=torch.float32, ignore_all=False):
     return Operands(*(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes), target)
 
 
-def whole(of, mean=True):
+def whole(of, mean=True, times=1.0, cap=None):
     """What a model does without chunks."""
-    logits = linear(of.hidden, of.weight, of.bias)
+    logits = linear(of.hidden, of.weight, of.bias) * times
+    logits = logits if cap is None else logits.tanh() * cap
     loss = cross_entropy(logits.float().view(-1, VOCABULARY), of.target, reduction="mean" if mean else "sum")
     return loss, logits
 
 
-def chunked(of, mean=True):
-    loss = ChunkedLoss(
-        LossOfLogits(IGNORED, mean, torch.float32), (False, False), Registrations(0, ()), lambda part: part
-    )
+def chunked(of, mean=True, times=1.0, cap=None):
+    loss_of = LossOfLogits(IGNORED, mean, torch.float32, scale=times, cap=cap)
+    loss = ChunkedLoss(loss_of, (False, False), Registrations(0, ()), lambda part: part)
     return loss.loss_and_logits(*of)
 
 
@@ -59,14 +60,16 @@ def gradients(of, compute, mean=True, scale=1.0, step_loss=lambda loss, logits: 
 
 @pytest.mark.quick
 @vary("mean", [True, False])
+@vary("logits", [{}, {"times": 0.5}, {"times": 0.25, "cap": 4.0}])
 @vary("dtype, scale", [("float32", 1.0), ("bfloat16", 1.0), ("float16", 256.0)])
-def test_gradients_of_chunks_are_as_exact_as_those_of_one_piece(dtype, scale, mean):
+def test_gradients_of_chunks_are_as_exact_as_those_of_one_piece(dtype, scale, logits, mean):
+    in_one_piece, in_chunks = functools.partial(whole, **logits), functools.partial(chunked, **logits)
     of = operands(getattr(torch, dtype))
     exact = Operands(*(value.detach().double().requires_grad_() for value in of[:3]), of.target)
-    expected_loss, expected = gradients(exact, whole, mean)
+    expected_loss, expected = gradients(exact, in_one_piece, mean)
     with small_chunks(numel=TOKENS * 16):
-        loss, found = gradients(of, chunked, mean, scale)
-        _, today = gradients(of, whole, mean, scale)
+        loss, found = gradients(of, in_chunks, mean, scale)
+        _, today = gradients(of, in_one_piece, mean, scale)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5 if dtype == "float32" else 1e-2)
     for one, other, exact_one in zip(found, today, expected, strict=True):
         bound = 1.5 * relative_error([other], [exact_one])
@@ -161,8 +164,33 @@ def ignores(self, hidden, target, ignored):
 
 
 def scales(self, hidden, target):
-    logits = self.head(hidden) * 2
+    logits = self.head(hidden) / 2 * 3
     return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1)), logits
+
+
+def caps(self, hidden, target):
+    logits = torch.tanh(self.head(hidden) / 3) * 3
+    return cross_entropy(logits[..., :-1, :].reshape(-1, VOCABULARY), target[:, 1:].reshape(-1)), logits
+
+
+def caps_without_scale(self, hidden, target):
+    logits = self.head(hidden).tanh()
+    return cross_entropy(logits.float().view(-1, VOCABULARY), target.view(-1)), logits
+
+
+def scales_by_a_tensor(self, hidden, target):
+    logits = self.head(hidden) * self.head.bias.exp()
+    return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1)), logits
+
+
+def caps_twice(self, hidden, target):
+    logits = self.head(hidden).tanh().tanh()
+    return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1)), logits
+
+
+def scales_what_it_returns(self, hidden, target):
+    made = self.head(hidden)
+    return cross_entropy((made * 2).view(-1, VOCABULARY), target.view(-1)), made
 
 
 def smooths(self, hidden, target):
@@ -247,7 +275,7 @@ def run(loss, wanted: Optional[bool] = True, compiled=True, calls=((), ())):
 
 
 @pytest.mark.quick
-@vary("loss", [as_transformers, slices_logits, returns_float_logits])
+@vary("loss", [as_transformers, slices_logits, returns_float_logits, scales, caps, caps_without_scale])
 def test_losses_that_are_found(loss):
     result = run(loss)
     assert (result.found, result.warnings) == (1, [])
@@ -257,7 +285,9 @@ def test_losses_that_are_found(loss):
 @vary(
     "loss, why",
     [
-        (scales, "`mul` is called between"),
+        (scales_by_a_tensor, "`mul` is called between"),
+        (caps_twice, "`tanh` is called between"),
+        (scales_what_it_returns, "used before it is scaled"),
         (smooths, "smoothed labels"),
         (weighs, "has weights"),
         (moves_the_vocabulary, "changes the vocabulary"),

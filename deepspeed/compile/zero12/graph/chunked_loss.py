@@ -30,7 +30,7 @@ ALIGNED_ROWS = 128
 
 
 class LossOfLogits(NamedTuple):
-    """How a model's loss depends on its logits.
+    """How a model's loss depends on what its head makes.
 
     Attributes:
         ignore_index: the target of tokens that do not count.
@@ -38,12 +38,15 @@ class LossOfLogits(NamedTuple):
         dtype: of the loss.
         kept: the indices by which the model drops tokens before the loss, one after the other. Each is a tuple of
             slices and ``...`` that keeps the last dimension, the vocabulary.
+        scale, cap: the logits are ``scale * made``, or with a cap ``cap * tanh(scale * made)``.
     """
 
     ignore_index: int
     mean: bool
     dtype: torch.dtype
     kept: Sequence[Tuple] = ()
+    scale: float = 1.0
+    cap: Optional[float] = None
 
 
 class ChunkedLoss:
@@ -66,6 +69,7 @@ class ChunkedLoss:
     ):
         self._loss, self._reduced, self._registrations = loss, reduced, registrations
         self._sum_losses, self.gradient_of_logits = compile_part(_sum_losses), compile_part(_gradient_of_logits)
+        self.scale, self.scale_back = map(compile_part, _scaling(loss.scale, loss.cap))
 
     def loss_and_logits(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], target: torch.Tensor
@@ -124,6 +128,7 @@ class _HeadAndLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, numbers, chunked):
         logits = linear(hidden, weight, bias)
+        chunked.scale(logits)
         loss, logsumexp, weights = chunked.compute(logits.view(-1, weight.size(0)), target)
         ctx.save_for_backward(hidden, weight, logits, target, logsumexp, weights)
         ctx.numbers, ctx.chunked = numbers, chunked
@@ -152,6 +157,7 @@ class _Gradients(torch.autograd.Function):
             gradient = ctx.chunked.gradient_of_logits(logits[:, rows], logsumexp, target - rows.start, weights)
             if of_logits is not None:
                 gradient += of_logits.reshape(-1, vocabulary)[:, rows]
+            ctx.chunked.scale_back(gradient, logits[:, rows])
             if needs_hidden:
                 _add_product(of_tokens, gradient, weight[rows])
             if needs_weight:
@@ -169,6 +175,27 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     def backward(_, *gradients):
         raise RuntimeError("double backward is not supported by DeepCompile's loss in chunks, nor by torch.compile")
+
+
+def _scaling(scale, cap):
+    """Returns two functions that work in place.
+
+    The first makes logits of what the head has made. The second makes the gradient of what the head has made out of
+    that of the logits, and the logits. A head's output is never needed beside its logits, so it need not be kept.
+    """
+
+    def scale_forward(made):
+        values = made.float() * scale
+        made.copy_(values if cap is None else cap * values.tanh())
+
+    def scale_back(gradient, logits):
+        slope = scale if cap is None else scale * (cap - logits.float().square() / cap)
+        gradient.copy_(gradient.float() * slope)
+
+    def leave(*_):
+        pass
+
+    return (leave, leave) if (scale, cap) == (1.0, None) else (scale_forward, scale_back)
 
 
 def _add_product(total, left, right):

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the head and the cross-entropy of a language model in a graph, and puts a :class:`ChunkedLoss` in their place.
 
-What is found is what language models of transformers do: ``logits = linear(hidden, weight)``; casts, reshapes and
-slices of the logits that keep the vocabulary as the last dimension; ``cross_entropy`` of the result. Logits that the
-model scales or caps are not found.
+What is found is what language models of transformers do: ``logits = linear(hidden, weight)``, which may be scaled and
+capped by a hyperbolic tangent; casts, reshapes and slices of the logits that keep the vocabulary as the last
+dimension; ``cross_entropy`` of the result.
 """
 
 import inspect
@@ -32,6 +32,7 @@ _LINEAR = inspect.Signature(
         for name in ("input", "weight", "bias")
     ]
 )
+_SCALES = {"mul", "truediv", "div"}
 _CASTS = {"float", "to", "contiguous"}
 _RESHAPES = {"view", "reshape", "flatten"}
 _CONTEXTS = {
@@ -49,8 +50,10 @@ class Found(NamedTuple):
     """A head and its loss.
 
     Attributes:
-        head: the node that makes the logits.
+        head: the node of the linear layer.
         hidden, weight, bias: its inputs. Without a bias, None.
+        scaling: the nodes that scale and cap what the head makes, the last one first.
+        logits: the last of these, or without any the head.
         cross_entropy: the node that makes the loss.
         target: its other input.
         loss: how it depends on the logits.
@@ -61,6 +64,8 @@ class Found(NamedTuple):
     hidden: Node
     weight: Node
     bias: Optional[Node]
+    scaling: Sequence[Node]
+    logits: Node
     cross_entropy: Node
     target: Node
     loss: LossOfLogits
@@ -166,26 +171,27 @@ def _with_head(cross_entropy):
     source, target = _traced(arguments["input"]), _traced(arguments["target"])
     if source.dim() != 2 or target.dim() != 1 or target.dtype != torch.int64:
         raise Unfit("its cross_entropy is not one of logits [tokens, vocabulary] and targets [tokens]")
-    head, between, kept = _head_of(arguments["input"])
+    logits, between, kept = _logits_of(arguments["input"])
+    head, scaling, scale, cap = _head_of(logits)
     hidden, weight, bias = _arguments(_LINEAR, head).values()
-    logits = _traced(head)
-    same = {logits.dtype, _traced(hidden).dtype, _traced(weight).dtype}
+    made = _traced(head)
+    same = {made.dtype, _traced(logits).dtype, _traced(hidden).dtype, _traced(weight).dtype}
     # Under autocast, the head casts its inputs.
-    if len(same) > 1 or not logits.requires_grad or logits._version:
+    if len(same) > 1 or not made.requires_grad or made._version:
         raise Unfit("its head casts, needs no gradient, or makes logits that are changed in place")
-    loss = LossOfLogits(arguments["ignore_index"], mean, _traced(cross_entropy).dtype, kept)
-    return Found(head, hidden, weight, bias, cross_entropy, arguments["target"], loss, between)
+    loss = LossOfLogits(arguments["ignore_index"], mean, _traced(cross_entropy).dtype, kept, scale, cap)
+    return Found(head, hidden, weight, bias, scaling, logits, cross_entropy, arguments["target"], loss, between)
 
 
-def _head_of(node) -> Tuple[Node, List[Node], List[Tuple]]:
-    """Follows a loss's input back to the head; returns the head, the way, and the indices that drop tokens on it."""
+def _logits_of(node) -> Tuple[Node, List[Node], List[Tuple]]:
+    """Follows a loss's input back to the logits; returns these, the way, and the indices that drop tokens on it."""
     between, kept, vocabulary = [], [], _traced(node).shape[-1]
-    while node.target is not torch._C._nn.linear:
+    while node.target is not torch._C._nn.linear and _name(node) not in {*_SCALES, "tanh"}:
         if node.op == "placeholder":
             raise Unfit("torch compiles its head and its cross_entropy apart from one another")
         source = node.args[0] if node.args else None
         before, after = _traced(source), _traced(node)
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        name = _name(node)
         is_slice = name == "getitem" and _keeps_vocabulary(node.args[1])
         # What comes before a reshape has other dimensions, so a slice must not come after one.
         if not (is_slice or name in _CASTS or (name in _RESHAPES and not kept)):
@@ -197,6 +203,33 @@ def _head_of(node) -> Tuple[Node, List[Node], List[Tuple]]:
         between.append(node)
         node = source
     return node, between, kept
+
+
+def _head_of(logits) -> Tuple[Node, List[Node], float, Optional[float]]:
+    """Follows logits back to the head; returns it, the way, and scale and cap as in :class:`LossOfLogits`."""
+    node, scaling, scale, cap = logits, [], 1.0, None
+    while node.target is not torch._C._nn.linear:
+        name, operands = _name(node), [*node.args, *node.kwargs.values()]
+        number: Any = operands[1] if name in _SCALES and len(operands) == 2 else None
+        is_scale = type(number) in (int, float) and number != 0
+        is_cap = name == "tanh" and cap is None
+        source = operands[0] if operands else None
+        if not (is_scale or is_cap) or not isinstance(source, Node):
+            raise Unfit(f"`{name}` is called between its head and its cross_entropy")
+        if len(source.users) > 1:
+            raise Unfit("what its head makes is used before it is scaled, too")
+        if is_cap:
+            # What was found so far comes after the tanh.
+            scale, cap = 1.0, scale
+        else:
+            scale *= number if name == "mul" else 1 / number
+        scaling.append(node)
+        node = source
+    return node, scaling, scale, cap
+
+
+def _name(node):
+    return node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 
 def _keeps_vocabulary(index):
@@ -239,7 +272,8 @@ def _require_movable(graph, found, behind, parameters):
 
 def _replaced(gm, found, behind, chunked):
     graph, copies = Graph(), {}
-    nodes = [node for node in gm.graph.nodes if node not in (found.head, found.cross_entropy)]
+    replaced = {found.head, *found.scaling, found.cross_entropy}
+    nodes = [node for node in gm.graph.nodes if node not in replaced]
     needs_logits = {node for node in nodes if node in behind or node.op == "output"}
     for node in nodes:
         if node not in needs_logits:
@@ -248,7 +282,7 @@ def _replaced(gm, found, behind, chunked):
     operands = [copies.get(node) for node in (found.hidden, found.weight, found.bias, found.target)]
     call = graph.call_function(chunked.loss_and_logits, tuple(operands))
     copies[found.cross_entropy] = graph.call_function(operator.getitem, (call, 0))
-    copies[found.head] = graph.call_function(operator.getitem, (call, 1))
+    copies[found.logits] = graph.call_function(operator.getitem, (call, 1))
     middle = set(graph.nodes) - before
     for node in nodes:
         if node in needs_logits:
