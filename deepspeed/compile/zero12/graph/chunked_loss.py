@@ -69,7 +69,9 @@ class ChunkedLoss:
     ):
         self._loss, self._reduced, self._registrations = loss, reduced, registrations
         self._sum_losses, self.gradient_of_logits = compile_part(_sum_losses), compile_part(_gradient_of_logits)
-        self.scale, self.scale_back = map(compile_part, _scaling(loss.scale, loss.cap))
+        self.scale, self.scale_back = None, None
+        if (loss.scale, loss.cap) != (1.0, None):
+            self.scale, self.scale_back = map(compile_part, _scaling(loss.scale, loss.cap))
 
     def loss_and_logits(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: Optional[torch.Tensor], target: torch.Tensor
@@ -128,7 +130,8 @@ class _HeadAndLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, numbers, chunked):
         logits = linear(hidden, weight, bias)
-        chunked.scale(logits)
+        if chunked.scale is not None:
+            chunked.scale(logits)
         loss, logsumexp, weights = chunked.compute(logits.view(-1, weight.size(0)), target)
         ctx.save_for_backward(hidden, weight, logits, target, logsumexp, weights)
         ctx.numbers, ctx.chunked = numbers, chunked
@@ -157,7 +160,8 @@ class _Gradients(torch.autograd.Function):
             gradient = ctx.chunked.gradient_of_logits(logits[:, rows], logsumexp, target - rows.start, weights)
             if of_logits is not None:
                 gradient += of_logits.reshape(-1, vocabulary)[:, rows]
-            ctx.chunked.scale_back(gradient, logits[:, rows])
+            if ctx.chunked.scale_back is not None:
+                ctx.chunked.scale_back(gradient, logits[:, rows])
             if needs_hidden:
                 _add_product(of_tokens, gradient, weight[rows])
             if needs_weight:
@@ -178,10 +182,10 @@ class _Gradients(torch.autograd.Function):
 
 
 def _scaling(scale, cap):
-    """Returns two functions that work in place.
+    """Returns two functions that work in place, forward and backward.
 
-    The first makes logits of what the head has made. The second makes the gradient of what the head has made out of
-    that of the logits, and the logits. A head's output is never needed beside its logits, so it need not be kept.
+    The first turns what the head has made into logits. The second turns the gradient of logits into that of what the
+    head has made. It needs only the logits for that, so what the head has made is not kept.
     """
 
     def scale_forward(made):
@@ -192,10 +196,7 @@ def _scaling(scale, cap):
         slope = scale if cap is None else scale * (cap - logits.float().square() / cap)
         gradient.copy_(gradient.float() * slope)
 
-    def leave(*_):
-        pass
-
-    return (leave, leave) if (scale, cap) == (1.0, None) else (scale_forward, scale_back)
+    return scale_forward, scale_back
 
 
 def _add_product(total, left, right):
