@@ -35,10 +35,11 @@ def ranks(pytestconfig):
     def of(world, patience=1800, **variables):
         key = (world, patience, *sorted(variables.items()))
         if key not in pools:
+            new = Ranks(world, {**environment, **variables}, patience)
             # Only one pool at a time keeps its processes: two cores do not carry more.
             for pool in pools.values():
                 pool.stop()
-            pools[key] = Ranks(world, {**environment, **variables}, patience)
+            pools[key] = new
             if sanitized:
                 pools[key].run(sanitizer.compile_native_code, sanitized, timeout=1800)
         return pools[key]

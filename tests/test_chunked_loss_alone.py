@@ -60,7 +60,7 @@ def gradients(of, compute, mean=True, scale=1.0, step_loss=lambda loss, logits: 
 
 @pytest.mark.quick
 @vary("mean", [True, False])
-@vary("logits", [{}, {"times": 0.5}, {"times": 0.25, "cap": 4.0}])
+@vary("logits", [{}, {"times": 0.5}, {"times": 0.25, "cap": 4.0}, {"times": 4 / 33.2, "cap": 33.2}])
 @vary("dtype, scale", [("float32", 1.0), ("bfloat16", 1.0), ("float16", 256.0)])
 def test_gradients_of_chunks_are_as_exact_as_those_of_one_piece(dtype, scale, logits, mean):
     in_one_piece, in_chunks = functools.partial(whole, **logits), functools.partial(chunked, **logits)
@@ -158,6 +158,13 @@ def with_small_loss_that_does_not_fit(self, hidden, target):
     return with_small_loss(self, hidden, target, smoothing=0.1)
 
 
+def with_large_loss_that_does_not_fit(self, hidden, target):
+    logits = self.head(hidden)
+    small = linear(hidden[:, :4], self.head.weight[:64])
+    loss = cross_entropy(logits.view(-1, VOCABULARY), target.view(-1), label_smoothing=0.1)
+    return loss + cross_entropy(small.flatten(0, 1), target[:, :4].flatten() % 64), logits
+
+
 def ignores(self, hidden, target, ignored):
     logits = self.head(hidden)
     return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1), ignore_index=ignored), logits
@@ -169,7 +176,7 @@ def scales(self, hidden, target):
 
 
 def caps(self, hidden, target):
-    logits = torch.tanh(self.head(hidden) / 3) * 3
+    logits = 3 * torch.tanh(self.head(hidden) / 3)
     return cross_entropy(logits[..., :-1, :].reshape(-1, VOCABULARY), target[:, 1:].reshape(-1)), logits
 
 
@@ -181,6 +188,11 @@ def caps_without_scale(self, hidden, target):
 def scales_by_a_tensor(self, hidden, target):
     logits = self.head(hidden) * self.head.bias.exp()
     return cross_entropy(logits.view(-1, VOCABULARY), target.view(-1)), logits
+
+
+def scales_later(self, hidden, target):
+    logits = self.head(hidden).flatten(0, 1) * 2
+    return cross_entropy(logits, target.view(-1)), logits
 
 
 def caps_twice(self, hidden, target):
@@ -287,6 +299,7 @@ def test_losses_that_are_found(loss):
     [
         (scales_by_a_tensor, "`mul` is called between"),
         (caps_twice, "`tanh` is called between"),
+        (scales_later, "`flatten` is called before its logits are scaled"),
         (scales_what_it_returns, "used before it is scaled"),
         (smooths, "smoothed labels"),
         (weighs, "has weights"),
@@ -309,10 +322,25 @@ def test_losses_that_are_not_found(loss, why):
 
 
 @vary("loss", [with_small_loss, with_small_loss_that_does_not_fit])
-def test_of_several_losses_the_one_with_the_largest_vocabulary_is_in_chunks(loss):
+def test_of_several_losses_the_one_with_the_most_logits_is_in_chunks(loss):
     result = run(loss)
-    assert (result.found, result.warnings) == (1, []) and min(result.chunks) > 1
+    assert result.found == 1 and min(result.chunks) > 1
+    assert ["smoothed labels" in text for text in result.warnings] == [True] * ("not_fit" in loss.__name__)
     assert relative_error(result.outcome, run(loss, compiled=False).outcome) < BOUND
+
+
+def test_a_warning_tells_of_a_loss_beside_one_in_chunks():
+    result = run(with_large_loss_that_does_not_fit)
+    assert result.found == 1 and len(result.warnings) == 1 and "smoothed labels" in result.warnings[0]
+
+
+def test_a_cap_that_the_dtype_rounds():
+    """A token whose logits are all at the cap has no gradient, though bf16 rounds 33.2 to more."""
+    hidden, weight = torch.full((1, 1, 8), 9.0), torch.full((VOCABULARY, 8), 9.0)
+    of = Operands(*(value.bfloat16().requires_grad_() for value in (hidden, weight, weight[:, 0])), torch.tensor([3]))
+    for compute in (whole, chunked):
+        _, found = gradients(of, functools.partial(compute, times=1 / 33.2, cap=33.2))
+        assert all(gradient.count_nonzero() == 0 for gradient in found)
 
 
 def test_an_ignored_token_that_changes():

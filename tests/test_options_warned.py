@@ -68,8 +68,8 @@ MONITORS = {
 }
 # Found when a graph is compiled; tests/test_chunked_loss.py has a model that is warned of.
 ALSO_WARNED["compile.chunked_loss"] = (
-    "compile.chunked_loss=True has no effect on a graph of this model, because its cross_entropy has weights, "
-    "smoothed labels, or a loss for each token; its loss is computed in one piece"
+    "compile.chunked_loss=True has no effect on a loss of this model, because its cross_entropy has weights, "
+    "smoothed labels, or a loss for each token; it is computed in one piece"
 )
 ALSO_WARNED["compile.monitor_memory"] = MONITORS["without a monitor"]
 WITHOUT_EFFECT = Case(

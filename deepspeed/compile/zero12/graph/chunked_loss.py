@@ -193,7 +193,10 @@ def _scaling(scale, cap):
         made.copy_(values if cap is None else cap * values.tanh())
 
     def scale_back(gradient, logits):
-        slope = scale if cap is None else scale * (cap - logits.float().square() / cap)
+        slope = scale
+        if cap is not None:
+            # A logit near the cap may have been rounded to more than the cap.
+            slope = scale * cap * (1 - (logits.float() / cap).square()).clamp(min=0)
         gradient.copy_(gradient.float() * slope)
 
     return scale_forward, scale_back

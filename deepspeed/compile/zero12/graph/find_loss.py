@@ -107,26 +107,24 @@ class ChunkedLosses:
         values = dict(zip(placeholders, example_inputs, strict=True))
         is_registered = [id(value) in self._own for value in example_inputs]
         try:
-            found = _find(gm.graph)
-            # Ask for the traced size, not its hint: with lengths that vary, the answer becomes a guard of the graph.
-            if not (self._wanted or guard_or_false(_traced(found.head).numel() >= MANY_LOGITS)):
-                return None
-            behind = _behind(found.head)
             parameters = {node for node, flag in zip(placeholders, is_registered) if flag}
-            _require_movable(gm.graph, found, behind, parameters)
-        except Unfit as unfit:
-            if self._wanted and (_losses(gm.graph) or split_loss(gm, is_registered)):
-                self._warn(unfit)
+            found, unfit = _find(gm.graph, parameters)
+        except Unfit as reason:
+            found, unfit = None, reason
+        if unfit and self._wanted and (_losses(gm.graph) or split_loss(gm, is_registered)):
+            self._warn(unfit)
+        # Ask for the traced size, not its hint: with lengths that vary, the answer becomes a guard of the graph.
+        if found is None or not (self._wanted or guard_or_false(_traced(found.head).numel() >= MANY_LOGITS)):
             return None
         reduced = [id(values.get(node)) in self._reducible for node in (found.weight, found.bias)]
-        return _replaced(gm, found, behind, ChunkedLoss(found.loss, reduced, self._registrations, compile_part))
+        return _replaced(gm, found, ChunkedLoss(found.loss, reduced, self._registrations, compile_part))
 
     def _warn(self, unfit):
         if not self._has_warned:
             self._has_warned = True
             warn(
-                f"compile.chunked_loss=True has no effect on a graph of this model, because {unfit}; its loss is "
-                "computed in one piece"
+                f"compile.chunked_loss=True has no effect on a loss of this model, because {unfit}; it is computed in "
+                "one piece"
             )
 
 
@@ -147,17 +145,19 @@ def _losses(graph):
     return graph.find_nodes(op="call_function", target=torch.nn.functional.cross_entropy)
 
 
-def _find(graph):
-    """Finds the fitting loss with the largest vocabulary, of equal ones the last, and its head."""
-    found, unfit = [], Unfit("it does not call torch.nn.functional.cross_entropy")
+def _find(graph, parameters):
+    """Returns the fitting loss with the most logits, of equal ones the last, and why another does not fit, or None."""
+    found, unfit = [], None
     for cross_entropy in _losses(graph):
         try:
-            found.append(_with_head(cross_entropy))
+            loss = _with_head(cross_entropy)
+            _require_movable(graph, loss, parameters)
+            found.append(loss)
         except Unfit as reason:
             unfit = reason
     if not found:
-        raise unfit
-    return max(reversed(found), key=lambda each: _traced(each.weight).size(0))
+        raise unfit or Unfit("it does not call torch.nn.functional.cross_entropy")
+    return max(reversed(found), key=lambda each: _traced(each.head).numel()), unfit
 
 
 def _with_head(cross_entropy):
@@ -209,11 +209,17 @@ def _head_of(logits) -> Tuple[Node, List[Node], float, Optional[float]]:
     """Follows logits back to the head; returns it, the way, and scale and cap as in :class:`LossOfLogits`."""
     node, scaling, scale, cap = logits, [], 1.0, None
     while node.target is not torch._C._nn.linear:
+        if node.op == "placeholder":
+            raise Unfit("torch compiles its head and its cross_entropy apart from one another")
         name, operands = _name(node), [*node.args, *node.kwargs.values()]
+        if name == "mul" and len(operands) == 2 and isinstance(operands[1], Node):
+            operands.reverse()
         number: Any = operands[1] if name in _SCALES and len(operands) == 2 else None
         is_scale = type(number) in (int, float) and number != 0
         is_cap = name == "tanh" and cap is None
         source = operands[0] if operands else None
+        if scaling and name not in {*_SCALES, "tanh"}:
+            raise Unfit(f"`{name}` is called before its logits are scaled")
         if not (is_scale or is_cap) or not isinstance(source, Node):
             raise Unfit(f"`{name}` is called between its head and its cross_entropy")
         if len(source.users) > 1:
@@ -256,8 +262,9 @@ def _behind(head) -> Set[Node]:
     return behind
 
 
-def _require_movable(graph, found, behind, parameters):
+def _require_movable(graph, found, parameters):
     """Raises Unfit unless what needs no logits can run before the head, and the rest after the cross-entropy."""
+    behind = _behind(found.head)
     if found.target in behind:
         raise Unfit("the targets of its cross_entropy depend on the logits")
     nodes = list(graph.nodes)
@@ -270,8 +277,8 @@ def _require_movable(graph, found, behind, parameters):
             raise Unfit("parameters are used after its head")
 
 
-def _replaced(gm, found, behind, chunked):
-    graph, copies = Graph(), {}
+def _replaced(gm, found, chunked):
+    graph, copies, behind = Graph(), {}, _behind(found.head)
     replaced = {found.head, *found.scaling, found.cross_entropy}
     nodes = [node for node in gm.graph.nodes if node not in replaced]
     needs_logits = {node for node in nodes if node in behind or node.op == "output"}
