@@ -113,7 +113,7 @@ def compile_engine(
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
         zero12 = attach(engine, reducer, limit)
         zero12.around_forward = around_forward
-        is_off = compile_kwargs.get("disable") or torch._dynamo.config.disable  # by TORCH_COMPILE_DISABLE
+        is_off = compile_kwargs.get("disable") or torch._dynamo.config.disable  # the variable TORCH_COMPILE_DISABLE
         if plan.backend == "inductor" and not is_off:
             zero12.updates = CompiledUpdates()
         zero12.monitors_memory = plan.monitors_memory
