@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
 from torch.nn import Parameter
+from torch.utils.weak import WeakIdKeyDictionary
 
 import deepspeed.comm as dist
 from deepspeed.utils import logger
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from ..config import CompileConfig
 
 # module -> [_Compilation]: one entry for each engine that has compiled the module and still exists, oldest first.
-_compilations = weakref.WeakKeyDictionary()
+_compilations = WeakIdKeyDictionary()
 _last_identity = 0
 # With how many elements a bucket is sent; see send_numel().
 SEND_NUMEL = 2**25

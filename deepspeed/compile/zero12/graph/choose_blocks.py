@@ -59,7 +59,7 @@ def _reason_for_whole(module, blocks):
     if obstacle:
         return f"torch cannot compile {obstacle}"
     callers = callers_of(module, blocks)
-    if module in callers:
+    if any(caller is module for caller in callers):
         return f"{type(module).__name__} calls its blocks itself, so all around them would run uncompiled"
     kinds = defaultdict(set)
     for block in blocks:
@@ -115,10 +115,11 @@ def find_blocks(module: Module, wanted: Union[Literal[True], List[str]]) -> List
 
 def _obstacle(module, blocks):
     """Says which block, or module that calls blocks, cannot be changed, and why; or returns None."""
-    for changed in (*callers_of(module, blocks), *blocks):
-        why = _reason_against(changed)
-        if why is None and changed in blocks and _kept_from_compiler(changed):
-            why = "its forward is kept from the compiler"
+    reasons = [(caller, _reason_against(caller)) for caller in callers_of(module, blocks)]
+    for block in blocks:
+        kept = "its forward is kept from the compiler" if _kept_from_compiler(block) else None
+        reasons.append((block, _reason_against(block) or kept))
+    for changed, why in reasons:
         if why:
             return f"{type(changed).__name__} by itself, because {why}"
     return None
@@ -133,7 +134,8 @@ def _repeated(module):
     alike = [type(child) for child in children] if isinstance(module, (ModuleList, Sequential)) else []
     for child in children:
         # A lone layer such as a Linear is too little for a graph.
-        whole = any(child.children()) and any(True for _ in child.parameters()) and not isinstance(child, CONTAINERS)
+        is_layer = not list(child.children())
+        whole = not is_layer and any(True for _ in child.parameters()) and not isinstance(child, CONTAINERS)
         if whole and alike.count(type(child)) > 1 and not _kept_from_compiler(child):
             yield child
         else:
