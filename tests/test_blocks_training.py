@@ -14,13 +14,16 @@ from torch._inductor import compile_fx, config
 from deepspeed.compile.fx import reduce_nodes
 from deepspeed.compile.zero12.graph import backend as reduce_backend
 
+from support.beside import Beside
+from support.beside import check as check_beside
 from support.blocks import REGIONAL, train_and_destroy, train_beside
 from support.ids import vary
 from support.lifetime import Raises
-from support.models import WITH_BLOCKS, Model
+from support.models import WITH_BLOCKS, Block, BlocksWithin, Model
 from support.parameter_gather import Around
 from support.training import (
     BOUND,
+    OVERLAPPED,
     Case,
     average_gradients,
     batch,
@@ -289,3 +292,48 @@ def test_a_hook_on_one_layer(ranks):
         # That parameter of all three blocks, embedding and head.
         assert result.counters["from_autograd"] == 5
         assert result.error < BOUND
+
+
+class CannotBeAsked(torch.nn.Module):
+    """Raises where it is asked for its length, its truth or its equality."""
+
+    def _refuse(self, *_):
+        raise TypeError("do not ask a module for this")
+
+    __len__ = __bool__ = __eq__ = __ne__ = _refuse
+    __hash__ = torch.nn.Module.__hash__
+
+
+class BlockNotAsked(CannotBeAsked, Block):
+    pass
+
+
+class BlocksWithinNotAsked(CannotBeAsked, BlocksWithin):
+    pass
+
+
+def not_asked():
+    return BlocksWithinNotAsked(), [BlockNotAsked(8) for _ in range(3)]
+
+
+def compiled_before():
+    return BlocksWithin(), [torch.compile(Block(8), backend="eager") for _ in range(3)]
+
+
+def train_other_blocks(make, case):
+    """Trains a model with other blocks beside a plain loop; returns the outcome."""
+    torch.manual_seed(0)
+    module, blocks = make()
+    module.body.blocks = torch.nn.ModuleList(blocks)
+    begun = Beside(module, case)
+    for step in range(3):
+        begun.step(batch(step, 0, dist.get_rank(), 4))
+    return begun.end()
+
+
+@vary("make", [not_asked, compiled_before])
+@vary("config", [None, OVERLAPPED])
+def test_blocks_that_cannot_be_asked(ranks, config, make):
+    # The option needs blocks, so no model with it is compiled as a whole.
+    for outcome in check_beside(ranks(2).run(train_other_blocks, make, Case(config=config))):
+        assert min(outcome.from_graphs) >= 3 * len(list(Block(8).parameters()))

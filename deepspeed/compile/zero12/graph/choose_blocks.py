@@ -10,6 +10,7 @@ from collections import defaultdict
 from typing import Any, Dict, List, Literal, Tuple, Union
 
 import torch
+from torch._dynamo import OptimizedModule
 from torch.nn import Embedding, Module, ModuleDict, ModuleList, Sequential
 
 from .block_classes import plain_class, subclass
@@ -130,7 +131,7 @@ def _each_once(modules):
 
 
 def _repeated(module):
-    children = list(module.children())
+    children = [_inside(child) for child in module.children()]
     alike = [type(child) for child in children] if isinstance(module, (ModuleList, Sequential)) else []
     for child in children:
         # A lone layer such as a Linear is too little for a graph.
@@ -142,8 +143,15 @@ def _repeated(module):
             yield from _repeated(child)
 
 
+def _inside(module):
+    """Returns what torch.compile(module) wraps."""
+    while isinstance(module, OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
 def _of_classes(module, names):
-    for child in module.children():
+    for child in map(_inside, module.children()):
         if type(child).__name__ in names:
             yield child
         else:
@@ -174,7 +182,7 @@ def callers_of(module: Module, blocks: List[Module]) -> List[Module]:
     ids = {id(block) for block in blocks}
 
     def walk(parent, caller):
-        caller = caller if isinstance(parent, (ModuleList, ModuleDict)) else parent
+        caller = caller if isinstance(parent, (ModuleList, ModuleDict, OptimizedModule)) else parent
         for child in parent.children():
             if id(child) in ids:
                 yield caller
