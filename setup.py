@@ -82,6 +82,13 @@ EDITS = (
     ),
     (
         ENGINE,
+        "beginning of a backward",
+        "    def _backward_prologue(self):\n        if is_functorch_transforming():\n",
+        "    def _backward_prologue(self):\n"
+        "        if is_functorch_transforming() or not engine_calls.is_own_backward(self):\n",
+    ),
+    (
+        ENGINE,
         "end of step()",
         "        self._running_engine_step = False\n        self.micro_steps += 1\n",
         "        self._running_engine_step = False\n        at_boundary = self.is_gradient_accumulation_boundary()\n"

@@ -7,7 +7,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
+#include <algorithm>
 #include <cstring>
+#include <string>
 #include <typeinfo>
 
 // What the reducer has to do with autograd: the nodes that accumulate gradients of code that was not compiled, which
@@ -50,7 +52,7 @@ void Reducer::watch_accumulation(ParameterRecord& record)
 
 void Reducer::follow_stream()
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (groups_.empty() || streams_.on_cpu()) { return; }
     const auto stream = streams_.current();
     if (watched_from_ == stream) { return; }
@@ -73,11 +75,13 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
 {
     at::Tensor parameter;
     {
-        std::lock_guard<std::mutex> lock(mutex_);
+        std::lock_guard lock(mutex_);
         if (index >= records_.size()) { return; }
         parameter = records_[index].parameter;
-        // Another engine may have taken the parameters over, although this reducer's engine was not destroyed.
-        if (parameter.numel() > 0 && parameter.const_data_ptr() != records_[index].data) { return; }
+        // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
+        // this engine's backward runs, it was the caller who gave the parameter other memory.
+        const bool moved = parameter.numel() > 0 && parameter.const_data_ptr() != records_[index].data;
+        if (moved && !in_backward_) { return; }
     }
     // Autograd also runs the node of a parameter whose gradient a compiled graph has reduced, and passes no gradient.
     auto& slot = parameter.mutable_grad();
@@ -109,13 +113,36 @@ bool ParameterRecord::autograd_wants() const
 
 // Gradients that autograd's running task cannot compute.
 
+bool Reducer::leads_to_parameters()
+{
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (!nodes) { return true; }
+    {
+        std::lock_guard lock(mutex_);
+        const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+        const auto is_wanted = [&](torch::autograd::Node* node) {
+            if (!asked || asked->empty()) { return true; }
+            const auto found = asked->find(node);
+            return found != asked->end() && found->second.needed_;
+        };
+        for (auto& record : records_) {
+            // The parameter may have got another node since the last backward.
+            watch_accumulation(record);
+            auto* node = record.accumulation_node.get();
+            if (record.parameter.requires_grad() && nodes->count(node) && is_wanted(node)) { return true; }
+        }
+    }
+    // Reentrant checkpointing hides from this graph what the checkpointed modules use.
+    return leads_to_checkpoints();
+}
+
 bool Reducer::find_absent(bool is_first)
 {
     const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
     if (!nodes) { return false; }
     bool some = false;
     for (auto& record : records_) {
-        const bool reached = nodes->count(record.accumulation_node.get()) > 0;
+        const bool reached = record.parameter.requires_grad() && nodes->count(record.accumulation_node.get()) > 0;
         // A parameter that was absent is hidden if a later graph of the same backward leads to it.
         record.hidden = record.hidden || (record.absent && reached);
         record.absent = !reached && !record.hidden && (is_first || record.absent);
@@ -124,14 +151,29 @@ bool Reducer::find_absent(bool is_first)
     return some;
 }
 
+namespace {
+
+/// Whether the graph of autograd's running task has a function of Python with this name. Takes the interpreter's lock.
+bool leads_to(const std::string& name)
+{
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (!nodes) { return false; }
+    return std::any_of(nodes->begin(), nodes->end(), [&name](const torch::autograd::Node* node) {
+        // Autograd's own nodes are many, and to ask each for its name takes long.
+        return std::strstr(typeid(*node).name(), "PyNode") != nullptr && node->name() == name;
+    });
+}
+
+}  // namespace
+
 bool leads_to_checkpoints()
 {
-    for (const auto* node : *torch::autograd::get_current_graph_task_nodes_in_graph()) {
-        // Autograd's own nodes are many, and to ask each for its name takes long.
-        const bool is_python = std::strstr(typeid(*node).name(), "PyNode") != nullptr;
-        if (is_python && node->name() == "CheckpointFunctionBackward") { return true; }
-    }
-    return false;
+    return leads_to("CheckpointFunctionBackward");
+}
+
+bool leads_to_compiled_code()
+{
+    return leads_to("CompiledFunctionBackward");
 }
 
 // Sums of gradients that stay on this rank.

@@ -19,6 +19,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     // thread may need the interpreter's lock to go on.
     using unlocked = py::call_guard<py::gil_scoped_release>;
 
+    m.def("leads_to_compiled_code", &deepcompile::leads_to_compiled_code);
     m.def("could_not", &deepcompile::could_not);
     m.def("cut_at_partitions", [](int64_t offset, int64_t numel, int64_t partition_numel) {
         std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>> pieces;
@@ -49,7 +50,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def_property_readonly("identity", &Reducer::identity)
         .def("register_parameter", &Reducer::register_parameter, unlocked())
         .def("begin_backward", &Reducer::begin_backward, unlocked())
-        .def("on_unannounced_backward", &Reducer::on_unannounced_backward, unlocked())
+        .def("on_unannounced_gradient", &Reducer::on_unannounced_gradient, unlocked())
+        .def("leads_to_parameters", &Reducer::leads_to_parameters, unlocked())
         .def("follow_stream", &Reducer::follow_stream, unlocked())
         .def("finish_backward", &Reducer::finish_backward, unlocked())
         .def("abandon_backward", &Reducer::abandon_backward, unlocked())

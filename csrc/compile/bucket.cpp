@@ -173,8 +173,17 @@ void Bucket::send_messages(const PartitionGroup& group, std::vector<Message>& me
 {
     const auto device = group.device.type();
     const bool coalesce = group.process_group->getBackend(device)->supportsCoalescing();
-    if (coalesce) { group.process_group->startCoalescing(device); }
+    bool is_open = false;
+    const auto open = [&] {
+        group.process_group->startCoalescing(device);
+        is_open = true;
+    };
+    const auto close = [&] {
+        is_open = false;
+        if (auto work = group.process_group->endCoalescing(device)) { works_.push_back(std::move(work)); }
+    };
     try {
+        if (coalesce) { open(); }
         for (auto& [tensor, owner] : messages) {
             c10d::ReduceOptions options;
             options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
@@ -184,12 +193,17 @@ void Bucket::send_messages(const PartitionGroup& group, std::vector<Message>& me
             auto work = group.process_group->reduce(tensors, options);
             if (!coalesce) { works_.push_back(std::move(work)); }
         }
+        if (coalesce) { close(); }
     } catch (const std::exception& error) {
-        // An open coalescing block would swallow the process group's later collectives.
-        if (coalesce) { group.process_group->endCoalescing(device); }
+        // An open coalescing block would swallow the process group's later collectives. Closing the block sends what it
+        // holds, so wait_on_device() must find that work before the bucket's memory is dropped.
+        try {
+            if (is_open) { close(); }
+        } catch (const std::exception&) {
+            // The first error says more.
+        }
         throw_for_other_ranks(purpose(), error);
     }
-    if (coalesce) { works_.push_back(group.process_group->endCoalescing(device)); }
 }
 
 // Awaited.

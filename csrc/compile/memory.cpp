@@ -33,7 +33,8 @@ c10::Stream current_stream(c10::Device device)
 
 std::map<std::string, int64_t> Counters::values() const
 {
-    std::map<std::string, int64_t> values{{"from_graphs", from_graphs},
+    std::map<std::string, int64_t> values{{"registered", registered},
+                                          {"from_graphs", from_graphs},
                                           {"from_autograd", from_autograd},
                                           {"out_of_turn", out_of_turn},
                                           {"buckets_sent", buckets_sent},
@@ -53,7 +54,7 @@ std::map<std::string, int64_t> Counters::values() const
 void Counters::reset()
 {
     for (auto* count : {&bound, &on_host, &pending, &bucket, &unreduced}) { count->reset_peak(); }
-    from_graphs = from_autograd = out_of_turn = buckets_sent = messages_sent = 0;
+    for (auto* count : {&from_graphs, &from_autograd, &out_of_turn, &buckets_sent, &messages_sent}) { *count = 0; }
 }
 
 int64_t bytes_of(const at::Tensor& tensor)

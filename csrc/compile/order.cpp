@@ -170,12 +170,16 @@ void Reducer::keep_early(ParameterRecord& record, const at::Tensor& gradient, bo
     }
 }
 
+void Reducer::end_early(ParameterRecord& record)
+{
+    if (!record.is_early) { return; }
+    record.is_early = false;
+    early_numel_ -= record.parameter.numel();
+}
+
 void Reducer::enqueue_sum(ParameterRecord& record)
 {
-    if (record.is_early) {
-        record.is_early = false;
-        early_numel_ -= record.parameter.numel();
-    }
+    end_early(record);
     if (record.unreduced.defined()) {
         buckets_.enqueue(record, record.unreduced.take(), /*donated=*/true);
         return;
@@ -201,7 +205,7 @@ void Reducer::enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradie
 void Reducer::agree()
 {
     RECORD_USER_SCOPE("deepcompile::agree");
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (groups_.empty()) { return; }
     at::NoGradGuard no_grad;
     const auto& group = groups_.front();

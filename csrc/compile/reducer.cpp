@@ -8,6 +8,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <chrono>
 
 // The life of a gradient, as deepcompile.h tells it.
 
@@ -44,7 +45,7 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                            bool flat,
                            std::optional<at::Tensor> host)
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     TORCH_CHECK_VALUE(partition_numel > 0, "a gradient partition needs at least one element");
     // Ranks agree on one order of all gradients.
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().process_group->getSize() == process_group->getSize(),
@@ -66,7 +67,7 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
 void Reducer::register_parameter(
     int64_t group, std::string name, at::Tensor parameter, at::ScalarType communication_dtype, int64_t offset)
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     auto& its_group = groups_.at(group);
     auto pieces = cut_at_partitions(offset, parameter.numel(), its_group.partition_numel);
     // A single rank sends nothing, so its gradients need no dtype for sending.
@@ -83,6 +84,7 @@ void Reducer::register_parameter(
     // A group of one rank sends nothing.
     order_.add_parameter(record.index, its_group.world() > 1 && !record.pieces.empty());
     records_.push_back(std::move(record));
+    ++counters_.registered;
 }
 
 std::string ParameterRecord::describe() const
@@ -95,7 +97,7 @@ std::string ParameterRecord::describe() const
 
 void Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
 {
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock lock(mutex_);
     look_at_parameters();
     for (auto& record : records_) { record.hooked = false; }
     for (const auto index : hooked) { records_.at(index).hooked = true; }
@@ -117,11 +119,11 @@ void Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
     for (auto& record : records_) { record.absent = false; }
 }
 
-void Reducer::on_unannounced_backward(std::function<void()> begin)
+void Reducer::on_unannounced_gradient(std::function<bool()> begin)
 {
     // Shared, because copying the function itself would take the interpreter's lock while mutex_ is held.
-    auto shared = std::make_shared<const std::function<void()>>(std::move(begin));
-    std::lock_guard<std::mutex> lock(mutex_);
+    auto shared = std::make_shared<const std::function<bool()>>(std::move(begin));
+    std::lock_guard lock(mutex_);
     begin_unannounced_.swap(shared);
     look_at_parameters();
 }
@@ -129,15 +131,18 @@ void Reducer::on_unannounced_backward(std::function<void()> begin)
 void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool donated)
 {
     RECORD_USER_SCOPE("deepcompile::reduce");
-    std::unique_lock<std::mutex> lock(mutex_);
+    std::unique_lock lock(mutex_);
     at::NoGradGuard no_grad;
     const auto destroyed = "the engine of a parameter was destroyed while its gradient was computed";
     TORCH_CHECK(index < records_.size(), destroyed);
+    // As autograd's accumulation node does with a parameter that was frozen after the forward.
+    if (route == Route::graph && !records_[index].parameter.requires_grad()) { return; }
+    bool belongs_to_backward = in_backward_;
     if (!in_backward_ && begin_unannounced_ && (route == Route::autograd || records_[index].autograd_wants())) {
         // The function takes the interpreter's lock, whose holder may be waiting for mutex_.
         const auto begin = begin_unannounced_;
         lock.unlock();
-        (*begin)();
+        belongs_to_backward = (*begin)();
         lock.lock();
         TORCH_CHECK(index < records_.size(), destroyed);
     }
@@ -157,6 +162,13 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     if (gradient.numel() == 0) { return; }
     streams_.order_after_last_use();
 
+    if (!belongs_to_backward) {
+        // The next backward takes the sum from there.
+        record.unreduced.take_from_grad(record.parameter);
+        record.unreduced.add(gradient, donated);
+        record.unreduced.leave_in_grad(record.parameter);
+        return;
+    }
     if (!reduces_) {
         record.unreduced.add(gradient, donated);
         return;
@@ -201,7 +213,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
 
 void Reducer::end_backward()
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     at::NoGradGuard no_grad;
     // If turns are left on this rank, other ranks may have put more gradients into the bucket that is being filled. All
     // ranks must send the same bucket, so do not send it here.
@@ -214,7 +226,7 @@ void Reducer::end_backward()
 void Reducer::finish_backward(bool reduces)
 {
     RECORD_USER_SCOPE("deepcompile::finish_backward");
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (groups_.empty()) { return; }
     at::NoGradGuard no_grad;
     // Autograd runs the callbacks that end a backward on the stream of the backward's caller, but on the default stream
@@ -249,7 +261,7 @@ void Reducer::finish_backward(bool reduces)
 
 void Reducer::abandon_backward()
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     // If the backward raised on some ranks only, before any of them sent a bucket, only this marker makes their
     // fingerprints differ from those of the other ranks.
     agreement_.add(Marker::backward_abandoned);
@@ -259,7 +271,7 @@ void Reducer::abandon_backward()
 
 void Reducer::replace_gradients()
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     agreement_.add(Marker::gradients_replaced);
 }
 
@@ -275,7 +287,7 @@ void Reducer::abandon_locked()
 
 void Reducer::begin_step()
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (groups_.empty() || !streams_.on_cpu() || groups_.front().world() == 1) { return; }
     agreement_.ask(*groups_.front().process_group, groups_.front().device, "begin a step", /*wants_exchange=*/false);
     agreement_.check();
@@ -283,7 +295,7 @@ void Reducer::begin_step()
 
 void Reducer::use_targets_here()
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     if (groups_.empty()) { return; }
     streams_.order_after_last_use();
     if (groups_.front().host) { streams_.wait_on_host(); }
@@ -296,7 +308,7 @@ void Reducer::use_targets_here()
 
 Targets Reducer::targets(int64_t group) const
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     const auto& its_group = groups_.at(group);
     // The last use of the memory was ordered after the copies, so waiting for that use is enough.
     if (its_group.host) { streams_.wait_on_host(); }
@@ -305,7 +317,7 @@ Targets Reducer::targets(int64_t group) const
 
 std::optional<at::Tensor> Reducer::flat_partition(int64_t group) const
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     const auto& flat = groups_.at(group).flat_partition();
     return flat.defined() ? std::optional<at::Tensor>(flat) : std::nullopt;
 }
@@ -314,7 +326,7 @@ std::optional<at::Tensor> Reducer::flat_partition(int64_t group) const
 
 void Reducer::release(int64_t group)
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     // The optimizer's views of a partition may outlive the engine, whose groups are gone then.
     if (group >= static_cast<int64_t>(groups_.size())) { return; }
     groups_[group].release();
@@ -322,7 +334,7 @@ void Reducer::release(int64_t group)
 
 void Reducer::release_all()
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     forget_gradients();
 }
 
@@ -330,6 +342,7 @@ void Reducer::forget_gradients()
 {
     for (auto& group : groups_) { group.release(); }
     for (auto& record : records_) {
+        end_early(record);
         record.unreduced.drop();
         // While a backward runs, perhaps on another thread, what lies in `parameter.grad` is autograd's.
         if (!in_backward_) { record.parameter.mutable_grad() = at::Tensor(); }
@@ -340,8 +353,8 @@ void Reducer::close()
 {
     // Declared before the lock, so that the function is dropped after mutex_ is released: dropping it takes the
     // interpreter's lock.
-    std::shared_ptr<const std::function<void()>> begin;
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::shared_ptr<const std::function<bool()>> begin;
+    std::lock_guard lock(mutex_);
     abandon_locked();
     // Copies may still write into host memory that goes with the groups.
     if (!groups_.empty() && groups_.front().host) { streams_.wait_on_host(); }
@@ -349,6 +362,7 @@ void Reducer::close()
     remove_reducer(options_.identity);
     order_ = SendOrder();
     records_.clear();
+    counters_.registered = 0;
     groups_.clear();
     // Forgets the device too, which may be gone when the destructor closes the reducer a second time.
     streams_ = StreamOrder();
@@ -358,11 +372,11 @@ void Reducer::close()
 
 std::map<std::string, int64_t> Reducer::counters() const
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    // A thread that waits for other ranks holds the mutex, and a monitor's thread must not wait with it.
+    std::unique_lock lock(mutex_, std::chrono::milliseconds(100));
     auto values = counters_.values();
-    values["registered"] = static_cast<int64_t>(records_.size());
     // Between backwards `parameter.grad` holds what is unreduced. In a backward it is autograd's, on any thread.
-    if (!in_backward_) {
+    if (lock.owns_lock() && !in_backward_) {
         for (const auto& record : records_) {
             const auto& slot = record.parameter.grad();
             if (slot.defined()) { values["unreduced"] += bytes_of(slot); }
@@ -374,7 +388,7 @@ std::map<std::string, int64_t> Reducer::counters() const
 
 void Reducer::reset_counters()
 {
-    std::lock_guard<std::mutex> lock(mutex_);
+    std::lock_guard lock(mutex_);
     counters_.reset();
 }
 

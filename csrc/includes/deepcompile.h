@@ -426,9 +426,15 @@ public:
     /// gradients a user's hook wants to see, so that no graph may reduce them; the order of registration numbers them.
     void begin_backward(bool reduces, const std::vector<size_t>& hooked);
 
-    /// From now on, `begin` is called when a gradient arrives and no backward has begun. It must call
-    /// begin_backward().
-    void on_unannounced_backward(std::function<void()> begin);
+    /// From now on, `begin` is called when a gradient arrives and no backward has begun. It calls begin_backward() and
+    /// returns true, or returns false. In the latter case the gradient stays on this rank, and the next backward takes
+    /// it.
+    void on_unannounced_gradient(std::function<bool()> begin);
+
+    /// Called when a backward that the engine's caller has not announced comes through an output of the engine: whether
+    /// autograd's running task computes gradients of registered parameters, and its caller wants some of them. Another
+    /// backward only passes through the engine.
+    bool leads_to_parameters();
 
     /// Called before a forward. Autograd runs an accumulation node on the stream on which the node was made, and the
     /// reducer keeps nodes from one backward to the next. If this forward runs on another stream, makes the nodes
@@ -482,7 +488,8 @@ public:
     /// this function.
     void close();
 
-    /// Name -> value: the number of parameters registered, and what Counters has.
+    /// Name -> value, as Counters has them, with what lies in `parameter.grad` between backwards. While another thread
+    /// waits for other ranks, what lies there is left out.
     std::map<std::string, int64_t> counters() const;
     void reset_counters();
 
@@ -503,6 +510,8 @@ private:
     /// then, sends the turns that hold them up, unless a part of such a turn has come.
     void keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated);
     void send_turn(ParameterRecord& record, const Turn& turn);
+    /// To be called when the parameter's sum is sent or dropped: the sum no longer counts as early.
+    void end_early(ParameterRecord& record);
     /// Enqueues the gradient, and with it what this rank has kept of the parameter's gradients.
     void enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Enqueues the unreduced sum or, if there is none, zeros.
@@ -513,7 +522,8 @@ private:
     void forget_gradients();
 
     const Options options_;
-    mutable std::mutex mutex_;
+    /// With a timeout, so that counters() need not wait for other ranks.
+    mutable std::timed_mutex mutex_;
     // Deques, because other objects hold addresses of groups and records.
     std::deque<PartitionGroup> groups_;
     std::deque<ParameterRecord> records_;
@@ -530,13 +540,15 @@ private:
     /// Python: the thread that holds the interpreter's lock may be waiting for mutex_.
     bool in_backward_ = false;
     bool reduces_ = false;  ///< whether the backward that runs reduces
-    std::shared_ptr<const std::function<void()>> begin_unannounced_;
+    std::shared_ptr<const std::function<bool()>> begin_unannounced_;
     std::optional<c10::Stream> watched_from_;  ///< the stream on which all accumulation nodes were made
 };
 
 /// Whether the graph of autograd's running task has a function of reentrant checkpointing, which runs a backward of its
 /// own. Takes the interpreter's lock. (autograd.cpp)
 bool leads_to_checkpoints();
+/// Whether the graph has a function that AOTAutograd has compiled. Takes the interpreter's lock. (autograd.cpp)
+bool leads_to_compiled_code();
 
 /// The reducer of the engine with this number, or nothing if the engine was destroyed. Any thread.
 std::shared_ptr<Reducer> find_reducer(int64_t identity);

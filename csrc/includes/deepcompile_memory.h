@@ -12,6 +12,7 @@ told in deepcompile.h.
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <optional>
@@ -19,36 +20,39 @@ told in deepcompile.h.
 
 namespace deepcompile {
 
-/// Bytes held now, and the most that were held since the last reset_peak().
+/// Bytes held now, and the most that were held since the last reset_peak(). Any thread may read; whoever writes holds
+/// the reducer's mutex.
 class ByteCount {
 public:
     void add(int64_t bytes)
     {
         now_ += bytes;
-        if (now_ > peak_) { peak_ = now_; }
+        if (now_ > peak_) { peak_ = now_.load(); }
     }
     void remove(int64_t bytes) { now_ -= bytes; }
     int64_t now() const { return now_; }
     int64_t peak() const { return peak_; }
-    void reset_peak() { peak_ = now_; }
+    void reset_peak() { peak_ = now_.load(); }
 
 private:
-    int64_t now_ = 0;
-    int64_t peak_ = 0;
+    std::atomic<int64_t> now_ = 0;
+    std::atomic<int64_t> peak_ = 0;
 };
 
-/// What a reducer holds, and what it has received and sent since the last reset().
+/// What a reducer holds, and what it has received and sent since the last reset(). Any thread may read; whoever writes
+/// holds the reducer's mutex.
 struct Counters {
     ByteCount bound;      ///< targets on the device
     ByteCount on_host;    ///< targets in host memory, where the optimizer is offloaded
     ByteCount pending;    ///< gradients that wait in a bucket or are on their way
     ByteCount bucket;     ///< memory that buckets allocated, because they could not keep a gradient's own
     ByteCount unreduced;  ///< sums that stay on this rank for now
-    int64_t from_graphs = 0;
-    int64_t from_autograd = 0;
-    int64_t out_of_turn = 0;  ///< gradients that came before their turn, or after it
-    int64_t buckets_sent = 0;
-    int64_t messages_sent = 0;
+    std::atomic<int64_t> registered = 0;  ///< parameters, since close() or the beginning
+    std::atomic<int64_t> from_graphs = 0;
+    std::atomic<int64_t> from_autograd = 0;
+    std::atomic<int64_t> out_of_turn = 0;  ///< gradients that came before their turn, or after it
+    std::atomic<int64_t> buckets_sent = 0;
+    std::atomic<int64_t> messages_sent = 0;
 
     /// Name -> value; the name of a peak begins with `peak_`.
     std::map<std::string, int64_t> values() const;

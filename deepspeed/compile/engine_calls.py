@@ -81,6 +81,28 @@ def around_forward(
     return context
 
 
+def is_own_backward(engine: "DeepSpeedEngine") -> bool:
+    """Called when a backward comes to an output of an engine. Returns whether it is a backward of this engine.
+
+    A backward that a caller of ``engine.backward()`` runs is one, because all ranks call that function. Any other
+    backward only passes through the engine unless its caller wants gradients of the engine's parameters: for example
+    the backward of a generator through a frozen critic, or ``torch.autograd.grad()`` of inputs.
+
+    Raises:
+        RuntimeError: if the backward asks compiled code for second derivatives.
+    """
+    if not _is_attached(engine):
+        return True
+    from .zero12.native import reducer_module
+
+    if torch.is_grad_enabled() and reducer_module().leads_to_compiled_code():
+        raise RuntimeError(
+            "create_graph=True asks for second derivatives, and code that DeepCompile has compiled has none; run this "
+            "forward and its backward in `with torch.compiler.set_stance('force_eager'):`"
+        )
+    return engine._running_engine_backward or engine.optimizer._zero12.reducer.leads_to_parameters()
+
+
 def after_step(engine: "DeepSpeedEngine") -> None:
     """Called on all ranks after an optimizer step. Writes to monitors, if the configuration asks for it.
 

@@ -57,7 +57,7 @@ TRANSITIONS = {
     Event.FINISH: dict.fromkeys(Phase, Phase.ACCUMULATING),
     Event.HAND_OVER: dict.fromkeys((Phase.ACCUMULATING, Phase.COMPLETE), Phase.COMPLETE),
     Event.ABANDON: dict.fromkeys(Phase, Phase.EMPTY),
-    # A hook may call zero_grad() within a backward. The backward goes on.
+    # The caller may destroy the engine within a backward. The backward goes on.
     Event.RELEASE: {**dict.fromkeys(_BETWEEN, Phase.EMPTY), **{phase: phase for phase in _WITHIN}},
 }
 
@@ -68,6 +68,8 @@ class _Step:
 
     backwards: int = 0  # that have ended
     told_by_caller: bool = False  # whether the caller decides which backwards belong to the step
+    micro_step: Optional[int] = None  # `engine.micro_steps` when the last backward was announced
+    keeps: bool = False  # whether this rank keeps gradients that came while no backward of the engine ran
     forward_since_hand_over: bool = False
     by_earlier_region: bool = False  # whether a region of coalesce_grad_reduction() that has ended left gradients
 
@@ -137,6 +139,24 @@ class BackwardLife:
             optimizer._backward_hook_state.post_backward_callback_queued = False
             enter_backward()
 
+    def begin_unannounced(self) -> bool:
+        """Called when a gradient arrives and no backward has begun. Returns whether the gradient begins one.
+
+        DeepSpeed announces only the first backward through the outputs of a forward, so a further one begins here.
+        Before the first one, a backward does not come through an output of the engine, like the backward of a penalty
+        on parameters. The reducer keeps the gradients of such a backward. They belong to the next backward of the
+        engine, as without DeepCompile, or to the step if no backward follows.
+        """
+        engine, optimizer = self._engine(), self._optimizer()
+        was_announced = (
+            optimizer._backward_hook_state.backward_seen_this_step and self._step.micro_step == engine.micro_steps
+        )
+        if engine._running_engine_backward or was_announced:
+            engine._backward_prologue()
+            return True
+        self._step.keeps = True
+        return False
+
     def begin(self, base_prologue: Callable[[], None], hooked: List[int]) -> None:
         """Called before the first gradient of a backward, and once more for each further loss of the same backward.
 
@@ -151,6 +171,7 @@ class BackwardLife:
         if graph_task != self._graph_task and not engine._running_engine_backward:
             self.abandon_interrupted()
         self._join_step()
+        self._step.micro_step = engine.micro_steps
         base_prologue()
         self._reducer.begin_backward(self._reduces(), hooked)
         self._advance(Event.BEGIN)
@@ -207,12 +228,29 @@ class BackwardLife:
                 f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
                 "step was not taken; call engine.optimizer.zero_grad() and run all of its micro-batches again"
             )
+        if self.phase is not Phase.COMPLETE and self._step.keeps:
+            self._reduce_rest(True)
+            self._advance(Event.FINISH)
+            self._complete_if_handed_over()
         if self.phase is not Phase.COMPLETE:
             self.begin_anew()
             raise RuntimeError(
                 "optimizer.step() found no gradients: run a backward at the gradient accumulation "
                 "boundary first (they are dropped by step(), zero_grad() and a backward that raised)"
             )
+
+    def refuse_to_drop_within(self) -> None:
+        """Called before the caller drops gradients.
+
+        Raises:
+            RuntimeError: in a hook of a backward of this engine. A part of each gradient may have been sent by then.
+        """
+        if self._runs and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                "zero_grad() was called by a hook while a backward ran, when some of its gradients were on their way "
+                "to other ranks; call it when the backward has ended"
+            )
+        self.abandon_unfinished()
 
     def begin_anew(self) -> None:
         """Resets DeepSpeed's count of micro-batches, so that the next micro-batch is the first of a step."""
@@ -232,6 +270,10 @@ class BackwardLife:
 
     def release(self) -> None:
         """Drops every gradient that this rank holds, reduced or not."""
+        self._release_handed_over()
+        self._reducer.release_all()
+
+    def _release_handed_over(self):
         self._advance(Event.RELEASE)
         self._step = _Step()
         optimizer = self._optimizer()
@@ -242,7 +284,6 @@ class BackwardLife:
             averaged[group] = None
             if optimizer.cpu_offload:
                 optimizer.offload_gradient_dict[group] = None
-        self._reducer.release_all()
 
     # A backward that raised --------------------------------------------------------------------------------------
 
@@ -315,8 +356,12 @@ class BackwardLife:
     def _join_step(self):
         """Makes a backward one of the current step, or the first of a new one."""
         engine = self._engine()
-        if self._begins_step_anew():
+        if self._restarts_region():
             self.release()
+            self._reducer.replace_gradients()
+        elif self._replaces_gradients():
+            # What the reducer keeps has come after the step's gradients, so it belongs to the new step.
+            self._release_handed_over()
             self._reducer.replace_gradients()
         if self._restarts_at is not None:
             # After a backward that raised, the caller may have called engine.step(), which counted a micro-batch:
@@ -325,16 +370,24 @@ class BackwardLife:
         if engine._is_gradient_accumulation_boundary is not None or engine.inside_no_sync_ctxt:
             self._step.told_by_caller = True
 
-    def _begins_step_anew(self):
-        """Whether the backward that begins replaces the gradients that are held instead of adding to them."""
-        if self._optimizer()._coalesce_grad_reduction and not self._in_region:
-            self._in_region = True
-            if self._step.by_earlier_region:
-                # One region contains all backwards of a step. With a second region the caller restarts the step.
-                self._lost = 0
-                return True
-        # As in DeepSpeed without DeepCompile, a backward at the accumulation boundary replaces gradients that no step
-        # has used. But several backwards add up if all their forwards began before the first of the backwards.
+    def _restarts_region(self):
+        """Whether the backward that begins is the first of a second region in one step.
+
+        One region contains all backwards of a step. With a second region the caller restarts the step.
+        """
+        if not self._optimizer()._coalesce_grad_reduction or self._in_region:
+            return False
+        self._in_region = True
+        if self._step.by_earlier_region:
+            self._lost = 0
+        return self._step.by_earlier_region
+
+    def _replaces_gradients(self):
+        """Whether the backward that begins replaces the gradients that are held instead of adding to them.
+
+        As in DeepSpeed without DeepCompile, a backward at the accumulation boundary replaces gradients that no step
+        has used. But several backwards add up if all their forwards began before the first of the backwards.
+        """
         replaces = self.phase is Phase.COMPLETE and self._step.forward_since_hand_over
         if replaces and not self._has_warned:
             self._has_warned = True

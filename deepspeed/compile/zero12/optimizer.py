@@ -106,6 +106,7 @@ class StepLocalGradients(_NextClass):
         step.run(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        self._zero12.backward.refuse_to_drop_within()
         super().zero_grad(set_to_none)
         self._zero12.backward.forget_lost()
         self._zero12.backward.release()
@@ -182,13 +183,11 @@ def attach(engine: "DeepSpeedEngine", reducer: Reducer, limit: "CompilationLimit
     optimizer._zero12 = Zero12(engine, reducer, limit)
     reference = weakref.ref(optimizer)
 
-    def begin_unannounced_backward():
+    def begin_unannounced():
         attached = reference()
-        if isinstance(attached, StepLocalGradients):
-            # DeepSpeed calls this prologue only for the first backward through the outputs of a forward.
-            attached._zero12.engine._backward_prologue()
+        return isinstance(attached, StepLocalGradients) and attached._zero12.backward.begin_unannounced()
 
-    reducer.on_unannounced_backward(begin_unannounced_backward)
+    reducer.on_unannounced_gradient(begin_unannounced)
     # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()

@@ -42,7 +42,9 @@ class Registrations:
                     "a compiled graph was called with a parameter that the engine's optimizer does not have: it was "
                     "put into the model after engine.compile(); make the engine anew"
                 )
-            made = torch.tensor([self._identity, *(self._index[each] for each in key)], dtype=torch.int64)
+            numbers = [self._identity, *(self._index[each] for each in key)]
+            # Name the device: the caller may have changed torch's default device.
+            made = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             self._made[key] = made
         return made
 

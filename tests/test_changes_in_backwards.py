@@ -1,0 +1,130 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What a caller's hook changes while a backward runs, and what a caller's default device changes in a forward."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from support.beside import Beside, check
+from support.ids import vary
+from support.models import VOCABULARY
+from support.training import Case, batch, build
+
+
+class Watched(nn.Module):
+    """Calls ``in_backward()`` half way through a backward. Graphs reduce some gradients, and autograd the others.
+
+    The parameters of ``inside`` are used on both sides of that moment.
+    """
+
+    def __init__(self, width=6):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.inside, self.outside = nn.Linear(width, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, VOCABULARY)
+        self.in_backward = None
+
+    def forward(self, ids):
+        x = torch.tanh(self.inside(torch.tanh(self.inside(self.embedding(ids)))))
+        x = torch.tanh(self.inside(self.uncompiled(x)))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+    @torch.compiler.disable
+    def uncompiled(self, x):
+        x = torch.tanh(self.outside(x))
+        if self.in_backward is not None:
+            x.register_hook(lambda _: self.in_backward())
+        return x
+
+
+def train(case, change, of_plain):
+    """Calls ``change(engine)`` half way through each backward but the first, and ``of_plain(module)`` beside it."""
+    torch.manual_seed(0)
+    pair = Beside(Watched(), case)
+    for step in range(3):
+        if step == 1:
+            pair.module.in_backward = lambda: change(pair.engine)
+            pair.plain.in_backward = lambda: of_plain(pair.plain)
+        for micro_step in range(case.accumulation):
+            pair.micro_batch(batch(step, micro_step, dist.get_rank(), 4))
+        pair.step_plain()
+    return pair.end()
+
+
+def give_other_memory(engine):
+    for parameter in engine.module.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def nothing(module):
+    pass
+
+
+@pytest.mark.quick
+@pytest.mark.sanitized
+@vary("stage, accumulation", [(1, 1), (2, 2), (1, 2)])
+def test_parameters_get_other_memory(ranks, stage, accumulation):
+    check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), give_other_memory, nothing))
+
+
+def drop_within(case, drop):
+    """A hook drops gradients. Returns what it is told, and what comes of the training that goes on."""
+    torch.manual_seed(0)
+    pair = Beside(Watched(), case)
+    told = []
+    for step in range(3):
+        pair.module.in_backward = (lambda: drop(pair.engine)) if step == 1 else None
+        try:
+            pair.engine.backward(pair.engine(batch(step, 0, dist.get_rank(), 4)))
+            pair.engine.step()
+        except RuntimeError as error:
+            told.append(str(error))
+            continue
+        pair.plain(batch(step, 0, dist.get_rank(), 4)).backward()
+        pair.step_plain()
+    return pair.end(), told
+
+
+def zero_grad_of_engine(engine):
+    engine.zero_grad()
+
+
+def zero_grad_of_optimizer(engine):
+    engine.optimizer.zero_grad()
+
+
+@pytest.mark.quick
+@pytest.mark.sanitized
+@vary("drop", [zero_grad_of_engine, zero_grad_of_optimizer])
+@vary("bucket", [1, 40])
+@vary("stage", [1, 2])
+def test_a_hook_drops_gradients(ranks, stage, bucket, drop):
+    results = ranks(2).run(drop_within, Case(stage=stage, bucket=bucket), drop)
+    check([outcome for outcome, _ in results])
+    for _, (told,) in results:
+        assert "call it when the backward has ended" in told
+
+
+def train_with_default_device(case, device):
+    pair = Beside(build(case), case)
+    for step in range(3):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        with torch.device(device) if step == 0 else contextlib.nullcontext():
+            loss = pair.engine(ids)
+        pair.engine.backward(loss)
+        pair.engine.step()
+        pair.plain(ids).backward()
+        pair.step_plain()
+    return pair.end()
+
+
+@vary("device", ["meta", "cpu"])
+@vary("stage, backend", [(1, "eager"), (2, "inductor")])
+def test_a_default_device_in_the_first_forward(ranks, stage, backend, device):
+    # One graph serves several blocks.
+    check(ranks(2).run(train_with_default_device, Case("RepeatedLayers", stage=stage, backend=backend), device))
