@@ -220,37 +220,9 @@ def test_the_native_code_has_what_its_protocols_say():
     assert members(native.Reducer) == members(module.Reducer)
     assert members(native.NativeModule) | {"Reducer"} == members(module)
     for protocol, found in ((native.Reducer, module.Reducer), (native.NativeModule, module)):
-        for name in members(protocol) - {"identity"}:
+        properties = {name for name in members(protocol) if isinstance(getattr(protocol, name), property)}
+        for name in members(protocol) - properties:
             taken = len(re.findall(r"\barg\d+: ", getattr(found, name).__doc__))
             assert len(inspect.signature(getattr(protocol, name)).parameters) == 1 + taken, name
     keywords = re.findall(r"(\w+): ", module.Reducer.__init__.__doc__.partition("*,")[2])
     assert [*inspect.signature(native.Reducer.__init__).parameters] == ["self", *keywords]
-
-
-def test_every_phase_has_a_way_out_and_events_lead_somewhere():
-    from deepspeed.compile.zero12.backward import TRANSITIONS, Event, Phase
-
-    assert {*TRANSITIONS} == {*Event}
-    for event, transitions in TRANSITIONS.items():
-        assert transitions and {*transitions, *transitions.values()} <= {*Phase}, event
-    # From every phase a step comes back to its beginning.
-    for phase in Phase:
-        assert TRANSITIONS[Event.ABANDON][phase] is Phase.EMPTY
-    reached = {after for transitions in TRANSITIONS.values() for after in transitions.values()}
-    assert reached == {*Phase}
-
-
-def test_the_docs_draw_and_list_the_transitions():
-    from deepspeed.compile.zero12.backward import TRANSITIONS, Event, Phase
-
-    page = (ROOT / "docs" / "life_of_a_gradient.md").read_text()
-    drawn = re.findall(r"(\w+) --> (\w+): (\w+)", page)
-    assert {event for _, _, event in drawn} == {event.name for event in Event}
-    for before, after, event in drawn:
-        assert TRANSITIONS[Event[event]][Phase[before]] is Phase[after], (before, event)
-    listed = {}
-    for event, before, after in re.findall(r"(?m)^\| `([A-Z_]+)` \| ([^|]*) \| ([^|]*) \|", page):
-        phases = re.findall(r"`(\w+)`", before) or [phase.name for phase in Phase]
-        for phase in phases:
-            listed[Event[event], Phase[phase]] = Phase[after.strip("`") if after != "the same" else phase]
-    assert listed == {(event, phase): after for event, row in TRANSITIONS.items() for phase, after in row.items()}

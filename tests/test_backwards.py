@@ -2,17 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards that raise, that come several before a step, that are not reduced yet, and that are watched."""
 
+import contextlib
 import copy
 import threading
 import time
 import warnings
 from typing import Dict, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero12.backward import BackwardLife
 from deepspeed.utils import safe_get_full_grad
 
 from support.ids import vary
@@ -30,6 +33,7 @@ from support.training import (
     make_optimizer,
     relative_error,
     step_plain,
+    train_plain,
 )
 
 
@@ -336,6 +340,56 @@ def counters_of_a_rank_that_waits(case):
 @pytest.mark.sanitized
 def test_counters_do_not_wait_for_other_ranks(ranks):
     assert max(ranks(2).run(counters_of_a_rank_that_waits, Case(bucket=50))) < 1
+
+
+def begin_while_another_is_dropped(case):
+    """A backward raises in another thread, which is slow to tell the engine so. Meanwhile this thread takes a step."""
+
+    class Fragile(Model):
+        @torch.compiler.disable
+        def run_block(self, block, x):
+            return Raises.apply(block(x))
+
+    torch.manual_seed(0)
+    module = Fragile().to(device())
+    plain = copy.deepcopy(module)
+    _, engine = start(case, module)
+    optimizer = make_optimizer(plain, case)
+    Raises.armed = Raises.has_raised = False
+    step_beside(engine, plain, optimizer, 0)
+    told, may_go_on, settle = threading.Event(), threading.Event(), BackwardLife.settle
+
+    def late(life):
+        if threading.current_thread() is not threading.main_thread() and Raises.has_raised:
+            Raises.armed = Raises.has_raised = False
+            told.set()
+            may_go_on.wait(30)
+        settle(life)
+
+    def raise_in_backward():
+        with contextlib.suppress(ArithmeticError):
+            loss.backward()
+
+    loss = engine(batch(1, 0, dist.get_rank(), 4))
+    Raises.armed = True
+    with mock.patch.object(BackwardLife, "settle", late):
+        other = threading.Thread(target=raise_in_backward)
+        other.start()
+        assert told.wait(30)
+        backward(engine, 2)
+        may_go_on.set()
+        other.join()
+        engine.step()
+    train_plain(plain, optimizer, 2)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error
+
+
+@pytest.mark.sanitized
+@vary("stage", [1, 2])
+def test_a_backward_begins_while_another_is_dropped(ranks, stage):
+    assert max(ranks(2).run(begin_while_another_is_dropped, Case(stage=stage, bucket=50))) < BOUND
 
 
 class SomeGradients(NamedTuple):

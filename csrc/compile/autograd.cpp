@@ -3,12 +3,15 @@
 
 #include "deepcompile.h"
 
+#include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <typeinfo>
 
@@ -81,7 +84,7 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
         // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
         // this engine's backward runs, it was the caller who gave the parameter other memory.
         const bool moved = parameter.numel() > 0 && parameter.const_data_ptr() != records_[index].data;
-        if (moved && !in_backward_) { return; }
+        if (moved && !in_backward()) { return; }
     }
     // Autograd also runs the node of a parameter whose gradient a compiled graph has reduced, and passes no gradient.
     auto& slot = parameter.mutable_grad();
@@ -109,6 +112,81 @@ bool ParameterRecord::autograd_wants() const
                 describe() + " is reduced by its compiled graph, so torch.autograd.grad() cannot return its " +
                     "gradient; use safe_get_full_grad() after engine.backward()");
     return found->second.needed_;
+}
+
+// The end of a graph task.
+
+/// Tells a reducer that autograd has run the graph of a backward, or has dropped it because the backward raised.
+class Watch {
+public:
+    Watch(std::weak_ptr<Reducer> reducer, int64_t serial) : reducer_(std::move(reducer)), serial_(serial) {}
+    Watch(const Watch&) = delete;
+    Watch& operator=(const Watch&) = delete;
+
+    void call()
+    {
+        has_run_ = true;
+        if (const auto reducer = reducer_.lock()) { reducer->graph_ended(serial_); }
+    }
+
+    ~Watch()
+    {
+        if (has_run_) { return; }
+        // An exception must not leave a destructor.
+        try {
+            if (const auto reducer = reducer_.lock()) { reducer->graph_dropped(serial_); }
+        } catch (const std::exception& error) {
+            TORCH_WARN(std::string("DeepCompile could not drop the gradients of a backward that raised: ") +
+                       error.what());
+        }
+    }
+
+private:
+    const std::weak_ptr<Reducer> reducer_;
+    const int64_t serial_;
+    bool has_run_ = false;
+};
+
+void Reducer::watch_graph_task()
+{
+    ++serial_;
+    graph_task_ = torch::autograd::get_current_graph_task_id();
+    if (graph_task_ == -1) { return; }
+    torch::autograd::Engine::get_default_engine().queue_callback(
+        [watch = std::make_shared<Watch>(weak_from_this(), serial_)] { watch->call(); });
+}
+
+void Reducer::graph_ended(int64_t serial)
+{
+    std::lock_guard lock(mutex_);
+    if (serial == serial_ && stage_ == Stage::running) { stage_ = Stage::ended; }
+}
+
+void Reducer::graph_dropped(int64_t serial)
+{
+    std::shared_ptr<const Listener> listener;
+    {
+        // Whoever drops the task may hold the interpreter's lock, and the thread that holds mutex_ may wait for it.
+        std::optional<pybind11::gil_scoped_release> unlocked;
+        if (PyGILState_Check()) { unlocked.emplace(); }
+        std::lock_guard lock(mutex_);
+        if (serial != serial_ || !in_backward()) { return; }
+        abandon_and_note();
+        listener = listener_;
+    }
+    // Otherwise engine.is_gradient_accumulation_boundary() would be outdated until the next call of the engine.
+    if (listener && Py_IsInitialized()) { listener->settle(); }
+}
+
+bool Reducer::abandon_interrupted(bool is_enclosed)
+{
+    std::lock_guard lock(mutex_);
+    if (is_enclosed || graph_task_ == torch::autograd::get_current_graph_task_id()) { return false; }
+    // A backward whose graph has ended encloses no other. One that runs may: on CPU, where a backward that raised is
+    // abandoned at once. On a GPU, a thread of autograd's may hold the graph task of a backward that raised.
+    if (stage_ != Stage::ended && (stage_ != Stage::running || streams_.on_cpu())) { return false; }
+    abandon_and_note();
+    return true;
 }
 
 // Gradients that autograd's running task cannot compute.

@@ -95,13 +95,14 @@ std::string ParameterRecord::describe() const
 
 // 2. Reduced.
 
-void Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
+bool Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
 {
     std::unique_lock lock(mutex_);
+    if (abandoned_) { return false; }
     look_at_parameters();
     for (auto& record : records_) { record.hooked = false; }
     for (const auto index : hooked) { records_.at(index).hooked = true; }
-    const bool is_first = !in_backward_;
+    const bool is_first = !in_backward();
     // The backward of several losses begins once for each loss. From the second time on, autograd is accumulating and
     // what lies in `parameter.grad` is autograd's.
     if (is_first) {
@@ -109,22 +110,24 @@ void Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
         begin_turns();
     }
     reduces_ = reduces;
-    in_backward_ = true;
-    if (!reduces || !find_absent(is_first)) { return; }
+    stage_ = Stage::running;
+    watch_graph_task();
+    if (!reduces || !find_absent(is_first)) { return true; }
     // leads_to_checkpoints() takes the interpreter's lock, whose holder may be waiting for mutex_.
     lock.unlock();
-    if (!leads_to_checkpoints()) { return; }
+    if (!leads_to_checkpoints()) { return true; }
     // Reentrant checkpointing hides from this graph what the checkpointed modules use.
     lock.lock();
     for (auto& record : records_) { record.absent = false; }
+    return true;
 }
 
-void Reducer::on_unannounced_gradient(std::function<bool()> begin)
+void Reducer::listen(std::function<bool()> begin, std::function<void()> settle)
 {
-    // Shared, because copying the function itself would take the interpreter's lock while mutex_ is held.
-    auto shared = std::make_shared<const std::function<bool()>>(std::move(begin));
+    // Shared, because copying the functions themselves would take the interpreter's lock while mutex_ is held.
+    auto shared = std::make_shared<const Listener>(Listener{std::move(begin), std::move(settle)});
     std::lock_guard lock(mutex_);
-    begin_unannounced_.swap(shared);
+    listener_.swap(shared);
     look_at_parameters();
 }
 
@@ -137,12 +140,12 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     TORCH_CHECK(index < records_.size(), destroyed);
     // As autograd's accumulation node does with a parameter that was frozen after the forward.
     if (route == Route::graph && !records_[index].parameter.requires_grad()) { return; }
-    bool belongs_to_backward = in_backward_;
-    if (!in_backward_ && begin_unannounced_ && (route == Route::autograd || records_[index].autograd_wants())) {
-        // The function takes the interpreter's lock, whose holder may be waiting for mutex_.
-        const auto begin = begin_unannounced_;
+    bool belongs_to_backward = in_backward();
+    if (!belongs_to_backward && listener_ && (route == Route::autograd || records_[index].autograd_wants())) {
+        // The listener takes the interpreter's lock, whose holder may be waiting for mutex_.
+        const auto listener = listener_;
         lock.unlock();
-        belongs_to_backward = (*begin)();
+        belongs_to_backward = listener->begin();
         lock.lock();
         TORCH_CHECK(index < records_.size(), destroyed);
     }
@@ -237,7 +240,7 @@ void Reducer::finish_backward(bool reduces)
     streams_.order_after_last_use();
     if (reduces) {
         // Where no backward has begun, every sum still lies in `parameter.grad`.
-        if (!in_backward_) {
+        if (!in_backward()) {
             begin_turns();
             for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
         }
@@ -256,17 +259,40 @@ void Reducer::finish_backward(bool reduces)
         for (const auto& record : records_) { record.group->bind_to_zeros(record.pieces); }
     }
     streams_.let_wait(caller);
-    reduces_ = in_backward_ = false;
+    end_stage();
+}
+
+void Reducer::end_stage()
+{
+    reduces_ = false;
+    stage_ = Stage::none;
+    graph_task_ = -1;
+    ++serial_;
 }
 
 void Reducer::abandon_backward()
 {
     std::lock_guard lock(mutex_);
+    abandon_and_note();
+}
+
+bool Reducer::abandon_unfinished()
+{
+    std::lock_guard lock(mutex_);
+    const bool is_unfinished = in_backward();
+    if (is_unfinished) { abandon_and_note(); }
+    return is_unfinished;
+}
+
+void Reducer::abandon_and_note()
+{
     // If the backward raised on some ranks only, before any of them sent a bucket, only this marker makes their
     // fingerprints differ from those of the other ranks.
     agreement_.add(Marker::backward_abandoned);
-    in_backward_ = false;
-    abandon_locked();
+    abandoned_ = true;
+    // First, so that what lies in `parameter.grad` is dropped too.
+    end_stage();
+    drop_gradients();
 }
 
 void Reducer::replace_gradients()
@@ -275,12 +301,11 @@ void Reducer::replace_gradients()
     agreement_.add(Marker::gradients_replaced);
 }
 
-void Reducer::abandon_locked()
+void Reducer::drop_gradients()
 {
     at::NoGradGuard no_grad;
     buckets_.abandon();
     forget_gradients();
-    reduces_ = in_backward_ = false;
 }
 
 // 5. Handed over.
@@ -345,20 +370,21 @@ void Reducer::forget_gradients()
         end_early(record);
         record.unreduced.drop();
         // While a backward runs, perhaps on another thread, what lies in `parameter.grad` is autograd's.
-        if (!in_backward_) { record.parameter.mutable_grad() = at::Tensor(); }
+        if (!in_backward()) { record.parameter.mutable_grad() = at::Tensor(); }
     }
 }
 
 void Reducer::close()
 {
-    // Declared before the lock, so that the function is dropped after mutex_ is released: dropping it takes the
+    // Declared before the lock, so that the listener is dropped after mutex_ is released: dropping it takes the
     // interpreter's lock.
-    std::shared_ptr<const std::function<bool()>> begin;
+    std::shared_ptr<const Listener> listener;
     std::lock_guard lock(mutex_);
-    abandon_locked();
+    drop_gradients();
+    end_stage();
     // Copies may still write into host memory that goes with the groups.
     if (!groups_.empty() && groups_.front().host) { streams_.wait_on_host(); }
-    begin.swap(begin_unannounced_);
+    listener.swap(listener_);
     remove_reducer(options_.identity);
     order_ = SendOrder();
     records_.clear();
@@ -376,7 +402,7 @@ std::map<std::string, int64_t> Reducer::counters() const
     std::unique_lock lock(mutex_, std::chrono::milliseconds(100));
     auto values = counters_.values();
     // Between backwards `parameter.grad` holds what is unreduced. In a backward it is autograd's, on any thread.
-    if (lock.owns_lock() && !in_backward_) {
+    if (lock.owns_lock() && !in_backward()) {
         for (const auto& record : records_) {
             const auto& slot = record.parameter.grad();
             if (slot.defined()) { values["unreduced"] += bytes_of(slot); }

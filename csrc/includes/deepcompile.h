@@ -63,6 +63,7 @@ that all ranks have sent the same gradients.
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -393,6 +394,21 @@ private:
 /// slowly, and the results do not show it.
 enum class Route { graph, autograd };
 
+/// How far a backward has come.
+enum class Stage {
+    none,     ///< no backward has begun, or the last one is finished or abandoned
+    running,  ///< autograd runs its graph
+    ended,    ///< autograd is through with its graph, and finish_backward() was not called yet
+};
+
+/// What a Reducer calls in Python.
+struct Listener {
+    std::function<bool()> begin;
+    std::function<void()> settle;
+};
+
+class Watch;
+
 /// Reduces the gradients of one engine. Every public method may be called from any thread.
 class Reducer : public std::enable_shared_from_this<Reducer> {
 public:
@@ -421,15 +437,31 @@ public:
     void register_parameter(
         int64_t group, std::string name, at::Tensor parameter, at::ScalarType communication_dtype, int64_t offset);
 
-    /// Called by `BackwardLife.begin()` when a backward starts. `reduces`: whether this backward reduces gradients (at the
-    /// accumulation boundary, or under ZeRO-2) or keeps them on this rank. `hooked`: indices of the parameters whose
-    /// gradients a user's hook wants to see, so that no graph may reduce them; the order of registration numbers them.
-    void begin_backward(bool reduces, const std::vector<size_t>& hooked);
+    /// Called by `BackwardLife.begin()` when a backward starts, and for each further loss of the same backward.
+    /// `reduces`: whether this backward reduces gradients (at the accumulation boundary, or under ZeRO-2) or keeps them
+    /// on this rank. `hooked`: indices of the parameters whose gradients a user's hook wants to see, so that no graph may
+    /// reduce them; the order of registration numbers them.
+    ///
+    /// Autograd tells nobody of a backward that raised. So the reducer queues a Watch with the running graph task, which
+    /// calls the watch when the graph has run, or else drops it. Returns false, and begins nothing, if a backward has
+    /// been abandoned since take_abandoned() was asked.
+    bool begin_backward(bool reduces, const std::vector<size_t>& hooked);
+
+    /// Called before a backward begins. `is_enclosed`: whether autograd runs the graph of another task for the backward
+    /// that is running, as reentrant checkpointing in `engine.backward()` does. If the backward that began last cannot
+    /// enclose the new one and did not finish, abandons it, and returns true.
+    bool abandon_interrupted(bool is_enclosed);
+    /// Called between backwards: abandons the last backward if it did not finish, and returns true then.
+    bool abandon_unfinished();
+    /// Whether a backward was abandoned since the last call. The caller then drops what it holds of the step.
+    bool take_abandoned() { return abandoned_.exchange(false); }
+    /// Whether a backward has begun and was neither finished nor abandoned.
+    bool in_backward() const { return stage_ != Stage::none; }
 
     /// From now on, `begin` is called when a gradient arrives and no backward has begun. It calls begin_backward() and
     /// returns true, or returns false. In the latter case the gradient stays on this rank, and the next backward takes
-    /// it.
-    void on_unannounced_gradient(std::function<bool()> begin);
+    /// it. `settle` is called after a backward raised and was abandoned, from any thread.
+    void listen(std::function<bool()> begin, std::function<void()> settle);
 
     /// Called when a backward that the engine's caller has not announced comes through an output of the engine: whether
     /// autograd's running task computes gradients of registered parameters, and its caller wants some of them. Another
@@ -462,8 +494,8 @@ public:
     /// 4. Called when a backward begins the step anew, after release_all(). Only adds a marker to the fingerprint.
     void replace_gradients();
 
-    /// 4. Called when a backward raised: drops what is pending, every target and every unreduced gradient, also those of
-    /// earlier backwards.
+    /// 4. Called when a backward's epilogue raised: drops what is pending, every target and every unreduced gradient,
+    /// also those of earlier backwards.
     void abandon_backward();
 
     /// 5. Called by `step.py` on every rank before a step. On CPU, ranks compare once more what they have sent.
@@ -494,7 +526,11 @@ public:
     void reset_counters();
 
 private:
+    friend class Watch;
     explicit Reducer(Options options);
+    /// Called by the watch of the backward with this serial: autograd has run its graph, or has dropped the graph.
+    void graph_ended(int64_t serial);
+    void graph_dropped(int64_t serial);
     void look_at_parameters();
     void watch_accumulation(ParameterRecord& record);
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
@@ -518,7 +554,13 @@ private:
     void enqueue_sum(ParameterRecord& record);
     /// Agrees on the order of later backwards. Returns the parameters that some rank has unreduced gradients of.
     std::vector<int64_t> exchange_orders();
-    void abandon_locked();
+    /// Queues a Watch with autograd's running task, if there is one.
+    void watch_graph_task();
+    void end_stage();
+    /// Ends the backward that began last, drops all gradients, and notes in fingerprint and `abandoned_` that it did.
+    void abandon_and_note();
+    /// Drops what is pending, bound and unreduced.
+    void drop_gradients();
     void forget_gradients();
 
     const Options options_;
@@ -535,12 +577,15 @@ private:
     SendOrder order_;
     int64_t early_numel_ = 0;  ///< elements of the parameters whose gradients are early
 
-    /// Whether BackwardLife is in phase RUNNING or ENDING. Then what lies in `parameter.grad` is autograd's, and a
-    /// gradient need not announce a backward. The reducer keeps a copy, because a thread that holds mutex_ must not ask
-    /// Python: the thread that holds the interpreter's lock may be waiting for mutex_.
-    bool in_backward_ = false;
+    /// How far the backward has come that began last. While it is not `none`, what lies in `parameter.grad` is autograd's,
+    /// and a gradient need not announce a backward. Any thread may read it; whoever writes holds mutex_.
+    std::atomic<Stage> stage_ = Stage::none;
+    int graph_task_ = -1;  ///< autograd's number of the task in which the backward began last; -1: in none
+    /// Changes when a backward begins or ends, so that watches of earlier ones know that they are outdated.
+    int64_t serial_ = 0;
+    std::atomic<bool> abandoned_ = false;
     bool reduces_ = false;  ///< whether the backward that runs reduces
-    std::shared_ptr<const std::function<bool()>> begin_unannounced_;
+    std::shared_ptr<const Listener> listener_;
     std::optional<c10::Stream> watched_from_;  ///< the stream on which all accumulation nodes were made
 };
 

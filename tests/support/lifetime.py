@@ -54,9 +54,9 @@ def targets_at_calls(owner, method, engine, steps):
 
 
 class Raises(torch.autograd.Function):
-    """Identity whose backward raises while ``armed``."""
+    """Identity whose backward raises while ``armed``. ``has_raised`` tells whether it did since that was last reset."""
 
-    armed = False
+    armed = has_raised = False
 
     @staticmethod
     def forward(ctx, x):
@@ -65,6 +65,7 @@ class Raises(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         if Raises.armed:
+            Raises.has_raised = True
             raise ArithmeticError("half way through the backward")
         return gradient
 

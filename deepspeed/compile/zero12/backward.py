@@ -1,15 +1,15 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The life of a backward, and of the step to which the backward belongs.
+"""Which backwards make up a step, and what remains of the step when a backward raises.
 
-:class:`BackwardLife` owns this state for one engine. No other code of this fork writes the base's own flags of a
-backward. A step is in one :class:`Phase` at a time, and ``TRANSITIONS`` says which event leads from which phase to
-which. ``docs/life_of_a_gradient.md`` draws the transitions.
+The native reducer knows whether a backward is running: it begins, finishes and abandons backwards under one lock.
+:class:`BackwardLife` knows what DeepSpeed and the caller have said of the step: micro-batches, boundaries and regions.
+No other code of this fork writes the base's own flags of a backward.
 """
 
 import dataclasses
-import enum
 import functools
+import threading
 import weakref
 from typing import TYPE_CHECKING, Callable, List, Optional
 
@@ -24,47 +24,9 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-class Phase(enum.Enum):
-    """How far a step has come."""
-
-    EMPTY = "no gradient of the step is held"
-    RUNNING = "autograd runs the graph of a backward"
-    ENDING = "autograd is through with the graph, but the backward's epilogue has not run"
-    ACCUMULATING = "backwards have ended, and the step waits for more"
-    COMPLETE = "the optimizer has the step's gradients"
-
-
-class Event(enum.Enum):
-    """What moves a step from one phase to another."""
-
-    BEGIN = "a backward begins"
-    GRAPH_ENDED = "autograd is through with the graph of the backward"
-    FINISH = "the epilogue of a backward has run"
-    HAND_OVER = "the optimizer gets the gradients"
-    ABANDON = "a backward raised, or was interrupted"
-    RELEASE = "the gradients are dropped: by step(), zero_grad() or a loaded checkpoint"
-
-
-_BETWEEN = (Phase.EMPTY, Phase.ACCUMULATING, Phase.COMPLETE)
-_WITHIN = (Phase.RUNNING, Phase.ENDING)
-
-# event -> phase before -> phase after. A pair that is not listed cannot occur.
-TRANSITIONS = {
-    # Also within a backward: one engine.backward() may have several losses, or recompute outputs (checkpointing).
-    Event.BEGIN: dict.fromkeys(Phase, Phase.RUNNING),
-    Event.GRAPH_ENDED: dict.fromkeys(_WITHIN, Phase.ENDING),
-    # Also between backwards: the backward of a loss without parameters has an epilogue, but no gradient begins it.
-    Event.FINISH: dict.fromkeys(Phase, Phase.ACCUMULATING),
-    Event.HAND_OVER: dict.fromkeys((Phase.ACCUMULATING, Phase.COMPLETE), Phase.COMPLETE),
-    Event.ABANDON: dict.fromkeys(Phase, Phase.EMPTY),
-    # The caller may destroy the engine within a backward. The backward goes on.
-    Event.RELEASE: {**dict.fromkeys(_BETWEEN, Phase.EMPTY), **{phase: phase for phase in _WITHIN}},
-}
-
-
 @dataclasses.dataclass
 class _Step:
-    """What to know of a step besides its phase. Dropped with the gradients of the step."""
+    """What to know of a step. Dropped with the gradients of the step."""
 
     backwards: int = 0  # that have ended
     told_by_caller: bool = False  # whether the caller decides which backwards belong to the step
@@ -93,13 +55,8 @@ class BackwardLife:
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
         self._view_specs = [view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
-        # On an accelerator, autograd's device thread may for a moment hold the graph task of a backward that raised.
-        self._held_by_threads = not optimizer.bit16_groups_flat[0].is_cpu
-        self.phase = Phase.EMPTY
-        # The id of the running backward's autograd graph task.
-        self._graph_task: Optional[int] = None
-        # Changes when a backward begins or is abandoned, so that watches of earlier backwards know they are outdated.
-        self._serial = 0
+        # Reentrant, because what settle() calls may settle.
+        self._settling = threading.RLock()
         self._step = _Step()
         # How many of the step's backwards were dropped because a later one raised, and the value to which the next
         # backward resets `engine.micro_steps`.
@@ -109,14 +66,25 @@ class BackwardLife:
         self._in_region = False
         self._has_warned = False
 
-    def _advance(self, event):
-        if self.phase not in TRANSITIONS[event]:
-            raise RuntimeError(f"a step in phase {self.phase.name} cannot be moved by {event.name}")
-        self.phase = TRANSITIONS[event][self.phase]
+    def listen(self) -> None:
+        """Has the reducer call this object when a gradient comes unannounced, and when a backward was abandoned."""
+        reference = weakref.ref(self)
+
+        def begin():
+            life = reference()
+            return life is not None and life.begin_unannounced()
+
+        def settle():
+            life = reference()
+            if life is not None:
+                life.settle()
+
+        self._reducer.listen(begin, settle)
 
     @property
-    def _runs(self):
-        return self.phase in _WITHIN
+    def _is_complete(self):
+        """Whether the optimizer has the gradients of the step."""
+        return any(views is not None for views in self._optimizer().averaged_gradients.values())
 
     # A backward, in the order of the calls -----------------------------------------------------------------------
 
@@ -165,41 +133,27 @@ class BackwardLife:
             hooked: indices, in the reducer's order, of parameters whose gradients a user's hook wants to see.
         """
         engine = self._engine()
-        graph_task = torch._C._current_graph_task_id()
         # Within engine.backward(), another graph task belongs to the same backward: checkpointing with
         # use_reentrant=True runs one for each output that it recomputes.
-        if graph_task != self._graph_task and not engine._running_engine_backward:
-            self.abandon_interrupted()
-        self._join_step()
-        self._step.micro_step = engine.micro_steps
+        self.abandon_interrupted(is_enclosed=engine._running_engine_backward)
         base_prologue()
-        self._reducer.begin_backward(self._reduces(), hooked)
-        self._advance(Event.BEGIN)
-        self._graph_task = graph_task
-        self._serial += 1
-        if graph_task != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(_Watch(self, self._serial))
+        begun = False
+        while not begun:
+            # The reducer begins nothing as long as an abandoned backward is not settled.
+            self.settle()
+            self._join_step()
+            self._step.micro_step = engine.micro_steps
+            begun = self._reducer.begin_backward(self._reduces(), hooked)
 
     def finish(self) -> None:
         """Called after every backward: reduces what no graph reduced, and hands over if the step is complete."""
-        if not self._runs:
+        self.settle()
+        if not self._reducer.in_backward:
             # No gradient has announced this backward: its loss needs no output of the engine. On other ranks,
             # the loss may need one.
             self._join_step()
         self._reduce_rest(self._reduces())
-        self._graph_task = None
         self._step.backwards += 1
-        self._advance(Event.FINISH)
-        self._complete_if_handed_over()
-
-    def _complete_if_handed_over(self):
-        optimizer = self._optimizer()
-        # Also if an earlier backward of the step handed gradients over and this one only kept its own.
-        if any(views is not None for views in optimizer.averaged_gradients.values()):
-            if optimizer.cpu_offload:
-                # This backward may have added to gradients in host memory, which the optimizer reads without a stream.
-                self._reducer.use_targets_here()
-            self._advance(Event.HAND_OVER)
 
     def end_region(self) -> None:
         """Called at the end of a region: reduces the gradients that the region's backwards kept on this rank."""
@@ -207,7 +161,6 @@ class BackwardLife:
             self.abandon_unfinished()
             if self._step.backwards:
                 self._reduce_rest(True)
-                self._complete_if_handed_over()
         finally:
             self._in_region, self._step.by_earlier_region = False, True
 
@@ -228,11 +181,9 @@ class BackwardLife:
                 f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
                 "step was not taken; call engine.optimizer.zero_grad() and run all of its micro-batches again"
             )
-        if self.phase is not Phase.COMPLETE and self._step.keeps:
+        if not self._is_complete and self._step.keeps:
             self._reduce_rest(True)
-            self._advance(Event.FINISH)
-            self._complete_if_handed_over()
-        if self.phase is not Phase.COMPLETE:
+        if not self._is_complete:
             self.begin_anew()
             raise RuntimeError(
                 "optimizer.step() found no gradients: run a backward at the gradient accumulation "
@@ -245,7 +196,7 @@ class BackwardLife:
         Raises:
             RuntimeError: in a hook of a backward of this engine. A part of each gradient may have been sent by then.
         """
-        if self._runs and torch._C._current_graph_task_id() != -1:
+        if self._reducer.in_backward and torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 "zero_grad() was called by a hook while a backward ran, when some of its gradients were on their way "
                 "to other ranks; call it when the backward has ended"
@@ -260,12 +211,12 @@ class BackwardLife:
 
     def forget_lost(self) -> int:
         """Returns how many of the step's backwards were dropped because a later one raised, and resets the number."""
+        self.settle()
         lost, self._lost = self._lost, 0
         return lost
 
     def close(self) -> None:
-        """Called when the engine is destroyed or gives way: drops all gradients, and ignores watches from now on."""
-        self._serial += 1
+        """Called when the engine is destroyed or gives way: drops all gradients."""
         self.release()
 
     def release(self) -> None:
@@ -274,7 +225,6 @@ class BackwardLife:
         self._reducer.release_all()
 
     def _release_handed_over(self):
-        self._advance(Event.RELEASE)
         self._step = _Step()
         optimizer = self._optimizer()
         averaged = optimizer.averaged_gradients
@@ -287,12 +237,13 @@ class BackwardLife:
 
     # A backward that raised --------------------------------------------------------------------------------------
 
-    def abandon_interrupted(self) -> None:
-        """Called when a backward begins: abandons an earlier backward that raised or was interrupted."""
-        # In ENDING, the earlier backward's graph has ended, so that backward does not enclose the new one. In RUNNING
-        # on CUDA, we cannot tell an enclosing backward from one that raised.
-        if self.phase is Phase.ENDING or (self._runs and self._held_by_threads):
-            self.abandon_unfinished()
+    def abandon_interrupted(self, is_enclosed: bool) -> None:
+        """Called when a backward begins: abandons an earlier backward that raised or was interrupted.
+
+        Args:
+            is_enclosed: whether the backward belongs to the one that is running, if one is.
+        """
+        self._take_over(self._reducer.abandon_interrupted(is_enclosed))
 
     def abandon_unfinished(self) -> None:
         """Called between backwards: abandons the last backward if its epilogue has not run.
@@ -300,44 +251,39 @@ class BackwardLife:
         Either the backward raised and autograd's device thread still holds its graph task, or the backward was
         interrupted after its last gradient.
         """
-        if self._runs:
+        self._take_over(self._reducer.abandon_unfinished())
+
+    def _take_over(self, is_abandoned):
+        if is_abandoned:
             logger.warning("The previous backward did not finish, so its gradients are dropped")
-            self.abandon()
+        self.settle()
 
-    def abandon(self) -> None:
-        """Drops the gradients of a backward that raised, and those of the step's earlier backwards."""
-        # Change the serial first: autograd's device thread may drop the watch at any moment, and the watch must not
-        # abandon the backward a second time.
-        self._serial += 1
-        self._graph_task = None
-        self._advance(Event.ABANDON)
-        before = self._step.backwards
-        if self._step.told_by_caller:
-            self._lost += before
-        else:
-            self.begin_anew()
-            if before:
-                logger.warning(
-                    f"A backward raised; the gradients of the {before} backwards before it, which belong to "
-                    "the same step, are dropped too, and the next micro-batch is the first of a step"
-                )
-        self._reducer.abandon_backward()
-        self.release()
-        # The base's epilogue did not run, so leave the backward and reset its timers here.
-        self._optimizer()._backward_active_depth = 0
-        engine = self._engine()
-        timers = engine.engine_timers
-        for name in timers.backward_timers + timers.backward_inner_timers + timers.backward_reduce_timers:
-            engine.timers(name).reset()
+    def settle(self) -> None:
+        """Does for DeepSpeed what remains to be done if the reducer has abandoned a backward since the last call.
 
-    def graph_ended(self) -> None:
-        """Called when autograd has run the graph of the backward. The backward ends later, with its epilogue."""
-        if self._runs:
-            self._advance(Event.GRAPH_ENDED)
-
-    def is_current(self, serial: int) -> bool:
-        """Whether the backward with this serial is the last that began, and was not abandoned."""
-        return self._serial == serial
+        Called first by every function that looks at the step, and by the reducer after it has abandoned a backward
+        that raised, from the thread of autograd that dropped the backward's graph.
+        """
+        with self._settling:
+            if not self._reducer.take_abandoned():
+                return
+            before = self._step.backwards
+            if self._step.told_by_caller:
+                self._lost += before
+            else:
+                self.begin_anew()
+                if before:
+                    logger.warning(
+                        f"A backward raised; the gradients of the {before} backwards before it, which belong to "
+                        "the same step, are dropped too, and the next micro-batch is the first of a step"
+                    )
+            self._release_handed_over()
+            # The base's epilogue did not run, so leave the backward and reset its timers here.
+            self._optimizer()._backward_active_depth = 0
+            engine = self._engine()
+            timers = engine.engine_timers
+            for name in timers.backward_timers + timers.backward_inner_timers + timers.backward_reduce_timers:
+                engine.timers(name).reset()
 
     # -------------------------------------------------------------------------------------------------------------
 
@@ -388,7 +334,8 @@ class BackwardLife:
         As in DeepSpeed without DeepCompile, a backward at the accumulation boundary replaces gradients that no step
         has used. But several backwards add up if all their forwards began before the first of the backwards.
         """
-        replaces = self.phase is Phase.COMPLETE and self._step.forward_since_hand_over
+        is_further = self._reducer.in_backward  # one of several losses of a backward
+        replaces = not is_further and self._is_complete and self._step.forward_since_hand_over
         if replaces and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -405,9 +352,13 @@ class BackwardLife:
             if reduces and self._engine().is_gradient_accumulation_boundary():
                 self._reducer.agree()
                 self._hand_over()
+            if self._optimizer().cpu_offload and self._is_complete:
+                # This backward may have added to gradients in host memory, which the optimizer reads without a stream.
+                self._reducer.use_targets_here()
         except BaseException:
             # Also on an interrupt: the next backward would add to what is bound.
-            self.abandon()
+            self._reducer.abandon_backward()
+            self.settle()
             raise
 
     def _hand_over(self):
@@ -429,32 +380,3 @@ class BackwardLife:
                     # because the host memory of the gradients stays allocated.
                     optimizer.offload_gradient_dict[group] = views.without_padding()
         self._step.forward_since_hand_over = False
-
-
-class _Watch:
-    """Tells a :class:`BackwardLife` that autograd has run the graph of a backward, or that the backward raised.
-
-    ``BackwardLife.begin()`` queues the watch as a callback of the running autograd graph task. The task calls the
-    watch when the graph has run. If the backward raises, the task drops the watch without calling it. No other
-    extension point of autograd tells of a backward that raised.
-    """
-
-    def __init__(self, life, serial):
-        self._life, self._serial = weakref.ref(life), serial
-        # A finalizer, because __call__() can detach a finalizer and cannot detach a __del__(). After a backward that
-        # did not raise, no Python code may run while the graph task is dropped: a pending KeyboardInterrupt would be
-        # raised there, where nobody can catch it.
-        self._dropped = weakref.finalize(self, _abandon, self._life, serial)
-        self._dropped.atexit = False
-
-    def __call__(self):
-        self._dropped.detach()
-        life = self._life()
-        if life is not None and life.is_current(self._serial):
-            life.graph_ended()
-
-
-def _abandon(reference, serial):
-    life = reference()
-    if life is not None and life.is_current(serial):
-        life.abandon()

@@ -7,7 +7,7 @@ The life of a gradient target, seen from the optimizer:
     1. Registered empty   engine.make_reducer()
     2. Reduced            BackwardLife.begin() tells the reducer that a backward starts
     3. Bound              in the reducer, as reduced pieces arrive at their owner
-    4. End of backward    BackwardLife.finish(), or abandon() when the backward raised
+    4. End of backward    BackwardLife.finish(), or settle() when the backward raised
     5. Handed over        BackwardLife.finish() puts a PartitionViews into averaged_gradients
     6. Released           step.run() as it makes fp32 copies, zero_grad(), destroy()
 
@@ -71,7 +71,7 @@ class StepLocalGradients(_NextClass):
 
     def scale_if_loss(self, value: Any) -> Any:
         # engine.backward() begins with this call. An earlier backward that is still unfinished was interrupted.
-        self._zero12.backward.abandon_interrupted()
+        self._zero12.backward.abandon_interrupted(is_enclosed=False)
         return super().scale_if_loss(value)
 
     def enter_backward(self) -> None:
@@ -181,13 +181,7 @@ def attach(engine: "DeepSpeedEngine", reducer: Reducer, limit: "CompilationLimit
     """
     optimizer = engine.optimizer
     optimizer._zero12 = Zero12(engine, reducer, limit)
-    reference = weakref.ref(optimizer)
-
-    def begin_unannounced():
-        attached = reference()
-        return isinstance(attached, StepLocalGradients) and attached._zero12.backward.begin_unannounced()
-
-    reducer.on_unannounced_gradient(begin_unannounced)
+    optimizer._zero12.backward.listen()
     # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
