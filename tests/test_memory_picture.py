@@ -4,9 +4,13 @@
 
 import contextlib
 import dataclasses
+import importlib.abc
+import importlib.util
 import logging
+import sys
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +24,8 @@ from support.engines import batch, build
 from support.training import Case, engine_by_configuration, make_engine
 
 LIBRARIES_MISSING = "matplotlib and Plotly draw the pictures: requirements/dev.txt"
+# Library -> the module that draws with it, and the suffix of its pictures.
+DRAWERS = {"matplotlib": ("draw_png", ".png"), "plotly": ("draw_html", ".html")}
 CASE = Case(model="RepeatedLayers", accumulation=2, dtype="bf16")
 # Tensors of a few elements come and go beside those that a test counts.
 SLACK = 4096
@@ -42,7 +48,8 @@ def logged():
 
 
 def about_pictures(lines):
-    return [line for line in lines if "compile.memory_picture" in line]
+    """What is said of pictures, apart from libraries that this machine lacks."""
+    return [line for line in lines if "compile.memory_picture" in line and "cannot be imported" not in line]
 
 
 class Recorded(NamedTuple):
@@ -349,23 +356,62 @@ def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
         assert "memory_picture.step" in no_step
 
 
-def without_libraries(case, folder):
-    from deepspeed.compile.memory_picture import files
+class Broken(importlib.abc.Loader):
+    """Finds a library whose import ends as one does that does not fit the installed NumPy."""
 
-    before, files.LIBRARIES = files.LIBRARIES, ("nowhere_to_be_found",)
+    def __init__(self, library):
+        self._library = library
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.util.spec_from_loader(name, self) if name.partition(".")[0] == self._library else None
+
+    def exec_module(self, module):
+        raise ValueError("numpy.dtype size changed")
+
+
+@contextlib.contextmanager
+def without(library, how):
+    """Within it this process cannot import a library that draws: it is "missing" or "broken"."""
+    drawer = f"{data.__package__}.{DRAWERS[library][0]}"
+    imported = {name for name in sys.modules if name.partition(".")[0] == library or name == drawer}
+    before = {name: sys.modules.pop(name) for name in imported}
+    finders = [*([Broken(library)] if how == "broken" else []), *sys.meta_path]
+    if how == "missing":
+        sys.modules[library] = None
     try:
-        with logged() as lines:
-            engine = make_engine(build(case), with_picture(case, folder, step=1))
-            said = about_pictures(lines)
-            engine.destroy()
+        with mock.patch.object(sys, "meta_path", finders):
+            with pytest.raises(ImportError if how == "missing" else ValueError):
+                importlib.import_module(library)
+            yield
     finally:
-        files.LIBRARIES = before
-    return said
+        # Of all others, torch among them, what was imported meanwhile stays.
+        sys.modules.pop(library, None)
+        sys.modules.update(before)
 
 
-def test_missing_libraries_are_named_when_the_engine_is_made(ranks, tmp_path):
-    first, other = ranks(2).run(without_libraries, CASE, tmp_path)
-    assert "nowhere_to_be_found cannot be imported" in first[0] and "pip install matplotlib plotly" in first[0]
+def record_without(case, folder, library, how):
+    """Records the first step without a library; returns all that was logged of pictures."""
+    torch._dynamo.reset()
+    with without(library, how), logged() as lines:
+        engine = make_engine(build(case), with_picture(case, folder, step=1))
+        train(engine, case, 0)
+        engine.destroy()
+    return [line for line in lines if "compile.memory_picture" in line]
+
+
+@pytest.mark.parametrize("library", DRAWERS)
+@pytest.mark.parametrize("how", ["missing", "broken"])
+def test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn(ranks, tmp_path, library, how):
+    (other,) = {*DRAWERS} - {library}
+    pytest.importorskip(other, reason=LIBRARIES_MISSING)
+    first, last = ranks(2).run(record_without, dataclasses.replace(CASE, accumulation=1), tmp_path, library, how)
+    warning, told = first
+    assert f"{library} cannot be imported" in warning and "pip install matplotlib plotly" in warning
+    assert len(last) == 1, "only the first rank warns"
+    for rank, line in enumerate([told, *last]):
+        names = [f"step1-rank{rank}{suffix}" for suffix in (DRAWERS[other][1], ".json")]
+        assert all(f"{tmp_path}/{name}" in line for name in names)
+        assert {path.name for path in tmp_path.glob(f"*rank{rank}*")} == {*names}
 
 
 # The command ------------------------------------------------------------------------------------------------------

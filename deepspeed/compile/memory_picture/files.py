@@ -2,21 +2,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the files of a recorded step: the data, and the pictures where there is something to draw them with."""
 
-import importlib.util
+import importlib
 import tempfile
 from pathlib import Path
-from typing import List
+from types import ModuleType
+from typing import Dict, List
 
 from .data import StepMemory
 
-# What draws the pictures. Neither is needed to train, so neither is a requirement of DeepSpeed.
-LIBRARIES = ("matplotlib", "plotly")
+# What draws the pictures: library -> the module that draws with it, and the suffix of its pictures. Neither library is
+# needed to train, so neither is a requirement of DeepSpeed.
+LIBRARIES = {"matplotlib": ("draw_png", ".png"), "plotly": ("draw_html", ".html")}
 REMEDY = "pip install matplotlib plotly"
 
 
+def _drawers() -> Dict[str, ModuleType]:
+    """Returns library -> the module that draws with it, of the libraries that can be imported."""
+    found = {}
+    for library, (module, _) in LIBRARIES.items():
+        try:
+            found[library] = importlib.import_module(f".{module}", __package__)
+        except Exception:
+            # A library that is not there raises ImportError. One that does not fit the installed NumPy, for example,
+            # raises whatever it meets.
+            continue
+    return found
+
+
 def missing_libraries() -> List[str]:
-    """Returns which of ``LIBRARIES`` are not installed."""
-    return [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    """Returns which of ``LIBRARIES`` cannot be imported: those that are not installed, and those that are broken."""
+    drawers = _drawers()
+    return [library for library in LIBRARIES if library not in drawers]
 
 
 def make_folder(folder: Path) -> None:
@@ -56,17 +72,10 @@ def draw_step(step: StepMemory, file: Path) -> List[Path]:
         step: to draw.
         file: of its data.
     """
-    missing, drawn = missing_libraries(), []
-    if "matplotlib" not in missing:
-        from . import draw_png
-
-        drawn.append(file.with_suffix(".png"))
-        draw_png.draw(step, drawn[-1])
-    if "plotly" not in missing:
-        from . import draw_html
-
-        drawn.append(file.with_suffix(".html"))
-        draw_html.draw(step, drawn[-1])
+    drawn = []
+    for library, drawer in _drawers().items():
+        drawn.append(file.with_suffix(LIBRARIES[library][1]))
+        drawer.draw(step, drawn[-1])
     return drawn
 
 
@@ -78,15 +87,8 @@ def draw_two(one: StepMemory, other: StepMemory, names: List[str], file: Path) -
         names: what to call them.
         file: where to.
     """
-    missing, drawn = missing_libraries(), []
-    if "matplotlib" not in missing:
-        from . import draw_png
-
-        drawn.append(file.with_suffix(".png"))
-        draw_png.draw_two(one, other, names, drawn[-1])
-    if "plotly" not in missing:
-        from . import draw_html
-
-        drawn.append(file.with_suffix(".html"))
-        draw_html.draw_two(one, other, names, drawn[-1])
+    drawn = []
+    for library, drawer in _drawers().items():
+        drawn.append(file.with_suffix(LIBRARIES[library][1]))
+        drawer.draw_two(one, other, names, drawn[-1])
     return drawn

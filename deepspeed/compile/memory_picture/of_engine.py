@@ -61,14 +61,15 @@ def prepare(engine: "DeepSpeedEngine", optimizer: Optional["DeepSpeedZeroOptimiz
             f"{OPTION} records DeepSpeedZeroOptimizer only, and this engine has {name}; leave {OPTION} out, or with "
             "bf16 in stage 1 leave grad_accum_dtype out"
         )
-    missing = files.missing_libraries()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # The first rank draws, and it alone warns.
+    missing = files.missing_libraries() if rank == 0 else []
     if missing:
         warn(
             f"{OPTION}: {' and '.join(missing)} cannot be imported, so not all pictures of the step will be drawn, "
             f"but its data will be written; `{files.REMEDY}`, now or before `python -m deepspeed.compile."
             "memory_picture FILE.json` draws them later"
         )
-    rank, world = dist.get_rank(), dist.get_world_size()
     records, why_not = rank in (0, world - 1), ""
     if records:
         try:
