@@ -1,5 +1,6 @@
 # make test     lint, then every test, with two of its cases where it has many (WORKERS=14: by so many processes at once)
 # make test-all the same with all cases of every test, which take hours on two cores
+# make test-gpu the tests that use GPUs, on a machine with one or more; ranks share GPUs where there are fewer (WORKERS=12)
 # make quick    fast tests of each subject, which take less than two minutes on two cores
 # make demo     train the small model of examples/demo on two processes (DEMO_ARGS="..." reaches the script)
 # make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7 WORLD=3: how many, seed, ranks)
@@ -54,7 +55,7 @@ COMPILE = from deepspeed.comm.torch import build_shm_op; build_shm_op(); \
 	from deepspeed.compile.zero12.native import reducer_module; reducer_module()
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: demo test test-all quick fuzz models sanitize bench docs lint format clean toolchain
+.PHONY: demo test test-all test-gpu quick fuzz models sanitize bench docs lint format clean toolchain
 .NOTPARALLEL:
 
 test: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
@@ -62,6 +63,9 @@ test: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 
 test-all: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 	$(RUN) pytest -q tests --base $(BASE) $(IN_PARALLEL)
+
+test-gpu: toolchain $(FORK) $(BENCH) $(FRONTS) $(BASE)
+	$(RUN) pytest -q tests --gpu --fewer-cases --base $(BASE) $(IN_PARALLEL)
 
 quick: toolchain $(FORK) $(DOCS)
 	$(RUN) pytest -q tests -m quick

@@ -72,6 +72,9 @@ def pytest_addoption(parser):
         action="store_true",
         help="of each test in rank processes run two cases, and more only of tables",
     )
+    parser.addoption(
+        "--gpu", action="store_true", help="leave out the files that use no GPU; end at once where torch finds none"
+    )
     parser.addoption("--every-model", action="store_true", help="train all models of test_models.py, not a dozen")
     parser.addoption("--base", help="the folder that holds the released DeepSpeed on which this fork is based")
     parser.addoption("--models", type=int, help="how many random models test_fuzz.py tries; a few by default")
@@ -90,6 +93,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if config.option.gpu and not config.option.collectonly:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--gpu needs a GPU, and torch finds none; without --gpu tests run on CPU")
     if config.option.sanitizer:
         reports = config.stash[REPORTS] = config.option.reports.resolve()
         shutil.rmtree(reports, ignore_errors=True)
@@ -100,8 +108,9 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     selection.keep_one_quick_case(items)
-    if config.option.fewer_cases:
-        kept = selection.thin_out(items)
+    kept = selection.keep_what_uses_gpus(items) if config.option.gpu else items
+    kept = selection.thin_out(kept) if config.option.fewer_cases else kept
+    if len(kept) < len(items):
         config.hook.pytest_deselected(items=list(set(items).difference(kept)))
         items[:] = kept
 

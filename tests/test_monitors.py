@@ -19,6 +19,7 @@ from deepspeed.runtime.utils import see_memory_usage
 from support.models import Model
 from support.training import NOTHING, Case, batch, device, make_engine
 
+TENSORBOARD_MISSING = "DeepSpeed's monitor writes with TensorBoard: pip install -r requirements/front_doors.txt"
 # Two sequences of each of two ranks in each of two micro-batches.
 SAMPLES = 8
 
@@ -88,6 +89,7 @@ def of_ours(found):
 
 
 def test_monitors_get_counters_and_peaks(ranks, tmp_path):
+    pytest.importorskip("tensorboard", reason=TENSORBOARD_MISSING)
     case = monitored(tmp_path, monitor_memory=True)
     first, other = ranks(2).run(trained, case)
     found = read_csv(tmp_path)
@@ -113,6 +115,7 @@ def test_monitors_get_counters_and_peaks(ranks, tmp_path):
 
 
 def test_monitors_get_nothing_of_it_by_default(ranks, tmp_path):
+    pytest.importorskip("tensorboard", reason=TENSORBOARD_MISSING)
     first, other = ranks(2).run(trained, monitored(tmp_path))
     found = read_csv(tmp_path)
     assert "Train_Samples_lr" in found and not of_ours(found)

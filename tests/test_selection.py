@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases ``make test`` and ``make quick`` run."""
+"""Which tests and cases ``make test``, ``make quick`` and ``make test-gpu`` run."""
 
 import itertools
 from pathlib import Path
@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.selection import keep_one_quick_case, thin_out
+from support.pool import TESTS
+from support.selection import WITHOUT_A_GPU, keep_one_quick_case, keep_what_uses_gpus, thin_out
 
 
 class Item(SimpleNamespace):
@@ -72,3 +73,10 @@ def test_one_quick_case_of_each_test_generates_no_code():
 def test_a_quick_test_without_ranks_or_without_values_is_run_as_it_is():
     assert len(quick(*varied("test_a", fixtures=(), marks=["quick"], backend=["inductor", "eager"]))) == 2
     assert quick(*varied("test_b", marks=["quick"])) == [None]
+
+
+def test_files_that_use_no_gpu_are_left_out_and_are_there():
+    files = ["test_some.py", *WITHOUT_A_GPU, "test_other.py"]
+    kept_files = [item.path.name for item in keep_what_uses_gpus([Item(path=TESTS / name) for name in files])]
+    assert kept_files == ["test_some.py", "test_other.py"]
+    assert [name for name in WITHOUT_A_GPU if not (TESTS / name).is_file()] == []

@@ -17,7 +17,7 @@ from support.training import BOUND, Case, batch, build, make_engine, make_optimi
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="DeepCompile ZeRO-3 needs CUDA, and this test 2 GPUs"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: DeepCompile ZeRO-3 needs CUDA"),
 ]
 BUCKET = 4 * 2**20  # elements
 

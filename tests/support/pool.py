@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from unittest import mock
 
-import pytest
+from support import shared_gpus
 
 TESTS = Path(__file__).resolve().parent.parent
 # What every rank imports.
@@ -62,7 +62,7 @@ class RankFailed(AssertionError):
 class Ranks:
     """``world`` processes with a gloo (on GPUs: NCCL) process group between them.
 
-    Where there are GPUs but fewer than ``world``, the test that asks for them is skipped.
+    Where there are GPUs but fewer than ``world``, processes share them.
 
     Args:
         world: number of processes.
@@ -71,10 +71,6 @@ class Ranks:
     """
 
     def __init__(self, world, environment=None, patience=1800):
-        import torch
-
-        if torch.cuda.is_available() and torch.cuda.device_count() < world:
-            pytest.skip(f"needs {world} GPUs, and {torch.cuda.device_count()} are here")
         self.world = world
         self._environment = dict(environment or {})
         self._patience = patience
@@ -85,12 +81,15 @@ class Ranks:
         return bool(self._processes)
 
     def start(self):
-        port = free_port()
+        import torch
+
+        port, gpus = free_port(), torch.cuda.device_count()
         with self._context() as context:
             for rank in range(self.world):
                 connection, of_rank = context.Pipe()
                 settings = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "LOCAL_WORLD_SIZE": self.world}
                 settings.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+                settings.update(shared_gpus.variables(rank, self.world, gpus))
                 process = context.Process(target=_serve, args=(of_rank, settings, self._patience), daemon=True)
                 process.start()
                 of_rank.close()
@@ -197,7 +196,7 @@ def _serve(connection, settings, patience):
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     deepspeed.init_distributed(dist_backend=backend, timeout=datetime.timedelta(seconds=patience))
     if backend == "gloo":

@@ -1,14 +1,33 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which cases run of a test that has many, where not all of them do: in ``make test`` and in ``make quick``.
+"""Which tests run where not all of them do: in ``make test``, ``make quick`` and ``make test-gpu``.
 
-Which tests these are is marked at the tests: ``table`` and ``quick``, which ``pyproject.toml`` explains.
+Of the first two, marks at the tests say which: ``table`` and ``quick``, which ``pyproject.toml`` explains.
 """
 
 import collections
 from typing import Dict, List, Set, Tuple
 
 import pytest
+
+# Files whose tests use no GPU, wherever they run -> what they do instead. On a GPU machine they would show nothing
+# that `make test` does not show elsewhere, and some need programs or a network that such a machine may lack. Other
+# tests without a GPU, for example of the installed torch, take seconds together.
+WITHOUT_A_GPU = {
+    "test_benchmarks.py": "starts its programs with DS_ACCELERATOR=cpu",
+    "test_demo.py": "trains in processes that see no GPU",
+    "test_documentation.py": "reads the pages, and runs commands up to where they would begin to train",
+    "test_memory_picture_page.py": "draws a page from made-up data in a browser",
+    "test_packaging.py": "builds packages and installs them",
+    "test_scale_reckoned.py": "reckons, and measures gloo",
+    "test_site.py": "builds the pages and opens them in a browser",
+    "test_two_hosts.py": "trains on two hosts that see no GPU",
+}
+
+
+def keep_what_uses_gpus(items: List[pytest.Item]) -> List[pytest.Item]:
+    """Lists the items that ``--gpu`` runs, as in ``make test-gpu``: all but those of ``WITHOUT_A_GPU``."""
+    return [item for item in items if item.path.name not in WITHOUT_A_GPU]
 
 
 def keep_one_quick_case(items: List[pytest.Item]) -> None:
