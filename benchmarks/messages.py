@@ -94,7 +94,7 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
         filling = in_flight = buckets = messages = 0
         for parameter, work in [*zip(reversed(model.parameters), reversed(model.work)), (None, 0)]:
             if parameter is None:
-                reducer.finish_backward(True)
+                reducer.finish_backward(True, False)
             else:
                 torch.autograd.backward([parameter.sum()])
                 filling += parameter.nbytes

@@ -186,7 +186,7 @@ def a_step_that_changed_nothing(case, where=(optimizer_step, "_global_norm")):
     holder, name = where
     own = getattr(holder, name)
 
-    def raises(_):
+    def raises(*_):
         setattr(holder, name, own)
         raise Injected(f"no {name}")
 

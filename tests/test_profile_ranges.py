@@ -36,7 +36,7 @@ def ranges_of_a_backward():
         reducer.begin_backward(True, [])
         for slot, parameter in enumerate(parameters, start=1):
             torch.ops.deepcompile.reduce_grad(torch.ones_like(parameter), registrations, slot)
-        reducer.finish_backward(True)
+        reducer.finish_backward(True, False)
     reducer.close()
     # The operator has a range of its own, which torch records.
     operator = "deepcompile::reduce_grad"

@@ -77,9 +77,7 @@ class Registered:
 
     def finish(self, expected):
         """Ends a step's last backward; whether each element of this rank's partition is ``expected``."""
-        self.reducer.finish_backward(True)
-        self.reducer.agree()
-        targets = self.reducer.targets(0)
+        ((targets, _),) = self.reducer.finish_backward(True, True)
         right = all(bool((target == expected).all()) for target in targets.values())
         numel = sum(target.numel() for target in targets.values())
         self.reducer.release(0)
@@ -150,7 +148,7 @@ def gradients_from_threads(route, flat, steps=20):
                     (parameter * value).sum().backward()
 
     right = []
-    with meanwhile(lambda: (registered.reducer.counters(), registered.reducer.targets(0))) as calls:
+    with meanwhile(lambda: (registered.reducer.counters(), registered.reducer.in_backward)) as calls:
         for _ in range(steps):
             registered.reducer.begin_backward(True, [])
             in_threads([functools.partial(give, first) for first in range(4)])

@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <typeinfo>
+#include <utility>
 
 // What the reducer has to do with autograd: the nodes that accumulate gradients of code that was not compiled, which
 // gradients a running task wants and which it cannot compute, and the sums that lie in `parameter.grad` between
@@ -171,22 +172,28 @@ void Reducer::graph_dropped(int64_t serial)
         if (PyGILState_Check()) { unlocked.emplace(); }
         std::lock_guard lock(mutex_);
         if (serial != serial_ || !in_backward()) { return; }
-        abandon_and_note();
+        abandon_and_note("raised");
         listener = listener_;
     }
     // Otherwise engine.is_gradient_accumulation_boundary() would be outdated until the next call of the engine.
     if (listener && Py_IsInitialized()) { listener->settle(); }
 }
 
-bool Reducer::abandon_interrupted(bool is_enclosed)
+bool Reducer::abandon_unfinished(bool may_enclose)
 {
     std::lock_guard lock(mutex_);
-    if (is_enclosed || graph_task_ == torch::autograd::get_current_graph_task_id()) { return false; }
     // A backward whose graph has ended encloses no other. One that runs may: on CPU, where a backward that raised is
     // abandoned at once. On a GPU, a thread of autograd's may hold the graph task of a backward that raised.
-    if (stage_ != Stage::ended && (stage_ != Stage::running || streams_.on_cpu())) { return false; }
-    abandon_and_note();
-    return true;
+    const bool encloses = may_enclose && stage_ == Stage::running &&
+                          (streams_.on_cpu() || graph_task_ == torch::autograd::get_current_graph_task_id());
+    if (in_backward() && !encloses) { abandon_and_note("interrupted"); }
+    return !abandoned_.empty();
+}
+
+std::string Reducer::take_abandoned()
+{
+    std::lock_guard lock(mutex_);
+    return std::exchange(abandoned_, "");
 }
 
 // Gradients that autograd's running task cannot compute.

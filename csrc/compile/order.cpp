@@ -205,9 +205,6 @@ void Reducer::enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradie
 void Reducer::agree()
 {
     RECORD_USER_SCOPE("deepcompile::agree");
-    std::lock_guard lock(mutex_);
-    if (groups_.empty()) { return; }
-    at::NoGradGuard no_grad;
     const auto& group = groups_.front();
     if (group.world() == 1) { return; }
     streams_.order_after_last_use();

@@ -98,7 +98,7 @@ std::string ParameterRecord::describe() const
 bool Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
 {
     std::unique_lock lock(mutex_);
-    if (abandoned_) { return false; }
+    if (!abandoned_.empty()) { return false; }
     look_at_parameters();
     for (auto& record : records_) { record.hooked = false; }
     for (const auto index : hooked) { records_.at(index).hooked = true; }
@@ -226,11 +226,12 @@ void Reducer::end_backward()
     buckets_.drain();
 }
 
-void Reducer::finish_backward(bool reduces)
+std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
 {
     RECORD_USER_SCOPE("deepcompile::finish_backward");
     std::lock_guard lock(mutex_);
-    if (groups_.empty()) { return; }
+    std::vector<HandedOver> handed_over;
+    if (groups_.empty()) { return handed_over; }
     at::NoGradGuard no_grad;
     // Autograd runs the callbacks that end a backward on the stream of the backward's caller, but on the default stream
     // if no accumulation node has run. So this function does not rely on the current stream: it works on the stream
@@ -258,8 +259,19 @@ void Reducer::finish_backward(bool reduces)
         for (auto& group : groups_) { group.allocate_flat_partition(); }
         for (const auto& record : records_) { record.group->bind_to_zeros(record.pieces); }
     }
-    streams_.let_wait(caller);
     end_stage();
+    if (completes) {
+        agree();
+        is_handed_over_ = true;
+        for (const auto& group : groups_) {
+            const auto& flat = group.flat_partition();
+            handed_over.emplace_back(group.targets(), flat.defined() ? std::optional(flat) : std::nullopt);
+        }
+    }
+    streams_.let_wait(caller);
+    // Without a stream, the optimizer would read what this backward has only queued.
+    if (is_handed_over_ && groups_.front().host) { streams_.wait_on_host(); }
+    return handed_over;
 }
 
 void Reducer::end_stage()
@@ -273,23 +285,15 @@ void Reducer::end_stage()
 void Reducer::abandon_backward()
 {
     std::lock_guard lock(mutex_);
-    abandon_and_note();
+    abandon_and_note("raised");
 }
 
-bool Reducer::abandon_unfinished()
-{
-    std::lock_guard lock(mutex_);
-    const bool is_unfinished = in_backward();
-    if (is_unfinished) { abandon_and_note(); }
-    return is_unfinished;
-}
-
-void Reducer::abandon_and_note()
+void Reducer::abandon_and_note(const std::string& how)
 {
     // If the backward raised on some ranks only, before any of them sent a bucket, only this marker makes their
     // fingerprints differ from those of the other ranks.
     agreement_.add(Marker::backward_abandoned);
-    abandoned_ = true;
+    abandoned_ = how;
     // First, so that what lies in `parameter.grad` is dropped too.
     end_stage();
     drop_gradients();
@@ -313,15 +317,17 @@ void Reducer::drop_gradients()
 void Reducer::begin_step()
 {
     std::lock_guard lock(mutex_);
-    if (groups_.empty() || !streams_.on_cpu() || groups_.front().world() == 1) { return; }
-    agreement_.ask(*groups_.front().process_group, groups_.front().device, "begin a step", /*wants_exchange=*/false);
-    agreement_.check();
+    if (groups_.empty()) { return; }
+    if (streams_.on_cpu() && groups_.front().world() > 1) {
+        agreement_.ask(
+            *groups_.front().process_group, groups_.front().device, "begin a step", /*wants_exchange=*/false);
+        agreement_.check();
+    }
+    use_targets_here();
 }
 
 void Reducer::use_targets_here()
 {
-    std::lock_guard lock(mutex_);
-    if (groups_.empty()) { return; }
     streams_.order_after_last_use();
     if (groups_.front().host) { streams_.wait_on_host(); }
     // The optimizer reads targets on this stream, and may drop them before the stream has read them.
@@ -331,36 +337,18 @@ void Reducer::use_targets_here()
     streams_.settle();
 }
 
-Targets Reducer::targets(int64_t group) const
-{
-    std::lock_guard lock(mutex_);
-    const auto& its_group = groups_.at(group);
-    // The last use of the memory was ordered after the copies, so waiting for that use is enough.
-    if (its_group.host) { streams_.wait_on_host(); }
-    return its_group.targets();
-}
-
-std::optional<at::Tensor> Reducer::flat_partition(int64_t group) const
-{
-    std::lock_guard lock(mutex_);
-    const auto& flat = groups_.at(group).flat_partition();
-    return flat.defined() ? std::optional<at::Tensor>(flat) : std::nullopt;
-}
-
 // 6. Released.
 
-void Reducer::release(int64_t group)
+void Reducer::release(std::optional<int64_t> group)
 {
     std::lock_guard lock(mutex_);
-    // The optimizer's views of a partition may outlive the engine, whose groups are gone then.
-    if (group >= static_cast<int64_t>(groups_.size())) { return; }
-    groups_[group].release();
-}
-
-void Reducer::release_all()
-{
-    std::lock_guard lock(mutex_);
-    forget_gradients();
+    is_handed_over_ = false;
+    if (!group) {
+        forget_gradients();
+    } else if (*group < static_cast<int64_t>(groups_.size())) {
+        // The optimizer's views of a partition may outlive the engine, whose groups are gone then.
+        groups_[*group].release();
+    }
 }
 
 void Reducer::forget_gradients()

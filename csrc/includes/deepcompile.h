@@ -28,11 +28,11 @@ the flat tensor and may straddle several partitions.
                         memory back; the graph that reduces last calls it. The optimizer calls
                         Reducer::finish_backward() after every backward. That function does the same for
                         whatever is left: a turn whose gradient has not come is sent as zeros. Elements that
-                        got no gradient on any rank are bound to zeros. Before the step, Reducer::agree() asks
+                        got no gradient on any rank are bound to zeros. When the step is complete it asks
                         whether some rank has late gradients. If so, all ranks send what they have left of
                         those parameters.
-  5. Handed over.       Reducer::targets() gives the targets to the optimizer. Before the optimizer reads them in its
-                        step, it calls Reducer::begin_step() and Reducer::use_targets_here().
+  5. Handed over.       Reducer::finish_backward() gives the targets to the optimizer, which calls
+                        Reducer::begin_step() before it reads them in its step.
   6. Released.          Reducer::release() forgets them. From then on the reducer holds no gradient memory.
 
 ZeRO-1 reduces only in the backward at the accumulation boundary. Until then a gradient stays on its
@@ -42,7 +42,7 @@ live until the step.
 
 The reducer is written on ATen and c10d only, so one source serves gloo on CPU and NCCL on CUDA. All
 device work is put on the current stream of the calling thread, except for copies to the host, which
-have a stream of their own. On a GPU the host waits for the device in Reducer::agree(), and elsewhere
+have a stream of their own. On a GPU the host waits for the device in Reducer::finish_backward(), and elsewhere
 only if an option for debugging asks for it or if targets lie in host memory. In the latter case the
 host waits before it reads targets and, if the memory is not pinned, in each copy. Every error is an
 exception that names the parameter and the rank.
@@ -342,6 +342,10 @@ private:
 /// Averaged gradients by their offset in a partition, in elements; each flat, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;
 
+/// What the optimizer gets of a group when a step is complete: its targets, and the flat tensor in which they lie, if
+/// they lie in one.
+using HandedOver = std::pair<Targets, std::optional<at::Tensor>>;
+
 /// The ranks that share a parameter group, and the gradient targets of this rank's partition of it.
 class PartitionGroup {
 public:
@@ -447,14 +451,14 @@ public:
     /// been abandoned since take_abandoned() was asked.
     bool begin_backward(bool reduces, const std::vector<size_t>& hooked);
 
-    /// Called before a backward begins. `is_enclosed`: whether autograd runs the graph of another task for the backward
-    /// that is running, as reentrant checkpointing in `engine.backward()` does. If the backward that began last cannot
-    /// enclose the new one and did not finish, abandons it, and returns true.
-    bool abandon_interrupted(bool is_enclosed);
-    /// Called between backwards: abandons the last backward if it did not finish, and returns true then.
-    bool abandon_unfinished();
-    /// Whether a backward was abandoned since the last call. The caller then drops what it holds of the step.
-    bool take_abandoned() { return abandoned_.exchange(false); }
+    /// Called when a backward begins, with `may_enclose`, and between backwards. Abandons the backward that began last if
+    /// it did not finish and no longer can: either it raised and a thread of autograd's holds its graph task, or it was
+    /// interrupted after its graph. With `may_enclose`, it may enclose the one that begins. Returns whether
+    /// take_abandoned() has something to tell.
+    bool abandon_unfinished(bool may_enclose);
+    /// How a backward was abandoned since the last call: "raised", "interrupted" (abandon_unfinished() has found it), or
+    /// "" for none. The caller then drops what it holds of the step.
+    std::string take_abandoned();
     /// Whether a backward has begun and was neither finished nor abandoned.
     bool in_backward() const { return stage_ != Stage::none; }
 
@@ -481,15 +485,15 @@ public:
     /// 4. Called by the backward graph that reduces last (operator `end_backward`).
     void end_backward();
 
-    /// 4. Called by `BackwardLife.finish()` after every backward, whichever graphs ran in it. With `reduces`, the turns that are
-    /// left are taken, and every piece that this rank owns is bound on return.
-    void finish_backward(bool reduces);
-
-    /// 4. Called by `BackwardLife` on every rank when the gradients of a step are complete. Reduces what came after its
-    /// turn on some rank, and has the ranks agree on another order if the current one did not suit the first rank.
-    /// Raises on every rank if the ranks have sent different gradients. The host waits for the device, because only
-    /// then the host knows whether another rank has something left.
-    void agree();
+    /// 4. and 5. Called by `BackwardLife` after every backward, whichever graphs ran in it. With `reduces`, the turns that
+    /// are left are taken, and every piece that this rank owns is bound on return.
+    ///
+    /// With `completes`, the gradients of the step are complete on every rank. Then reduces what came after its turn on
+    /// some rank, and has the ranks agree on another order if the current one did not suit the first rank. Raises on
+    /// every rank if the ranks have sent different gradients. The host waits for the device, because only then the host
+    /// knows whether another rank has something left. Returns what each group's optimizer is to have, and otherwise
+    /// nothing.
+    std::vector<HandedOver> finish_backward(bool reduces, bool completes);
 
     /// 4. Called when a backward begins the step anew, after release_all(). Only adds a marker to the fingerprint.
     void replace_gradients();
@@ -498,23 +502,13 @@ public:
     /// also those of earlier backwards.
     void abandon_backward();
 
-    /// 5. Called by `step.py` on every rank before a step. On CPU, ranks compare once more what they have sent.
-    /// Otherwise, if another rank began one more backward instead of the step, gloo would hang or end the process.
+    /// 5. Called by `step.py` on every rank before a step, on the stream on which targets are read. For targets in host
+    /// memory, the host waits for the copies. On CPU, ranks compare once more what they have sent. Otherwise, if another
+    /// rank began one more backward instead of the step, gloo would hang or end the process.
     void begin_step();
 
-    /// 5. Called before targets are read, on the stream on which they are read. For targets in host
-    /// memory, the host waits for the copies.
-    void use_targets_here();
-
-    /// 5. The targets in this rank's partition of a group. For targets in host memory, the host waits for the copies.
-    Targets targets(int64_t group) const;
-    /// 5. The flat tensor in which the targets lie, or nothing if they do not lie in one.
-    std::optional<at::Tensor> flat_partition(int64_t group) const;
-
-    /// 6. Forgets the targets of a group.
-    void release(int64_t group);
-    /// 6. Forgets every target and every unreduced gradient.
-    void release_all();
+    /// 6. Forgets the targets of a group or, without one, every target and every unreduced gradient.
+    void release(std::optional<int64_t> group);
 
     /// Unregisters the parameters. The hooks on their accumulation nodes do nothing from then on. The destructor calls
     /// this function.
@@ -552,13 +546,17 @@ private:
     void enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Enqueues the unreduced sum or, if there is none, zeros.
     void enqueue_sum(ParameterRecord& record);
+    /// Ends the gradients of a step; see finish_backward().
+    void agree();
+    /// Has the current stream and, if targets are there, the host wait until targets may be read.
+    void use_targets_here();
     /// Agrees on the order of later backwards. Returns the parameters that some rank has unreduced gradients of.
     std::vector<int64_t> exchange_orders();
     /// Queues a Watch with autograd's running task, if there is one.
     void watch_graph_task();
     void end_stage();
     /// Ends the backward that began last, drops all gradients, and notes in fingerprint and `abandoned_` that it did.
-    void abandon_and_note();
+    void abandon_and_note(const std::string& how);
     /// Drops what is pending, bound and unreduced.
     void drop_gradients();
     void forget_gradients();
@@ -583,8 +581,9 @@ private:
     int graph_task_ = -1;  ///< autograd's number of the task in which the backward began last; -1: in none
     /// Changes when a backward begins or ends, so that watches of earlier ones know that they are outdated.
     int64_t serial_ = 0;
-    std::atomic<bool> abandoned_ = false;
-    bool reduces_ = false;  ///< whether the backward that runs reduces
+    std::string abandoned_;        ///< see take_abandoned()
+    bool is_handed_over_ = false;  ///< whether the optimizer has targets
+    bool reduces_ = false;         ///< whether the backward that runs reduces
     std::shared_ptr<const Listener> listener_;
     std::optional<c10::Stream> watched_from_;  ///< the stream on which all accumulation nodes were made
 };

@@ -54,7 +54,7 @@ std::string could_not(const std::string& purpose, const std::string& reason);
 [[noreturn]] void throw_for_other_ranks(const std::string& purpose, const std::exception& error);
 
 /// What this rank has sent, and whether the other ranks have sent the same. With its fingerprint, each rank also says
-/// whether it wants an exchange of orders; see Reducer::agree().
+/// whether it wants an exchange of orders; see Reducer::finish_backward().
 class Agreement {
 public:
     /// `identity`: the engine's number. Engines may share a process group, and ranks that send for different engines

@@ -135,19 +135,18 @@ class BackwardLife:
         engine = self._engine()
         # Within engine.backward(), another graph task belongs to the same backward: checkpointing with
         # use_reentrant=True runs one for each output that it recomputes.
-        self.abandon_interrupted(is_enclosed=engine._running_engine_backward)
+        if not engine._running_engine_backward:
+            self.abandon_interrupted()
         base_prologue()
-        begun = False
-        while not begun:
-            # The reducer begins nothing as long as an abandoned backward is not settled.
+        self._join_step()
+        while not self._reducer.begin_backward(self._reduces(), hooked):
+            # Meanwhile another thread has dropped the graph of a backward that raised.
             self.settle()
             self._join_step()
-            self._step.micro_step = engine.micro_steps
-            begun = self._reducer.begin_backward(self._reduces(), hooked)
+        self._step.micro_step = engine.micro_steps
 
     def finish(self) -> None:
         """Called after every backward: reduces what no graph reduced, and hands over if the step is complete."""
-        self.settle()
         if not self._reducer.in_backward:
             # No gradient has announced this backward: its loss needs no output of the engine. On other ranks,
             # the loss may need one.
@@ -211,7 +210,6 @@ class BackwardLife:
 
     def forget_lost(self) -> int:
         """Returns how many of the step's backwards were dropped because a later one raised, and resets the number."""
-        self.settle()
         lost, self._lost = self._lost, 0
         return lost
 
@@ -222,7 +220,7 @@ class BackwardLife:
     def release(self) -> None:
         """Drops every gradient that this rank holds, reduced or not."""
         self._release_handed_over()
-        self._reducer.release_all()
+        self._reducer.release(None)
 
     def _release_handed_over(self):
         self._step = _Step()
@@ -237,13 +235,10 @@ class BackwardLife:
 
     # A backward that raised --------------------------------------------------------------------------------------
 
-    def abandon_interrupted(self, is_enclosed: bool) -> None:
-        """Called when a backward begins: abandons an earlier backward that raised or was interrupted.
-
-        Args:
-            is_enclosed: whether the backward belongs to the one that is running, if one is.
-        """
-        self._take_over(self._reducer.abandon_interrupted(is_enclosed))
+    def abandon_interrupted(self) -> None:
+        """Called when a backward begins: abandons an earlier backward that raised or was interrupted."""
+        if self._reducer.abandon_unfinished(True):
+            self.settle()
 
     def abandon_unfinished(self) -> None:
         """Called between backwards: abandons the last backward if its epilogue has not run.
@@ -251,22 +246,21 @@ class BackwardLife:
         Either the backward raised and autograd's device thread still holds its graph task, or the backward was
         interrupted after its last gradient.
         """
-        self._take_over(self._reducer.abandon_unfinished())
-
-    def _take_over(self, is_abandoned):
-        if is_abandoned:
-            logger.warning("The previous backward did not finish, so its gradients are dropped")
-        self.settle()
+        if self._reducer.abandon_unfinished(False):
+            self.settle()
 
     def settle(self) -> None:
         """Does for DeepSpeed what remains to be done if the reducer has abandoned a backward since the last call.
 
-        Called first by every function that looks at the step, and by the reducer after it has abandoned a backward
-        that raised, from the thread of autograd that dropped the backward's graph.
+        The reducer calls this function after a backward raised, from the thread of autograd that dropped the
+        backward's graph. Another thread may go on with the engine before that, so this class calls the function too.
         """
         with self._settling:
-            if not self._reducer.take_abandoned():
+            how = self._reducer.take_abandoned()
+            if not how:
                 return
+            if how == "interrupted":
+                logger.warning("The previous backward did not finish, so its gradients are dropped")
             before = self._step.backwards
             if self._step.told_by_caller:
                 self._lost += before
@@ -348,29 +342,26 @@ class BackwardLife:
     def _reduce_rest(self, reduces):
         """Reduces what no graph reduced, and hands over what is bound if the step is complete."""
         try:
-            self._reducer.finish_backward(reduces)
-            if reduces and self._engine().is_gradient_accumulation_boundary():
-                self._reducer.agree()
-                self._hand_over()
-            if self._optimizer().cpu_offload and self._is_complete:
-                # This backward may have added to gradients in host memory, which the optimizer reads without a stream.
-                self._reducer.use_targets_here()
+            completes = reduces and self._engine().is_gradient_accumulation_boundary()
+            handed_over = self._reducer.finish_backward(reduces, completes)
+            if completes:
+                self._hand_over(handed_over)
         except BaseException:
             # Also on an interrupt: the next backward would add to what is bound.
             self._reducer.abandon_backward()
             self.settle()
             raise
 
-    def _hand_over(self):
+    def _hand_over(self, handed_over):
         """Puts views of the bound targets into the optimizer's ``averaged_gradients``."""
         optimizer = self._optimizer()
         with torch.profiler.record_function("deepcompile::hand_over"):
-            for group, specs in enumerate(self._view_specs):
+            for group, (targets, flat_partition) in enumerate(handed_over):
                 # Keep the dict and set its entries: parameters hold a reference to the dict for safe_get_full_grad().
                 optimizer.averaged_gradients[group] = views = PartitionViews(
-                    self._reducer.targets(group),
-                    self._reducer.flat_partition(group),
-                    specs,
+                    targets,
+                    flat_partition,
+                    self._view_specs[group],
                     optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype),
                     functools.partial(self._reducer.release, group),
                     stay_on_host=optimizer.cpu_offload,

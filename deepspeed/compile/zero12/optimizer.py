@@ -71,7 +71,7 @@ class StepLocalGradients(_NextClass):
 
     def scale_if_loss(self, value: Any) -> Any:
         # engine.backward() begins with this call. An earlier backward that is still unfinished was interrupted.
-        self._zero12.backward.abandon_interrupted(is_enclosed=False)
+        self._zero12.backward.abandon_interrupted()
         return super().scale_if_loss(value)
 
     def enter_backward(self) -> None:

@@ -70,7 +70,6 @@ def _run(optimizer):
     zero12 = optimizer._zero12
     zero12.reducer.begin_step()
     zero12.limit.step()
-    zero12.reducer.use_targets_here()
     norm = _global_norm(optimizer) if optimizer.compute_grad_norm else None
     # Gradients carry the loss scale of their backward: read the scale before _update_scale() changes it.
     scale = optimizer.loss_scale
