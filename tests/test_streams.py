@@ -3,14 +3,27 @@
 """Training on streams other than the default one. Only on GPUs there are streams."""
 
 import copy
+import time
 from typing import NamedTuple, Set
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.compile.zero12.native import reducer_module
+
 from support.ids import vary
-from support.training import BOUND, Case, average_gradients, batch, build, make_engine, make_optimizer, relative_error
+from support.training import (
+    BOUND,
+    Case,
+    average_gradients,
+    batch,
+    build,
+    device,
+    make_engine,
+    make_optimizer,
+    relative_error,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -206,3 +219,56 @@ def test_training_in_a_side_stream(ranks, stage, accumulation, model):
         assert seen.streams == {"side"}
         assert not seen.waited, "the side stream waited for the default one"
         assert seen.deferred == 0
+
+
+class FailedSend(NamedTuple):
+    """What a rank saw of a bucket of which one message could not be sent."""
+
+    message: str
+    intact: bool  # whether memory that was allocated after the bucket's stayed as it was filled
+
+
+def memory_after_a_send_that_failed(numel=2**20):
+    """NCCL cannot send the second of two gradients. The first is on its way then, and rank 0 answers late."""
+    rank = dist.get_rank()
+    reducer = reducer_module().Reducer(
+        identity=10**9,
+        bucket_numel=4 * numel,
+        send_numel=4 * numel,
+        overlap=True,
+        synchronize_before=False,
+        synchronize_after=False,
+    )
+    group = reducer.add_group(dist.group.WORLD, numel, torch.float32, device(), False, None)
+    parameters = [torch.nn.Parameter(torch.zeros(numel, device=device())) for _ in range(2)]
+    # Gradients are sent in the reverse of this order, each to the rank of its number.
+    for index, dtype in enumerate((torch.int16, torch.float32)):
+        reducer.register_parameter(group, f"parameter {index}", parameters[index], dtype, index * numel)
+    registrations = torch.tensor([10**9, 0, 1])
+    # NCCL makes its communicator in the first collective.
+    dist.all_reduce(torch.zeros(1, device=device()))
+    torch.cuda.synchronize()
+    if rank == 0:
+        time.sleep(2)
+    reducer.begin_backward(True, [])
+    for slot in (2, 1):
+        gradient = torch.full((numel,), 1.0, device=device())
+        torch.ops.deepcompile.reduce_grad(gradient, registrations, slot, True)
+        del gradient
+    message = ""
+    try:
+        reducer.finish_backward(True, False)
+    except RuntimeError as error:
+        message = str(error)
+    reducer.abandon_backward()
+    filled = [torch.full((numel,), 7.0, device=device()) for _ in range(4)]
+    torch.cuda.synchronize()
+    intact = all(bool((each == 7.0).all()) for each in filled)
+    reducer.close()
+    return FailedSend(message, intact)
+
+
+def test_memory_of_a_send_that_failed_is_not_used_again_too_early(ranks):
+    for seen in ranks(2).run(memory_after_a_send_that_failed):
+        assert "int16" in seen.message.lower() or "short" in seen.message.lower()
+        assert seen.intact
