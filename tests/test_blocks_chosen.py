@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Regional compilation: which modules are the blocks, and what compiling them does to their classes."""
+"""Regional compilation: which modules are the blocks, and what compiling them does to these modules."""
 
 import copy
 import pickle
@@ -79,14 +79,13 @@ def without_forward(block):
     return ModuleDict({"block": block})
 
 
-class Final(Block):
-    @classmethod
-    def __init_subclass__(cls):
-        raise TypeError("this one is final")
+class CallsItself(Block):
+    def __call__(self, x):
+        return self.forward(x)
 
 
-def final(block):
-    return Final(4)
+def calls_itself(block):
+    return CallsItself(4)
 
 
 @vary(
@@ -96,7 +95,7 @@ def final(block):
         (replaced, "its forward was replaced on the instance"),
         (kept, "its forward is kept from the compiler"),
         (without_forward, "it has no forward"),
-        (final, r"its class cannot be subclassed \(this one is final\)"),
+        (calls_itself, "its __call__ does not call nn.Module's"),
     ],
     expects="why",
 )
@@ -124,13 +123,27 @@ def test_pickled_and_copied():
     expected = model(x)
     blocks = find_blocks(model, True)
     changed = compile_blocks(model, blocks, lambda name: "eager", {}, no_limit())
-    assert type(blocks[0]) is type(blocks[1]) is not Block
+    assert [each._compiled_call_impl is not None for each in (model, *blocks)] == [True] * 3
     assert find_blocks(model, True) == blocks
-    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(duplicate) is Model and type(duplicate.blocks[0]) is Block
+    for duplicate in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert duplicate._compiled_call_impl is None
         assert torch.equal(duplicate(x), expected)
+    for block in (copy.copy(blocks[0]), copy.deepcopy(blocks[0]), pickle.loads(pickle.dumps(blocks[0]))):
+        assert block._compiled_call_impl is None and vars(block).keys() == vars(Block(4)).keys()
     restore(changed)
-    assert type(model) is Model and type(model.blocks[1]) is Block
+    assert vars(model).keys() == vars(Model()).keys() and vars(blocks[0]).keys() == vars(Block(4)).keys()
+    assert not any(each._forward_pre_hooks for each in model.modules())
+
+
+def test_what_the_caller_compiled_since_stays():
+    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, restore
+
+    model = Model(width=4, depth=2)
+    changed = compile_blocks(model, list(model.blocks), lambda name: "eager", {}, no_limit())
+    model.blocks[0].compile(backend="eager")
+    since = model.blocks[0]._compiled_call_impl
+    restore(changed)
+    assert model.blocks[0]._compiled_call_impl is since and model.blocks[1]._compiled_call_impl is None
 
 
 def test_options_are_not_used_up():

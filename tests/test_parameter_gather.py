@@ -188,9 +188,9 @@ def outputs(engine, module, how):
 FORWARDS = ["evaluate", "module", "module without gradients"]
 
 
-def read_after_a_step(case, how):
+def read_after_a_step(case, how, model="Around"):
     """Largest error of what ``how`` reads right behind a step in which another rank was late."""
-    module, engine, plain, optimizer = make(case, "Around")
+    module, engine, plain, optimizer = make(case, model)
     worst = 0.0
     for step in range(2):
         engine.train()
@@ -218,6 +218,13 @@ def read_after_a_step(case, how):
 @vary("how", [*READS, *FORWARDS])
 def test_reads_after_a_step(ranks, how):
     for error in ranks(2).run(read_after_a_step, Case(config=OVERLAPPED), how):
+        assert error < BOUND
+
+
+@vary("model", ["CallsForwards", "CallsForwardsInEvaluation"])
+@vary("how", FORWARDS)
+def test_forwards_of_blocks_after_a_step(ranks, model, how):
+    for error in ranks(2).run(read_after_a_step, Case(config=OVERLAPPED), how, model):
         assert error < BOUND
 
 

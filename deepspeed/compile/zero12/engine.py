@@ -228,6 +228,9 @@ def restore_call(engine: "DeepSpeedEngine") -> Callable[[], None]:
         index = engines.index(compilation)
         if compilation is engines[-1]:
             module._compiled_call_impl = compilation.before
+            if compilation.before is None:
+                # Leave no attribute behind: the class has this one.
+                del module._compiled_call_impl
         else:
             # A later engine has compiled the module since. When the later engine is destroyed, it must not restore the
             # compiled call of this engine.

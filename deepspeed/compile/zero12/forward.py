@@ -55,7 +55,7 @@ class AroundForward:
         if self._waiting is not None:
             # Parameters outside the blocks are complete before the forward starts; all parameters are complete when
             # the forward ends.
-            self._waiting.begin()
+            self._waiting.forward_begins(engine.module.training)
         acts = self._acts and engine.is_deepcompile_active()
         if acts:
             for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:

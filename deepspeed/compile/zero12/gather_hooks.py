@@ -7,8 +7,9 @@ forward reaches the block. No hook sees reads such as ``parameter.clone()`` betw
 such a read, the caller must call ``wait_for_parameters()``.
 """
 
+import itertools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Callable, Iterable, List, Optional
+from typing import TYPE_CHECKING, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
 from torch.nn import Module, Parameter
@@ -33,6 +34,10 @@ class Waiting:
     caller calls the module without its engine, the modules outside the blocks wait when they are called, and graphs
     wait when they run.
 
+    Code that reads a block's parameters without calling the block, as ``block.forward(x)`` does, waits for nothing. So
+    an engine's forward leaves only those blocks to wait by themselves that the last such forward has called, and waits
+    for all other blocks before it begins.
+
     Args:
         optimizer: a ZeRO-1/2 optimizer.
         module: the model.
@@ -43,6 +48,11 @@ class Waiting:
         self.gather = OverlappedGather(optimizer, _units(optimizer, module, blocks))
         self._units_of_block = {id(block): sorted(self.gather.units_of(block.parameters())) for block in blocks}
         self._hooks = []
+        # Which blocks the forward under way has called, and (whether the module trains, whether gradients are
+        # recorded) -> which blocks the last such forward has called. Evaluation may call other blocks than training.
+        self._called: Set[int] = set()
+        self._called_last: Dict[Tuple[bool, bool], Set[int]] = {}
+        self._first = [OUTSIDE, *range(1, 1 + len(blocks))]
         outside = {id(each) for each in _modules_outside(module, blocks)}
         for each in module.modules():
             if isinstance(each, torch.jit.ScriptModule):
@@ -55,13 +65,31 @@ class Waiting:
                 # Run before other hooks: they may compute with parameters, as the hook of weight_norm() does.
                 self._hooks.append(each.register_forward_pre_hook(_Hook(self.begin), prepend=True))
 
+    def forward_begins(self, training: bool) -> None:
+        """Called before a forward of the engine: waits as :meth:`begin`, and for all blocks that may not wait.
+
+        Args:
+            training: whether the module is in training mode.
+        """
+        kind = training, torch.is_grad_enabled()
+        called, self._called = self._called_last.get(kind, set()), set()
+        self._called_last[kind] = self._called
+        others = [units for block, units in self._units_of_block.items() if block not in called]
+        self._first = sorted({OUTSIDE, *itertools.chain.from_iterable(others)})
+        self.begin()
+
     def begin(self) -> None:
         """Called before a forward: waits for the unit ``OUTSIDE``."""
-        self.gather.wait([OUTSIDE])
+        self.gather.wait(self._first)
 
     def enter(self, module: Module) -> None:
         """Called before the forward of a block (waits for its unit) or of a module that calls blocks (``OUTSIDE``)."""
-        self.gather.wait(self._units_of_block.get(id(module), [OUTSIDE]))
+        units = self._units_of_block.get(id(module))
+        if units is None:
+            self.begin()
+        else:
+            self._called.add(id(module))
+            self.gather.wait(units)
 
     def leave(self) -> None:
         """Called after the forward of a module that calls blocks: waits for all units."""

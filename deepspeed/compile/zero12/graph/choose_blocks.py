@@ -13,7 +13,7 @@ import torch
 from torch._dynamo import OptimizedModule
 from torch.nn import Embedding, Module, ModuleDict, ModuleList, Sequential
 
-from .block_classes import plain_class, subclass
+from .block_calls import Call, forward_of
 
 # Modules that only hold other modules. A container is not a block itself.
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
@@ -45,7 +45,7 @@ def choose_blocks(
     if compile_kwargs.get("fullgraph"):
         return [], "compile_kwargs['fullgraph'] asks for one graph"
     blocks = _each_once(_repeated(module))
-    if blocks and all(block._compiled_call_impl is not None for block in blocks) and not _obstacle(module, blocks):
+    if blocks and all(_is_compiled(block) for block in blocks) and not _obstacle(module, blocks):
         # The caller has compiled exactly these blocks, as Accelerate does for its option of regional compilation.
         return blocks, ""
     why = _reason_for_whole(module, blocks)
@@ -158,9 +158,13 @@ def _of_classes(module, names):
             yield from _of_classes(child, names)
 
 
+def _is_compiled(module):
+    # An earlier engine's blocks are compiled by that engine, not by the caller.
+    return module._compiled_call_impl is not None and not isinstance(module._compiled_call_impl, Call)
+
+
 def _kept_from_compiler(module):
-    # A static lookup runs no descriptor: `forward` is a descriptor in some classes, for example in ScriptModule.
-    return getattr(inspect.getattr_static(plain_class(module), "forward"), "_torchdynamo_disable", False)
+    return getattr(forward_of(type(module)), "_torchdynamo_disable", False)
 
 
 def _reason_against(module):
@@ -168,13 +172,19 @@ def _reason_against(module):
         return "it is a ScriptModule"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    if plain_class(module).forward is Module.forward:
+    if forward_of(type(module)) is Module.forward:
         return "it has no forward"
-    try:
-        subclass(plain_class(module))
-    except Exception as error:
-        return f"its class cannot be subclassed ({error})"
+    if not _is_called_by_torch(type(module)):
+        return "its __call__ does not call nn.Module's"
     return None
+
+
+def _is_called_by_torch(kind):
+    """Whether ``nn.Module.__call__()`` runs when a module of this class is called, as far as the class tells."""
+    call = inspect.unwrap(kind.__call__)
+    # A class of its own __call__ names that of another class, as in `super().__call__(x)`.
+    names = getattr(getattr(call, "__code__", None), "co_names", ())
+    return call is inspect.unwrap(Module.__call__) or "__call__" in names
 
 
 def callers_of(module: Module, blocks: List[Module]) -> List[Module]:

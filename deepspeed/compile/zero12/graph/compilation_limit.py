@@ -20,6 +20,7 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ..messages import warn
+from .block_calls import CallOfCaller
 
 # More than any program compiles.
 _UNLIMITED = 10**6
@@ -94,7 +95,12 @@ class CompilationLimit:
             return compiled(block, *args, **kwargs)
 
     def compile_module(self, module: torch.nn.Module, **compile_kwargs: Any) -> None:
-        """Compiles a module as ``module.compile(**compile_kwargs)`` does, but within this limit."""
+        """Compiles a module as ``module.compile(**compile_kwargs)`` does, but within this limit.
+
+        Does nothing if the module calls blocks, because it runs uncompiled then.
+        """
+        if isinstance(module._compiled_call_impl, CallOfCaller):
+            return
 
         def call(*args, **kwargs):
             return module._call_impl(*args, **kwargs)

@@ -5,15 +5,15 @@
 Modules that call blocks run uncompiled. The code around these modules is compiled as usual.
 """
 
-import inspect
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple, Type
 
 import torch
 from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
 
 from ..messages import warn
-from .block_classes import plain_class, subclass
+from .block_calls import Call, CallOfBlock, CallOfCaller, forward_of, no_hook, run_forward, runs
 from .choose_blocks import callers_of
 from .compilation_limit import CompilationLimit, own_code
 
@@ -49,11 +49,11 @@ def compile_blocks(
     compile_kwargs: Dict[str, Any],
     limit: CompilationLimit,
     waiting: Optional["Waiting"] = None,
-) -> List[Module]:
+) -> List["Change"]:
     """Compiles each block's forward, with one graph for all blocks of a class. Modules that call blocks stay eager.
 
-    Each changed module gets a subclass of its class, as FSDP2 does with the modules that it shards. A copy of a
-    changed module has the former class. Hooks and checkpointing stay outside the graphs.
+    Each changed module gets a :class:`Call`, and nothing else of it changes but for one hook of modules that call
+    blocks. Hooks and checkpointing stay outside the graphs.
 
     Args:
         module: the model.
@@ -61,71 +61,80 @@ def compile_blocks(
         backend: returns the backend for ``torch.compile``, given the name of a class of blocks.
         compile_kwargs: further arguments of ``torch.compile``.
         limit: the ``CompilationLimit`` of ``backend``.
-        waiting: None, or a ``Waiting``. A changed module calls ``enter()`` before its forward, and a module that calls
-            blocks also calls ``leave()`` after its forward.
+        waiting: None, or a ``Waiting``. The call of a changed module begins with ``enter()``, and the call of a module
+            that calls blocks ends with ``leave()``.
 
     Returns:
-        The modules that were changed, for :func:`restore`.
+        What was changed, for :func:`restore`.
     """
-    callers, classes = callers_of(module, blocks), {}
-    for caller in callers:
+    compiled = _CompiledForwards(backend, compile_kwargs)
+    # Change modules only after all options were read: a model is changed as a whole or not at all.
+    for kind in {type(block): None for block in blocks}:
+        compiled.of(kind)
+    changes = []
+    for caller in callers_of(module, blocks):
         # If the compiler traced the caller, it would trace into each block again and again. Also, some models ask
         # whether they are traced, and attention then gets a mask in memory instead of the word "causal".
-        plain = type(caller)
-        classes[plain] = subclass(plain, forward=_uncompiled(plain.forward, waiting))
-    for plain in {type(block): None for block in blocks}:
-        classes[plain] = subclass(
-            plain,
-            forward=_compiled(plain.forward, backend(plain.__name__), compile_kwargs, limit, waiting),
-            # Code other than the caller may be compiled and call a block: keep the block out of that code's graph.
-            __call__=torch.compiler.disable(plain.__call__),
-        )
-    # Change modules only after all classes were made: a model is changed as a whole or not at all.
-    changed = [*callers, *blocks]
-    for each in changed:
-        each.__class__ = classes[type(each)]
-    return changed
+        hook = caller.register_forward_pre_hook(no_hook, prepend=True)
+        changes.append(_change(caller, CallOfCaller(caller, waiting), hook))
+    changes.extend(_change(block, CallOfBlock(block, compiled.of, limit, waiting)) for block in blocks)
+    return changes
 
 
-def _uncompiled(forward, waiting):
-    if waiting is None:
-        return torch.compiler.disable(forward)
+class Change(NamedTuple):
+    """What was changed of a module: how it is called, and None or the one hook that the module got."""
 
-    def method(self, *args, **kwargs):
-        waiting.enter(self)
-        output = forward(self, *args, **kwargs)
-        waiting.leave()
-        return output
-
-    method.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    return torch.compiler.disable(method)
+    module: Module
+    call: Call
+    hook: Optional[RemovableHandle]
 
 
-def _compiled(forward, backend, compile_kwargs, limit, waiting):
-    # Copy the options, because torch.compile removes entries from the dict that it is given.
-    options = compile_kwargs.get("options")
-    own = {**compile_kwargs, "options": dict(options)} if options is not None else dict(compile_kwargs)
-    # `limit` counts compilations in place of torch.compile.
-    own.pop("recompile_limit", None)
-    compiled = torch.compile(own_code(forward), **{**own, "backend": backend})
+def _change(module, call, hook=None):
+    # Past the module's own __setattr__.
+    vars(module)["_compiled_call_impl"] = call
+    return Change(module, call, hook)
 
-    # Do not give this method the attributes that torch.compile gives `compiled`. With these attributes, the compiler
-    # would take this method for `forward`, and layers of transformers compare the two to find out which one
-    # checkpoints.
-    def method(self, *args, **kwargs):
-        if waiting is not None:
-            waiting.enter(self)
-        return limit.call_block(self, compiled, forward, args, kwargs)
 
-    method.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
-    return method
+class _CompiledForwards:
+    """The compiled forwards of blocks: one for each class and each forward that blocks of the class have had.
+
+    Args:
+        backend: returns the backend for ``torch.compile``, given the name of a class of blocks.
+        compile_kwargs: further arguments of ``torch.compile``.
+    """
+
+    def __init__(self, backend: Callable[[str], Any], compile_kwargs: Dict[str, Any]):
+        self._backend = backend
+        self._compile_kwargs = dict(compile_kwargs)
+        # `limit` counts compilations in place of torch.compile.
+        self._compile_kwargs.pop("recompile_limit", None)
+        # (class, id of a forward) -> the compiled function, and the forward, so that no other gets its id.
+        self._made: Dict[Tuple[Type[Module], int], Tuple[Callable, Any]] = {}
+
+    def of(self, kind: Type[Module], function: Optional[Callable] = None) -> Callable:
+        """Returns the compiled forward of a class of blocks, or ``function`` compiled for this class.
+
+        A call of what is returned takes the block and the inputs.
+        """
+        compiled = forward_of(kind) if function is None else function
+        made = self._made.get((kind, id(compiled)))
+        if made is None:
+            run = run_forward if function is None else runs(function)
+            made = self._made[kind, id(compiled)] = self._compile(kind, run), compiled
+        return made[0]
+
+    def _compile(self, kind, run):
+        # Copy the options, because torch.compile removes entries from the dict that it is given.
+        options = self._compile_kwargs.get("options")
+        own = {**self._compile_kwargs, "options": dict(options)} if options is not None else self._compile_kwargs
+        return torch.compile(own_code(run), **{**own, "backend": self._backend(kind.__name__)})
 
 
 def take_over_compiled(modules: Iterable[Module]) -> None:
     """Makes ``modules`` run as if their ``compile()`` had never been called: their graphs would reduce nothing."""
     compiled = [each for each in modules if getattr(each, "_compiled_call_impl", None) is not None]
     if compiled:
-        names = sorted({plain_class(each).__name__ for each in compiled})
+        names = sorted({type(each).__name__ for each in compiled})
         warn(
             f"DeepCompile compiles {len(compiled)} modules of {names} itself that were compiled before; what their "
             "compile() was given has no effect, so give it to engine.compile()"
@@ -137,14 +146,17 @@ def take_over_compiled(modules: Iterable[Module]) -> None:
 def refuse_blocks_of_others(module: Module) -> None:
     """Raises ValueError if an engine that trains other parameters has compiled parts of this model."""
     for each in module.modules():
-        if type(each) is not plain_class(each):
+        if isinstance(getattr(each, "_compiled_call_impl", None), Call):
             raise ValueError(
                 f"{type(each).__name__} is compiled for an engine that trains other parameters of the model; destroy "
                 "that one first, or set compile.regional_compilation to false for it"
             )
 
 
-def restore(modules: List[Module]) -> None:
-    """Undoes :func:`compile_blocks`."""
-    for module in modules:
-        module.__class__ = plain_class(module)
+def restore(changes: List[Change]) -> None:
+    """Undoes :func:`compile_blocks`, except where the caller has compiled a module otherwise since."""
+    for module, call, hook in changes:
+        if hook is not None:
+            hook.remove()
+        if vars(module).get("_compiled_call_impl") is call:
+            del vars(module)["_compiled_call_impl"]

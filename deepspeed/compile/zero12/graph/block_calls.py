@@ -1,0 +1,201 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""How blocks, and the modules that call blocks, are called while blocks are compiled by themselves.
+
+``nn.Module`` calls ``_compiled_call_impl`` of an instance, where there is one, in place of hooks and forward, and
+leaves it out of copies and pickles. Class, forward and hooks of the instance stay as they are.
+"""
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple, Type
+
+import torch
+from torch.nn import Module
+
+if TYPE_CHECKING:
+    from ..gather_hooks import Waiting
+    from .compilation_limit import CompilationLimit
+
+
+# The attribute of a layer of transformers with which the layer checkpoints its forward in training, if it is to.
+CHECKPOINT = "_gradient_checkpointing_func"
+
+
+def forward_of(kind: Type[Module]) -> Any:
+    """Returns what a class of modules has for ``forward``, without running it if it is a descriptor."""
+    return next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+
+
+class Call:
+    """What a module has for its ``_compiled_call_impl``. Copies and pickles of a call are None: the module's own way.
+
+    Copies happen where the module's class has a ``__getstate__`` that does not leave ``_compiled_call_impl`` out.
+    """
+
+    def __init__(self, module: Module, waiting: Optional["Waiting"]):
+        # A strong reference would keep a model that nobody needs any more until Python looks for cycles.
+        self._module = weakref.ref(module)
+        self._waiting = waiting
+
+    def __reduce__(self):
+        return type(None), ()
+
+
+class CallOfCaller(Call):
+    """Calls a module that calls blocks. The module runs uncompiled."""
+
+    @torch.compiler.disable
+    def __call__(self, *args, **kwargs):
+        caller, waiting = self._module(), self._waiting
+        if waiting is None:
+            return caller._call_impl(*args, **kwargs)
+        waiting.enter(caller)
+        output = caller._call_impl(*args, **kwargs)
+        waiting.leave()
+        return output
+
+
+def no_hook(module: Module, args: Tuple) -> None:
+    """A forward pre-hook of each module that calls blocks, which keeps such a module out of other code's graphs.
+
+    Dynamo goes straight to the forward of a module without hooks. Of a module with a hook, Dynamo traces
+    ``nn.Module.__call__()``, and so finds :class:`CallOfCaller`, which breaks the graph.
+    """
+
+
+class CallOfBlock(Call):
+    """Calls a block: its forward compiled, its hooks not.
+
+    Args:
+        block: the block.
+        compiled: returns the compiled forward of a class of blocks, or, given a function too, that function compiled.
+            What is returned takes the block and the inputs.
+        limit: the ``CompilationLimit`` of the engine.
+        waiting: None, or the ``Waiting`` of the engine.
+    """
+
+    def __init__(
+        self,
+        block: Module,
+        compiled: Callable[..., Callable],
+        limit: "CompilationLimit",
+        waiting: Optional["Waiting"],
+    ):
+        super().__init__(block, waiting)
+        self._forward = _Forward(self._module, compiled, limit)
+
+    # Code other than the caller may be compiled and call a block whose hooks keep the block out of that code's graph.
+    @torch.compiler.disable
+    def __call__(self, *args, **kwargs):
+        block = self._module()
+        if self._waiting is not None:
+            # Hooks may read parameters too.
+            self._waiting.enter(block)
+        own, forward = vars(block), self._forward
+        if own.get("forward", forward) is not forward:
+            # The caller has given this block a forward of its own since.
+            return block._call_impl(*args, **kwargs)
+        if not _has_hooks(block):
+            return forward.run(block, args, kwargs)
+        # Do not put `forward` there if no hook needs it: Dynamo checks its guards faster while nothing has changed the
+        # block's attributes.
+        own["forward"] = forward
+        try:
+            if not block._forward_pre_hooks:
+                return block._call_impl(*args, **kwargs)
+
+            def take_out(*_):
+                first.remove()
+                forward.leave(own)
+
+            # `_call_impl` begins by reading `forward` and then lists the hooks. The block's other hooks, which run
+            # now, find the block as it was.
+            first = block.register_forward_pre_hook(take_out, prepend=True)
+            try:
+                return block._call_impl(*args, **kwargs)
+            finally:
+                first.remove()
+        finally:
+            forward.leave(own)
+
+
+def _has_hooks(module):
+    return (
+        module._forward_pre_hooks
+        or module._forward_hooks
+        or module._backward_pre_hooks
+        or module._backward_hooks
+        or torch.nn.modules.module._has_any_global_hook()
+    )
+
+
+class _Forward:
+    """Runs a block's forward compiled. It is an attribute of the block only until it is called."""
+
+    def __init__(
+        self,
+        block: "weakref.ref[Module]",
+        compiled: Callable[..., Callable],
+        limit: "CompilationLimit",
+    ):
+        self._block = block
+        self._compiled = compiled
+        self._limit = limit
+
+    def __call__(self, *args, **kwargs):
+        block = self._block()
+        self.leave(vars(block))
+        return self.run(block, args, kwargs)
+
+    def leave(self, attributes: Dict[str, Any]) -> None:
+        """Takes itself out of a block's attributes."""
+        if attributes.get("forward") is self:
+            del attributes["forward"]
+
+    def run(self, block: Module, args: Tuple, kwargs: Dict[str, Any]) -> Any:
+        """Runs the forward that the block's class has now."""
+        kind = type(block)
+        if vars(block).get(CHECKPOINT) is not None and block.training:
+            decorated = forward_of(kind)
+            if _checkpoints_what_it_decorates(decorated):
+                return self._run_checkpointed(block, decorated.__wrapped__, args, kwargs)
+        return self._limit.call_block(block, self._compiled(kind), run_forward, args, kwargs)
+
+    def _run_checkpointed(self, block, forward, args, kwargs):
+        # The decorator runs uncompiled, and the forward that it has checkpointed runs compiled. If the decorator were
+        # compiled, the checkpointed forward would be a graph within the graph.
+        compiled, own = self._compiled(type(block), forward), vars(block)
+        checkpoint = own[CHECKPOINT]
+
+        def call(keywords, *inputs):
+            return self._limit.call_block(block, compiled, forward, inputs, keywords)
+
+        def checkpoint_compiled(function, *inputs):
+            return checkpoint(functools.partial(call, function.keywords), *inputs)
+
+        own[CHECKPOINT] = checkpoint_compiled
+        try:
+            return block.forward(*args, **kwargs)
+        finally:
+            own[CHECKPOINT] = checkpoint
+
+
+def _checkpoints_what_it_decorates(forward):
+    """Whether a forward is a decorator of transformers that checkpoints the forward of a layer."""
+    names = getattr(getattr(forward, "__code__", None), "co_names", ())
+    return CHECKPOINT in names and hasattr(forward, "__wrapped__")
+
+
+def run_forward(block: Module, *args: Any, **kwargs: Any) -> Any:
+    """What is compiled for a block. It calls the forward of the block's class, whatever kind of callable that is."""
+    return block.forward(*args, **kwargs)
+
+
+def runs(function: Callable) -> Callable:
+    """Returns a function to compile that calls ``function`` with a block and the inputs."""
+
+    def run(block, *args, **kwargs):
+        return function(block, *args, **kwargs)
+
+    return run

@@ -1,0 +1,381 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Regional compilation: what the code of a model sees of its blocks is what it sees without DeepCompile.
+
+Each model here trains beside a plain loop, which the uncompiled engine equals.
+"""
+
+import copy
+import functools
+from typing import Any, Dict, List, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.compile.zero12.graph.block_calls import no_hook
+
+from support.beside import Beside, check
+from support.blocks import REGIONAL
+from support.ids import vary
+from support.models import Block, BlocksWithin
+from support.training import BOUND, Case, batch, relative_error
+
+# Blocks that look at themselves ------------------------------------------------------------------------------------
+
+
+class IsItself(Block):
+    def forward(self, x):
+        return super().forward(x) * (2 if type(self) is IsItself else 1)
+
+
+class HasItsClass(Block):
+    def forward(self, x):
+        return super().forward(x) * (2 if self.__class__ == HasItsClass else 1)
+
+
+class LooksItselfUp(Block):
+    def forward(self, x):
+        return super().forward(x) * SCALES[type(self)]
+
+
+class CallsItsParent(Block):
+    def forward(self, x):
+        return super(self.__class__, self).forward(x) * 2
+
+
+class Counts(Block):
+    calls = 0
+
+    def forward(self, x):
+        type(self).calls += 1
+        return super().forward(x) * (1 + Counts.calls % 3)
+
+
+class Registered(Block):
+    """Keeps a list of its subclasses, of which the last one computes."""
+
+    kinds: List[type] = []
+
+    def __init_subclass__(cls):
+        Registered.kinds.append(cls)
+
+    def forward(self, x):
+        return super().forward(x) * len(self.kinds)
+
+
+class OnlyKind(Registered):
+    pass
+
+
+SCALES = {LooksItselfUp: 2}
+
+# Blocks whose forward is not a function ----------------------------------------------------------------------------
+
+
+class Doubled:
+    """Decorates a method as the package wrapt does: it has the attributes of the function, its code among them."""
+
+    def __init__(self, function, instance=None):
+        self.__wrapped__ = function
+        self._instance = instance
+
+    def __getattr__(self, name):
+        return getattr(self.__wrapped__, name)
+
+    def __get__(self, instance, owner):
+        return Doubled(self.__wrapped__, instance)
+
+    def __call__(self, *args, **kwargs):
+        args = args if self._instance is None else (self._instance, *args)
+        return self.__wrapped__(*args, **kwargs) * 2
+
+
+class Decorated(Block):
+    @Doubled
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Partly(Block):
+    def scaled(self, scale, x):
+        return super().forward(x) * scale
+
+    forward = functools.partialmethod(scaled, 2)
+
+
+class Bound:
+    """A callable object that is no descriptor: nobody gives it the block."""
+
+    def __call__(self, x):
+        return torch.tanh(x) * 2
+
+
+class OfAnObject(Block):
+    forward = Bound()
+
+
+class Static(Block):
+    @staticmethod
+    def forward(x):
+        return torch.tanh(x) * 2
+
+
+# Blocks that are called in another way -----------------------------------------------------------------------------
+
+
+class CallsOn(Block):
+    """As the layers of transformers are called."""
+
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+def with_blocks(block):
+    """A model whose body calls three blocks of a class."""
+    torch.manual_seed(0)
+    model = BlocksWithin()
+    model.body.blocks = nn.ModuleList(block(8) for _ in range(3))
+    return model
+
+
+LOOKING = (IsItself, HasItsClass, LooksItselfUp, CallsItsParent, Counts, OnlyKind)
+FORWARDS = (Decorated, Partly, OfAnObject, Static)
+
+
+def train(block, backend="eager", before_step=None, direct=False):
+    """Trains in steps before each of which ``before_step(number, model)`` is called with both models."""
+    pair = Beside(with_blocks(block), Case(config=REGIONAL, backend=backend))
+    for step in range(4):
+        for model in (pair.module, pair.plain):
+            if direct:
+                model.body.run_block = call_forward
+            if before_step is not None:
+                before_step(step, model)
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    return pair.end()
+
+
+@vary("backend", ["eager", "inductor"])
+@vary("block", [*LOOKING, *FORWARDS, CallsOn])
+def test_blocks_that_look_at_themselves(ranks, block, backend):
+    for result in check(ranks(2).run(train, block, backend)):
+        # Six of each block, if it uses them, are reduced by graphs, and the head.
+        assert min(result.from_graphs) == (1 if block in (OfAnObject, Static) else 19), result.from_graphs
+
+
+def call_forward(block, x):
+    return block.forward(x)
+
+
+class PastTorch(Block):
+    """Its class calls the forward by itself, and so no hooks."""
+
+    def __call__(self, x):
+        return self.forward(x) * 2
+
+
+def test_blocks_that_torch_does_not_call(ranks):
+    from deepspeed.compile.zero12.graph.choose_blocks import choose_blocks
+
+    blocks, why = choose_blocks(with_blocks(PastTorch), None, {})
+    assert blocks == [] and "PastTorch by itself, because its __call__ does not call nn.Module's" in why
+    # Nobody sees that the body calls the blocks' forward, so that autograd has the blocks' gradients.
+    for result in check(ranks(2).run(train, Block, direct=True)):
+        assert result.from_graphs == [1] * 4
+
+
+# What changes in training ------------------------------------------------------------------------------------------
+
+
+def other_forward(self, x):
+    return Block.forward(self, torch.sin(x))
+
+
+class Replaced(Block):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def replace_of_class(step, model):
+    Replaced.forward = [Replaced.first, Replaced.first, other_forward, Replaced.first][step]
+
+
+def replace_of_one(step, model):
+    if step == 2:
+        model.body.blocks[1].forward = functools.partial(other_forward, model.body.blocks[1])
+    if step == 3:
+        del model.body.blocks[1].forward
+
+
+def replace_class(step, model):
+    model.body.blocks[1].__class__ = Replaced if step == 2 else Block
+
+
+Replaced.first = Replaced.forward
+
+
+@vary(
+    "block, change, compiled",
+    [
+        (Replaced, replace_of_class, [19, 19, 19, 19]),
+        (Block, replace_of_one, [19, 19, 13, 19]),
+        (Block, replace_class, [19, 19, 19, 19]),
+    ],
+    expects="compiled",
+)
+def test_a_forward_that_is_replaced(ranks, block, change, compiled):
+    for result in check(ranks(2).run(train, block, before_step=change)):
+        assert result.from_graphs == compiled
+
+
+# Hooks -------------------------------------------------------------------------------------------------------------
+
+
+class Hooks:
+    """Registers hooks with every module that it is given: some look, and some change what they see."""
+
+    def __init__(self):
+        self.seen: List[str] = []
+        self._handles: List[Any] = []
+
+    def add(self, modules):
+        for module in modules:
+            for register, hook, options in (
+                (module.register_forward_pre_hook, self.before, {"with_kwargs": True}),
+                (module.register_forward_pre_hook, self.shift, {}),
+                (module.register_forward_hook, self.behind, {"with_kwargs": True, "always_call": True}),
+                (module.register_full_backward_pre_hook, self.before_backward, {}),
+                (module.register_full_backward_hook, self.behind_backward, {}),
+            ):
+                self._handles.append(register(hook, **options))
+
+    def remove(self):
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _sees(self, what, module):
+        attributes = sorted(vars(module).keys() - {"_compiled_call_impl"})
+        hooks = len(module._forward_pre_hooks) - (no_hook in module._forward_pre_hooks.values())
+        self.seen.append(f"{what} {type(module).__name__} {attributes} {hooks}")
+
+    def before(self, module, args, kwargs):
+        self._sees("before", module)
+        return args, {**kwargs, "x": kwargs["x"] * 1.5} if "x" in kwargs else kwargs
+
+    def shift(self, module, args):
+        self.seen.append("shift")
+        return tuple(each + 0.1 if torch.is_tensor(each) and each.is_floating_point() else each for each in args)
+
+    def behind(self, module, args, kwargs, output):
+        self._sees("behind", module)
+        return output * 1.25
+
+    def before_backward(self, module, of_output):
+        self.seen.append("before the backward")
+        return tuple(each * 0.5 for each in of_output)
+
+    def behind_backward(self, module, of_input, of_output):
+        self.seen.append("behind the backward")
+
+
+def call_with_keyword(block, x):
+    return block(x=x)
+
+
+def train_with_hooks(added, removed, of_body, by_keyword):
+    """Trains where hooks are there in the steps from ``added`` to before ``removed``."""
+    pair = Beside(with_blocks(Block), Case(config=REGIONAL))
+    hooks = [(model, Hooks()) for model in (pair.module, pair.plain)]
+    for step in range(4):
+        for model, of_model in hooks:
+            if by_keyword:
+                model.body.run_block = call_with_keyword
+            if step == removed:
+                of_model.remove()
+            if step == added:
+                of_model.add([model.body] if of_body else model.body.blocks)
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    seen = [of_model.seen for _, of_model in hooks]
+    return Hooked(pair.end(), *seen)
+
+
+class Hooked(NamedTuple):
+    outcome: Any
+    seen: List[str]  # by the hooks of the engine's model
+    expected: List[str]  # by those of the plain loop's
+
+
+@vary("added, removed", [(0, 2), (2, 4), (1, 3)])
+@vary("of_body, by_keyword", [(False, True), (True, False), (False, False)])
+def test_hooks(ranks, added, removed, of_body, by_keyword):
+    for result in ranks(2).run(train_with_hooks, added, removed, of_body, by_keyword):
+        check([result.outcome])
+        assert result.seen == result.expected != []
+
+
+# Copies ------------------------------------------------------------------------------------------------------------
+
+
+class WholeState(Block):
+    def __getstate__(self):
+        return self.__dict__
+
+
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy}
+
+
+def copied(block):
+    """Differences of copies, of which one computes with other parameters than what it was copied from."""
+    seen: Dict[str, Any] = {}
+    pair = Beside(with_blocks(block), Case(config=REGIONAL))
+    for step in range(2):
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    x, ids = torch.ones(1, 4, 8), batch(9, 0, dist.get_rank(), 4)
+    for name, make in COPIES.items():
+        if block is WholeState and name == "copy":
+            continue
+        one, expected = make(pair.module.body.blocks[0]), make(pair.plain.body.blocks[0])
+        for each in (one, expected):
+            each.norm = nn.LayerNorm(8)
+            each.norm.weight.data.mul_(3)
+        seen[name] = type(one) is block, relative_error([one(x)], [expected(x)])
+        own = [parameter for parameter in one.norm.parameters()]
+        seen[f"gradients of {name}"] = (
+            True,
+            relative_error(
+                torch.autograd.grad(one(x).square().sum(), own),
+                torch.autograd.grad(expected(x).square().sum(), list(expected.norm.parameters())),
+            ),
+        )
+        if name != "copy":
+            whole = make(pair.module)
+            hooked = [each for each in whole.modules() if each._compiled_call_impl is not None]
+            seen[f"{name} of the model"] = not hooked, relative_error([whole(ids)], [pair.plain(ids)])
+    return seen, pair.end()
+
+
+@pytest.mark.quick
+@vary("block", [Block, WholeState])
+def test_copies(ranks, block):
+    for seen, outcome in ranks(2).run(copied, block):
+        check([outcome])
+        assert all(alike and error < BOUND for alike, error in seen.values()), seen
+        assert len(seen) == (5 if block is Block else 3)
+
+
+def registered_kinds(block):
+    """What a registry of classes has before and after an engine was made, and its last class computes."""
+    before = list(Registered.kinds)
+    pair = Beside(with_blocks(block), Case(config=REGIONAL))
+    after, made = list(Registered.kinds), Registered.kinds[-1](8)
+    pair.step(batch(0, 0, dist.get_rank(), 4))
+    plain = made._compiled_call_impl is None
+    return before == after, plain, pair.end()
+
+
+def test_no_class_is_made(ranks):
+    for unchanged, plain, outcome in ranks(2).run(registered_kinds, OnlyKind):
+        assert unchanged and plain
+        check([outcome])
