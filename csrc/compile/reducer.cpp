@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <thread>
 
 // The life of a gradient, as deepcompile.h tells it.
 
@@ -386,8 +387,13 @@ void Reducer::close()
 
 std::map<std::string, int64_t> Reducer::counters() const
 {
-    // A thread that waits for other ranks holds the mutex, and a monitor's thread must not wait with it.
-    std::unique_lock lock(mutex_, std::chrono::milliseconds(100));
+    // A thread that waits for other ranks holds the mutex, and a monitor's thread must not wait with it. Not a timed
+    // mutex, of which gcc's ThreadSanitizer does not know that it is locked.
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    for (int tries = 0; !lock.owns_lock() && tries < 100; ++tries) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        lock.try_lock();
+    }
     auto values = counters_.values();
     // Between backwards `parameter.grad` holds what is unreduced. In a backward it is autograd's, on any thread.
     if (lock.owns_lock() && !in_backward()) {

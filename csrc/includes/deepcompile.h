@@ -562,8 +562,7 @@ private:
     void forget_gradients();
 
     const Options options_;
-    /// With a timeout, so that counters() need not wait for other ranks.
-    mutable std::timed_mutex mutex_;
+    mutable std::mutex mutex_;
     // Deques, because other objects hold addresses of groups and records.
     std::deque<PartitionGroup> groups_;
     std::deque<ParameterRecord> records_;
