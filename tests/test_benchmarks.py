@@ -63,6 +63,7 @@ def test_parts_of_a_step_on_the_host(tmp_path):
 
 
 def test_parts_of_a_step_on_one_device(tmp_path):
+    pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
     (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     printed = subprocess.run(
