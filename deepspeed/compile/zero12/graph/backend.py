@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from deepspeed.utils import logger
 
 from ...fx import should_release_reduce_buckets
-from . import find_loss, loss, lowering
+from . import find_loss, hook_guards, loss, lowering
 from .compilation_limit import CompilationLimit
 from .frames import Registrations, one_more_input, traced_registrations
 from .progress import Progress
@@ -150,6 +150,7 @@ def make_backend(
         return _generate_code(gm, inputs, partitioner, mode, options)
 
     def compile_frame(gm, example_inputs, block=None, mode=None, options=None):
+        hook_guards.guard()
         # Decide by the inputs alone, whether or not the graph is found in a cache.
         is_reducible = [id(value) in reducible for value in example_inputs]
         reduces = torch.is_grad_enabled() and any(
