@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple, Type
 
 import torch
 from torch.nn import Module
+from torch.nn.modules.module import _has_any_global_hook
 
 if TYPE_CHECKING:
     from ..gather_hooks import Waiting
@@ -24,7 +25,10 @@ CHECKPOINT = "_gradient_checkpointing_func"
 
 def forward_of(kind: Type[Module]) -> Any:
     """Returns what a class of modules has for ``forward``, without running it if it is a descriptor."""
-    return next(vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base))
+    for base in kind.__mro__:
+        if "forward" in base.__dict__:
+            return base.__dict__["forward"]
+    raise AttributeError(f"{kind.__name__} has no forward")
 
 
 class Call:
@@ -92,11 +96,11 @@ class CallOfBlock(Call):
         if self._waiting is not None:
             # Hooks may read parameters too.
             self._waiting.enter(block)
-        own, forward = vars(block), self._forward
+        own, forward = block.__dict__, self._forward
         if own.get("forward", forward) is not forward:
             # The caller has given this block a forward of its own since.
             return block._call_impl(*args, **kwargs)
-        if not _has_hooks(block):
+        if not _has_hooks(own):
             return forward.run(block, args, kwargs)
         # Do not put `forward` there if no hook needs it: Dynamo checks its guards faster while nothing has changed the
         # block's attributes.
@@ -120,13 +124,13 @@ class CallOfBlock(Call):
             forward.leave(own)
 
 
-def _has_hooks(module):
+def _has_hooks(own):
     return (
-        module._forward_pre_hooks
-        or module._forward_hooks
-        or module._backward_pre_hooks
-        or module._backward_hooks
-        or torch.nn.modules.module._has_any_global_hook()
+        own["_forward_pre_hooks"]
+        or own["_forward_hooks"]
+        or own["_backward_pre_hooks"]
+        or own["_backward_hooks"]
+        or _has_any_global_hook()
     )
 
 
@@ -155,12 +159,11 @@ class _Forward:
 
     def run(self, block: Module, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Runs the forward that the block's class has now."""
-        kind = type(block)
-        if vars(block).get(CHECKPOINT) is not None and block.training:
-            decorated = forward_of(kind)
+        if block.__dict__.get(CHECKPOINT) is not None and block.training:
+            decorated = forward_of(type(block))
             if _checkpoints_what_it_decorates(decorated):
                 return self._run_checkpointed(block, decorated.__wrapped__, args, kwargs)
-        return self._limit.call_block(block, self._compiled(kind), run_forward, args, kwargs)
+        return self._limit.call_block(block, self._compiled(type(block)), run_forward, args, kwargs)
 
     def _run_checkpointed(self, block, forward, args, kwargs):
         # The decorator runs uncompiled, and the forward that it has checkpointed runs compiled. If the decorator were
