@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training forwards of transformers' models keep no cache of keys and values, unless the model reads it."""
 
+import contextlib
+import importlib
+import sys
 import time
 from typing import List, NamedTuple
 
@@ -10,8 +13,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from support.ids import vary
-from support.models import qwen3_config
-from support.training import compile_backend, device, engine_by_configuration
+from support.models import Model, qwen3_config
+from support.training import batch, compile_backend, device, engine_by_configuration
 
 
 def language_model(layers, width, use_cache):
@@ -154,3 +157,46 @@ def test_packed_sequences_are_kept_apart(ranks):
     pytest.importorskip("transformers")
     ((loss, without, with_cache),) = ranks(1).run(packed_losses)
     assert loss == pytest.approx(without, rel=1e-5) and loss != pytest.approx(with_cache, rel=1e-2)
+
+
+@contextlib.contextmanager
+def transformers_from(folder):
+    """Within it ``transformers`` is the package in ``folder``, and imported."""
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "transformers"}
+    for name in before:
+        del sys.modules[name]
+    sys.path.insert(0, folder)
+    try:
+        yield importlib.import_module("transformers")
+    finally:
+        sys.path.remove(folder)
+        del sys.modules["transformers"]
+        sys.modules.update(before)
+
+
+def train_beside_broken_transformers(folder):
+    """Trains a model that has nothing of transformers for a step; returns (loss before, loss after)."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with transformers_from(folder) as transformers, compile_backend("eager"):
+        with pytest.raises(ImportError, match="operator torchvision::nms does not exist"):
+            _ = transformers.PreTrainedModel
+        engine = engine_by_configuration(Model().to(device()), True)
+        losses = []
+        for _ in range(2):
+            loss = engine(batch(0, 0, 0, 4))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        engine.destroy()
+    return losses
+
+
+def test_beside_transformers_that_cannot_be_imported(ranks, tmp_path):
+    (tmp_path / "transformers").mkdir()
+    # As where the package's own files import lazily, and one of them imports a torchvision of another torch.
+    (tmp_path / "transformers" / "__init__.py").write_text(
+        "def __getattr__(name):\n    raise ImportError('operator torchvision::nms does not exist')\n"
+    )
+    ((before, after),) = ranks(1).run(train_beside_broken_transformers, str(tmp_path))
+    assert after < before

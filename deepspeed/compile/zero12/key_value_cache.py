@@ -44,7 +44,8 @@ def train_without_cache(module: Module) -> Callable[[], None]:
 
 
 def _outermost(module) -> List[Module]:
-    base = getattr(sys.modules.get("transformers"), "PreTrainedModel", None)
+    # Not an attribute of `transformers` itself: reading one imports its file, which fails where transformers is broken.
+    base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if base is None:
         return []
     if isinstance(module, base):
