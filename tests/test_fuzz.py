@@ -27,7 +27,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from support.chunked_loss import small_chunks
 from support.faults import Injected, in_backward, raise_injected
 from support.pool import RankFailed
-from support.recipes import EVALUATIONS, KINDS, STEPS, Piece, Recipe, add_hooks, build
+from support.recipes import EVALUATIONS, KINDS, STEPS, Piece, Recipe, add_hooks, build, change_hooks
 from support.training import (
     BOUND,
     Case,
@@ -114,7 +114,7 @@ def train(recipe, deepcompile=True):
     engine = make_engine(module, case)
     optimizer = make_optimizer(plain, case)
     plain_loop, rate = _PlainLoop(recipe, plain, optimizer), optimizer.param_groups[0]["lr"]
-    after_steps = []
+    after_steps, handles, plain_handles = [], {}, {}
     try:
         # Generated code shall draw the random numbers that torch draws.
         with (
@@ -123,6 +123,8 @@ def train(recipe, deepcompile=True):
             small_chunks(numel=64) if recipe.chunked_loss else contextlib.nullcontext(),
         ):
             for step in range(recipe.steps):
+                change_hooks(module, step, handles)
+                change_hooks(plain, step, plain_handles)
                 micro_batches = [_micro_batch_of(recipe, step, index) for index in range(recipe.accumulation)]
                 if recipe.alone and step == 0 and recipe.evaluates is not None and rank == 0:
                     _evaluate(recipe, engine, micro_batches[0])
@@ -298,7 +300,8 @@ def _evaluate(recipe, engine, micro_batch):
 
 pieces = st.builds(
     Piece,
-    kind=st.sampled_from(KINDS),
+    # Only blocks that repeat become graphs of their own, so have some in most models.
+    kind=st.sampled_from([*KINDS, *["block"] * 6]),
     repeats=st.integers(1, 3),
     like=st.none() | st.integers(0, 3),
     compiled=st.sampled_from([True, True, True, False]),
@@ -307,6 +310,7 @@ pieces = st.builds(
     skipped=st.sampled_from([False, False, True]),
     frozen=st.sampled_from([False, False, False, True]),
     hooked=st.sampled_from([False] * 9 + [True]),
+    changed=st.sampled_from([None, None, None, (0, 2), (1, 3), (2, 3), (1, 2)]),
 )
 
 

@@ -38,6 +38,7 @@ class Piece:
         skipped: whether it is left out in odd steps.
         frozen: whether its first parameter is.
         hooked: whether a hook doubles its last parameter's gradient.
+        changed: None, or from which step on, and to before which, a hook changes what its last module inside returns.
     """
 
     kind: str = "linear"
@@ -49,6 +50,7 @@ class Piece:
     skipped: bool = False
     frozen: bool = False
     hooked: bool = False
+    changed: Optional[Tuple[int, int]] = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +125,13 @@ class Gain(nn.Module):
         return x * self.weight if self.weight.numel() else x + self.weight.sum()
 
 
+class Itself(Block):
+    """A block that asks what it is."""
+
+    def forward(self, x):
+        return super().forward(x) * (0.5 if type(self) is Itself else 2)
+
+
 class SumOfTwo(nn.Module):
     """Two parameters with one gradient between them."""
 
@@ -181,7 +190,7 @@ class Dropout(Gain):
 
 MAKE = {
     "linear": lambda width: nn.Linear(width, width),
-    "block": Block,
+    "block": Itself,
     "norm": nn.LayerNorm,
     "gain": Gain,
     "empty": lambda width: Gain(0, 3),
@@ -275,3 +284,18 @@ def add_hooks(module):
         last = [parameter for parameter in modules.parameters() if parameter.requires_grad][-1:]
         if piece.hooked and piece.like is None and last:
             last[0].register_hook(double)
+
+
+def halve(module, inputs, output):
+    return output * 0.5
+
+
+def change_hooks(module, step, handles):
+    """Adds and removes the forward hooks of modules before a step. ``handles``: {piece: handle}, of this model."""
+    for number, (piece, modules) in enumerate(zip(module.body.recipe.pieces, module.body.lists)):
+        if piece.changed is None or piece.like is not None:
+            continue
+        if step == piece.changed[1]:
+            handles.pop(number).remove()
+        if step == piece.changed[0]:
+            handles[number] = list(modules.modules())[-1].register_forward_hook(halve)
