@@ -20,7 +20,7 @@ from support.beside import Beside, check
 from support.blocks import REGIONAL
 from support.ids import vary
 from support.models import Block, BlocksWithin
-from support.training import BOUND, Case, batch, relative_error
+from support.training import BOUND, Case, batch, device, relative_error
 
 # Blocks that look at themselves ------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ def copied(block):
     pair = Beside(with_blocks(block), Case(config=REGIONAL))
     for step in range(2):
         pair.step(batch(step, 0, dist.get_rank(), 4))
-    x, ids = torch.ones(1, 4, 8), batch(9, 0, dist.get_rank(), 4)
+    x, ids = torch.ones(1, 4, 8, device=device()), batch(9, 0, dist.get_rank(), 4)
     for name, make in COPIES.items():
         if block is WholeState and name == "copy":
             continue

@@ -251,14 +251,14 @@ def memory_after_a_send_that_failed(numel=2**20):
     if rank == 0:
         time.sleep(2)
     reducer.begin_backward(True, [])
-    for slot in (2, 1):
-        gradient = torch.full((numel,), 1.0, device=device())
-        torch.ops.deepcompile.reduce_grad(gradient, registrations, slot, True)
-        del gradient
     message = ""
     try:
+        for slot in (2, 1):
+            gradient = torch.full((numel,), 1.0, device=device())
+            torch.ops.deepcompile.reduce_grad(gradient, registrations, slot, True)
+            del gradient
         reducer.finish_backward(True, False)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         message = str(error)
     reducer.abandon_backward()
     filled = [torch.full((numel,), 7.0, device=device()) for _ in range(4)]
@@ -270,5 +270,5 @@ def memory_after_a_send_that_failed(numel=2**20):
 
 def test_memory_of_a_send_that_failed_is_not_used_again_too_early(ranks):
     for seen in ranks(2).run(memory_after_a_send_that_failed):
-        assert "int16" in seen.message.lower() or "short" in seen.message.lower()
+        assert "not supported for NCCL" in seen.message
         assert seen.intact

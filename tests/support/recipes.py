@@ -16,7 +16,7 @@ from support.training import device
 
 # How it is said which micro-batches belong to a step.
 STEPS = ("counted", "boundary", "no_sync", "coalesce_grad_reduction")
-EVALUATIONS = (None, "no_grad", "inference_mode", "in training mode", "with gradients")
+EVALUATIONS = (None, "no_grad", "inference_mode", "in training mode", "with gradients", "for a gradient of its output")
 KINDS = (
     *("linear", "block", "norm", "gain", "empty", "scalar", "sum of two"),
     *("token", "positions", "convolution", "max norm", "dropout", "noise"),
@@ -75,6 +75,9 @@ class Recipe:
         chunked_loss: whether the loss is computed in chunks, as that of many logits is.
         adam: whether the optimizer is AdamW instead of SGD.
         rests: whether the learning rate of the second step is zero, as where a warm-up begins or a decay ends.
+        penalized: whether a penalty on parameters has a backward of its own before that of each micro-batch.
+        freezes: whether the first parameter is frozen between forward and backward in odd steps.
+        moves: whether parameters get other memory in the second step's first backward.
     """
 
     pieces: Tuple[Piece, ...] = (Piece(),)
@@ -111,6 +114,9 @@ class Recipe:
     chunked_loss: bool = False
     adam: bool = False
     rests: bool = False
+    penalized: bool = False
+    freezes: bool = False
+    moves: bool = False
     steps: int = 3
 
 
@@ -233,7 +239,7 @@ class Body(nn.Module):
                 x = run(piece, module, x)
                 if piece.breaks:
                     torch._dynamo.graph_break()
-        return self.strike(x) if self.recipe.raises else x
+        return self.strike(x) if self.recipe.raises or self.recipe.moves else x
 
     @torch.compiler.disable
     def strike(self, x):
