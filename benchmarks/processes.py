@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts the rank processes of one run under the launcher of a given DeepSpeed, and ends them."""
 
+import contextlib
 import json
 import os
 import signal
@@ -82,11 +83,12 @@ def run(
         try:
             status = process.wait(limit)
         except BaseException as error:
+            # DeepSpeed's own builds wait forever for the lock of a process that was ended while it compiled. Locks of
+            # other builds in the folder stay.
+            locks = _held_locks(process.pid)
             _end(process, port)
-            # A process that is ended while it compiles native code leaves a lock, for which the next run would wait
-            # forever.
-            for lock in extensions.glob("**/lock"):
-                lock.unlink()
+            for lock in locks:
+                lock.unlink(missing_ok=True)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             return no_result(f"not done after {limit:.0f} s, see {log}", failed=True)
@@ -109,6 +111,19 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def _held_locks(group: int) -> list[Path]:
+    """Lists the files ``lock`` that processes of a group have open: torch's, while they compile native code."""
+    locks = []
+    for process in Path("/proc").glob("[0-9]*"):
+        # A process may be another user's, or end meanwhile.
+        with contextlib.suppress(OSError):
+            opened = os.listdir(process / "fd") if os.getpgid(int(process.name)) == group else []
+            for descriptor in opened:
+                with contextlib.suppress(OSError):
+                    locks.append((process / "fd" / descriptor).readlink())
+    return [file for file in locks if file.name == "lock"]
 
 
 def _end(process: subprocess.Popen, port: int) -> None:

@@ -143,6 +143,32 @@ def test_ranks_find_the_package_and_the_deepspeed_that_is_named(package, monkeyp
     assert not (tmp_path / "current" / "benchmarks").exists()
 
 
+# Stands for the launcher of ranks that compile native code until they are ended.
+COMPILES = """
+import os, pathlib, time
+
+folder = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"], "compiled")
+folder.mkdir()
+descriptor = os.open(folder / "lock", os.O_CREAT | os.O_EXCL)
+print("compiles", flush=True)
+time.sleep(600)
+"""
+
+
+def test_locks_of_a_run_that_was_ended(package, tmp_path):
+    launchers, extensions, log = tmp_path / "deepspeed" / "launcher", tmp_path / "extensions", tmp_path / "log"
+    launchers.mkdir(parents=True)
+    (launchers.parent / "__init__.py").touch()
+    (launchers / "runner.py").write_text(COMPILES)
+    of_others = extensions / "others" / "lock"
+    of_others.parent.mkdir(parents=True)
+    of_others.touch()
+    found = package("processes").run([], [], 1, str(tmp_path), tmp_path / "caches", extensions, 3, log)
+    assert "not done after 3 s" in found["why"] and log.read_text() == "compiles\n"
+    # DeepSpeed's next build would wait for the first one forever. The second one's owner may still compile.
+    assert sorted(extensions.glob("*/lock")) == [of_others]
+
+
 @pytest.mark.slow
 def test_systems_train_alike(tmp_path):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")

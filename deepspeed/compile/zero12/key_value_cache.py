@@ -44,7 +44,7 @@ def train_without_cache(module: Module) -> Callable[[], None]:
 
 
 def _outermost(module) -> List[Module]:
-    # Not an attribute of `transformers` itself: reading one imports its file, which fails where transformers is broken.
+    # Reading an attribute of `transformers` itself imports a file, which fails where transformers is broken.
     base = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     if base is None:
         return []
