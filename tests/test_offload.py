@@ -310,13 +310,22 @@ class Unpinned(NamedTuple):
     cause: str
 
 
-def without_memory_to_pin():
+def pin_memory(numel):
+    """Has the name of the accelerator's function, but is another function with other arguments."""
+    raise RuntimeError(f"CUDA error: out of memory: {numel} elements")
+
+
+def pin(tensor, **_):
+    pin_memory(tensor.numel())
+
+
+def pin_elsewhere(*tensors, **_):
+    pin_memory(sum(tensor.numel() for tensor in tensors))
+
+
+def without_memory_to_pin(pins):
     accelerator = get_accelerator()
-
-    def pin_memory(tensor, **_):
-        raise RuntimeError(f"CUDA error: out of memory: {tensor.numel()} elements")
-
-    accelerator.pin_memory = pin_memory
+    accelerator.pin_memory = pins
     try:
         with pytest.raises(RuntimeError) as raised:
             make_engine(build(Case()), Case(offloaded=True))
@@ -326,12 +335,15 @@ def without_memory_to_pin():
 
 
 def test_no_memory_to_pin(ranks):
-    for unpinned in ranks(2).run(without_memory_to_pin):
+    for unpinned in ranks(2).run(without_memory_to_pin, pin):
         assert unpinned.sentence == (
             "zero_optimization.offload_optimizer: 0.0 GiB more of pinned host memory could not be had; use more "
             "ranks, or set offload_optimizer.pin_memory to false"
         )
         assert unpinned.cause.startswith("CUDA error: out of memory")
+    # How much was asked for is not known.
+    for unpinned in ranks(2).run(without_memory_to_pin, pin_elsewhere):
+        assert unpinned.sentence.startswith("CUDA error: out of memory")
 
 
 def test_deprecated_name(ranks):

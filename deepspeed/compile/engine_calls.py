@@ -40,12 +40,14 @@ def zero_optimizer(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) 
         wrapped = engine._configure_zero_optimizer(optimizer)
     except RuntimeError as error:
         # The device may also run out of memory, outside of this function of the accelerator.
-        calls = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "pin_memory"]
-        if not engine.is_deepcompile_enabled() or not calls or "out of memory" not in str(error):
+        code = getattr(get_accelerator().pin_memory, "__code__", None)
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+        tensor = frames[0].f_locals.get("tensor") if frames else None
+        if not engine.is_deepcompile_enabled() or tensor is None or "out of memory" not in str(error):
             raise
         raise RuntimeError(
-            f"zero_optimization.offload_optimizer: {calls[0].f_locals['tensor'].nbytes / 2**30:.1f} GiB more of "
-            "pinned host memory could not be had; use more ranks, or set offload_optimizer.pin_memory to false"
+            f"zero_optimization.offload_optimizer: {tensor.nbytes / 2**30:.1f} GiB more of pinned host memory could "
+            "not be had; use more ranks, or set offload_optimizer.pin_memory to false"
         ) from error
     if _asks_for_memory_picture(engine):
         _prepare_memory_picture(engine, wrapped)
