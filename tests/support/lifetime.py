@@ -54,7 +54,7 @@ def targets_at_calls(owner, method, engine, steps):
 
 
 class Raises(torch.autograd.Function):
-    """Identity whose backward raises while ``armed``. ``has_raised`` tells whether it did since that was last reset."""
+    """Identity whose backward raises while ``armed``, and which says by ``has_raised`` that it did."""
 
     armed = has_raised = False
 
