@@ -3,22 +3,38 @@
 """A flat partition stepped in chunks is what it is stepped whole."""
 
 import copy
+import dataclasses
+import functools
+import sys
 import tempfile
+from types import MethodType
 from typing import List, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.utils._contextlib import _DecoratorContextManager
 
 from deepspeed.compile.zero12 import chunked_step
 from deepspeed.compile.zero12.chunked_step import Chunks, may_step_in_chunks
+from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates
 from deepspeed.compile.zero12.master_gradient import MasterGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary
 from support.lifetime import backward, start, targets_at_calls
-from support.optimizers import OPTIMIZERS, Views
-from support.training import Case, chunks_of, relative_error
+from support.optimizers import MORE_OPTIMIZERS, OPTIMIZERS, Views, deepspeed_adam
+from support.training import (
+    ROUNDING,
+    Case,
+    as_recorded,
+    chunks_of,
+    device,
+    relative_error,
+    updates_compiled_from,
+)
 
 NUMEL = 50
 
@@ -63,7 +79,7 @@ def test_chunks_step_as_the_whole(name):
         given, flat = draw_gradients(step)
         whole.grad = flat
         expected.step()
-        assert may_step_in_chunks(optimizer, chunked)
+        assert may_step_in_chunks(optimizer) == [True]
         stepped.clear()
         with chunks_of(7):
             gradient = MasterGradient(given, None, chunked.data, torch.bfloat16)
@@ -96,20 +112,208 @@ def test_what_must_be_stepped_whole():
         optimizer.step()
         return optimizer
 
-    assert may_step_in_chunks(stepped(torch.optim.AdamW), parameter)
+    assert may_step_in_chunks(stepped(torch.optim.AdamW)) == [True]
     # A class that nobody has looked at may use the whole parameter, for example its norm.
-    assert not may_step_in_chunks(stepped(Own), parameter)
-    assert not may_step_in_chunks(stepped(torch.optim.Adafactor), parameter)
-    counted = stepped(torch.optim.AdamW)
-    counted.step = lambda step=counted.step: step()
-    assert not may_step_in_chunks(counted, parameter)
+    assert may_step_in_chunks(stepped(Own)) == [False]
+    assert may_step_in_chunks(stepped(torch.optim.Adafactor)) == [False]
     # As a checkpoint from before there was momentum has it.
     without = stepped(torch.optim.SGD)
     without.state[parameter]["momentum_buffer"] = None
-    assert not may_step_in_chunks(without, parameter)
+    assert may_step_in_chunks(without) == [False]
     hooked = stepped(torch.optim.AdamW)
     hooked.register_step_post_hook(lambda *_: None)
-    assert not may_step_in_chunks(hooked, parameter)
+    assert may_step_in_chunks(hooked) == [False]
+
+
+def around(function):
+    """Returns what a user puts around ``function`` with ``functools.wraps``."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def method_before_a_scheduler(optimizer):
+    optimizer.step = MethodType(around(type(optimizer).step), optimizer)
+    StepLR(optimizer, 1)
+
+
+def wrapper_of_a_schedulers_step(optimizer):
+    StepLR(optimizer, 1)
+    optimizer.step = around(optimizer.step)
+
+
+def marked(optimizer):
+    step = optimizer.step
+    optimizer.step = lambda: step()
+    optimizer.step._wrapped_by_lr_sched = optimizer.step.hooked = True
+
+
+def partial(optimizer):
+    optimizer.step = functools.partial(optimizer.step)
+
+
+def compiled(optimizer):
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+
+
+class Timed(_DecoratorContextManager):
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        pass
+
+
+def in_a_context(optimizer):
+    optimizer.step = Timed()(optimizer.step)
+
+
+def of_another_optimizer(optimizer):
+    optimizer.step = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).step
+
+
+def of_another_optimizers_scheduler(optimizer):
+    # Kept, because the wrapper does not keep it.
+    optimizer.other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    StepLR(optimizer.other, 1)
+    optimizer.step = optimizer.other.step
+
+
+def helper(optimizer):
+    optimizer._init_group = around(optimizer._init_group)
+
+
+def other_class(optimizer):
+    optimizer.__class__ = type("Other", (torch.optim.AdamW,), {})
+
+
+ON_THE_INSTANCE = [
+    *(method_before_a_scheduler, wrapper_of_a_schedulers_step, marked, partial, compiled, in_a_context),
+    *(of_another_optimizer, of_another_optimizers_scheduler, helper, other_class),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("replace", ON_THE_INSTANCE)
+def test_a_step_that_was_replaced(replace):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
+    assert may_step_in_chunks(optimizer) == [True]
+    replace(optimizer)
+    assert may_step_in_chunks(optimizer) == [False]
+
+
+ADAM = sys.modules["torch.optim.adam"]
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["later", "before"])
+@pytest.mark.parametrize(
+    "owner, name",
+    [
+        (torch.optim.AdamW, "step"),
+        (torch.optim.Adam, "_init_group"),
+        (torch.optim.Optimizer, "_optimizer_step_code"),
+        (ADAM, "adam"),
+        (ADAM, "_single_tensor_adam"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_function_that_was_replaced_for_all_optimizers(owner, name, before):
+    """Before an optimizer is made, or later. Torch marks as its own what it finds on a class."""
+
+    def make():
+        return torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
+
+    optimizer = make()
+    for replaced in (around(getattr(owner, name)), torch.no_grad()(around(getattr(owner, name)))):
+        with mock.patch.object(owner, name, replaced):
+            assert may_step_in_chunks(make() if before else optimizer) == [False]
+    assert may_step_in_chunks(optimizer) == [True]
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE_OPTIMIZERS, "DeepSpeed's"])
+def test_what_torch_itself_puts_around_a_step(name):
+    make = {**OPTIMIZERS, **MORE_OPTIMIZERS, "DeepSpeed's": lambda p: deepspeed_adam(p, True)}[name]
+    optimizer = make([torch.nn.Parameter(torch.ones(4, device=device()))])
+    assert may_step_in_chunks(optimizer) == [True]
+    StepLR(optimizer, 1)
+    ExponentialLR(optimizer, 0.9)
+    # Its first call replaces methods of all optimizers.
+    torch.compile(torch.neg, backend="eager")(torch.ones(1))
+    assert may_step_in_chunks(optimizer) == [True]
+
+
+class Halving:
+    """A step() of the user, which halves gradients, in one of three places. Notes the elements that it is given."""
+
+    def __init__(self, optimizer, place):
+        self.optimizer, self.place, self.seen = optimizer, place, []
+        if place == "method":
+            optimizer.step = MethodType(self.around(type(optimizer).step), optimizer)
+        if place != "class":
+            # A scheduler's wrapper calls the step() that there was when the scheduler was made.
+            StepLR(optimizer, 100)
+        if place == "wrapper":
+            optimizer.step = self.around(optimizer.step)
+
+    def around(self, function):
+        @functools.wraps(function)
+        def step(*args, **kwargs):
+            gradients = [each.grad for group in self.optimizer.param_groups for each in group["params"]]
+            self.seen.append([gradient.numel() for gradient in gradients])
+            torch._foreach_mul_(gradients, 0.5)
+            return function(*args, **kwargs)
+
+        return step
+
+    def replaced(self, step):
+        """Within it the class has another step(), if that is the place, and not from the beginning."""
+        cls = type(self.optimizer)
+        is_replaced = self.place == "class" and step >= 3
+        return mock.patch.object(cls, "step", self.around(cls.step) if is_replaced else cls.step)
+
+
+class Halved(NamedTuple):
+    """What a user's step() was given, and what came of it, with chunks and in DeepSpeed's own step."""
+
+    seen: List[List[int]]
+    seen_without: List[List[int]]
+    error: float
+    moved: float
+
+
+def step_with_halves(case, place, compiled):
+    ends, seen = [], []
+    least = 2 * ALIGN_NUMEL if compiled else 2**30
+    for deepcompile in (True, False):
+        with chunks_of(48), updates_compiled_from(least, 32), as_recorded(True):
+            module, engine = start(dataclasses.replace(case, deepcompile=deepcompile))
+            begin = [each.float().clone() for each in module.parameters()]
+            if deepcompile:
+                engine.optimizer._zero12.updates = CompiledUpdates()
+            halving = Halving(engine.optimizer.optimizer, place)
+            for step in range(5):
+                backward(engine, step)
+                with halving.replaced(step):
+                    engine.step()
+            ends.append([safe_get_full_fp32_param(each).clone() for each in module.parameters()])
+            seen.append(halving.seen)
+            engine.destroy()
+    return Halved(*seen, relative_error(*ends), relative_error(ends[1], begin))
+
+
+@vary("place", ["method", "wrapper", "class"])
+@vary("compiled", [False, True])
+@vary("groups", [1, 2])
+def test_a_users_step_is_called_as_without_chunks(ranks, place, compiled, groups):
+    """Once for each parameter group, with the gradient of the whole partition."""
+    case = Case(dtype="bf16", model="RepeatedLayers", clipping=0.1, groups=groups)
+    for halved in ranks(2).run(step_with_halves, case, place, compiled):
+        assert halved.seen == halved.seen_without
+        assert len(halved.seen) == groups * (2 if place == "class" else 5)
+        assert halved.error < ROUNDING["bf16"] * halved.moved and halved.moved > 1e-3, halved
 
 
 class Stepped(NamedTuple):

@@ -16,6 +16,7 @@ from deepspeed.compile.zero12.chunked_step import Chunks
 from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates
 from deepspeed.compile.zero12.master_gradient import MasterGradient
 from deepspeed.compile.zero12.update_graph import Kind
+from deepspeed.ops.adam import FusedAdam
 
 from support.beside import warnings_logged
 from support.ids import vary
@@ -122,6 +123,40 @@ def test_updates_are_those_of_torch(name):
     ours, theirs = optimizer.state_dict(), expected.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
     torch.testing.assert_close(ours["state"], theirs["state"], **close)
+
+
+def described(value):
+    """Describes an object of an optimizer, what it contains, and which objects all these are."""
+    if isinstance(value, dict):
+        inside = [(described(key), described(each)) for key, each in value.items()]
+    elif isinstance(value, (list, tuple)):
+        inside = [described(each) for each in value]
+    else:
+        inside = value.tolist() if torch.is_tensor(value) else repr(value)
+    return type(value), id(value), inside
+
+
+@pytest.mark.parametrize("counts", ["tensors", "numbers"])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE_OPTIMIZERS, "DeepSpeed's"])
+def test_compiling_changes_nothing_of_an_optimizer(name, counts):
+    make = {**OPTIMIZERS, **MORE_OPTIMIZERS, "DeepSpeed's": FusedAdam}[name]
+    parameter = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
+    optimizer = make([parameter])
+    optimizer.register_state_dict_pre_hook(lambda _: None)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter] if parameter in optimizer.state else {}
+    if counts == "numbers":
+        # As in old checkpoints.
+        state.update({key: value.item() for key, value in state.items() if torch.is_tensor(value) and not value.dim()})
+    before = described(vars(optimizer))
+    with updates_compiled_from(LARGE), as_recorded(True):
+        update = CompiledUpdates().begin(optimizer, 0, KIND)
+    assert update is not None
+    assert described(vars(optimizer)) == before
+    kinds = {name: type(value) for name, value in state.items()}
+    update.finish()
+    assert {name: type(value) for name, value in state.items()} == kinds
 
 
 @pytest.mark.skipif(get_accelerator().device_name() == "cpu", reason="DeepSpeed's kernel for GPUs")

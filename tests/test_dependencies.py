@@ -23,7 +23,8 @@ HOLDERS = {
 # What the fork itself adds to such instances.
 OWN = {"_zero12", "_compile_arguments", "_memory_recorder", "plain_class"}
 # Attributes of `optimizer` where that is torch's, in the step over chunks.
-OF_TORCH = {"state", "param_groups", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+HOOKS_OF_TORCH = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_step_code"}
+OF_TORCH = {"state", "param_groups", *HOOKS_OF_TORCH}
 
 
 def trees():

@@ -22,6 +22,7 @@ OPTIMIZERS = {
 # With settings that lead to other code of theirs.
 MORE_OPTIMIZERS = {
     "Adam with L2": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1),
+    "AdamW with L2": lambda p: torch.optim.AdamW([{"params": p, "decoupled_weight_decay": False}], lr=0.1),
     "AdamW capturable": lambda p: torch.optim.AdamW(p, lr=0.1, capturable=get_accelerator().device_name() != "cpu"),
     "AdamW maximize": lambda p: torch.optim.AdamW(p, lr=0.1, maximize=True, amsgrad=True),
     "AdamW with a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor([0.1]), foreach=False),

@@ -58,6 +58,8 @@ class BackwardLife:
         # Reentrant, because what settle() calls may settle.
         self._settling = threading.RLock()
         self._step = _Step()
+        # For each group, what `averaged_gradients` was given. Empty between steps.
+        self._handed_over: List[PartitionViews] = []
         # How many of the step's backwards were dropped because a later one raised, and the value to which the next
         # backward resets `engine.micro_steps`.
         self._lost = 0
@@ -84,7 +86,8 @@ class BackwardLife:
     @property
     def _is_complete(self):
         """Whether the optimizer has the gradients of the step."""
-        return any(views is not None for views in self._optimizer().averaged_gradients.values())
+        averaged = self._optimizer().averaged_gradients
+        return bool(self._handed_over) and any(views is not None for views in averaged.values())
 
     # A backward, in the order of the calls -----------------------------------------------------------------------
 
@@ -202,6 +205,17 @@ class BackwardLife:
             )
         self.abandon_unfinished()
 
+    def read_entries(self) -> None:
+        """Has the step read what the caller has put into ``averaged_gradients``, be it an entry of a list or a list.
+
+        Raises:
+            ValueError: if the step cannot read it.
+        """
+        averaged = self._optimizer().averaged_gradients
+        for group, views in enumerate(self._handed_over):
+            views.read(averaged.get(group), f"averaged_gradients[{group}]")
+            averaged[group] = views
+
     def begin_anew(self) -> None:
         """Resets DeepSpeed's count of micro-batches, so that the next micro-batch is the first of a step."""
         engine = self._engine()
@@ -226,9 +240,10 @@ class BackwardLife:
         self._step = _Step()
         optimizer = self._optimizer()
         averaged = optimizer.averaged_gradients
-        for group, views in list(averaged.items()):
-            if isinstance(views, PartitionViews):
-                views.release_grad_buffers()
+        # The caller may have put other lists in their place.
+        while self._handed_over:
+            self._handed_over.pop().release_grad_buffers()
+        for group in averaged:
             averaged[group] = None
             if optimizer.cpu_offload:
                 optimizer.offload_gradient_dict[group] = None
@@ -356,6 +371,7 @@ class BackwardLife:
         """Puts views of the bound targets into the optimizer's ``averaged_gradients``."""
         optimizer = self._optimizer()
         with torch.profiler.record_function("deepcompile::hand_over"):
+            self._handed_over = []
             for group, (targets, flat_partition) in enumerate(handed_over):
                 # Keep the dict and set its entries: parameters hold a reference to the dict for safe_get_full_grad().
                 optimizer.averaged_gradients[group] = views = PartitionViews(
@@ -366,6 +382,7 @@ class BackwardLife:
                     functools.partial(self._reducer.release, group),
                     stay_on_host=optimizer.cpu_offload,
                 )
+                self._handed_over.append(views)
                 if optimizer.cpu_offload:
                     # With offloading, parameters look for their gradients in this dict. It keeps no memory alive,
                     # because the host memory of the gradients stays allocated.

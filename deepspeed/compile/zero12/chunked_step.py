@@ -7,6 +7,9 @@ need as much again. If the optimizer treats each element by itself, the fp32 gra
 exist only for one chunk at a time.
 """
 
+import functools
+import sys
+from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Callable, List, Optional, Tuple
 
 import torch
@@ -36,17 +39,87 @@ _ELEMENTWISE = (
 )
 
 
-def may_step_in_chunks(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether stepping ``parameter`` in chunks gives the same result as one step, and no hook would see the chunks."""
-    return (
+# Modules of torch whose functions only wrap `func`: hooks of step(), a scheduler's note of a call, torch.no_grad().
+_WRAPPERS = {"torch.optim.optimizer", "torch.optim.lr_scheduler", "torch.utils._contextlib"}
+# Whose functions an optimizer may call.
+_PACKAGES = {"torch", "deepspeed", "builtins", *sys.stdlib_module_names} - {"__main__"}
+
+
+def may_step_in_chunks(optimizer: torch.optim.Optimizer) -> List[bool]:
+    """Says of each parameter group whether chunks of its parameter may be stepped, by the optimizer or otherwise.
+
+    Chunks must give the result of one step, and nobody but the authors of the optimizer may see them. So torch or
+    DeepSpeed must have written all that ``step()`` runs. Somebody else may have replaced ``step()`` on the instance or
+    on the class, a function that it calls, or the class, and may do so at any time.
+    """
+    may = (
         type(optimizer) in _ELEMENTWISE
-        and _is_complete(optimizer.state.get(parameter) or {}, parameter)
-        # A step() that was replaced on the instance may count its calls. A learning rate scheduler replaces step() by
-        # a function that only notes that a call was made.
-        and ("step" not in vars(optimizer) or hasattr(optimizer.step, "_wrapped_by_lr_sched"))
         and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+        and _runs_own_step(optimizer)
+        and not _calls_others(optimizer)
     )
+    return [may and _may_cut(optimizer, group["params"]) for group in optimizer.param_groups]
+
+
+def _may_cut(optimizer, parameters):
+    return len(parameters) == 1 and _is_complete(optimizer.state.get(parameters[0]) or {}, parameters[0])
+
+
+def _runs_own_step(optimizer):
+    """Whether ``optimizer.step()`` runs the ``step()`` of the optimizer's authors, within wrappers of torch at most.
+
+    A mark on a function proves nothing: torch's wrappers, and ``functools.wraps``, copy all marks. What a function
+    calls is in its closure, and who has written a function is in its globals. Neither can be copied.
+    """
+    function = optimizer.step
+    while True:
+        if isinstance(function, MethodType):
+            if function.__self__ is not optimizer:
+                return False
+            function = function.__func__
+        if not isinstance(function, FunctionType):
+            return False
+        module = function.__globals__["__name__"]
+        if module not in _WRAPPERS:
+            authors = {cls.__module__ for cls in type(optimizer).__mro__[:-1]}
+            return module in authors and module.partition(".")[0] in _PACKAGES and function.__code__.co_name == "step"
+        held = _closure(function)
+        # A scheduler's wrapper steps the optimizer for which it was made.
+        if "opt_ref" in held and held["opt_ref"]() is not optimizer:
+            return False
+        # Each class of contexts may decorate a function so.
+        if "ctx_factory" in held and type(getattr(held["ctx_factory"], "__self__", None)) is not torch.no_grad:
+            return False
+        function = held.get("func")
+
+
+def _calls_others(optimizer):
+    """Whether somebody else has written a function that an optimizer's ``step()`` may call."""
+    classes = [cls for cls in type(optimizer).__mro__ if cls.__module__ not in ("torch.optim.optimizer", "builtins")]
+    methods = {name: value for cls in classes for name, value in vars(cls).items()}
+    hiding = [value for name, value in vars(optimizer).items() if name in methods and name != "step"]
+    named = [value for cls in classes for value in vars(sys.modules[cls.__module__]).values()]
+    return any(map(_is_foreign, [*methods.values(), *hiding, *named, optimizer._optimizer_step_code]))
+
+
+def _is_foreign(value):
+    """Whether ``value`` is, or calls, a function of neither torch nor DeepSpeed nor the standard library."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        return _is_foreign(value.__func__)
+    if isinstance(value, functools.partial):
+        return _is_foreign(value.func)
+    if not isinstance(value, FunctionType):
+        return callable(value) and type(value).__module__.partition(".")[0] not in _PACKAGES
+    if value.__globals__["__name__"].partition(".")[0] not in _PACKAGES:
+        return True
+    return value.__closure__ is not None and any(map(_is_foreign, _closure(value).values()))
+
+
+def _closure(function):
+    """Returns name -> value of the variables of outer functions that a function uses."""
+    held = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in held if cell != CellType()}
 
 
 def _is_complete(state, parameter):
@@ -61,7 +134,7 @@ class Chunks:
     """Steps the only parameter of a parameter group chunk by chunk.
 
     Args:
-        optimizer: an optimizer for which :func:`may_step_in_chunks` is true.
+        optimizer: an optimizer whose group :func:`may_step_in_chunks` allows to be cut.
         index: the index of the parameter group.
         gradient: the gradient of the parameter.
         new: a function of (first, last) that returns the memory for the new values of the elements [first, last).

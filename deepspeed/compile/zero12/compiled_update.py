@@ -38,7 +38,7 @@ class CompiledUpdates:
         """Begins a step of the only parameter of ``optimizer.param_groups[index]``.
 
         Args:
-            optimizer: an optimizer for which ``may_step_in_chunks()`` is true.
+            optimizer: an optimizer whose group ``may_step_in_chunks()`` allows to be cut.
             index: the index of the parameter group.
             kind: of the update.
 
@@ -101,8 +101,9 @@ class CompiledUpdates:
 
 
 def _note_step(inner):
-    """Notes what step() does: torch's schedulers warn if nothing has called it before them."""
-    inner._opt_called = True
+    """Notes what step() does if a scheduler of torch has wrapped it: the scheduler warns if nothing calls it."""
+    if "step" in vars(inner):
+        inner._opt_called = True
 
 
 class StepOfGroup:

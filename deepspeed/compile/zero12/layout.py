@@ -7,7 +7,7 @@ ranks, and rank r owns partition r. A parameter may straddle several partitions.
 cuts a parameter into pieces, and all code of this file gets pieces from that function.
 """
 
-from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -144,7 +144,8 @@ class PartitionViews(list):
     """``averaged_gradients[group]``: views of the targets in this rank's partition, in partition order.
 
     The list also has an entry without elements for each run of padding. Attributes and methods have the names of the
-    base's own entries, because the base's code and users' code look these names up.
+    base's own entries, because the base's code and users' code look these names up. As in the base, a caller may put
+    other tensors into the list: the step calls :meth:`read` first.
 
     Args:
         targets: offset in the partition, in elements -> 1-D target in the gradient accumulation dtype, for each piece.
@@ -190,12 +191,49 @@ class PartitionViews(list):
 
     def without_padding(self) -> List[torch.Tensor]:
         """Lists the views that are no padding, one for each parameter in this rank's partition."""
-        return [view for view in self if not getattr(view, "_zero_padding", False)]
+        return [view for view, spec in zip(self, self._specs, strict=True) if not spec.is_padding]
+
+    def read(self, entries: Any, name: str) -> None:
+        """Takes each of ``entries`` that has other memory than its target for the target. Called before a step.
+
+        Args:
+            entries: this list, to which the caller may have assigned, or what the caller has put in its place.
+            name: of the list, for an error.
+
+        Raises:
+            ValueError: if this is no list with a tensor, of as many elements as the target, for each entry.
+        """
+        if not isinstance(entries, (list, tuple)) or len(entries) != len(self._specs):
+            raise ValueError(
+                f"{name} is no list of {len(self._specs)} tensors; assign a tensor to an entry of the list"
+            )
+        changed = {}
+        for index, (spec, entry) in enumerate(zip(self._specs, entries, strict=True)):
+            if spec.is_padding:
+                continue
+            if not isinstance(entry, torch.Tensor) or entry.numel() != spec.numel:
+                raise ValueError(f"{name}[{index}] is no tensor of {spec.numel} elements; assign one")
+            if not self._is_target(spec.offset, entry):
+                # With offloading, new parameters are written over targets, whose memory this entry may share: copy.
+                target = entry.detach().to(self._padding.device, self._padding.dtype, copy=self._stay_on_host)
+                changed[spec.offset] = target.contiguous().view(-1)
+        if changed:
+            self._targets = {**self._targets, **changed}
+            self.flat_partition = None
+        if changed or entries is not self:
+            self._cut()
+
+    def _is_target(self, offset, entry):
+        """Whether ``entry`` has the memory that its target was made with. By ``.data``, either may have got other."""
+        flat = self.flat_partition
+        first = self._targets[offset].data_ptr() if flat is None else flat.data_ptr() + offset * flat.element_size()
+        return entry.data_ptr() == first and entry.dtype == self._padding.dtype and entry.is_contiguous()
 
     def move_flat_partition(self, device: torch.device, non_blocking: bool = False) -> None:
         """Moves the gradients to ``device``. The base calls this in ``offload_states()`` and ``reload_states()``."""
         if self._stay_on_host:
             return
+        self.read(self, "averaged_gradients")
         self._padding = self._padding.to(device)
         if self.flat_partition is None:
             for target in self._targets.values():

@@ -69,6 +69,7 @@ def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
 def _run(optimizer):
     zero12 = optimizer._zero12
     zero12.reducer.begin_step()
+    zero12.backward.read_entries()
     zero12.limit.step()
     norm = _global_norm(optimizer) if optimizer.compute_grad_norm else None
     # Gradients carry the loss scale of their backward: read the scale before _update_scale() changes it.
@@ -76,7 +77,8 @@ def _run(optimizer):
     groups = range(len(optimizer.bit16_groups))
     # What the device can compute before the host has waited for the norm, it computes in that time.
     factor = _factor(optimizer, norm, scale)
-    updates = [_begin_update(optimizer, group, scaled=factor is not None) for group in groups]
+    in_chunks = [not optimizer.torch_autocast_gradscaler and may for may in may_step_in_chunks(optimizer.optimizer)]
+    updates = [_begin_update(optimizer, group, factor is not None) if in_chunks[group] else None for group in groups]
     optimizer.overflow = _host_waits(optimizer, norm) and _overflow(optimizer, norm)
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:
@@ -90,7 +92,7 @@ def _run(optimizer):
     linked = optimizer._hp_optimizer_states_linked
     with zero12.interrupted_step.changing_parameters(zero12.engine):
         with parameters_on_their_way(optimizer) if optimizer.cpu_offload else contextlib.nullcontext():
-            _step_groups(optimizer, factor, updates)
+            _step_groups(optimizer, factor, updates, in_chunks)
         if not linked:
             # In the first step, _optimizer_step() has linked the states of a group before later groups had any.
             optimizer._hp_optimizer_states_linked = False
@@ -190,30 +192,26 @@ def _factor(optimizer, norm, scale) -> Optional[torch.Tensor]:
 def _begin_update(optimizer, group, scaled):
     """Returns the compiled update with which to step a group in this step, or None to have the optimizer step it."""
     updates = optimizer._zero12.updates
-    if updates is None or not _steps_in_chunks(optimizer, group):
+    if updates is None:
         return None
     new = _partition(optimizer, group)
     kind = Kind(optimizer.gradient_accumulation_dtype, new.dtype, new.data_ptr() % 16 == 0, scaled)
     return updates.begin(optimizer.optimizer, group, kind)
 
 
-def _steps_in_chunks(optimizer, group):
-    master = optimizer.single_partition_of_fp32_groups[group]
-    return not optimizer.torch_autocast_gradscaler and may_step_in_chunks(optimizer.optimizer, master)
-
-
-def _step_groups(optimizer, factor, updates):
+def _step_groups(optimizer, factor, updates, in_chunks):
     """Steps the master weights of all groups, and writes them into this rank's partition of the parameters.
 
     Args:
         optimizer: the ZeRO-1/2 optimizer.
         factor: what to multiply gradients by, see :func:`_factor`.
         updates: for each group, what :func:`_begin_update` returned.
+        in_chunks: for each group, whether it may be stepped in chunks.
     """
     gather, chunks = optimizer._zero12.gather, {}
     for group, update in enumerate(updates):
         views = optimizer.averaged_gradients[group]
-        if update is not None or (views.flat_partition is None and _steps_in_chunks(optimizer, group)):
+        if update is not None or (views.flat_partition is None and in_chunks[group]):
             optimizer.averaged_gradients[group] = None
             chunks[group] = Chunks(
                 optimizer.optimizer,

@@ -6,7 +6,6 @@
 bias corrections, runs once a step, in fp64. Inductor compiles the rest, which reads and writes the elements.
 """
 
-import copy
 import warnings
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
@@ -65,7 +64,7 @@ def compile_update(
     with torch.no_grad(), warnings.catch_warnings():
         # Torch 2.13 warns of a name that torch.export itself still uses.
         warnings.simplefilter("ignore", FutureWarning)
-        module = _Range(_as_torch(optimizer), settings, [*states, *scalars])
+        module = _Range(_worker(optimizer), settings, [*states, *scalars])
         parts = _cut(_record(module, master, [*states.values()], learning_rate, [*scalars.values()], kind))
         if len(parts.given_scalars) != 1 + len(scalars):
             raise RuntimeError("the optimizer's step uses tensors that are neither its states nor settings")
@@ -83,16 +82,15 @@ def compile_update(
 class _Range(torch.nn.Module):
     """What an optimizer does to a range of elements, as a module that ``torch.export`` records."""
 
-    def __init__(self, inner, settings, names):
+    def __init__(self, worker, settings, names):
         super().__init__()
         # `capturable` keeps counts of steps in tensors. The other two would record operators that cannot be fused.
         fixed = {"capturable": True, "foreach": False, "fused": False}
-        self.settings = {**inner.defaults, **settings, **fixed}
-        self.inner, self.names = inner, names
+        self.settings = {**worker.defaults, **settings, **fixed}
+        self.worker, self.names = worker, names
 
     def forward(self, gradient, factor, master, new, states, learning_rate, scalars):
-        # The copy has no step() that was replaced on the instance: only what Optimizer.__getstate__ returns is copied.
-        worker = copy.copy(self.inner)
+        worker = self.worker
         worker.param_groups = [{**self.settings, "lr": learning_rate, "params": [master]}]
         worker.state = {master: dict(zip(self.names, [*states, *scalars], strict=True))}
         gradient = gradient.to(master.dtype)
@@ -104,12 +102,16 @@ class _Range(torch.nn.Module):
         new.copy_(master)
 
 
-def _as_torch(stepper):
-    """Returns the optimizer of torch whose update is that of ``stepper``, which may be one of DeepSpeed in C++."""
+def _worker(stepper):
+    """Returns an optimizer of torch whose update is that of ``stepper``, which may be one of DeepSpeed in C++.
+
+    The worker is new. A copy would share parameter groups and states with ``stepper``, and torch's
+    ``__setstate__()`` changes them.
+    """
+    cls = type(stepper)
     if isinstance(stepper, FusedAdam):
         cls = torch.optim.AdamW if stepper.adam_w_mode else torch.optim.Adam
-        return cls([torch.nn.Parameter(torch.empty(0))])
-    return stepper
+    return cls([torch.nn.Parameter(torch.empty(0, device="cpu"))])
 
 
 def _record(module, master, states, learning_rate, scalars, kind) -> ExportedProgram:

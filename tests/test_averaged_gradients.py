@@ -1,0 +1,205 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A step reads what the caller has put into ``averaged_gradients``, as DeepSpeed's own step does."""
+
+import dataclasses
+import itertools
+from typing import Dict, NamedTuple
+
+import pytest
+import torch
+
+from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates
+from deepspeed.utils import safe_get_full_fp32_param
+
+from support.ids import vary
+from support.lifetime import backward, start
+from support.training import (
+    NOTHING,
+    ROUNDING,
+    Case,
+    as_recorded,
+    chunks_of,
+    held,
+    relative_error,
+    updates_compiled_from,
+)
+
+# What a caller does between the last backward and the step. Each way scales every second gradient.
+
+
+def scale(index):
+    return 1 - index % 2 / 2
+
+
+def marked_as(gradient, scaled):
+    if hasattr(gradient, "_zero_padding"):
+        # The norm of DeepSpeed's own step passes over tensors with this mark.
+        scaled._zero_padding = gradient._zero_padding
+    return scaled
+
+
+def all_scaled(averaged, group):
+    return [marked_as(gradient, gradient * scale(index)) for index, gradient in enumerate(averaged[group])]
+
+
+def in_place(averaged, group):
+    for index, gradient in enumerate(averaged[group]):
+        gradient.mul_(scale(index))
+
+
+def entries(averaged, group):
+    for index, gradient in enumerate(averaged[group]):
+        if scale(index) != 1:
+            averaged[group][index] = marked_as(gradient, gradient * scale(index))
+
+
+def slices(averaged, group):
+    averaged[group][:] = all_scaled(averaged, group)
+
+
+def lists(averaged, group):
+    averaged[group] = all_scaled(averaged, group)
+
+
+def data(averaged, group):
+    for index, gradient in enumerate(averaged[group]):
+        gradient.data = gradient.data * scale(index)
+
+
+def other_layouts(averaged, group):
+    """The new tensors are not contiguous, and have another dtype."""
+    for index, gradient in enumerate(averaged[group]):
+        scaled = gradient.float() * scale(index)
+        averaged[group][index] = marked_as(gradient, torch.stack([scaled, torch.ones_like(scaled)], -1)[..., 0])
+
+
+def exchanged(averaged, group):
+    """Gradients of equal shape change places, too."""
+    in_place(averaged, group)
+    views = averaged[group]
+    for first, second in itertools.combinations(range(len(views)), 2):
+        if views[first].shape == views[second].shape:
+            views[first], views[second] = views[second], views[first]
+
+
+class Trained(NamedTuple):
+    """What came of gradients that the caller has changed."""
+
+    error: float  # beside DeepSpeed's own step
+    unchanged: float  # how far the end is from that of gradients that nobody changes
+    released: bool  # whether each step has released its gradients
+
+
+def train(case, change, compiled):
+    """Trains for four steps, and returns the master weights, and what was held after each step."""
+    after = []
+    least = 2 * ALIGN_NUMEL if compiled else 2**30
+    with chunks_of(48), updates_compiled_from(least, 32), as_recorded(True):
+        module, engine = start(case)
+        if case.deepcompile:
+            engine.optimizer._zero12.updates = CompiledUpdates()
+        for step in range(4):
+            backward(engine, step)
+            for group in range(case.groups):
+                change(engine.optimizer.averaged_gradients, group)
+            engine.step()
+            after.append(held(gradient_counters(engine)) if case.deepcompile else NOTHING)
+        ends = [safe_get_full_fp32_param(each).clone() for each in module.parameters()]
+        engine.destroy()
+    return ends, after
+
+
+def train_changed(case, change, compiled=False):
+    ends, after = train(case, change, compiled)
+    without = dataclasses.replace(case, deepcompile=False, offloaded=False)
+    expected, _ = train(without, change, False)
+    unchanged, _ = train(without, lambda *_: None, False)
+    return Trained(relative_error(ends, expected), relative_error(expected, unchanged), after == [NOTHING] * 4)
+
+
+WAYS = [in_place, entries, slices, lists, data, other_layouts, exchanged]
+
+
+def check(results, dtype):
+    for trained in results:
+        # A rounding of a parameter changes the gradients that come after it.
+        assert trained.error < 2 * ROUNDING[dtype] * trained.unchanged and trained.unchanged > 1e-2, trained
+        assert trained.released
+
+
+@pytest.mark.quick
+@vary("change", WAYS)
+@vary("stage, groups, clipping", [(1, 1, 0.0), (2, 2, 0.05)])
+def test_a_flat_partition(ranks, change, stage, groups, clipping):
+    case = Case(model="RepeatedLayers", stage=stage, groups=groups, clipping=clipping)
+    check(ranks(2).run(train_changed, case, change), "fp32")
+
+
+@vary("change", WAYS)
+@vary("compiled, offloaded", [(False, False), (True, False), (True, True)])
+def test_gradients_in_memory_of_their_own(ranks, change, compiled, offloaded):
+    case = Case(model="RepeatedLayers", dtype="bf16", offloaded=offloaded)
+    check(ranks(2).run(train_changed, case, change, compiled), "bf16")
+
+
+def of_another_size(averaged):
+    averaged[0][0] = averaged[0][0].new_zeros(3)
+
+
+def no_tensor(averaged):
+    averaged[0][0] = None
+
+
+def too_many(averaged):
+    averaged[0].append(averaged[0][0])
+
+
+def too_few(averaged):
+    averaged[0] = averaged[0][1:]
+
+
+def one_tensor(averaged):
+    averaged[0] = averaged[0][0]
+
+
+class Refused(NamedTuple):
+    """What a step said, and what came of the next one."""
+
+    error: str
+    held: Dict[str, int]
+    next_error: float  # beside an engine that took only this step
+
+
+def refuse(case, change):
+    ends = []
+    for refused in (True, False):
+        module, engine = start(case)
+        if refused:
+            backward(engine)
+            change(engine.optimizer.averaged_gradients)
+            with pytest.raises(ValueError) as raised:
+                engine.step()
+            after = held(gradient_counters(engine))
+        backward(engine, 1)
+        engine.step()
+        ends.append([each.clone() for each in module.parameters()])
+        engine.destroy()
+    return Refused(str(raised.value), after, relative_error(*ends))
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (of_another_size, "averaged_gradients[0][0] is no tensor of "),
+        (no_tensor, "averaged_gradients[0][0] is no tensor of "),
+        (too_many, "averaged_gradients[0] is no list of "),
+        (too_few, "averaged_gradients[0] is no list of "),
+        (one_tensor, "averaged_gradients[0] is no list of "),
+    ],
+)
+def test_what_no_step_can_read(ranks, change, says):
+    for refused in ranks(2).run(refuse, Case(), change):
+        assert says in refused.error
+        assert refused.held == NOTHING and refused.next_error == 0
