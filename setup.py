@@ -89,6 +89,13 @@ EDITS = (
     ),
     (
         ENGINE,
+        "backward at an output",
+        "        graph_loss_scaled = _ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered()\n",
+        "        engine_calls.comes_to_output(self)\n"
+        "        graph_loss_scaled = _ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered()\n",
+    ),
+    (
+        ENGINE,
         "end of step()",
         "        self._running_engine_step = False\n        self.micro_steps += 1\n",
         "        self._running_engine_step = False\n        at_boundary = self.is_gradient_accumulation_boundary()\n"

@@ -13,12 +13,24 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.torch_version import TorchVersion
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.utils import safe_get_full_grad
 
 from support.beside import Beside, check, warnings_logged
 from support.critic import WIDTH, Critic, rows
 from support.ids import vary
 from support.models import Block
-from support.training import BOUND, Case, device, make_engine, make_optimizer, relative_error, step_plain
+from support.training import (
+    BOUND,
+    Case,
+    average_gradients,
+    device,
+    make_engine,
+    make_optimizer,
+    relative_error,
+    step_plain,
+)
 
 
 @contextlib.contextmanager
@@ -55,10 +67,19 @@ class Adversaries:
         return [getattr(each, "module", each) for each in (self.critic, self.generator)]
 
 
-def train_adversaries(case, toggles):
+class Checkpointed(nn.Sequential):
+    """Hides its parameters from the graph of a backward."""
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+
+
+def train_adversaries(case, toggles, checkpointed=False):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    modules = [Critic().to(device()), nn.Sequential(Block(WIDTH), nn.Linear(WIDTH, WIDTH)).to(device())]
+    sequence = Checkpointed if checkpointed else nn.Sequential
+    modules = [Critic().to(device()), sequence(Block(WIDTH), nn.Linear(WIDTH, WIDTH)).to(device())]
     plain = copy.deepcopy(modules)
     before = copy.deepcopy(modules)
     optimizers = [make_optimizer(module, case) for module in plain]
@@ -94,6 +115,15 @@ def test_a_generator_trains_through_its_frozen_critic(ranks, stage, accumulation
         )
     case = Case(stage=stage, accumulation=accumulation, deepcompile=deepcompile)
     for errors, moved, warnings in ranks(2).run(train_adversaries, case, toggles):
+        assert max(errors) < BOUND, errors
+        assert min(moved) > 1e-3
+        assert not warnings, warnings
+
+
+@vary("stage, accumulation", [(1, 1), (2, 2)])
+def test_a_generator_that_is_checkpointed(ranks, stage, accumulation):
+    case = Case(stage=stage, accumulation=accumulation)
+    for errors, moved, warnings in ranks(2).run(train_adversaries, case, False, True):
         assert max(errors) < BOUND, errors
         assert min(moved) > 1e-3
         assert not warnings, warnings
@@ -176,6 +206,61 @@ def test_a_penalty_has_a_backward_of_its_own(ranks, stage, accumulation, first, 
     results = ranks(2).run(train_with_penalty, Case(stage=stage, accumulation=accumulation), first, direct)
     check([result for result, _ in results])
     assert not any(warnings for _, warnings in results), results
+
+
+def train_by_loss_backward_behind_saliency(case):
+    """As for adversarial examples: the gradient of an input, and then a backward through the same output."""
+    torch.manual_seed(0)
+    pair = Beside(Critic(), case)
+    error = 0.0
+    for step in range(3):
+        x = rows(step).requires_grad_()
+        losses = [module(x).square().mean() for module in (pair.engine, pair.plain)]
+        for loss in losses:
+            torch.autograd.grad(loss, x, retain_graph=True)
+            loss.backward()
+        found = [safe_get_full_grad(parameter) for parameter in pair.module.parameters()]
+        pair.engine.step()
+        average_gradients(pair.plain)
+        error = max(error, relative_error(found, [parameter.grad for parameter in pair.plain.parameters()]))
+        pair.optimizer.step()
+        pair.optimizer.zero_grad()
+    return pair.end(), error
+
+
+@vary("stage", [1, 2])
+def test_a_backward_behind_one_that_passed_through(ranks, stage):
+    results = ranks(2).run(train_by_loss_backward_behind_saliency, Case(stage=stage))
+    check([result for result, _ in results])
+    assert max(error for _, error in results) < BOUND
+
+
+def penalize_between(case, forward_between):
+    """A penalty between a backward within no_sync() and the last one, or behind the last one and another forward."""
+    torch.manual_seed(0)
+    pair = Beside(Critic(), case)
+    engine, plain = pair.engine, pair.plain
+    for step in range(3):
+        first, second = rows(step, 0), rows(step, 1)
+        if not forward_between:
+            with engine.no_sync():
+                engine.backward(engine(first).square().mean())
+            penalty_of(pair.module).backward()
+            engine.backward(engine(second).square().mean())
+            plain(first).square().mean().backward()
+        else:
+            engine.backward(engine(second).square().mean())
+            pair.evaluate(first)
+            penalty_of(pair.module).backward()
+        engine.step()
+        (plain(second).square().mean() + penalty_of(plain)).backward()
+        pair.step_plain()
+    return pair.end()
+
+
+@vary("stage, forward_between", [(1, False), (1, True), (2, True)])
+def test_a_penalty_between(ranks, stage, forward_between):
+    check(ranks(2).run(penalize_between, Case(stage=stage), forward_between))
 
 
 def train_the_module_itself(case, penalized):

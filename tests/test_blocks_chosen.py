@@ -88,6 +88,15 @@ def calls_itself(block):
     return CallsItself(4)
 
 
+class CallsOtherwise(Block):
+    def _call_impl(self, x):
+        return 2 * super()._call_impl(x)
+
+
+def calls_otherwise(block):
+    return CallsOtherwise(4)
+
+
 @vary(
     "change, why",
     [
@@ -96,6 +105,7 @@ def calls_itself(block):
         (kept, "its forward is kept from the compiler"),
         (without_forward, "it has no forward"),
         (calls_itself, "its __call__ does not call nn.Module's"),
+        (calls_otherwise, "it has a _call_impl of its own"),
     ],
     expects="why",
 )

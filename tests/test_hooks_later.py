@@ -108,6 +108,31 @@ def test_hooks_come_and_go_in_a_model_compiled_as_a_whole(ranks, place):
     check_seen(ranks(2).run(train, place, "changes", 2, 4, config))
 
 
+def train_under_global_hook(regional):
+    """From the second step on, and up to the fourth, a hook of all modules doubles what some of them return."""
+    torch.manual_seed(0)
+    pair = Beside(BlocksWithin(), Case(config={"compile": {"regional_compilation": regional}}))
+
+    def change(module, args, output):
+        return output * 1.5 if isinstance(module, torch.nn.LayerNorm) else None
+
+    for step in range(5):
+        handle = torch.nn.modules.module.register_module_forward_hook(change) if 1 <= step < 4 else None
+        try:
+            pair.step(batch(step, 0, dist.get_rank(), 4))
+        finally:
+            if handle is not None:
+                handle.remove()
+    return pair.end()
+
+
+@vary("regional", [None, False])
+def test_hooks_of_all_modules_come_and_go(ranks, regional):
+    for outcome in check(ranks(2).run(train_under_global_hook, regional)):
+        assert outcome.from_graphs[0] > 0 and outcome.from_graphs[-1] > 0
+        assert outcome.from_graphs[1:4] == [0, 0, 0]
+
+
 def option_after_training():
     """What Dynamo's option says before an engine compiles its model, and afterwards."""
     options = [torch._dynamo.config.skip_nnmodule_hook_guards]

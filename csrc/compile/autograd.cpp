@@ -198,27 +198,64 @@ std::string Reducer::take_abandoned()
 
 // Gradients that autograd's running task cannot compute.
 
+namespace {
+
+/// Whether autograd's running task runs a node of its graph. torch.autograd.grad() and backward(inputs=...) ask for some
+/// gradients only.
+bool runs(torch::autograd::Node* node)
+{
+    const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+    if (!asked || asked->empty()) { return true; }
+    const auto found = asked->find(node);
+    return found != asked->end() && found->second.needed_;
+}
+
+/// Whether the running task runs a function of Python for which `is_it(name)` is true. Takes the interpreter's lock.
+template <typename IsIt>
+bool runs_function(const IsIt& is_it)
+{
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (!nodes) { return false; }
+    return std::any_of(nodes->begin(), nodes->end(), [&is_it](torch::autograd::Node* node) {
+        // Autograd's own nodes are many, and to ask each for its name takes long.
+        return std::strstr(typeid(*node).name(), "PyNode") != nullptr && runs(node) && is_it(node->name());
+    });
+}
+
+constexpr auto compiled_function = "CompiledFunctionBackward";
+
+}  // namespace
+
+bool leads_to_checkpoints()
+{
+    return runs_function([](const std::string& name) { return name == "CheckpointFunctionBackward"; });
+}
+
+bool leads_to_compiled_code()
+{
+    return runs_function([](const std::string& name) { return name == compiled_function; });
+}
+
 bool Reducer::leads_to_parameters()
 {
     const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
     if (!nodes) { return true; }
+    bool some_trained = false;
     {
         std::lock_guard lock(mutex_);
-        const auto* asked = torch::autograd::get_current_graph_task_exec_info();
-        const auto is_wanted = [&](torch::autograd::Node* node) {
-            if (!asked || asked->empty()) { return true; }
-            const auto found = asked->find(node);
-            return found != asked->end() && found->second.needed_;
-        };
         for (auto& record : records_) {
+            if (!record.parameter.requires_grad()) { continue; }
+            some_trained = true;
             // The parameter may have got another node since the last backward.
             watch_accumulation(record);
             auto* node = record.accumulation_node.get();
-            if (record.parameter.requires_grad() && nodes->count(node) && is_wanted(node)) { return true; }
+            if (nodes->count(node) && runs(node)) { return true; }
         }
     }
-    // Reentrant checkpointing hides from this graph what the checkpointed modules use.
-    return leads_to_checkpoints();
+    // A function may run a backward of its own, as reentrant checkpointing does, which this graph does not show.
+    const auto* asked = torch::autograd::get_current_graph_task_exec_info();
+    return some_trained && (!asked || asked->empty()) &&
+           runs_function([](const std::string& name) { return name != compiled_function; });
 }
 
 bool Reducer::find_absent(bool is_first)
@@ -234,31 +271,6 @@ bool Reducer::find_absent(bool is_first)
         some = some || record.absent;
     }
     return some;
-}
-
-namespace {
-
-/// Whether the graph of autograd's running task has a function of Python with this name. Takes the interpreter's lock.
-bool leads_to(const std::string& name)
-{
-    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-    if (!nodes) { return false; }
-    return std::any_of(nodes->begin(), nodes->end(), [&name](const torch::autograd::Node* node) {
-        // Autograd's own nodes are many, and to ask each for its name takes long.
-        return std::strstr(typeid(*node).name(), "PyNode") != nullptr && node->name() == name;
-    });
-}
-
-}  // namespace
-
-bool leads_to_checkpoints()
-{
-    return leads_to("CheckpointFunctionBackward");
-}
-
-bool leads_to_compiled_code()
-{
-    return leads_to("CompiledFunctionBackward");
 }
 
 // Sums of gradients that stay on this rank.

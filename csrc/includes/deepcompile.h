@@ -495,7 +495,8 @@ public:
     /// nothing.
     std::vector<HandedOver> finish_backward(bool reduces, bool completes);
 
-    /// 4. Called when a backward begins the step anew, after release_all(). Only adds a marker to the fingerprint.
+    /// 4. Called when a backward begins the step anew. Records that this rank discarded unused gradients, so that ranks
+    /// which differ in this fail the check.
     void replace_gradients();
 
     /// 4. Called when a backward's epilogue raised: drops what is pending, every target and every unreduced gradient,
@@ -590,7 +591,7 @@ private:
 /// Whether the graph of autograd's running task has a function of reentrant checkpointing, which runs a backward of its
 /// own. Takes the interpreter's lock. (autograd.cpp)
 bool leads_to_checkpoints();
-/// Whether the graph has a function that AOTAutograd has compiled. Takes the interpreter's lock. (autograd.cpp)
+/// Whether the task runs a function that AOTAutograd has compiled. Takes the interpreter's lock. (autograd.cpp)
 bool leads_to_compiled_code();
 
 /// The reducer of the engine with this number, or nothing if the engine was destroyed. Any thread.

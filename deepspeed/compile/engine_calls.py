@@ -105,6 +105,15 @@ def is_own_backward(engine: "DeepSpeedEngine") -> bool:
     return engine._running_engine_backward or engine.optimizer._zero12.reducer.leads_to_parameters()
 
 
+def comes_to_output(engine: "DeepSpeedEngine") -> None:
+    """Called when a backward comes to an output of an engine, for each output. Announces the backward to the engine.
+
+    DeepSpeed itself announces the first backward through the outputs of a forward only.
+    """
+    if _is_attached(engine) and not engine.optimizer._zero12.reducer.in_backward:
+        engine._backward_prologue()
+
+
 def after_step(engine: "DeepSpeedEngine") -> None:
     """Called on all ranks after an optimizer step. Writes to monitors, if the configuration asks for it.
 

@@ -30,7 +30,6 @@ class _Step:
 
     backwards: int = 0  # that have ended
     told_by_caller: bool = False  # whether the caller decides which backwards belong to the step
-    micro_step: Optional[int] = None  # `engine.micro_steps` when the last backward was announced
     keeps: bool = False  # whether this rank keeps gradients that came while no backward of the engine ran
     forward_since_hand_over: bool = False
     by_earlier_region: bool = False  # whether a region of coalesce_grad_reduction() that has ended left gradients
@@ -113,18 +112,14 @@ class BackwardLife:
     def begin_unannounced(self) -> bool:
         """Called when a gradient arrives and no backward has begun. Returns whether the gradient begins one.
 
-        DeepSpeed announces only the first backward through the outputs of a forward, so a further one begins here.
-        Before the first one, a backward does not come through an output of the engine, like the backward of a penalty
-        on parameters. The reducer keeps the gradients of such a backward. They belong to the next backward of the
-        engine, as without DeepCompile, or to the step if no backward follows.
+        Such a backward does not come through an output of the engine, like the backward of a penalty on parameters.
+        Unless the caller has called ``engine.backward()``, the reducer keeps the gradients. They belong to the next
+        backward of the engine, as without DeepCompile, or to the step if no backward follows.
         """
-        engine, optimizer = self._engine(), self._optimizer()
-        was_announced = (
-            optimizer._backward_hook_state.backward_seen_this_step and self._step.micro_step == engine.micro_steps
-        )
-        if engine._running_engine_backward or was_announced:
+        engine = self._engine()
+        if engine._running_engine_backward:
             engine._backward_prologue()
-            return True
+            return self._reducer.in_backward
         self._step.keeps = True
         return False
 
@@ -146,7 +141,6 @@ class BackwardLife:
             # Meanwhile another thread has dropped the graph of a backward that raised.
             self.settle()
             self._join_step()
-        self._step.micro_step = engine.micro_steps
 
     def finish(self) -> None:
         """Called after every backward: reduces what no graph reduced, and hands over if the step is complete."""
@@ -183,13 +177,16 @@ class BackwardLife:
                 f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
                 "step was not taken; call engine.optimizer.zero_grad() and run all of its micro-batches again"
             )
-        if not self._is_complete and self._step.keeps:
+        if self._step.keeps:
             self._reduce_rest(True)
+            self._step.keeps = False
         if not self._is_complete:
             self.begin_anew()
             raise RuntimeError(
                 "optimizer.step() found no gradients: run a backward at the gradient accumulation "
-                "boundary first (they are dropped by step(), zero_grad() and a backward that raised)"
+                "boundary first (they are dropped by step(), zero_grad() and a backward that raised; and a "
+                "loss.backward() that leads to no parameter of the engine is none of its backwards, but "
+                "engine.backward(loss) is)"
             )
 
     def refuse_to_drop_within(self) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple, Type
 
 import torch
 from torch.nn import Module
-from torch.nn.modules.module import _has_any_global_hook
 
 if TYPE_CHECKING:
     from ..gather_hooks import Waiting
@@ -87,6 +86,7 @@ class CallOfBlock(Call):
         waiting: Optional["Waiting"],
     ):
         super().__init__(block, waiting)
+        self._limit = limit
         self._forward = _Forward(self._module, compiled, limit)
 
     # Code other than the caller may be compiled and call a block whose hooks keep the block out of that code's graph.
@@ -97,8 +97,8 @@ class CallOfBlock(Call):
             # Hooks may read parameters too.
             self._waiting.enter(block)
         own, forward = block.__dict__, self._forward
-        if own.get("forward", forward) is not forward:
-            # The caller has given this block a forward of its own since.
+        # The caller may have given this block a forward of its own since.
+        if self._limit.is_off() or own.get("forward", forward) is not forward:
             return block._call_impl(*args, **kwargs)
         if not _has_hooks(own):
             return forward.run(block, args, kwargs)
@@ -125,13 +125,7 @@ class CallOfBlock(Call):
 
 
 def _has_hooks(own):
-    return (
-        own["_forward_pre_hooks"]
-        or own["_forward_hooks"]
-        or own["_backward_pre_hooks"]
-        or own["_backward_hooks"]
-        or _has_any_global_hook()
-    )
+    return own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
 
 
 class _Forward:
@@ -159,7 +153,7 @@ class _Forward:
 
     def run(self, block: Module, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Runs the forward that the block's class has now."""
-        if block.__dict__.get(CHECKPOINT) is not None and block.training:
+        if block.training and block.__dict__.get(CHECKPOINT) is not None and block.gradient_checkpointing:
             decorated = forward_of(type(block))
             if _checkpoints_what_it_decorates(decorated):
                 return self._run_checkpointed(block, decorated.__wrapped__, args, kwargs)
@@ -171,11 +165,14 @@ class _Forward:
         compiled, own = self._compiled(type(block), forward), vars(block)
         checkpoint = own[CHECKPOINT]
 
-        def call(keywords, *inputs):
-            return self._limit.call_block(block, compiled, forward, inputs, keywords)
+        @functools.wraps(forward)
+        def call(layer, *inputs, **keywords):
+            return self._limit.call_block(layer, compiled, forward, inputs, keywords)
 
         def checkpoint_compiled(function, *inputs):
-            return checkpoint(functools.partial(call, function.keywords), *inputs)
+            if isinstance(function, functools.partial) and function.func is forward:
+                function = functools.partial(call, *function.args, **function.keywords)
+            return checkpoint(function, *inputs)
 
         own[CHECKPOINT] = checkpoint_compiled
         try:

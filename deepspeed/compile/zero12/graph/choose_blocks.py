@@ -176,6 +176,8 @@ def _reason_against(module):
         return "it has no forward"
     if not _is_called_by_torch(type(module)):
         return "its __call__ does not call nn.Module's"
+    if type(module)._call_impl is not Module._call_impl:
+        return "it has a _call_impl of its own"
     return None
 
 

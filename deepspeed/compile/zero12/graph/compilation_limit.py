@@ -15,6 +15,7 @@ import types
 from typing import Any, Callable, ContextManager, Dict, Tuple
 
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 
 import deepspeed.comm as dist
 from deepspeed.utils import logger
@@ -70,7 +71,7 @@ class CompilationLimit:
         self._evaluating = False
         self._evaluation_is_over = False
         self._trains_in_eval_mode = False
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_hooks = False
         self._is_reached = False
         self.has_stopped = False
 
@@ -84,6 +85,23 @@ class CompilationLimit:
             self._trains_in_eval_mode = self._trains_in_eval_mode or not module.training
             return True
         return module.training or self._trains_in_eval_mode
+
+    def is_off(self) -> bool:
+        """Whether modules run uncompiled: this rank has stopped, or hooks of all modules are registered.
+
+        No guard of Dynamo's sees that such hooks, as of ``register_module_forward_hook()``, come and go.
+        """
+        if self.has_stopped:
+            return True
+        if not _has_any_global_hook():
+            return False
+        if not self._has_warned_of_hooks:
+            self._has_warned_of_hooks = True
+            warn(
+                "Hooks of all modules are registered (torch.nn.modules.module.register_module_...), so the model runs "
+                "uncompiled as long as they are; register hooks at modules to have it compiled"
+            )
+        return True
 
     def call_block(
         self, block: torch.nn.Module, compiled: Callable, uncompiled: Callable, args: Tuple, kwargs: Dict[str, Any]
@@ -110,7 +128,7 @@ class CompilationLimit:
         compiled = torch.compile(own_code(call), **compile_kwargs)
 
         def call_within_limit(*args, **kwargs):
-            if self.has_stopped:
+            if self.is_off():
                 return module._call_impl(*args, **kwargs)
             with self._room():
                 if self.trains(module):
