@@ -335,10 +335,11 @@ def copied(block):
     x, ids = torch.ones(1, 4, 8, device=device()), batch(9, 0, dist.get_rank(), 4)
     for name, make in COPIES.items():
         if block is WholeState and name == "copy":
+            # Such a copy runs as the block itself: docs/reliability.md.
             continue
         one, expected = make(pair.module.body.blocks[0]), make(pair.plain.body.blocks[0])
         for each in (one, expected):
-            each.norm = nn.LayerNorm(8)
+            each.norm = nn.LayerNorm(8, device=device())
             each.norm.weight.data.mul_(3)
         seen[name] = type(one) is block, relative_error([one(x)], [expected(x)])
         own = [parameter for parameter in one.norm.parameters()]
