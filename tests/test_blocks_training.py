@@ -19,7 +19,7 @@ from support.beside import check as check_beside
 from support.blocks import REGIONAL, train_and_destroy, train_beside
 from support.ids import vary
 from support.lifetime import Raises
-from support.models import WITH_BLOCKS, Block, BlocksWithin, Model
+from support.models import VOCABULARY, WITH_BLOCKS, Block, BlocksWithin, Model
 from support.parameter_gather import Around
 from support.training import (
     BOUND,
@@ -337,3 +337,51 @@ def test_blocks_that_cannot_be_asked(ranks, config, make):
     # The option needs blocks, so no model with it is compiled as a whole.
     for outcome in check_beside(ranks(2).run(train_other_blocks, make, Case(config=config))):
         assert min(outcome.from_graphs) >= 3 * len(list(Block(8).parameters()))
+
+
+class LlamaLoss(torch.nn.Module):
+    """A small Llama that maps ids to the loss."""
+
+    def __init__(self):
+        super().__init__()
+        import transformers
+
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCABULARY, **sizes))
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, labels=ids).loss
+
+
+def switch_checkpointing():
+    """Layers checkpoint only in the second step, by a function that looks at what it is given."""
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    pair = Beside(LlamaLoss(), Case(config={"compile": {"regional_compilation": True}}))
+    models = [each.model for each in (pair.module, pair.plain)]
+    layers = set()
+
+    def look(function, *args):
+        layers.add((function.func.__name__, type(function.args[0]).__name__))
+        return checkpoint(function, *args, use_reentrant=False)
+
+    for step in range(3):
+        for model in models:
+            if step == 1:
+                model.gradient_checkpointing_enable()
+                for layer in model.model.layers:
+                    layer._gradient_checkpointing_func = look
+            elif step == 2:
+                model.gradient_checkpointing_disable()
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    return pair.end(), layers
+
+
+def test_checkpointing_comes_and_goes(ranks):
+    pytest.importorskip("transformers")
+    results = ranks(2).run(switch_checkpointing)
+    for outcome in check_beside([outcome for outcome, _ in results]):
+        assert outcome.from_graphs[0] == outcome.from_graphs[1] == outcome.from_graphs[2] > 0
+    for _, layers in results:
+        assert layers == {("forward", "LlamaDecoderLayer")}
