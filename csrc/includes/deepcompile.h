@@ -428,7 +428,7 @@ public:
     /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a Reducer are on one
     /// device. `flat`: whether targets are to lie in one flat tensor. `host`: host memory [partition_numel] of the
     /// target dtype, in which targets are to lie instead; the caller reads and writes this memory only between
-    /// targets() and the next backward.
+    /// a step's last finish_backward() and the next backward.
     int64_t add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                       int64_t partition_numel,
                       at::ScalarType target_dtype,
@@ -469,7 +469,8 @@ public:
 
     /// Called when a backward that the engine's caller has not announced comes through an output of the engine: whether
     /// autograd's running task computes gradients of registered parameters, and its caller wants some of them. Another
-    /// backward only passes through the engine.
+    /// backward only passes through the engine. True outside of a task, and where a function of Python may run a backward
+    /// of its own. Not const, because it watches accumulation nodes that are new.
     bool leads_to_parameters();
 
     /// Called before a forward. Autograd runs an accumulation node on the stream on which the node was made, and the
