@@ -17,6 +17,10 @@ STEPS = 3
 # Seconds after which a collective gives up, and after which a host that lost the other must have ended. Torch's own
 # timeout is half an hour.
 TIMEOUT, PATIENCE = 30, 180
+# A thread of gloo's that drops a Python tensor takes the interpreter's lock. If Python ends at that moment, CPython
+# before 3.14 unwinds the thread through a destructor of torch's, and the C++ library ends the process:
+# https://github.com/pytorch/pytorch/issues/190489
+ABORTED, TERMINATED = 250, "terminate called without an active exception"
 
 
 def write_hostfile(folder):
@@ -108,5 +112,6 @@ def test_a_host_that_loses_the_other_ends(tmp_path, lost):
             hosts[0].end()
         left = list(zip(hosts, launchers))[0 if lost == "cable" else 1 :]
         for host, launcher in left:
-            assert launcher.wait(PATIENCE) == 1
-            assert "because another rank has died, hangs, raised" in (tmp_path / host.name).read_text()
+            status, output = launcher.wait(PATIENCE), (tmp_path / host.name).read_text()
+            assert "because another rank has died, hangs, raised" in output
+            assert status == 1 or (status == ABORTED and TERMINATED in output), output
