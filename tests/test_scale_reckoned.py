@@ -24,7 +24,7 @@ def qwen3(package):
 
 
 def test_messages_of_a_step_that_was_measured(package, qwen3):
-    """docs/performance.md has 323 messages in 134 buckets on 2 GPUs. Gradients came in a little other order there."""
+    """docs/scale.md has 323 messages in 134 buckets on 2 GPUs, where gradients came in a slightly different order."""
     sent = package("messages").reductions(qwen3("qwen3-8b"), 2, 500_000_000)
     assert sum(each.bytes > 0 for each in sent) == 134
     assert sum(each.messages for each in sent) == pytest.approx(323, abs=1)
