@@ -28,9 +28,9 @@ IMPORTED = ["torch", "torch._inductor.compile_fx", "deepspeed", "deepspeed.compi
 
 
 def free_port():
-    """Below the ports that the system gives to outgoing connections, so that none of these takes it meanwhile.
+    """Returns a free port below the ephemeral range, so the kernel cannot give it away before the ranks bind it.
 
-    Each worker of pytest-xdist has ports of its own, because seconds pass until a port is taken.
+    Each worker of pytest-xdist has ports of its own, because seconds pass until the ranks bind.
     """
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     share = 12000 // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
