@@ -55,9 +55,9 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
         repetitions: how often to time each part, after a first time that does not count more than the others.
     """
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.compile.zero12.chunked_step import Chunks
-    from deepspeed.compile.zero12.master_gradient import MasterGradient
-    from deepspeed.compile.zero12.step import _sum_of_squares
+    from deepspeed.compile.zero12.norm import sum_of_squares
+    from deepspeed.compile.zero12.update.own_step import OwnStep
+    from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     gradient = get_accelerator().pin_empty(numel, dtype=torch.bfloat16, device="cpu").normal_()
@@ -71,8 +71,8 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
 
     def step():
         # The new parameters are written over the gradients, as in a step.
-        given = MasterGradient(_Views(gradient), factor, master.data, gradient.dtype)
-        Chunks(adam, 0, given, lambda first, last: gradient[first:last], send).step_rest()
+        given = PartitionGradient(_Views(gradient), factor, master.data, gradient.dtype)
+        Ranges(adam, 0, given, lambda first, last: gradient[first:last], send, OwnStep(adam, 0)).step_rest()
 
     def adam_alone():
         master.grad = master.data
@@ -80,8 +80,8 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
         master.grad = None
 
     elements = {
-        "norm": lambda: _sum_of_squares([gradient]),
-        "chunks: cast, scale, Adam, cast back, send": step,
+        "norm": lambda: sum_of_squares([gradient]),
+        "ranges: cast, scale, Adam, cast back, send": step,
         "Adam alone, of the whole partition": adam_alone,
     }
     figures = {name: seconds(part, repetitions) / numel * 1e9 for name, part in elements.items()}

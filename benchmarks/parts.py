@@ -66,16 +66,15 @@ def bandwidth(device: str, repetitions: int) -> float:
 
 def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> None:
     """Prints the times of the update and of the norm of all parameters of a model."""
-    from deepspeed.compile.zero12 import compiled_update
-    from deepspeed.compile.zero12.chunked_step import Chunks
-    from deepspeed.compile.zero12.master_gradient import MasterGradient
-    from deepspeed.compile.zero12.step import _sum_of_squares
-    from deepspeed.compile.zero12.update_graph import Kind
+    from deepspeed.compile.zero12.norm import sum_of_squares
+    from deepspeed.compile.zero12.update import compiled
+    from deepspeed.compile.zero12.update.own_step import OwnStep
+    from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
 
     with torch.device("meta"):
         sizes = [each.numel() for each in build_model(shape, torch.bfloat16, "meta", False).parameters()]
     if not on_gpus():
-        compiled_update.LEAST_NUMEL = 2**10
+        compiled.LEAST_NUMEL = 2**10
     numel = sum(sizes)
     master = torch.nn.Parameter(torch.randn(numel, device=device))
     new = torch.empty(numel, dtype=torch.bfloat16, device=device)
@@ -87,18 +86,19 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
     print(f"{numel / 1e9:.2f} billion elements; {BYTES_OF_AN_UPDATE} bytes each in {1e3 * floor:.2f} ms")
 
     def step(adam, updates):
-        # Each step is given the gradients anew. Without an update, the optimizer steps chunk by chunk.
-        update = updates and updates.begin(adam, 0, Kind(torch.bfloat16, torch.bfloat16, aligned=True, scaled=True))
-        given = MasterGradient(_Views(gradients), factor, master.data, torch.bfloat16)
-        Chunks(adam, 0, given, lambda first, last: new[first:last], lambda *_: None, update).step_rest()
+        # Each step is given the gradients anew. Without an update, the optimizer steps range by range.
+        update = updates and updates.begin(adam, 0, factor, torch.bfloat16, new)
+        given = PartitionGradient(_Views(gradients), factor, master.data, torch.bfloat16)
+        own = OwnStep(adam, 0)
+        Ranges(adam, 0, given, lambda first, last: new[first:last], lambda *_: None, update or own).step_rest()
 
     for kind in ("fused", "foreach"):
         adam = torch.optim.AdamW([master], lr=1e-5, **{kind: True})
-        for name, updates in (("in chunks", None), ("in one pass", compiled_update.CompiledUpdates())):
+        for name, updates in (("in ranges", None), ("in one pass", compiled.CompiledUpdates())):
             run = functools.partial(step, adam, updates)
             took = seconds(run, repetitions)
             print(f"AdamW {kind}, {name:11} {1e3 * took:8.2f} ms, {took / floor:.3f} of that{most_memory(run)}")
-    took = seconds(lambda: _sum_of_squares([*gradients.values()]), repetitions)
+    took = seconds(lambda: sum_of_squares([*gradients.values()]), repetitions)
     print(f"norm                       {1e3 * took:8.2f} ms, {took / (2 * numel / rate):.3f} of 2 bytes an element")
 
 

@@ -18,10 +18,14 @@ ZERO12 = COMPILE / "zero12"
 
 # Each module may import those of the lines above its own, and what is on its own line nothing of that line.
 FLOORS = """
-about fx passes.zero_1_and_2_compile zero12.messages zero12.monitoring zero12.update_graph
-zero12.native zero12.compiled_update
-zero12.collectives zero12.forward zero12.key_value_cache zero12.master_gradient zero12.layout zero12.offload
-zero12.chunked_step
+about fx passes.zero_1_and_2_compile zero12.messages zero12.monitoring
+zero12.native zero12.interrupted
+zero12.collectives zero12.forward zero12.key_value_cache zero12.layout zero12.offload
+zero12.update.recorded zero12.update.authors zero12.norm
+zero12.update.own_step
+zero12.update.ranges
+zero12.update.compiled
+zero12.update.groups
 zero12.backward zero12.gather zero12.step
 zero12.gather_hooks zero12.state
 zero12.optimizer
@@ -46,9 +50,10 @@ TRAINING = {
     "state",
     "backward",
     "step",
-    "chunked_step",
-    "compiled_update",
-    "update_graph",
+    "norm",
+    "interrupted",
+    "update",
+    *(f"update.{file}" for file in ("authors", "compiled", "groups", "own_step", "ranges", "recorded")),
     "gather",
     "gather_hooks",
     "layout",
@@ -98,7 +103,9 @@ def imported(name, tree, known):
 def test_imports_lead_down():
     trees = modules()
     floor = {name: number for number, line in enumerate(FLOORS.strip().splitlines()) for name in line.split()}
-    assert {*trees} - {*floor, "config", "memory_picture", "zero12.graph"} == set(), "say in FLOORS where these stand"
+    assert {*trees} - {*floor, "config", "memory_picture", "zero12.graph", "zero12.update"} == set(), (
+        "say in FLOORS where these stand"
+    )
     for name, tree in trees.items():
         for other in imported(name, tree, trees):
             if other in floor and other != name:
@@ -178,7 +185,8 @@ def test_the_docs_list_who_uses_private_names():
     own = {name for tree in trees.values() for name in own_names(tree)} | OWN_NAMES
     found = {"of torch's compiler": set(), "others of torch, and those of the base": set()}
     for name, tree in trees.items():
-        file = "graph/" if name.startswith("zero12.graph") else f"{name.removeprefix('zero12.')}.py"
+        parts = name.removeprefix("zero12.").split(".")
+        file = f"{parts[0]}/" if parts[0] in ("graph", "update") else f"{'.'.join(parts)}.py"
         for private in private_names(tree):
             if private.startswith(COMPILER):
                 found["of torch's compiler"].add(file)

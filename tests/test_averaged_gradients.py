@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates
+from deepspeed.compile.zero12.update.compiled import CompiledUpdates
+from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.ids import vary
@@ -20,8 +21,8 @@ from support.training import (
     ROUNDING,
     Case,
     as_recorded,
-    chunks_of,
     held,
+    ranges_of,
     relative_error,
     updates_compiled_from,
 )
@@ -96,10 +97,10 @@ def train(case, change, compiled):
     """Trains for four steps, and returns the master weights, and what was held after each step."""
     after = []
     least = 2 * ALIGN_NUMEL if compiled else 2**30
-    with chunks_of(48), updates_compiled_from(least, 32), as_recorded(True):
+    with ranges_of(48), updates_compiled_from(least, 32), as_recorded(True):
         module, engine = start(case)
         if case.deepcompile:
-            engine.optimizer._zero12.updates = CompiledUpdates()
+            engine.optimizer._zero12.rules = [CompiledUpdates()]
         for step in range(4):
             backward(engine, step)
             for group in range(case.groups):

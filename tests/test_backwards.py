@@ -163,11 +163,11 @@ def synchronizations(case):
     Torch does not tell of the wait for an event, with which ranks agree in ``Reducer::agree()``.
     """
     _, engine = start(case)
-    step_groups, waited = zero12_step._step_groups, []
+    finish_steps, waited = zero12_step.finish_steps, []
 
     def stepped(*args):
         torch.cuda.set_sync_debug_mode("default")
-        return step_groups(*args)
+        return finish_steps(*args)
 
     for step in range(case.steps):
         for micro_step in range(case.accumulation):
@@ -177,8 +177,8 @@ def synchronizations(case):
                 # Compiling, in the first steps, waits.
                 torch.cuda.set_sync_debug_mode("warn" if step > 1 else "default")
                 engine.backward(loss)
-                # Not in the optimizer, because an optimizer whose step() was replaced is not stepped in chunks.
-                with mock.patch.object(zero12_step, "_step_groups", stepped):
+                # Not in the optimizer, because an optimizer whose step() was replaced is not stepped in ranges.
+                with mock.patch.object(zero12_step, "finish_steps", stepped):
                     engine.step()
                 torch.cuda.set_sync_debug_mode("default")
             told = [warning for warning in caught if "called a synchronizing" in str(warning.message)]

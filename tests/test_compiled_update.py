@@ -11,21 +11,20 @@ import pytest
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12 import compiled_update
-from deepspeed.compile.zero12.chunked_step import Chunks
-from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates
-from deepspeed.compile.zero12.master_gradient import MasterGradient
-from deepspeed.compile.zero12.update_graph import Kind
+from deepspeed.compile.zero12.update import compiled as compiled_update
+from deepspeed.compile.zero12.update import ranges
+from deepspeed.compile.zero12.update.compiled import CompiledUpdates
+from deepspeed.compile.zero12.update.own_step import OwnStep
+from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL, PartitionGradient, Ranges
 from deepspeed.ops.adam import FusedAdam
 
 from support.beside import warnings_logged
 from support.ids import vary
 from support.optimizers import MORE_OPTIMIZERS, OPTIMIZERS, Views, deepspeed_adam
-from support.training import as_recorded, chunks_of, device, updates_compiled_from
+from support.training import as_recorded, device, ranges_of, updates_compiled_from
 
 NUMEL = 1000
 LARGE = 64
-KIND = Kind(torch.bfloat16, torch.bfloat16, aligned=True, scaled=True)
 # Roundings of fp32 in some steps. Each element's may be of the largest elements', because of differences.
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}
 
@@ -47,21 +46,27 @@ def draw(seed, numel=NUMEL):
     return Views(gradients), flat.to(device())
 
 
+def begin(updates, optimizer, index=0, factor=None, new=None):
+    """Begins a step whose gradients, and new values if there is no ``new``, are in bf16."""
+    new = torch.empty(16, dtype=torch.bfloat16, device=device()) if new is None else new
+    return updates.begin(optimizer, index, factor, torch.bfloat16, new)
+
+
 @pytest.mark.quick
 @vary("seed", [*range(8)])
 def test_ranges(seed):
     """Ranges follow each other to the end, are of whole vectors, and large aligned gradients are not copied."""
     with updates_compiled_from(ALIGN_NUMEL, LARGE):
-        views, flat = draw(seed)
+        numel = NUMEL // ALIGN_NUMEL * ALIGN_NUMEL
+        views, flat = draw(seed, numel)
         # Keep the gradients, so that nothing else gets an address of theirs.
         held = [*views.values()]
         lie = {view.data_ptr(): offset for offset, view in views.items() if view.numel() >= LARGE}
-        gradient, first, read = MasterGradient(views, None, flat, torch.bfloat16), 0, []
-        while first < NUMEL:
-            last = gradient.end_of_range(first, min(first + 300, NUMEL))
-            assert first % ALIGN_NUMEL == 0 and first < last
-            assert (last - first) % ALIGN_NUMEL == 0 or last == NUMEL
-            taken = gradient.take_unscaled(first, last)
+        gradient, first, read = PartitionGradient(views, None, flat, torch.bfloat16), 0, []
+        while first < numel:
+            taken = gradient.unscaled(first, min(first + 300, numel))
+            last = first + taken.numel()
+            assert taken.numel() > 0 and taken.numel() % ALIGN_NUMEL == 0
             assert torch.equal(taken.float(), flat[first:last]) and taken.data_ptr() % 16 == 0
             read += [offset for pointer, offset in lie.items() if pointer == taken.data_ptr()]
             first = last
@@ -77,18 +82,21 @@ def step_beside(given, optimizer, whole, expected, updates, factor):
     expected.step()
     (parameter,) = optimizer.param_groups[0]["params"]
     new = torch.full((NUMEL,), 7.0, dtype=torch.bfloat16, device=device())
-    gradient = MasterGradient(views, factor, parameter.data, torch.bfloat16)
-    compiled = updates.begin(optimizer, 0, KIND)
+    gradient = PartitionGradient(views, factor, parameter.data, torch.bfloat16)
+    compiled = begin(updates, optimizer, factor=factor, new=new)
     finished = []
-    chunks = Chunks(
-        *(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: finished.append(span)), compiled
+    stepped = Ranges(
+        *(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: finished.append(span)),
+        compiled or OwnStep(optimizer, 0),
     )
     # Some gradients are stepped before the others, among them the last.
     spans = [spans[0], spans[2], spans[-1]]
-    assert chunks.step_first(spans) == (compiled is not None)
-    if compiled is not None:
-        assert sum(last - first for first, last in finished) == sum(last - first for first, last in spans)
-    chunks.step_rest()
+    stepped.step_first(spans)
+    # The optimizer steps what fits into one range at once.
+    at_once = compiled is None and NUMEL <= ranges.RANGE_NUMEL
+    numel = NUMEL if at_once else sum(last - first for first, last in spans)
+    assert sum(last - first for first, last in finished) == numel
+    stepped.step_rest()
     assert sum(last - first for first, last in finished) == NUMEL
     assert torch.equal(new, parameter.data.bfloat16())
     return compiled is not None
@@ -100,8 +108,8 @@ def test_updates_are_those_of_torch(name):
     make = {**OPTIMIZERS, **MORE_OPTIMIZERS}[name]
     torch.manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
-    chunked = copy.deepcopy(whole)
-    expected, optimizer, updates = make([whole]), make([chunked]), CompiledUpdates()
+    cut = copy.deepcopy(whole)
+    expected, optimizer, updates = make([whole]), make([cut]), CompiledUpdates()
     # A warm-up begins at zero, and a decay ends there. A long exponential decay comes close, a linear one may go on.
     rates = [1.0, 0.0, 0.8, 1e-42, 0.6, -0.5, 0.0, 0.4, 0.3]
     if name == "AdamW capturable":
@@ -109,7 +117,7 @@ def test_updates_are_those_of_torch(name):
         rates = [abs(rate) if abs(rate) > 0.1 else 0.1 for rate in rates]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, rates.__getitem__) for each in (expected, optimizer)]
     recorded = device().type == "cpu" and name not in ("AdamW", "AdamW with a tensor", "SGD")
-    with updates_compiled_from(LARGE, LARGE), chunks_of(300), as_recorded(recorded):
+    with updates_compiled_from(LARGE, LARGE), ranges_of(300), as_recorded(recorded):
         for step in range(8):
             factor = torch.full((1,), 1 / (1 + step), device=device())
             was_compiled = step_beside(draw(step), optimizer, whole, expected, updates, factor)
@@ -119,7 +127,7 @@ def test_updates_are_those_of_torch(name):
     assert len(updates._updates) == 1, "another learning rate needs no other update"
     # Torch's fused kernel rounds 1 - beta to fp32, which makes 1.3e-5 of the second moments.
     close = {"rtol": 3e-5, "atol": 1e-5} if name == "AdamW fused" else CLOSE
-    torch.testing.assert_close(chunked, whole, **close)
+    torch.testing.assert_close(cut, whole, **close)
     ours, theirs = optimizer.state_dict(), expected.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
     torch.testing.assert_close(ours["state"], theirs["state"], **close)
@@ -151,7 +159,7 @@ def test_compiling_changes_nothing_of_an_optimizer(name, counts):
         state.update({key: value.item() for key, value in state.items() if torch.is_tensor(value) and not value.dim()})
     before = described(vars(optimizer))
     with updates_compiled_from(LARGE), as_recorded(True):
-        update = CompiledUpdates().begin(optimizer, 0, KIND)
+        update = begin(CompiledUpdates(), optimizer)
     assert update is not None
     assert described(vars(optimizer)) == before
     kinds = {name: type(value) for name, value in state.items()}
@@ -168,13 +176,13 @@ def test_updates_of_deepspeed_adam(adamw):
         return deepspeed_adam(p, adamw, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
 
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
-    chunked = copy.deepcopy(whole)
-    expected, optimizer, updates = make([whole]), make([chunked]), CompiledUpdates()
-    with updates_compiled_from(LARGE, LARGE), chunks_of(300):
+    cut = copy.deepcopy(whole)
+    expected, optimizer, updates = make([whole]), make([cut]), CompiledUpdates()
+    with updates_compiled_from(LARGE, LARGE), ranges_of(300):
         for step in range(6):
             factor = torch.full((1,), 0.5, device=device())
             assert step_beside(draw(step), optimizer, whole, expected, updates, factor) == (step > 0)
-    torch.testing.assert_close(chunked, whole, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(cut, whole, rtol=1e-5, atol=1e-6)
     ours, theirs = optimizer.state_dict(), expected.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
     torch.testing.assert_close(ours["state"], theirs["state"], rtol=1e-5, atol=1e-6)
@@ -187,7 +195,7 @@ def test_what_is_not_compiled():
         for _ in range(steps):
             parameter.grad = torch.ones_like(parameter)
             optimizer.step()
-        return CompiledUpdates().begin(optimizer, 0, KIND) is not None
+        return begin(CompiledUpdates(), optimizer) is not None
 
     with updates_compiled_from(LARGE), as_recorded(True):
         assert compiled(torch.optim.AdamW([parameter]))
@@ -218,8 +226,8 @@ def test_fast_kernels_are_left_alone():
 def test_settings_that_change_each_step():
     """A schedule of the weight decay compiles some updates, then none, and is right all along."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
-    chunked = copy.deepcopy(whole)
-    expected, optimizer = torch.optim.AdamW([whole]), torch.optim.AdamW([chunked])
+    cut = copy.deepcopy(whole)
+    expected, optimizer = torch.optim.AdamW([whole]), torch.optim.AdamW([cut])
     updates, compiled = CompiledUpdates(), []
     with updates_compiled_from(LARGE, LARGE), as_recorded(True), warnings_logged() as said:
         for step in range(compiled_update.MAX_UPDATES + 4):
@@ -230,7 +238,7 @@ def test_settings_that_change_each_step():
     assert compiled == [False] + [True] * compiled_update.MAX_UPDATES + [False] * 3
     assert len(updates._updates) == compiled_update.MAX_UPDATES
     assert len(said) == 1 and "other settings than the learning rate change" in said[0]
-    torch.testing.assert_close(chunked, whole, **CLOSE)
+    torch.testing.assert_close(cut, whole, **CLOSE)
 
 
 def test_entries_of_groups_that_are_no_settings():
@@ -248,7 +256,7 @@ def test_entries_of_groups_that_are_no_settings():
         each.grad = torch.ones_like(each)
     optimizer.step()
     with updates_compiled_from(LARGE), as_recorded(True):
-        assert all(updates.begin(optimizer, index, KIND) is not None for index in range(12))
+        assert all(begin(updates, optimizer, index) is not None for index in range(12))
     assert len(updates._updates) == 1
 
 
@@ -260,7 +268,7 @@ def test_a_range_reads_no_number(name):
     optimizer = {**OPTIMIZERS, **MORE_OPTIMIZERS}[name]([parameter])
     optimizer.step()
     with updates_compiled_from(LARGE), as_recorded(True):
-        elements = CompiledUpdates().begin(optimizer, 0, KIND)._update.elements
+        elements = begin(CompiledUpdates(), optimizer)._update.elements
     targets = {node.target for node in elements.graph.nodes}
     assert torch.ops.aten.copy_.default in targets
     assert not targets & {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
@@ -274,8 +282,8 @@ def test_a_rate_that_is_no_number():
     optimizer.step()
     optimizer.param_groups[0]["lr"] = float("nan")
     with updates_compiled_from(LARGE), as_recorded(True):
-        update = CompiledUpdates().begin(optimizer, 0, KIND._replace(scaled=False))
-        update.run(parameter.grad.bfloat16(), None, new, 0)
+        update = begin(CompiledUpdates(), optimizer, new=new)
+        update.run(parameter.grad.bfloat16(), new, 0)
     assert new.isnan().all() and parameter.isnan().all()
 
 
@@ -293,7 +301,7 @@ def test_deepspeed_adam_that_was_loaded(adamw):
     optimizer, loaded, updates = make(), make(), CompiledUpdates()
     loaded.load_state_dict(optimizer.state_dict())
     with updates_compiled_from(LARGE), mock.patch.object(compiled_update, "compile_update") as compiled:
-        assert updates.begin(optimizer, 0, KIND) is not None and updates.begin(loaded, 0, KIND) is not None
+        assert begin(updates, optimizer) is not None and begin(updates, loaded) is not None
     assert compiled.call_count == 1
 
 
@@ -301,47 +309,46 @@ def test_new_values_in_memory_that_is_not_aligned():
     """Partitions of odd sizes begin anywhere. On a GPU, Inductor must not copy them to an address that it likes."""
     numel = 2**22 if device().type != "cpu" else NUMEL // ALIGN_NUMEL * ALIGN_NUMEL
     # Another rank's partition may be aligned, and torch's caches have what that rank has compiled.
-    for begin in (0, 1):
+    for offset in (0, 1):
         whole = torch.nn.Parameter(torch.randn(numel, device=device()))
-        chunked = copy.deepcopy(whole)
-        expected, optimizer = (torch.optim.AdamW([each], lr=0.1, foreach=False) for each in (whole, chunked))
+        cut = copy.deepcopy(whole)
+        expected, optimizer = (torch.optim.AdamW([each], lr=0.1, foreach=False) for each in (whole, cut))
         memory, updates = torch.zeros(numel + 1, dtype=torch.bfloat16, device=device()), CompiledUpdates()
-        new, other, most = memory[begin : begin + numel], memory[-1 if begin == 0 else 0], 0
-        kind = KIND._replace(scaled=False, aligned=begin == 0)
+        new, other, most = memory[offset : offset + numel], memory[-1 if offset == 0 else 0], 0
         with updates_compiled_from(LARGE, LARGE), as_recorded(False):
             for _ in range(3):
                 gradient = torch.randn(numel, device=device()).bfloat16()
-                whole.grad, chunked.grad = gradient.float(), None
+                whole.grad, cut.grad = gradient.float(), None
                 expected.step()
-                update = updates.begin(optimizer, 0, kind)
+                update = begin(updates, optimizer, new=new)
                 if update is None:
-                    chunked.grad = gradient.float()
+                    cut.grad = gradient.float()
                     optimizer.step()
                     continue
                 if device().type != "cpu":
                     torch.cuda.reset_peak_memory_stats()
                     most = -torch.cuda.memory_allocated()
-                update.run(gradient, None, new, 0)
+                update.run(gradient, new, 0)
                 update.finish()
                 if device().type != "cpu":
                     most += torch.cuda.max_memory_allocated()
-                assert torch.equal(new, chunked.data.bfloat16())
-        torch.testing.assert_close(chunked, whole, **CLOSE)
+                assert torch.equal(new, cut.data.bfloat16())
+        torch.testing.assert_close(cut, whole, **CLOSE)
         assert other == 0 and most < numel
 
 
 def test_an_update_that_cannot_be_compiled():
     """The optimizer itself steps then, and a warning says why, once."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
-    chunked = copy.deepcopy(whole)
-    expected, optimizer, updates = torch.optim.AdamW([whole]), torch.optim.AdamW([chunked]), CompiledUpdates()
+    cut = copy.deepcopy(whole)
+    expected, optimizer, updates = torch.optim.AdamW([whole]), torch.optim.AdamW([cut]), CompiledUpdates()
     fails = mock.patch.object(compiled_update, "compile_update", side_effect=RuntimeError("no compiler\nat all"))
     with updates_compiled_from(LARGE, LARGE), fails, warnings_logged() as said:
         for step in range(4):
             factor = torch.ones(1, device=device())
             assert not step_beside(draw(step), optimizer, whole, expected, updates, factor)
     assert len(said) == 1 and said[0].endswith("several passes over memory (RuntimeError: no compiler)"), said
-    torch.testing.assert_close(chunked, whole, **CLOSE)
+    torch.testing.assert_close(cut, whole, **CLOSE)
 
 
 def test_a_scheduler_that_is_newer_than_the_states():
@@ -353,7 +360,7 @@ def test_a_scheduler_that_is_newer_than_the_states():
     optimizer.load_state_dict(before.state_dict())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     with updates_compiled_from(LARGE, LARGE), as_recorded(True):
-        assert CompiledUpdates().begin(optimizer, 0, KIND) is not None
+        assert begin(CompiledUpdates(), optimizer) is not None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler.step()
@@ -372,8 +379,8 @@ def test_the_host_does_not_wait_for_a_range(settings):
         for mode in ("default", "error"):
             torch.cuda.set_sync_debug_mode(mode)
             try:
-                update = updates.begin(optimizer, 0, KIND._replace(scaled=False))
-                update.run(gradient, None, new, 0)
+                update = begin(updates, optimizer, new=new)
+                update.run(gradient, new, 0)
                 update.finish()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
@@ -382,32 +389,32 @@ def test_the_host_does_not_wait_for_a_range(settings):
 def test_scalar_states_in_another_order():
     """A loaded state may have another order than the state with which the update was compiled."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
-    chunked = copy.deepcopy(whole)
-    expected, optimizer, updates = torch.optim.NAdam([whole]), torch.optim.NAdam([chunked]), CompiledUpdates()
+    cut = copy.deepcopy(whole)
+    expected, optimizer, updates = torch.optim.NAdam([whole]), torch.optim.NAdam([cut]), CompiledUpdates()
     with updates_compiled_from(LARGE, LARGE), as_recorded(True):
         for step in range(5):
             if step == 3:
-                optimizer.state[chunked] = dict(reversed(optimizer.state[chunked].items()))
+                optimizer.state[cut] = dict(reversed(optimizer.state[cut].items()))
             factor = torch.ones(1, device=device())
             assert step_beside(draw(step), optimizer, whole, expected, updates, factor) == (step > 0)
-    torch.testing.assert_close(chunked, whole, **CLOSE)
+    torch.testing.assert_close(cut, whole, **CLOSE)
 
 
 @vary("amsgrad", [False, True])
 def test_new_values_may_be_written_over_gradients(amsgrad):
     """With offloading both are in one memory."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
-    chunked = copy.deepcopy(whole)
-    expected, optimizer = (torch.optim.AdamW([each], lr=0.1, amsgrad=amsgrad) for each in (whole, chunked))
+    cut = copy.deepcopy(whole)
+    expected, optimizer = (torch.optim.AdamW([each], lr=0.1, amsgrad=amsgrad) for each in (whole, cut))
     updates, memory = CompiledUpdates(), torch.empty(NUMEL, dtype=torch.bfloat16, device=device())
-    with updates_compiled_from(LARGE, LARGE), chunks_of(300), as_recorded(False):
+    with updates_compiled_from(LARGE, LARGE), ranges_of(300), as_recorded(False):
         for _ in range(4):
             memory.normal_()
             whole.grad = memory.float()
             expected.step()
-            gradient = MasterGradient(Views({0: memory}), None, chunked.data, torch.bfloat16)
-            update = updates.begin(optimizer, 0, KIND._replace(scaled=False))
-            chunks = Chunks(optimizer, 0, gradient, lambda *span: memory[slice(*span)], lambda *_: None, update)
-            chunks.step_rest()
-            assert torch.equal(memory, chunked.data.bfloat16())
-    torch.testing.assert_close(chunked, whole, **CLOSE)
+            gradient = PartitionGradient(Views({0: memory}), None, cut.data, torch.bfloat16)
+            update = begin(updates, optimizer, new=memory)
+            step = update or OwnStep(optimizer, 0)
+            Ranges(optimizer, 0, gradient, lambda *span: memory[slice(*span)], lambda *_: None, step).step_rest()
+            assert torch.equal(memory, cut.data.bfloat16())
+    torch.testing.assert_close(cut, whole, **CLOSE)

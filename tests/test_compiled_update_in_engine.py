@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.compile.zero12 import compiled_update, gather, wait_for_parameters
-from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates, StepOfGroup
+from deepspeed.compile.zero12 import gather, wait_for_parameters
 from deepspeed.compile.zero12.gather import OverlappedGather
+from deepspeed.compile.zero12.update import compiled as compiled_update
+from deepspeed.compile.zero12.update.compiled import CompiledStep, CompiledUpdates
+from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary
@@ -25,15 +27,15 @@ from support.training import (
     Case,
     as_recorded,
     build,
-    chunks_of,
     device,
+    ranges_of,
     relative_error,
     updates_compiled_from,
 )
 
 
 class BothWays(NamedTuple):
-    """An engine whose updates are compiled, beside one that steps chunk by chunk."""
+    """An engine whose updates are compiled, beside one that steps range by range."""
 
     ranges: int  # that the compiled updates stepped
     error: float  # of the master weights, relative to their norm
@@ -46,16 +48,16 @@ def train_both_ways(case, folder, between=None):
 
     ``between``: what happens before the fourth step: "load" (of a checkpoint of that moment) or "offload" (of states).
     """
-    run, ranges, seen = StepOfGroup.run, [], []
-    StepOfGroup.run = lambda self, gradient, *rest: ranges.append(gradient.numel()) or run(self, gradient, *rest)
+    run, ranges, seen = CompiledStep.run, [], []
+    CompiledStep.run = lambda self, gradient, *rest: ranges.append(gradient.numel()) or run(self, gradient, *rest)
     try:
         for least in (2 * ALIGN_NUMEL, 2**30):
             # A C++ compiler takes long, so on a CPU some cases run as they are recorded.
             recorded = device().type == "cpu" and case.dtype == "fp32"
-            with updates_compiled_from(least, 32), chunks_of(48), as_recorded(recorded):
+            with updates_compiled_from(least, 32), ranges_of(48), as_recorded(recorded):
                 module, engine = start(case)
                 # As with the backend "inductor", which would take long to compile the model.
-                engine.optimizer._zero12.updates = CompiledUpdates()
+                engine.optimizer._zero12.rules = [CompiledUpdates()]
                 # DeepSpeed has no fp32 values of a frozen parameter, or of one without elements.
                 trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
                 begin = [each.float().clone() for each in trained]
@@ -72,7 +74,7 @@ def train_both_ways(case, folder, between=None):
                 seen.append([safe_get_full_optimizer_state(each, "momentum_buffer").clone() for each in trained])
                 engine.destroy()
     finally:
-        StepOfGroup.run = run
+        CompiledStep.run = run
     return BothWays(
         len(ranges), relative_error(seen[0], seen[2]), relative_error(seen[2], begin), relative_error(seen[1], seen[3])
     )
@@ -107,10 +109,10 @@ def test_an_engine_compiles_its_updates(ranks, tmp_path, varied):
 
 def gradients_in_a_compiled_step(case):
     """Returns how many targets exist each time that a range is stepped."""
-    with updates_compiled_from(2 * ALIGN_NUMEL, 32), chunks_of(48):
+    with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48):
         _, engine = start(case)
-        engine.optimizer._zero12.updates = CompiledUpdates()
-        return targets_at_calls(StepOfGroup, "run", engine, steps=3)
+        engine.optimizer._zero12.rules = [CompiledUpdates()]
+        return targets_at_calls(CompiledStep, "run", engine, steps=3)
 
 
 # As users write it. The learning rates of a WarmupLR's first two steps are zero.
@@ -145,7 +147,7 @@ def train_three_steps(first, folder):
     engine = deepspeed.initialize(model=module, config=CONFIGURATION)[0]
     engine.compile(backend="eager")
     # As with the backend "inductor", which would take long to compile the model.
-    engine.optimizer._zero12.updates = CompiledUpdates()
+    engine.optimizer._zero12.rules = [CompiledUpdates()]
     if first:
         engine.load_checkpoint(folder)
     for step in range(first, first + 3):
@@ -160,12 +162,12 @@ def train_three_steps(first, folder):
 
 def train_by_configuration(folder):
     """Trains for three steps, and for three more with another engine. All this with compiled updates and without."""
-    run, ranges, ends = StepOfGroup.run, [], []
+    run, ranges, ends = CompiledStep.run, [], []
     for least in (2 * ALIGN_NUMEL, 2**30):
         with (
-            mock.patch.object(StepOfGroup, "run", lambda self, *args: ranges.append(1) or run(self, *args)),
+            mock.patch.object(CompiledStep, "run", lambda self, *args: ranges.append(1) or run(self, *args)),
             updates_compiled_from(least, 32),
-            chunks_of(48),
+            ranges_of(48),
             as_recorded(device().type == "cpu"),
         ):
             name, begin, _ = train_three_steps(0, f"{folder}/{least}")
@@ -188,18 +190,18 @@ def test_a_gradient_is_released_after_its_last_range(ranks):
         assert counts[0] > 5 and counts[-1] <= 2
 
 
-def updates_of(backend, **compile_kwargs):
+def rules_of(backend, **compile_kwargs):
     _, engine = start(Case(backend=backend, compile_kwargs=compile_kwargs))
-    updates = engine.optimizer._zero12.updates
+    rules = engine.optimizer._zero12.rules
     engine.destroy()
-    return type(updates)
+    return [type(rule) for rule in rules]
 
 
 def test_updates_are_compiled_with_inductor(ranks):
-    assert ranks(1).run(updates_of, "inductor") == [CompiledUpdates]
-    assert ranks(1).run(updates_of, "eager") == [type(None)]
-    assert ranks(1).run(updates_of, "inductor", disable=True) == [type(None)]
-    assert ranks(1, TORCH_COMPILE_DISABLE="1").run(updates_of, "inductor") == [type(None)]
+    assert ranks(1).run(rules_of, "inductor") == [[CompiledUpdates]]
+    assert ranks(1).run(rules_of, "eager") == [[]]
+    assert ranks(1).run(rules_of, "inductor", disable=True) == [[]]
+    assert ranks(1, TORCH_COMPILE_DISABLE="1").run(rules_of, "inductor") == [[]]
 
 
 def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
@@ -217,7 +219,7 @@ def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
         return mock.patch.object(cls, method, lambda *args: done.append(name) or function(*args))
 
     with (
-        noted("stepped", StepOfGroup, "run"),
+        noted("stepped", CompiledStep, "run"),
         noted("first", OverlappedGather, "start_first"),
         noted("rest", OverlappedGather, "start"),
         updates_compiled_from(2 * ALIGN_NUMEL, 32),
@@ -226,7 +228,7 @@ def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
         raising_on(fails_on),
     ):
         module, engine = start(case)
-        engine.optimizer._zero12.updates = CompiledUpdates()
+        engine.optimizer._zero12.rules = [CompiledUpdates()]
         for step in range(3):
             backward(engine, step)
             done.clear()

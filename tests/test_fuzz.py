@@ -21,7 +21,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates
+from deepspeed.compile.zero12.update.compiled import CompiledUpdates
+from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.chunked_loss import small_chunks
@@ -34,11 +35,11 @@ from support.training import (
     as_recorded,
     average_gradients,
     batch,
-    chunks_of,
     held,
     make_engine,
     make_optimizer,
     parameter_groups,
+    ranges_of,
     relative_error,
     total_error,
     updates_compiled_from,
@@ -162,9 +163,9 @@ def _updates(recipe, engine, deepcompile):
     if not (recipe.compiled_update and deepcompile):
         yield
         return
-    engine.optimizer._zero12.updates = CompiledUpdates()
+    engine.optimizer._zero12.rules = [CompiledUpdates()]
     # A recorded update is as right as a compiled one, and a C++ compiler takes long.
-    with updates_compiled_from(2 * ALIGN_NUMEL, 32), chunks_of(48), as_recorded(recipe.backend == "eager"):
+    with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48), as_recorded(recipe.backend == "eager"):
         yield
 
 

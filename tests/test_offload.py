@@ -16,7 +16,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.master_gradient import MasterGradient
+from deepspeed.compile.zero12.update.ranges import PartitionGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.faults import half_a_step, on_every_rank
@@ -32,7 +32,6 @@ from support.training import (
     batch,
     build,
     check_trained,
-    chunks_of,
     compile_backend,
     engine_by_configuration,
     held,
@@ -40,6 +39,7 @@ from support.training import (
     make_engine,
     make_optimizer,
     offload,
+    ranges_of,
     relative_error,
     total_error,
     train_beside_plain_loop,
@@ -150,28 +150,28 @@ class Stepped(NamedTuple):
     optimizer: str
     masters: float
     states: float
-    chunks: int
+    ranges: int
 
 
-def train_with_optimizer_of_configuration(params, chunk):
-    """Trains with an optimizer that the configuration names, chunk by chunk, beside torch's AdamW."""
+def train_with_optimizer_of_configuration(params, numel):
+    """Trains with an optimizer that the configuration names, range by range, beside torch's AdamW."""
     torch._dynamo.reset()
     settings = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}
     module = build(Case())
     plain = copy.deepcopy(module)
     engine = engine_with_optimizer_of_configuration(module, {**settings, **params}, {"gradient_clipping": 0.5})
     expected = torch.optim.AdamW(plain.parameters(), **settings)
-    take, taken = MasterGradient.take, []
-    MasterGradient.take = lambda self, *span: taken.append(span) or take(self, *span)
+    take, taken = PartitionGradient.scaled, []
+    PartitionGradient.scaled = lambda self, *span: taken.append(span) or take(self, *span)
     try:
-        with chunks_of(chunk):
+        with ranges_of(numel):
             for step in range(4):
                 backward(engine, step)
                 engine.step()
                 plain(batch(step, 0, dist.get_rank(), 4)).backward()
                 clip_and_step(plain, expected, 0.5)
     finally:
-        MasterGradient.take = take
+        PartitionGradient.scaled = take
     pairs = list(zip(module.parameters(), plain.parameters(), strict=True))
     states = [
         (safe_get_full_optimizer_state(parameter, name), expected.state[other][name])
@@ -197,10 +197,10 @@ def clip_and_step(plain, optimizer, norm):
 
 @vary("params, name", [({}, "DeepSpeedCPUAdam"), ({"torch_adam": True}, "AdamW")], expects="name")
 def test_the_optimizer_that_deepspeed_makes(ranks, params, name):
-    for stepped in ranks(2).run(train_with_optimizer_of_configuration, params, chunk=50):
+    for stepped in ranks(2).run(train_with_optimizer_of_configuration, params, numel=50):
         assert stepped.optimizer == name
         assert stepped.masters < BOUND and stepped.states < BOUND
-        assert stepped.chunks > 8
+        assert stepped.ranges > 8
 
 
 MASTERS = {"bf16": "bf16_master_weights_and_grads", "fp16": "fp16_master_weights_and_grads"}
@@ -246,16 +246,16 @@ def test_the_step_after_a_fault(ranks, stage, where, how):
         assert after.held_at_last == NOTHING
 
 
-def half_a_step_in_chunks(case, folder):
-    """The fault comes between two chunks."""
-    with chunks_of(7):
+def half_a_step_in_ranges(case, folder):
+    """The fault comes between two ranges."""
+    with ranges_of(7):
         return half_a_step(case, folder)
 
 
 @vary("stage", [1, 2])
 def test_half_a_step_offloaded(ranks, tmp_path, stage):
     case = Case(stage=stage, accumulation=3, groups=2, offloaded=True)
-    for after in ranks(2).run(half_a_step_in_chunks, case, str(tmp_path)):
+    for after in ranks(2).run(half_a_step_in_ranges, case, str(tmp_path)):
         assert "was ended half way (Injected: behind the update)" in after.raised[1]
         assert after.error < BOUND
 

@@ -19,13 +19,8 @@ from torch._inductor import compile_fx
 import deepspeed
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12 import (
-    chunked_step,
-    compiled_update,
-    gradient_counters,
-    master_gradient,
-    wait_for_parameters,
-)
+from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero12.update import compiled, ranges
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -153,24 +148,24 @@ class Pair(NamedTuple):
 
 
 @contextlib.contextmanager
-def chunks_of(numel):
-    """Within it an optimizer is stepped in chunks of so many elements, on any device."""
-    before = chunked_step.CHUNK_NUMEL, chunked_step.CHUNK_NUMEL_ON_HOST
-    chunked_step.CHUNK_NUMEL = chunked_step.CHUNK_NUMEL_ON_HOST = numel
+def ranges_of(numel):
+    """Within it an optimizer is stepped in ranges of so many elements, on any device."""
+    before = ranges.RANGE_NUMEL, ranges.RANGE_NUMEL_ON_HOST
+    ranges.RANGE_NUMEL = ranges.RANGE_NUMEL_ON_HOST = numel
     try:
         yield
     finally:
-        chunked_step.CHUNK_NUMEL, chunked_step.CHUNK_NUMEL_ON_HOST = before
+        ranges.RANGE_NUMEL, ranges.RANGE_NUMEL_ON_HOST = before
 
 
 @contextlib.contextmanager
 def updates_compiled_from(numel, large=2**22):
     """Within it, updates of partitions of so many elements are compiled. They read ``large`` gradients in place."""
     with (
-        mock.patch.object(compiled_update, "LEAST_NUMEL", numel),
-        mock.patch.object(master_gradient, "LARGE_NUMEL", large),
+        mock.patch.object(compiled, "LEAST_NUMEL", numel),
+        mock.patch.object(ranges, "IN_PLACE_NUMEL", large),
         # On CPUs too, whatever an optimizer has of its own.
-        mock.patch.object(compiled_update, "has_fast_kernel", lambda *_: False),
+        mock.patch.object(compiled, "has_fast_kernel", lambda *_: False),
     ):
         yield
 

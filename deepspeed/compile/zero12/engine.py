@@ -15,7 +15,6 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from .collectives import collective
-from .compiled_update import CompiledUpdates
 from .forward import AroundForward, switch_off_flops_profiler
 from .gather_hooks import Waiting
 from .graph import compile_blocks
@@ -28,6 +27,7 @@ from .native import Reducer, reducer_module
 from .offload import memory_for_gradients
 from .optimizer import attach, has_hooks, take_over_parameters
 from .options import Plan, make_plan
+from .update.groups import make_rules
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -115,8 +115,7 @@ def compile_engine(
         zero12 = attach(engine, reducer, limit)
         zero12.around_forward = around_forward
         is_off = compile_kwargs.get("disable") or torch._dynamo.config.disable  # the variable TORCH_COMPILE_DISABLE
-        if plan.backend == "inductor" and not is_off:
-            zero12.updates = CompiledUpdates()
+        zero12.rules = make_rules(compiles=plan.backend == "inductor" and not is_off)
         zero12.monitors_memory = plan.monitors_memory
         if waiting is not None:
             zero12.gather = waiting.gather

@@ -1,13 +1,15 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the counters of gradients and the peaks of memory to DeepSpeed's monitors (``compile.monitor_memory``)."""
+"""What DeepSpeed's monitors and timers get to know."""
 
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, Iterator
 
 from deepspeed.accelerator import get_accelerator
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     from .native import Reducer
 
@@ -17,7 +19,9 @@ _LEFT_OUT = {"bound", "on_host", "pending", "bucket", "unreduced", "registered"}
 
 
 def write_memory(engine: "DeepSpeedEngine", reducer: "Reducer") -> None:
-    """Called on every rank after an optimizer step. Every ``steps_per_print`` steps, rank 0 writes its own values.
+    """Writes counters and peaks of memory to DeepSpeed's monitors (``compile.monitor_memory``).
+
+    Called on every rank after an optimizer step. Every ``steps_per_print`` steps, rank 0 writes its own values.
 
     Peaks are the highest since the last report, in bytes, and numbers are since then too: a report restarts the
     reducer's counters and torch's peaks, on every rank. Other ranks' values would need a collective, and whoever
@@ -37,3 +41,13 @@ def write_memory(engine: "DeepSpeedEngine", reducer: "Reducer") -> None:
     engine.monitor.write_events(
         [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]
     )
+
+
+@contextlib.contextmanager
+def timed(optimizer: "DeepSpeedZeroOptimizer", name: str) -> Iterator[None]:
+    """Context whose time DeepSpeed's timer of this name counts (``wall_clock_breakdown``)."""
+    optimizer.timers(name).start()
+    try:
+        yield
+    finally:
+        optimizer.timers(name).stop()

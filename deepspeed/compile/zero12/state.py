@@ -4,15 +4,15 @@
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Optional, Union
+from typing import TYPE_CHECKING, List, Optional, Union
 
 from .backward import BackwardLife
-from .compiled_update import CompiledUpdates
 from .forward import AroundForward
 from .gather import AllGather, OverlappedGather
+from .interrupted import InterruptedStep
 from .layout import registered_parameters
 from .native import Reducer
-from .step import InterruptedStep
+from .update.compiled import CompiledUpdates
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -34,7 +34,7 @@ class Zero12:
         interrupted_step: refuses to go on after a step that an exception ended while it changed parameters.
         gather: distributes the stepped parameters to all ranks: an ``AllGather`` or an ``OverlappedGather``.
         around_forward: None, or the ``AroundForward`` that makes the context of each forward of the engine.
-        updates: None, or the ``CompiledUpdates`` that step large partitions.
+        rules: how partitions are stepped, besides by the optimizer itself.
         monitors_memory: whether monitors get the counters of gradients and the peaks of memory after a step.
         undo: functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         taken_over: whether a later engine trains the parameters.
@@ -49,7 +49,7 @@ class Zero12:
         self.interrupted_step = InterruptedStep()
         self.gather: Union[AllGather, OverlappedGather] = AllGather(engine.optimizer)
         self.around_forward: Optional[AroundForward] = None
-        self.updates: Optional[CompiledUpdates] = None
+        self.rules: List[CompiledUpdates] = []
         self.monitors_memory = False
         self.undo = contextlib.ExitStack()
         self.taken_over = False

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""A flat partition stepped in chunks is what it is stepped whole."""
+"""A flat partition stepped in ranges is what it is stepped whole."""
 
 import copy
 import dataclasses
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils._contextlib import _DecoratorContextManager
 
-from deepspeed.compile.zero12 import chunked_step
-from deepspeed.compile.zero12.chunked_step import Chunks, may_step_in_chunks
-from deepspeed.compile.zero12.compiled_update import ALIGN_NUMEL, CompiledUpdates
-from deepspeed.compile.zero12.master_gradient import MasterGradient
+from deepspeed.compile.zero12.update import ranges
+from deepspeed.compile.zero12.update.compiled import CompiledUpdates
+from deepspeed.compile.zero12.update.own_step import OwnStep, may_be_cut
+from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL, PartitionGradient, Ranges
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary
@@ -30,8 +30,8 @@ from support.training import (
     ROUNDING,
     Case,
     as_recorded,
-    chunks_of,
     device,
+    ranges_of,
     relative_error,
     updates_compiled_from,
 )
@@ -54,24 +54,24 @@ def draw_gradients(seed):
 
 
 @pytest.mark.quick
-@vary("chunk", [1, 3, 7, 32, 50, 100])
+@vary("size", [1, 3, 7, 32, 50, 100])
 @pytest.mark.parametrize("factor", [None, 1 / 3], ids=["unscaled", "scaled"])
-def test_gradient(chunk, factor):
+def test_gradient(size, factor):
     given, flat = draw_gradients(0)
-    gradient = MasterGradient(given, factor and torch.tensor([factor]), torch.empty(0), torch.bfloat16)
+    gradient = PartitionGradient(given, factor and torch.tensor([factor]), torch.empty(0), torch.bfloat16)
     assert not given
-    taken = [gradient.take(first, min(first + chunk, NUMEL)).clone() for first in range(0, NUMEL, chunk)]
+    taken = [gradient.scaled(first, min(first + size, NUMEL)).clone() for first in range(0, NUMEL, size)]
     assert torch.equal(torch.cat(taken), flat if factor is None else flat * torch.tensor([factor]))
     assert not gradient._rest, "gradients are held longer than they are needed"
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_chunks_step_as_the_whole(name):
+def test_ranges_step_as_the_whole(name):
     torch.manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(NUMEL))
-    chunked = copy.deepcopy(whole)
-    expected, optimizer = OPTIMIZERS[name]([whole]), OPTIMIZERS[name]([chunked])
+    cut = copy.deepcopy(whole)
+    expected, optimizer = OPTIMIZERS[name]([whole]), OPTIMIZERS[name]([cut])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     expected_scheduler = torch.optim.lr_scheduler.StepLR(expected, 2, 0.5)
     stepped, new = [], torch.empty(NUMEL)
@@ -79,22 +79,22 @@ def test_chunks_step_as_the_whole(name):
         given, flat = draw_gradients(step)
         whole.grad = flat
         expected.step()
-        assert may_step_in_chunks(optimizer) == [True]
+        assert may_be_cut(optimizer) == [True]
         stepped.clear()
-        with chunks_of(7):
-            gradient = MasterGradient(given, None, chunked.data, torch.bfloat16)
-            chunks = Chunks(
-                *(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: stepped.append(span))
-            )
-            chunks.step_rest()
-        assert torch.equal(new, chunked)
+        with ranges_of(7):
+            gradient = PartitionGradient(given, None, cut.data, torch.bfloat16)
+            Ranges(
+                *(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: stepped.append(span)),
+                OwnStep(optimizer, 0),
+            ).step_rest()
+        assert torch.equal(new, cut)
         assert stepped == [(first, min(first + 7, NUMEL)) for first in range(0, NUMEL, 7)]
         scheduler.step()
         expected_scheduler.step()
     # A fused kernel rounds otherwise where a vector of elements is cut short.
     closeness = {"rtol": 1e-6 if name == "AdamW fused" else 0, "atol": 0}
-    torch.testing.assert_close(chunked, whole, **closeness)
-    assert list(optimizer.state) == [chunked] * len(expected.state) and len(optimizer.param_groups) == 1
+    torch.testing.assert_close(cut, whole, **closeness)
+    assert list(optimizer.state) == [cut] * len(expected.state) and len(optimizer.param_groups) == 1
     ours, theirs = optimizer.state_dict(), expected.state_dict()
     assert ours["param_groups"] == theirs["param_groups"]
     torch.testing.assert_close(ours["state"], theirs["state"], **closeness)
@@ -112,17 +112,17 @@ def test_what_must_be_stepped_whole():
         optimizer.step()
         return optimizer
 
-    assert may_step_in_chunks(stepped(torch.optim.AdamW)) == [True]
+    assert may_be_cut(stepped(torch.optim.AdamW)) == [True]
     # A class that nobody has looked at may use the whole parameter, for example its norm.
-    assert may_step_in_chunks(stepped(Own)) == [False]
-    assert may_step_in_chunks(stepped(torch.optim.Adafactor)) == [False]
+    assert may_be_cut(stepped(Own)) == [False]
+    assert may_be_cut(stepped(torch.optim.Adafactor)) == [False]
     # As a checkpoint from before there was momentum has it.
     without = stepped(torch.optim.SGD)
     without.state[parameter]["momentum_buffer"] = None
-    assert may_step_in_chunks(without) == [False]
+    assert may_be_cut(without) == [False]
     hooked = stepped(torch.optim.AdamW)
     hooked.register_step_post_hook(lambda *_: None)
-    assert may_step_in_chunks(hooked) == [False]
+    assert may_be_cut(hooked) == [False]
 
 
 def around(function):
@@ -200,9 +200,9 @@ ON_THE_INSTANCE = [
 @pytest.mark.parametrize("replace", ON_THE_INSTANCE)
 def test_a_step_that_was_replaced(replace):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
-    assert may_step_in_chunks(optimizer) == [True]
+    assert may_be_cut(optimizer) == [True]
     replace(optimizer)
-    assert may_step_in_chunks(optimizer) == [False]
+    assert may_be_cut(optimizer) == [False]
 
 
 ADAM = sys.modules["torch.optim.adam"]
@@ -229,20 +229,20 @@ def test_a_function_that_was_replaced_for_all_optimizers(owner, name, before):
     optimizer = make()
     for replaced in (around(getattr(owner, name)), torch.no_grad()(around(getattr(owner, name)))):
         with mock.patch.object(owner, name, replaced):
-            assert may_step_in_chunks(make() if before else optimizer) == [False]
-    assert may_step_in_chunks(optimizer) == [True]
+            assert may_be_cut(make() if before else optimizer) == [False]
+    assert may_be_cut(optimizer) == [True]
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE_OPTIMIZERS, "DeepSpeed's"])
 def test_what_torch_itself_puts_around_a_step(name):
     make = {**OPTIMIZERS, **MORE_OPTIMIZERS, "DeepSpeed's": lambda p: deepspeed_adam(p, True)}[name]
     optimizer = make([torch.nn.Parameter(torch.ones(4, device=device()))])
-    assert may_step_in_chunks(optimizer) == [True]
+    assert may_be_cut(optimizer) == [True]
     StepLR(optimizer, 1)
     ExponentialLR(optimizer, 0.9)
     # Its first call replaces methods of all optimizers.
     torch.compile(torch.neg, backend="eager")(torch.ones(1))
-    assert may_step_in_chunks(optimizer) == [True]
+    assert may_be_cut(optimizer) == [True]
 
 
 class Halving:
@@ -276,7 +276,7 @@ class Halving:
 
 
 class Halved(NamedTuple):
-    """What a user's step() was given, and what came of it, with chunks and in DeepSpeed's own step."""
+    """What a user's step() was given, and what came of it, in ranges and in DeepSpeed's own step."""
 
     seen: List[List[int]]
     seen_without: List[List[int]]
@@ -288,11 +288,11 @@ def step_with_halves(case, place, compiled):
     ends, seen = [], []
     least = 2 * ALIGN_NUMEL if compiled else 2**30
     for deepcompile in (True, False):
-        with chunks_of(48), updates_compiled_from(least, 32), as_recorded(True):
+        with ranges_of(48), updates_compiled_from(least, 32), as_recorded(True):
             module, engine = start(dataclasses.replace(case, deepcompile=deepcompile))
             begin = [each.float().clone() for each in module.parameters()]
             if deepcompile:
-                engine.optimizer._zero12.updates = CompiledUpdates()
+                engine.optimizer._zero12.rules = [CompiledUpdates()]
             halving = Halving(engine.optimizer.optimizer, place)
             for step in range(5):
                 backward(engine, step)
@@ -307,7 +307,7 @@ def step_with_halves(case, place, compiled):
 @vary("place", ["method", "wrapper", "class"])
 @vary("compiled", [False, True])
 @vary("groups", [1, 2])
-def test_a_users_step_is_called_as_without_chunks(ranks, place, compiled, groups):
+def test_a_users_step_is_called_as_without_ranges(ranks, place, compiled, groups):
     """Once for each parameter group, with the gradient of the whole partition."""
     case = Case(dtype="bf16", model="RepeatedLayers", clipping=0.1, groups=groups)
     for halved in ranks(2).run(step_with_halves, case, place, compiled):
@@ -317,60 +317,60 @@ def test_a_users_step_is_called_as_without_chunks(ranks, place, compiled, groups
 
 
 class Stepped(NamedTuple):
-    """How an engine was stepped whose chunks are small."""
+    """How an engine was stepped whose ranges are small."""
 
     pieces: List[int]  # of the fp32 gradient, in each step
     error: float  # beside an engine that steps whole
 
 
-def chunks_of_a_step(case):
-    """Trains for three steps with chunks of 50 elements, and again with chunks of the default size."""
+def steps_in_ranges(case):
+    """Trains for three steps in ranges of 50 elements, and again in ranges of the default size."""
     trained, calls = [], []
-    take = MasterGradient.take
+    take = PartitionGradient.scaled
 
     def taken(self, first, last):
         calls.append((numel, step))
         return take(self, first, last)
 
-    MasterGradient.take = taken
-    for numel in (50, chunked_step.CHUNK_NUMEL):
-        with chunks_of(numel):
+    PartitionGradient.scaled = taken
+    for numel in (50, ranges.RANGE_NUMEL):
+        with ranges_of(numel):
             module, engine = start(case)
             for step in range(3):
                 backward(engine, step)
                 engine.step()
             trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
             engine.destroy()
-    MasterGradient.take = take
+    PartitionGradient.scaled = take
     return Stepped([calls.count((50, step)) for step in range(3)], relative_error(*trained))
 
 
 @pytest.mark.quick
-def test_an_engine_steps_in_chunks(ranks):
-    """bf16 gradients are scaled into one chunk of fp32 after the other, and a parameter may lie in several."""
-    for chunks in ranks(2).run(chunks_of_a_step, Case(dtype="bf16", clipping=0.1)):
-        assert chunks.pieces[0] > 5 and chunks.pieces == 3 * chunks.pieces[:1]
-        assert chunks.error == 0
+def test_an_engine_steps_in_ranges(ranks):
+    """bf16 gradients are scaled into one range of fp32 after the other, and a parameter may lie in several."""
+    for stepped in ranks(2).run(steps_in_ranges, Case(dtype="bf16", clipping=0.1)):
+        assert stepped.pieces[0] > 5 and stepped.pieces == 3 * stepped.pieces[:1]
+        assert stepped.error == 0
 
 
 def gradients_within_a_step(case):
-    """Returns how many targets exist each time that a chunk of the fp32 gradient is made."""
-    with chunks_of(50):
-        return targets_at_calls(MasterGradient, "take", start(case).engine, steps=2)
+    """Returns how many targets exist each time that a range of the fp32 gradient is made."""
+    with ranges_of(50):
+        return targets_at_calls(PartitionGradient, "scaled", start(case).engine, steps=2)
 
 
-def test_a_gradient_is_released_after_its_last_chunk(ranks):
+def test_a_gradient_is_released_after_its_last_range(ranks):
     for counts in ranks(2).run(gradients_within_a_step, Case(dtype="bf16", model="RepeatedLayers")):
         assert counts == sorted(counts, reverse=True)
         assert counts[0] > 5 and counts[-1] <= 2
 
 
-def chunks_of_a_loaded_state(case):
+def ranges_of_a_loaded_state(case):
     """Trains 2 steps, saves, and trains 2 more, there and in a new engine that loads; the largest difference."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     seen = []
-    with chunks_of(50):
+    with ranges_of(50):
         for loads in (False, True):
             module, engine = start(case)
             if loads:
@@ -394,5 +394,5 @@ def chunks_of_a_loaded_state(case):
     return relative_error(*seen)
 
 
-def test_a_loaded_state_is_stepped_in_chunks(ranks):
-    assert ranks(2).run(chunks_of_a_loaded_state, Case(dtype="bf16")) == [0, 0]
+def test_a_loaded_state_is_stepped_in_ranges(ranks):
+    assert ranks(2).run(ranges_of_a_loaded_state, Case(dtype="bf16")) == [0, 0]

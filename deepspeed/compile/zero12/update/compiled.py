@@ -3,7 +3,7 @@
 """Steps ranges of an optimizer's parameter, each in one pass over memory.
 
 The pass reads a gradient in its own dtype, scales it, updates master weights and optimizer states, and writes the new
-parameters. ``update_graph.py`` compiles the pass from the optimizer's own ``step()``.
+parameters. ``recorded.py`` compiles the pass from the optimizer's own ``step()``.
 """
 
 from typing import Any, Dict, Optional, Set
@@ -13,11 +13,11 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import logger
 
-from .messages import inform, warn
-from .update_graph import Kind, Update, compile_update
+from ..messages import inform, warn
+from .own_step import is_per_element
+from .ranges import ALIGN_NUMEL
+from .recorded import Kind, Update, compile_update
 
-# A range has a multiple of so many elements, so that the kernel reads and writes 16 bytes at a time in every dtype.
-ALIGN_NUMEL = 16
 # With fewer elements, a step saves less time than compiling takes in any training.
 LEAST_NUMEL = 2**24
 # So many are compiled for one parameter group. A schedule of a setting would compile one in each step.
@@ -34,13 +34,22 @@ class CompiledUpdates:
         self._of_group: Dict[int, Set[str]] = {}
         self._has_warned = False
 
-    def begin(self, optimizer: torch.optim.Optimizer, index: int, kind: Kind) -> Optional["StepOfGroup"]:
+    def begin(
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        factor: Optional[torch.Tensor],
+        gradient: torch.dtype,
+        new: torch.Tensor,
+    ) -> Optional["CompiledStep"]:
         """Begins a step of the only parameter of ``optimizer.param_groups[index]``.
 
         Args:
-            optimizer: an optimizer whose group ``may_step_in_chunks()`` allows to be cut.
+            optimizer: an optimizer whose group ``may_be_cut()``.
             index: the index of the parameter group.
-            kind: of the update.
+            factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
+            gradient: the dtype of gradients.
+            new: where the new values of the parameter are written, in their dtype.
 
         Returns:
             None if the optimizer has to step this parameter itself: in its first step, in which it makes its states;
@@ -54,8 +63,9 @@ class CompiledUpdates:
             return None
         if has_fast_kernel(optimizer, group, master):
             return None
+        kind = Kind(gradient, new.dtype, new.data_ptr() % 16 == 0, factor is not None)
         settings = _settings(optimizer, group)
-        # StepOfGroup passes states in their order, so names count as well as dtypes.
+        # CompiledStep passes states in their order, so names count as well as dtypes.
         states = {name: value.dtype if is_per_element(value, master) else None for name, value in state.items()}
         key = repr((type(optimizer), settings, states, kind, master.device))
         keys = self._of_group.setdefault(index, set())
@@ -69,7 +79,7 @@ class CompiledUpdates:
         if update is None:
             return None
         _note_step(optimizer)
-        return StepOfGroup(update, group, master, state)
+        return CompiledStep(update, group, master, state, factor)
 
     def _compile(self, optimizer, settings, state, master, kind):
         """Returns the compiled update, or None with a warning if it cannot be compiled."""
@@ -106,7 +116,7 @@ def _note_step(inner):
         inner._opt_called = True
 
 
-class StepOfGroup:
+class CompiledStep:
     """One step of one parameter group, made range by range.
 
     Args:
@@ -114,10 +124,21 @@ class StepOfGroup:
         group: the parameter group.
         master: its only parameter.
         state: the optimizer's state of ``master``.
+        factor: an fp32 tensor [1] with which to multiply gradients. None if the update does not scale them.
     """
 
-    def __init__(self, update: Update, group: Dict[str, Any], master: torch.nn.Parameter, state: Dict[str, Any]):
+    multiple = ALIGN_NUMEL
+
+    def __init__(
+        self,
+        update: Update,
+        group: Dict[str, Any],
+        master: torch.nn.Parameter,
+        state: Dict[str, Any],
+        factor: Optional[torch.Tensor],
+    ):
         self._update, self._master, self._state = update, master.data, state
+        self._factors = [] if factor is None else [factor]
         self._per_element = [value for value in state.values() if is_per_element(value, master)]
         self._names = [name for name, value in state.items() if not is_per_element(value, master)]
         values = _scalars(group["lr"], [state[name] for name in self._names])
@@ -128,22 +149,12 @@ class StepOfGroup:
             scalars = [torch.full((), each.item(), dtype=each.dtype, device=master.device) for each in scalars]
         self._scalars = scalars
 
-    def run(self, gradient: torch.Tensor, factor: Optional[torch.Tensor], new: torch.Tensor, first: int) -> None:
-        """Steps the elements from ``first`` on, as many as ``gradient`` has, and writes them into ``new``.
-
-        With offloading ``new`` may be the memory of ``gradient``: the pass reads each element before it writes it.
-
-        Args:
-            gradient: 1-D, with a multiple of ``ALIGN_NUMEL`` elements, beginning at a multiple of 16 bytes.
-            factor: an fp32 tensor [1] with which to multiply the gradient. None without ``scaled``.
-            new: 1-D, as many elements.
-            first: a multiple of ``ALIGN_NUMEL``.
-        """
+    def run(self, gradient: torch.Tensor, new: torch.Tensor, first: int) -> None:
+        """Steps a range, see ``Step``."""
         span = slice(first, first + gradient.numel())
         states = [_rows(value[span]) for value in self._per_element]
-        factors = [] if factor is None else [factor]
         self._update.elements(
-            _rows(gradient), *factors, _rows(self._master[span]), _rows(new), *states, *self._scalars
+            _rows(gradient), *self._factors, _rows(self._master[span]), _rows(new), *states, *self._scalars
         )
 
     def finish(self) -> None:
@@ -160,18 +171,13 @@ def _rows(range_of_elements):
     return range_of_elements.view(-1, ALIGN_NUMEL)
 
 
-def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether a state of an optimizer has a value for each element of a parameter."""
-    return torch.is_tensor(value) and value.shape == parameter.shape
-
-
 def has_fast_kernel(optimizer: torch.optim.Optimizer, group: Dict[str, Any], master: torch.Tensor) -> bool:
     """Whether an optimizer's own kernel is faster than a compiled pass, as those made by hand for CPUs are."""
     return master.is_cpu and (isinstance(optimizer, DeepSpeedCPUAdam) or bool(group.get("fused")))
 
 
 def _is_known(optimizer, group, state):
-    """Whether the update can be recorded, and states are of a kind that :class:`StepOfGroup` knows."""
+    """Whether the update can be recorded, and states are of a kind that :class:`CompiledStep` knows."""
     if group.get("differentiable") or not group.get("bias_correction", True):
         return False
     # A tensor among the settings would be recorded with the value that it has now.

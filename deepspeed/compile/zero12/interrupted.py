@@ -1,0 +1,51 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine refuses after a step that an exception ended while it changed parameters."""
+
+import contextlib
+from typing import TYPE_CHECKING, Iterator
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+class InterruptedStep:
+    """Remembers that a step was interrupted: an exception ended the step while it changed parameters.
+
+    Parameters may differ between ranks then. So the engine refuses to go on until a checkpoint is loaded.
+    """
+
+    def __init__(self):
+        self._error = None
+        self._hooks = []
+
+    @contextlib.contextmanager
+    def changing_parameters(self, engine: "DeepSpeedEngine") -> Iterator[None]:
+        """Context of the code that changes parameters.
+
+        After an exception in this context, calls of the engine and state dicts of its module raise RuntimeError.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._error = f"{type(error).__name__}: {error}"
+            self._hooks.append(engine.register_forward_pre_hook(self._refuse))
+            self._hooks.append(engine.module.register_state_dict_pre_hook(self._refuse))
+            raise
+
+    def _refuse(self, *_):
+        self.refuse()
+
+    def refuse(self) -> None:
+        """Raises RuntimeError if an exception ended a step while parameters were being changed."""
+        if self._error is not None:
+            raise RuntimeError(
+                f"the last optimizer step was ended half way ({self._error}), so that parameters may differ between "
+                "ranks; load a checkpoint with its optimizer states before going on"
+            )
+
+    def forget(self) -> None:
+        """Called when all ranks have the same parameters again."""
+        self._error = None
+        while self._hooks:
+            self._hooks.pop().remove()

@@ -1,0 +1,99 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The norm of all gradients, whether they overflowed, and the factor that unscales and clips them."""
+
+from typing import TYPE_CHECKING, List, Optional
+
+import torch
+
+import deepspeed.comm as dist
+from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm, is_model_parallel_parameter
+
+from .collectives import collective
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+# On a GPU, one kernel reads a gradient of so many elements faster than a kernel for many gradients does.
+ONE_KERNEL_NUMEL = 2**22
+# Elements of which a CPU adds up the squares at once: 8 MiB of fp32, which stay in the processor's cache.
+NORM_NUMEL_ON_HOST = 2**21
+
+
+def global_norm(optimizer: "DeepSpeedZeroOptimizer") -> torch.Tensor:
+    """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid."""
+    groups = range(len(optimizer.bit16_groups))
+    return combine_grad_norm_groups([_group_norm(optimizer, group) for group in groups], norm_type=2)
+
+
+def _group_norm(optimizer, group):
+    """Returns the 2-norm of one group's gradients over all ranks, fp32 [].
+
+    As in the base, the norm is -1 if the sum of the squares is not finite in fp32.
+    """
+    gradients = optimizer.averaged_gradients[group].without_padding()
+    counted = [
+        gradient
+        for gradient, parameter in zip(gradients, optimizer.params_in_partition[group], strict=True)
+        # With model parallelism some parameters lie on several ranks, and one of these ranks counts the gradient.
+        if not getattr(parameter, PIPE_REPLICATED, False)
+        and (optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(parameter))
+    ]
+    # As for every new tensor of a step, name the dtype: the caller may have changed torch's default dtype.
+    total = torch.zeros((), dtype=torch.float64, device=optimizer.bit16_groups_flat[0].device)
+    if counted:
+        total.copy_(sum_of_squares(counted))
+    with collective("add up the norm of the gradients"):
+        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
+    optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
+    total = total.float().sqrt()
+    return total.masked_fill_(~total.isfinite(), -1.0)
+
+
+def sum_of_squares(gradients: List[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of the squares of all elements, fp64 []. The squares of one gradient are added up in fp32."""
+    if not gradients[0].is_cpu:
+        large = [gradient for gradient in gradients if gradient.numel() >= ONE_KERNEL_NUMEL]
+        small = [gradient for gradient in gradients if gradient.numel() < ONE_KERNEL_NUMEL]
+        norms = [torch.linalg.vector_norm(gradient, 2, dtype=torch.float32) for gradient in large]
+        norms += torch._foreach_norm(small, 2, dtype=torch.float32) if small else []
+        return torch.stack(norms).double().square().sum()
+    # On a CPU a norm takes several times as long as a cast and a product of short parts, and rounds more.
+    parts = [part for gradient in gradients for part in gradient.view(-1).split(NORM_NUMEL_ON_HOST)]
+    memory = torch.empty(max(part.numel() for part in parts), dtype=torch.float32, device="cpu")
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
+    for part in parts:
+        cast = memory[: part.numel()].copy_(part)
+        total += torch.dot(cast, cast)
+    return total
+
+
+def host_waits(optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor]) -> bool:
+    """Whether the host waits for the device, to learn whether gradients overflowed.
+
+    The host waits with ``check_grad_overflow: true``. Otherwise the host waits, as in DeepSpeed's own step, if there
+    is a norm and parameters are not in bf16.
+    """
+    return optimizer.check_grad_overflow or (norm is not None and optimizer.dtype != torch.bfloat16)
+
+
+def overflowed(optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor]) -> bool:
+    """Returns whether gradients overflowed. The host waits for the device."""
+    if norm is None:
+        optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
+        return optimizer.overflow
+    return is_invalid_grad_norm(norm)
+
+
+def factor_of(
+    optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor], scale: float
+) -> Optional[torch.Tensor]:
+    """Returns the factor that unscales and clips gradients, fp32 [1] where master weights are, or None for 1."""
+    device = optimizer.single_partition_of_fp32_groups[0].device
+    if optimizer.clip_grad == 0.0:
+        return None if scale == 1.0 else torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
+    assert norm is not None, "gradients are clipped by their norm"
+    # With an infinite norm the factor is zero. Torch's clip_grad_norm_() adds 1e-6 to the norm too.
+    excess = ((norm / scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0)
+    return (1.0 / (excess * scale)).reshape(1).to(device)

@@ -1,0 +1,85 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Whether nobody but torch, DeepSpeed and Python's authors has written what an optimizer's ``step()`` runs."""
+
+import functools
+import sys
+from types import CellType, FunctionType, MethodType
+
+import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+# Modules of torch whose functions only wrap `func`: hooks of step(), a scheduler's note of a call, torch.no_grad().
+_WRAPPERS = {"torch.optim.optimizer", "torch.optim.lr_scheduler", "torch.utils._contextlib"}
+# Whose functions an optimizer may call.
+_PACKAGES = {"torch", "deepspeed", "builtins", *sys.stdlib_module_names} - {"__main__"}
+
+
+def steps_as_written(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer.step()`` runs what the authors of the optimizer's class have written, and nothing else.
+
+    Somebody else may have replaced ``step()`` on the instance or on the class, a function that it calls, or the class,
+    and may do so at any time.
+    """
+    return (
+        not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+        and _runs_own_step(optimizer)
+        and not _calls_others(optimizer)
+    )
+
+
+def _runs_own_step(optimizer):
+    """Whether ``optimizer.step()`` runs the ``step()`` of the optimizer's authors, within wrappers of torch at most.
+
+    A mark on a function proves nothing: torch's wrappers, and ``functools.wraps``, copy all marks. What a function
+    calls is in its closure, and who has written a function is in its globals. Neither can be copied.
+    """
+    function = optimizer.step
+    while True:
+        if isinstance(function, MethodType):
+            if function.__self__ is not optimizer:
+                return False
+            function = function.__func__
+        if not isinstance(function, FunctionType):
+            return False
+        module = function.__globals__["__name__"]
+        if module not in _WRAPPERS:
+            authors = {cls.__module__ for cls in type(optimizer).__mro__[:-1]}
+            return module in authors and module.partition(".")[0] in _PACKAGES and function.__code__.co_name == "step"
+        held = _closure(function)
+        # A scheduler's wrapper steps the optimizer for which it was made.
+        if "opt_ref" in held and held["opt_ref"]() is not optimizer:
+            return False
+        # Each class of contexts may decorate a function so.
+        if "ctx_factory" in held and type(getattr(held["ctx_factory"], "__self__", None)) is not torch.no_grad:
+            return False
+        function = held.get("func")
+
+
+def _calls_others(optimizer):
+    """Whether somebody else has written a function that an optimizer's ``step()`` may call."""
+    classes = [cls for cls in type(optimizer).__mro__ if cls.__module__ not in ("torch.optim.optimizer", "builtins")]
+    methods = {name: value for cls in classes for name, value in vars(cls).items()}
+    hiding = [value for name, value in vars(optimizer).items() if name in methods and name != "step"]
+    named = [value for cls in classes for value in vars(sys.modules[cls.__module__]).values()]
+    return any(map(_is_foreign, [*methods.values(), *hiding, *named, optimizer._optimizer_step_code]))
+
+
+def _is_foreign(value):
+    """Whether ``value`` is, or calls, a function of neither torch nor DeepSpeed nor the standard library."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        return _is_foreign(value.__func__)
+    if isinstance(value, functools.partial):
+        return _is_foreign(value.func)
+    if not isinstance(value, FunctionType):
+        return callable(value) and type(value).__module__.partition(".")[0] not in _PACKAGES
+    if value.__globals__["__name__"].partition(".")[0] not in _PACKAGES:
+        return True
+    return value.__closure__ is not None and any(map(_is_foreign, _closure(value).values()))
+
+
+def _closure(function):
+    """Returns name -> value of the variables of outer functions that a function uses."""
+    held = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in held if cell != CellType()}

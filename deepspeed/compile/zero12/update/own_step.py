@@ -1,0 +1,104 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Has an optimizer step ranges of its parameter by its own ``step()``."""
+
+from typing import Any, List
+
+import torch
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+from .authors import steps_as_written
+
+# Optimizers that treat each element by itself.
+_ELEMENTWISE = (
+    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, FusedAdam),
+    DeepSpeedCPUAdam,
+)
+
+
+def may_be_cut(optimizer: torch.optim.Optimizer) -> List[bool]:
+    """Says of each parameter group whether ranges of its parameter may be stepped, by the optimizer or otherwise.
+
+    Ranges must give the result of one step, and nobody but the authors of the optimizer may see them.
+    """
+    may = type(optimizer) in _ELEMENTWISE and steps_as_written(optimizer)
+    return [may and _may_cut(optimizer, group["params"]) for group in optimizer.param_groups]
+
+
+def _may_cut(optimizer, parameters):
+    if len(parameters) != 1:
+        return False
+    # The first step makes the state. A later step makes an entry that is still None, if an option now asks for it.
+    return all(
+        is_per_element(value, parameters[0]) or (value.numel() == 1 if torch.is_tensor(value) else value is not None)
+        for value in optimizer.state.get(parameters[0], {}).values()
+    )
+
+
+def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether a state of an optimizer has a value for each element of a parameter."""
+    return torch.is_tensor(value) and value.shape == parameter.shape
+
+
+class OwnStep:
+    """One step of the only parameter of a parameter group, made range by range by the optimizer itself.
+
+    Args:
+        optimizer: an optimizer whose group :func:`may_be_cut`.
+        index: the index of the parameter group.
+    """
+
+    multiple = 1
+
+    def __init__(self, optimizer: torch.optim.Optimizer, index: int):
+        self._optimizer, self._index = optimizer, index
+        (self._whole,) = optimizer.param_groups[index]["params"]
+        self._state = optimizer.state.get(self._whole) or {}
+        # In the first step, the optimizer makes the state of each range.
+        self._is_new = not self._state
+
+    def run(self, gradient: torch.Tensor, new: torch.Tensor, first: int) -> None:
+        """Steps a range, see ``Step``."""
+        optimizer, groups, state = self._optimizer, self._optimizer.param_groups, self._state
+        last = first + gradient.numel()
+        part = torch.nn.Parameter(self._whole.data[first:last])
+        part.grad = gradient
+        self._group = {**groups[self._index], "params": [part]}
+        if not self._is_new:
+            optimizer.state[part] = {name: _part(value, self._whole, first, last) for name, value in state.items()}
+        optimizer.param_groups = [self._group]
+        try:
+            optimizer.step()
+        finally:
+            optimizer.param_groups = groups
+            self._of_part = optimizer.state.pop(part, {})
+        if self._is_new:
+            for name, value in self._of_part.items():
+                if is_per_element(value, part):
+                    if name not in state:
+                        state[name] = value.new_empty(self._whole.shape)
+                    state[name][first:last] = value
+        new.copy_(part.data)
+
+    def finish(self) -> None:
+        """Writes the states that are no element's, such as the count of steps. Called when all ranges are stepped."""
+        optimizer, state = self._optimizer, self._state
+        # Each range has counted this step, so take the counts of the last one.
+        for name, value in self._of_part.items():
+            if name not in state or not torch.is_tensor(value):
+                state[name] = value
+            elif not is_per_element(state[name], self._whole):
+                state[name].copy_(value)
+        if state:
+            optimizer.state[self._whole] = state
+        optimizer.param_groups[self._index].update(
+            (name, value) for name, value in self._group.items() if name != "params"
+        )
+
+
+def _part(value, parameter, first, last):
+    if is_per_element(value, parameter):
+        return value[first:last]
+    return value.clone() if torch.is_tensor(value) else value

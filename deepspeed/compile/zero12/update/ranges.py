@@ -1,0 +1,241 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Steps a flat partition range by range, to save memory.
+
+The fp32 gradients of a partition need twice the memory of its bf16 gradients, and the temporaries of an optimizer may
+need as much again. If the optimizer treats each element by itself, the fp32 gradients and the temporaries need to
+exist only for one range at a time.
+"""
+
+import bisect
+import itertools
+from typing import TYPE_CHECKING, Callable, Iterable, Iterator, List, Optional, Protocol, Tuple
+
+import torch
+
+from .own_step import OwnStep
+
+if TYPE_CHECKING:
+    from ..layout import PartitionViews
+
+# Elements of a range: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
+RANGE_NUMEL = 2**27
+# On the host 24 MiB: most of a range is still in the processor's cache when the next pass reads it, and the C library
+# takes memory of more than 32 MiB from the system anew each time. With less, the threads of each pass would take too
+# long to start.
+RANGE_NUMEL_ON_HOST = 3 * 2**21
+# A range that is read where it lies has a multiple of so many elements, so that a kernel reads 16 bytes at a time in
+# every dtype.
+ALIGN_NUMEL = 16
+# A gradient of at least so many elements is read where it lies. Of smaller ones, so many are copied together: to start
+# a kernel for each would take longer than the copy.
+IN_PLACE_NUMEL = 2**22
+GATHERED_NUMEL = 2**25
+
+
+class Step(Protocol):
+    """One step of one partition by one rule, made range by range, in any order.
+
+    Attributes:
+        multiple: each range begins at a multiple of so many elements, and has a multiple of them.
+    """
+
+    multiple: int
+
+    def run(self, gradient: torch.Tensor, new: torch.Tensor, first: int) -> None:
+        """Steps the elements from ``first`` on, as many as ``gradient`` has, and writes them into ``new``.
+
+        With offloading ``new`` may be the memory of ``gradient``: read each element before it is written.
+
+        Args:
+            gradient: 1-D, beginning at a multiple of 16 bytes, in its own dtype and not scaled. The optimizer's own
+                step gets it scaled, in the dtype of the master weights.
+            new: 1-D, as many elements.
+            first: the offset in the partition.
+        """
+
+    def finish(self) -> None:
+        """Writes the states that are no element's, such as the count of steps. Called when all ranges are stepped."""
+
+
+class Ranges:
+    """Steps the only parameter of a parameter group range by range.
+
+    Args:
+        optimizer: an optimizer whose group ``may_be_cut()``.
+        index: the index of the parameter group.
+        gradient: the gradient of the parameter.
+        new: a function of (first, last) that returns the memory for the new values of the elements [first, last).
+        finish: a function to call with (first, last) when that memory has the new values.
+        step: the step of the parameter by a rule, or the optimizer's own. The optimizer also steps the ranges that
+            are shorter than a rule's multiple.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        index: int,
+        gradient: "PartitionGradient",
+        new: Callable[[int, int], torch.Tensor],
+        finish: Callable[[int, int], None],
+        step: Step,
+    ):
+        (parameter,) = optimizer.param_groups[index]["params"]
+        self._numel = parameter.numel()
+        self._size = RANGE_NUMEL_ON_HOST if parameter.is_cpu else RANGE_NUMEL
+        self._step = step
+        self._own = step if isinstance(step, OwnStep) else OwnStep(optimizer, index)
+        self._gradient, self._new, self._finish = gradient, new, finish
+        self._spans = [(0, self._numel)]  # what is left to do
+
+    def step_first(self, spans: List[Tuple[int, int]]) -> None:
+        """Steps the elements in ``spans``, [first, last) in ascending order, before all others.
+
+        No gradient may lie in a span in part. The optimizer itself steps a small parameter whole at once.
+        """
+        if self._step is self._own and self._numel <= self._size:
+            spans = [(0, self._numel)]
+        self._run(spans)
+        borders = [border for span in spans for border in span]
+        self._spans = [*zip([0, *borders[1::2]], [*borders[::2], self._numel], strict=True)]
+
+    def step_rest(self) -> None:
+        """Steps all other elements, and the states that are no element's, such as counts of steps."""
+        self._run(self._spans)
+        self._step.finish()
+
+    def _run(self, spans):
+        for first, end in spans:
+            while first < end:
+                step, limit = self._step, min(first + self._size, end)
+                before = -first % step.multiple
+                if before or limit - first < step.multiple:
+                    step, limit = self._own, min(first + before, limit) if before else limit
+                take = self._gradient.scaled if step is self._own else self._gradient.unscaled
+                gradient = take(first, limit)
+                last = first + gradient.numel()
+                step.run(gradient, self._new(first, last), first)
+                # Otherwise this name would keep the memory of a gradient while the next one is made.
+                del gradient
+                self._finish(first, last)
+                first = last
+
+
+class PartitionGradient:
+    """The gradient of a partition, of which each range can be had once, in any order.
+
+    A gradient of a parameter is dropped as soon as all its elements have been taken. Ranges in one must ascend.
+
+    Args:
+        views: the PartitionViews of the partition. This object takes the gradients out of them.
+        factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
+        like: a tensor of the dtype and on the device of the master weights.
+        dtype: the dtype of the gradients.
+    """
+
+    def __init__(
+        self, views: "PartitionViews", factor: Optional[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
+    ):
+        # (offset, gradient), in ascending order.
+        self._rest: List[Tuple[int, torch.Tensor]] = sorted(views.take(), key=lambda entry: entry[0])
+        self._factor = factor
+        self._memory = like.new_empty(0)
+        self._gathered = like.new_empty(0, dtype=dtype)
+
+    def scaled(self, first: int, last: int) -> torch.Tensor:
+        """Returns the elements [first, last), 1-D, scaled, in the dtype of the master weights. Padding is zero.
+
+        The next call overwrites what this call returns.
+        """
+        if self._memory.numel() < last - first:
+            with torch.profiler.record_function("deepcompile::master_gradient"):
+                self._memory = self._memory.new_empty(last - first)
+        gradient = self._memory[: last - first]
+        for part, place in _laid_out(self._parts(first, last), gradient, first):
+            self._scale(part, place)
+        return gradient
+
+    def unscaled(self, first: int, limit: int) -> torch.Tensor:
+        """Returns elements from ``first`` on, 1-D, not scaled, and in their own dtype. Padding is zero.
+
+        They begin at a multiple of 16 bytes, and are a multiple of ``ALIGN_NUMEL``. They may lie in the memory of a
+        gradient, or in memory that the next call overwrites: so few are returned that little is copied.
+
+        Args:
+            first: a multiple of ``ALIGN_NUMEL``.
+            limit: where to end at the latest, at least ``ALIGN_NUMEL`` elements behind ``first``.
+        """
+        last = self._end(first, limit)
+        parts = list(self._parts(first, last))
+        if len(parts) == 1 and parts[0][1].numel() == last - first and _is_aligned(parts[0][1]):
+            return parts[0][1]
+        if self._gathered.numel() < last - first:
+            with torch.profiler.record_function("deepcompile::master_gradient"):
+                self._gathered = self._gathered.new_empty(last - first)
+        gradient = self._gathered[: last - first]
+        laid_out = [*_laid_out(parts, gradient, first)]
+        if laid_out:
+            torch._foreach_copy_([place for _, place in laid_out], [part for part, _ in laid_out])
+        return gradient
+
+    def _end(self, first, limit):
+        """Returns where a range from ``first`` on begins or ends a large gradient, or has enough small ones."""
+        gathered = min(first + GATHERED_NUMEL, limit)
+        for offset, gradient in itertools.islice(self._rest, self._index(first), None):
+            if offset >= gathered:
+                break
+            end = min(offset + gradient.numel(), limit)
+            end -= end % ALIGN_NUMEL
+            lies_well = offset % ALIGN_NUMEL == 0 and _is_aligned(gradient)
+            if gradient.numel() >= IN_PLACE_NUMEL and lies_well and end > first:
+                return offset if offset > first else end
+        return gathered - gathered % ALIGN_NUMEL
+
+    def _parts(self, first, last):
+        """Yields (offset in the partition, elements) of the gradients in [first, last), and drops what is behind."""
+        index = self._index(first)
+        while index < len(self._rest) and self._rest[index][0] < last:
+            offset, gradient = self._rest[index]
+            begin, end = max(offset, first), min(offset + gradient.numel(), last)
+            if end == offset + gradient.numel():
+                del self._rest[index]
+            yield begin, gradient[begin - offset : end - offset]
+            if end == last:
+                break
+
+    def _index(self, first):
+        """Returns the index of the first gradient that ends behind the element ``first``."""
+        return bisect.bisect_right(self._rest, first, key=lambda entry: entry[0] + entry[1].numel())
+
+    def _scale(self, source, target):
+        if self._factor is None:
+            target.copy_(source)
+        elif target.is_cpu:
+            # On a CPU, a product of two dtypes takes several times as long as a cast and a product of one dtype.
+            target.copy_(source).mul_(self._factor)
+        else:
+            # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
+            # dimensions, torch would compute in the dtype of `source`.
+            torch.mul(source, self._factor, out=target)
+
+
+def _laid_out(
+    parts: Iterable[Tuple[int, torch.Tensor]], memory: torch.Tensor, first: int
+) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
+    """Yields each part and its place in ``memory``, which begins at the offset ``first``.
+
+    When the caller has taken all parts, the padding between and behind them is zero.
+    """
+    filled = first
+    for begin, part in parts:
+        # Skip empty gaps: an empty `zero_()` costs as much host time as a full one.
+        if begin > filled:
+            memory[filled - first : begin - first].zero_()
+        filled = begin + part.numel()
+        yield part, memory[begin - first : filled - first]
+    if filled - first < memory.numel():
+        memory[filled - first :].zero_()
+
+
+def _is_aligned(tensor):
+    return tensor.data_ptr() % 16 == 0
