@@ -59,8 +59,18 @@ def test_each_value_of_a_table_occurs():
 
 
 def test_values_take_turns_from_test_to_test():
-    tests = [varied(f"test_{number}", stage=[1, 2, 3]) for number in range(3)]
-    assert {each["stage"] for each in kept(*itertools.chain(*tests))} == {1, 2, 3}
+    tests = [varied(f"test_{number}", stage=[1, 2, 3]) for number in range(6)]
+    pairs = [frozenset(each["stage"] for each in kept(*test)) for test in tests]
+    assert set(pairs) == set(map(frozenset, itertools.combinations([1, 2, 3], 2)))
+
+
+@pytest.mark.parametrize("marks", [(), ("table",)], ids=["two cases", "table"])
+def test_no_test_changes_what_another_covers(marks):
+    """Nor does it matter in which order pytest collects the cases."""
+    others = [varied(name, stage=[1, 2], backend=["eager", "inductor"], model="abc") for name in "bcdefg"]
+    test = list(varied("test_a", marks=marks, stage=[1, 2], backend=["eager", "inductor"], model="abc"))
+    among_others = thin_out([*itertools.chain(*others), *reversed(test)])
+    assert {item.nodeid for item in among_others if item.name == "test_a"} == {item.nodeid for item in thin_out(test)}
 
 
 def test_one_quick_case_of_each_test_generates_no_code():
