@@ -259,16 +259,22 @@ def lightning_trainer(case, resumes):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=LEARNING_RATE)
 
+    world, gpus = dist.get_world_size(), torch.cuda.device_count()
+    hosts = 1 if gpus >= world else world
+    if hosts > 1:
+        # Lightning gives each rank of a host a device of its own. Where ranks share one, each is a host of its own here,
+        # as it is to NCCL.
+        os.environ.update(NODE_RANK=str(dist.get_rank()), LOCAL_RANK="0")
     if on_cpu():
-        # The strategy and DeepSpeed ask each device for its number.
-        devices = [torch.device("cpu", number) for number in range(dist.get_world_size())]
-        strategy = OnCPU(config=ds_config(case), parallel_devices=devices)
+        # The strategy and DeepSpeed ask the device for its number.
+        strategy = OnCPU(config=ds_config(case), parallel_devices=[torch.device("cpu", 0)])
     else:
         strategy = DeepSpeedStrategy(config=ds_config(case))
     module = Module()
     trainer = pl.Trainer(
         strategy=strategy,
-        devices="auto" if on_cpu() else dist.get_world_size(),
+        devices="auto" if on_cpu() else world // hosts,
+        num_nodes=hosts,
         max_epochs=2,
         callbacks=[pl.callbacks.ModelCheckpoint(case.folder, filename="{step}", save_top_k=-1)],
         num_sanity_val_steps=0,
