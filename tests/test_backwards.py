@@ -160,7 +160,7 @@ def test_parameters_that_were_given_other_memory(ranks, stage):
 def synchronizations(case):
     """What torch says where the host waits for the device from a backward's beginning to the optimizer's step.
 
-    Torch does not tell of the wait for an event, with which ranks agree in ``Reducer::agree()``.
+    Torch does not tell of the wait for an event, with which ranks agree in ``Reducer::agree_and_reduce_late()``.
     """
     _, engine = start(case)
     finish_steps, waited = zero12_step.finish_steps, []

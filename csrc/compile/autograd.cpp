@@ -117,44 +117,25 @@ bool ParameterRecord::autograd_wants() const
 
 // The end of a graph task.
 
-/// Tells a reducer that autograd has run the graph of a backward, or has dropped it because the backward raised.
-class Watch {
-public:
-    Watch(std::weak_ptr<Reducer> reducer, int64_t serial) : reducer_(std::move(reducer)), serial_(serial) {}
-    Watch(const Watch&) = delete;
-    Watch& operator=(const Watch&) = delete;
-
-    void call()
-    {
-        has_run_ = true;
-        if (const auto reducer = reducer_.lock()) { reducer->graph_ended(serial_); }
-    }
-
-    ~Watch()
-    {
-        if (has_run_) { return; }
-        // An exception must not leave a destructor.
-        try {
-            if (const auto reducer = reducer_.lock()) { reducer->graph_dropped(serial_); }
-        } catch (const std::exception& error) {
-            TORCH_WARN(std::string("DeepCompile could not drop the gradients of a backward that raised: ") +
-                       error.what());
-        }
-    }
-
-private:
-    const std::weak_ptr<Reducer> reducer_;
-    const int64_t serial_;
-    bool has_run_ = false;
-};
-
 void Reducer::watch_graph_task()
 {
+    // Autograd calls the callback when it has run the graph, or drops it uncalled because the backward raised.
+    struct Watch {
+        std::weak_ptr<Reducer> reducer;
+        int64_t serial;
+
+        ~Watch()
+        {
+            if (const auto alive = reducer.lock()) { alive->graph_dropped(serial); }
+        }
+    };
     ++serial_;
     graph_task_ = torch::autograd::get_current_graph_task_id();
     if (graph_task_ == -1) { return; }
-    torch::autograd::Engine::get_default_engine().queue_callback(
-        [watch = std::make_shared<Watch>(weak_from_this(), serial_)] { watch->call(); });
+    const std::shared_ptr<Watch> watch(new Watch{weak_from_this(), serial_});
+    torch::autograd::Engine::get_default_engine().queue_callback([watch] {
+        if (const auto alive = std::exchange(watch->reducer, {}).lock()) { alive->graph_ended(watch->serial); }
+    });
 }
 
 void Reducer::graph_ended(int64_t serial)
@@ -163,8 +144,8 @@ void Reducer::graph_ended(int64_t serial)
     if (serial == serial_ && stage_ == Stage::running) { stage_ = Stage::ended; }
 }
 
-void Reducer::graph_dropped(int64_t serial)
-{
+void Reducer::graph_dropped(int64_t serial) noexcept
+try {
     std::shared_ptr<const Listener> listener;
     {
         // Whoever drops the task may hold the interpreter's lock, and the thread that holds mutex_ may wait for it.
@@ -172,11 +153,13 @@ void Reducer::graph_dropped(int64_t serial)
         if (PyGILState_Check()) { unlocked.emplace(); }
         std::lock_guard lock(mutex_);
         if (serial != serial_ || !in_backward()) { return; }
-        abandon_and_note("raised");
+        abandon(Stage::raised);
         listener = listener_;
     }
     // Otherwise engine.is_gradient_accumulation_boundary() would be outdated until the next call of the engine.
     if (listener && Py_IsInitialized()) { listener->settle(); }
+} catch (const std::exception& error) {
+    TORCH_WARN(std::string("DeepCompile could not drop the gradients of a backward that raised: ") + error.what());
 }
 
 bool Reducer::abandon_unfinished(bool may_enclose)
@@ -186,14 +169,15 @@ bool Reducer::abandon_unfinished(bool may_enclose)
     // abandoned at once. On a GPU, a thread of autograd's may hold the graph task of a backward that raised.
     const bool encloses = may_enclose && stage_ == Stage::running &&
                           (streams_.on_cpu() || graph_task_ == torch::autograd::get_current_graph_task_id());
-    if (in_backward() && !encloses) { abandon_and_note("interrupted"); }
-    return !abandoned_.empty();
+    if (in_backward() && !encloses) { abandon(Stage::interrupted); }
+    return is_abandoned();
 }
 
-std::string Reducer::take_abandoned()
+std::optional<bool> Reducer::take_abandoned()
 {
     std::lock_guard lock(mutex_);
-    return std::exchange(abandoned_, "");
+    if (!is_abandoned()) { return std::nullopt; }
+    return stage_.exchange(Stage::none) == Stage::interrupted;
 }
 
 // Gradients that autograd's running task cannot compute.
@@ -236,20 +220,19 @@ bool leads_to_compiled_code()
     return runs_function([](const std::string& name) { return name == compiled_function; });
 }
 
-bool Reducer::leads_to_parameters()
+bool Reducer::leads_to_parameters() const
 {
     const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
     if (!nodes) { return true; }
     bool some_trained = false;
     {
         std::lock_guard lock(mutex_);
-        for (auto& record : records_) {
+        for (const auto& record : records_) {
             if (!record.parameter.requires_grad()) { continue; }
             some_trained = true;
-            // The parameter may have got another node since the last backward.
-            watch_accumulation(record);
-            auto* node = record.accumulation_node.get();
-            if (nodes->count(node) && runs(node)) { return true; }
+            // Not `record.accumulation_node`: the parameter may have got another node since the last backward.
+            const auto node = torch::autograd::impl::try_get_grad_accumulator(record.parameter);
+            if (node && nodes->count(node.get()) && runs(node.get())) { return true; }
         }
     }
     // A function may run a backward of its own, as reentrant checkpointing does, which this graph does not show.
@@ -274,11 +257,6 @@ bool Reducer::find_absent(bool is_first)
 }
 
 // Sums of gradients that stay on this rank.
-
-UnreducedSum::UnreducedSum(at::ScalarType dtype, StreamOrder& streams, Counters& counters)
-    : dtype_(dtype), streams_(streams), counters_(counters)
-{
-}
 
 void UnreducedSum::add(const at::Tensor& gradient, bool donated)
 {

@@ -8,9 +8,12 @@
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
+#include <mutex>
 #include <set>
+#include <unordered_map>
 
-// Gradients on their way to their owners: filled, packed, sorted by owner, sent, awaited, recycled.
+// Gradients on their way to their owners: cut at partitions, packed, sorted by owner, sent, awaited, and bound as the
+// averaged gradients of this rank's partition.
 
 namespace deepcompile {
 
@@ -30,7 +33,50 @@ bool owners_alternate(const std::vector<Message>& messages)
     return messages.size() > 2 * owners.size();
 }
 
+/// Counts `more` buckets that a reducer of this process sends over a process group; returns how many there were so far.
+/// Where one backward goes through two engines that share a group, ranks that differ may send the engines' buckets in
+/// another order, which neither engine could see by itself.
+int64_t launches_over(const c10d::ProcessGroup& process_group, int64_t more)
+{
+    static std::mutex mutex;
+    static std::unordered_map<std::string, int64_t> counts;
+    std::lock_guard lock(mutex);
+    return counts[process_group.getGroupName()] += more;
+}
+
+// Elements of host memory that are copied or added at once, so that what the device needs for a cast or for a sum is
+// bounded.
+constexpr int64_t part_numel = int64_t(1) << 23;
+
+/// Copies to a target in host memory, or adds to it. The sum is made on the device: the host would have to wait for
+/// what has arrived.
+void write_host_target(const at::Tensor& target, const at::Tensor& arrived, bool adds)
+{
+    for (int64_t first = 0; first < target.numel(); first += part_numel) {
+        const int64_t numel = std::min(part_numel, target.numel() - first);
+        const auto part = target.narrow(0, first, numel);
+        auto value = arrived.narrow(0, first, numel);
+        if (adds) { value = part.to(arrived.device(), part.scalar_type(), /*non_blocking=*/true).add_(value); }
+        part.copy_(value, /*non_blocking=*/true);
+    }
+}
+
 }  // namespace
+
+std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel)
+{
+    std::vector<Piece> pieces;
+    int64_t done = 0;
+    while (done < numel) {
+        const int64_t position = offset + done;
+        const int64_t owner = position / partition_numel;
+        const int64_t target_offset = position - owner * partition_numel;
+        const int64_t length = std::min(numel - done, partition_numel - target_offset);
+        pieces.push_back({owner, done, target_offset, length});
+        done += length;
+    }
+    return pieces;
+}
 
 std::vector<Message> Segment::messages() const
 {
@@ -48,11 +94,6 @@ std::vector<Message> Segment::messages() const
 
 // Filled.
 
-Bucket::Bucket(const Options& options, StreamOrder& streams, Counters& counters)
-    : options_(options), streams_(streams), counters_(counters)
-{
-}
-
 std::string Bucket::purpose() const
 {
     return "reduce the bucket that begins with the gradient of " + first_parameter_;
@@ -69,17 +110,8 @@ bool Bucket::add_to_earlier(const ParameterRecord& record, const at::Tensor& gra
 void Bucket::add(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
 {
     if (empty()) { first_parameter_ = record.describe(); }
-    fingerprint_.add_gradient(record.index);
-    for (const auto& piece : record.pieces) { fingerprint_.add_piece(piece.owner, piece.target_offset, piece.numel); }
-    pack(record, gradient, donated);
-    const int64_t bytes = gradient.numel() * static_cast<int64_t>(c10::elementSize(record.communication_dtype));
-    bytes_ += bytes;
-    largest_ = std::max(largest_, bytes);
-    counters_.pending.add(bytes);
-}
-
-void Bucket::pack(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
-{
+    ++fingerprint_.gradients;
+    fingerprint_.mix(record.index);
     const int64_t numel = gradient.numel();
     auto& segment = segment_for(record, gradient, donated);
     auto place = segment.memory.narrow(0, segment.used, numel).view(gradient.sizes());
@@ -87,8 +119,15 @@ void Bucket::pack(const ParameterRecord& record, const at::Tensor& gradient, boo
     // work of that stream.
     if (!segment.donated) { place.copy_(gradient); }
     joinable_.emplace(&record, std::move(place));
-    for (const auto& piece : record.pieces) { segment.entries.push_back({piece, segment.used + piece.source_offset}); }
+    for (const auto& piece : record.pieces) {
+        segment.entries.push_back({piece, segment.used + piece.source_offset});
+        for (const auto value : {piece.owner, piece.target_offset, piece.numel}) { fingerprint_.mix(value); }
+    }
     segment.used += numel;
+    const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(record.communication_dtype));
+    bytes_ += bytes;
+    largest_ = std::max(largest_, bytes);
+    counters_.pending.add(bytes);
 }
 
 Segment& Bucket::segment_for(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
@@ -174,16 +213,15 @@ void Bucket::send_messages(const PartitionGroup& group, std::vector<Message>& me
     const auto device = group.device.type();
     const bool coalesce = group.process_group->getBackend(device)->supportsCoalescing();
     bool is_open = false;
-    const auto open = [&] {
-        group.process_group->startCoalescing(device);
-        is_open = true;
-    };
     const auto close = [&] {
         is_open = false;
         if (auto work = group.process_group->endCoalescing(device)) { works_.push_back(std::move(work)); }
     };
     try {
-        if (coalesce) { open(); }
+        if (coalesce) {
+            group.process_group->startCoalescing(device);
+            is_open = true;
+        }
         for (auto& [tensor, owner] : messages) {
             c10d::ReduceOptions options;
             options.reduceOp = average ? c10d::ReduceOp::AVG : c10d::ReduceOp::SUM;
@@ -213,21 +251,22 @@ void Bucket::copy_to_host()
     const c10::StreamGuard on_copies(streams_.copies());
     // The collectives have waited for the stream that made the gradients, but a single rank has sent nothing.
     streams_.let_wait(streams_.copies());
-    c10::Event copied(on_copies.current_stream().device_type());
-    try {
-        await();
-        bind_owned();
-    } catch (...) {
-        // Copies may have been queued. abandon() waits for them.
+    const auto note_end = [&] {
+        c10::Event copied(on_copies.current_stream().device_type());
         copied.record(on_copies.current_stream());
         copied_ = std::move(copied);
+    };
+    try {
+        arrive();
+    } catch (...) {
+        // Copies may have been queued. abandon() waits for them.
+        note_end();
         throw;
     }
-    copied.record(on_copies.current_stream());
-    copied_ = std::move(copied);
+    note_end();
 }
 
-void Bucket::await()
+void Bucket::arrive()
 {
     if (copied_) {
         copied_->block(streams_.current());
@@ -238,15 +277,6 @@ void Bucket::await()
     } catch (const std::exception& error) {
         throw_for_other_ranks(purpose(), error);
     }
-}
-
-void Bucket::bind_arrived()
-{
-    if (!copied_) { bind_owned(); }
-}
-
-void Bucket::bind_owned()
-{
     for (auto& segment : segments_) {
         for (const auto& entry : segment.entries) {
             if (entry.piece.owner != segment.group->rank()) { continue; }
@@ -275,9 +305,7 @@ void Bucket::wait_on_device()
     }
 }
 
-// Recycled.
-
-void Bucket::recycle()
+Bucket::~Bucket()
 {
     // The last stream has waited for the collectives, so on that stream the memory may be used again.
     for (auto& segment : segments_) { drop_memory(segment); }
@@ -295,25 +323,6 @@ void Bucket::drop_memory(Segment& segment)
 }
 
 // One bucket after the other.
-
-BucketQueue::BucketQueue(const Options& options,
-                         const std::deque<PartitionGroup>& groups,
-                         StreamOrder& streams,
-                         Agreement& agreement,
-                         Counters& counters)
-    : options_(options),
-      groups_(groups),
-      streams_(streams),
-      agreement_(agreement),
-      counters_(counters),
-      filling_(empty_bucket())
-{
-}
-
-std::unique_ptr<Bucket> BucketQueue::empty_bucket() const
-{
-    return std::make_unique<Bucket>(options_, streams_, counters_);
-}
 
 void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradient, bool donated)
 {
@@ -340,7 +349,7 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
 
 void BucketQueue::begin_backward()
 {
-    if (!groups_.empty()) { launches_before_ = launches_over(*groups_.front().process_group); }
+    if (!groups_.empty()) { launches_before_ = launches_over(*groups_.front().process_group, 0); }
 }
 
 void BucketQueue::launch()
@@ -350,20 +359,19 @@ void BucketQueue::launch()
     drain();
     RECORD_USER_SCOPE("deepcompile::launch");
     if (options_.synchronize_before) { streams_.synchronize_device(); }
-    const auto& process_group = *groups_.front().process_group;
-    agreement_.add_bucket(filling_->fingerprint(), launches_over(process_group) - launches_before_);
-    launches_before_ = count_launch_over(process_group);
-    if (streams_.on_cpu() && groups_.front().world() > 1) {
+    const auto& group = groups_.front();
+    const int64_t launches = launches_over(*group.process_group, 1);
+    agreement_.add_bucket(filling_->fingerprint(), launches - 1 - launches_before_);
+    launches_before_ = launches;
+    if (streams_.on_cpu() && group.world() > 1) {
         // gloo ends the process if ranks send different sizes, so the ranks compare first what they are about to send.
         // That makes the host wait, as gloo's reductions do anyway.
-        const auto& group = groups_.front();
-        agreement_.ask(*group.process_group, group.device, filling_->purpose(), /*wants_exchange=*/false);
-        agreement_.check();
+        agreement_.compare(group, filling_->purpose());
     }
     filling_->send(groups_);
     ++counters_.buckets_sent;
     in_flight_ = std::exchange(filling_, empty_bucket());
-    if (groups_.front().host && !streams_.on_cpu()) { in_flight_->copy_to_host(); }
+    if (group.host && !streams_.on_cpu()) { in_flight_->copy_to_host(); }
     if (!options_.overlap || options_.synchronize_after) { drain(); }
     if (options_.synchronize_after) { streams_.synchronize_device(); }
 }
@@ -374,27 +382,81 @@ void BucketQueue::drain()
     // Taken out first: if this raises, nothing of the bucket is left.
     const auto bucket = std::move(in_flight_);
     try {
-        bucket->await();
-        bucket->bind_arrived();
+        bucket->arrive();
     } catch (...) {
         bucket->wait_on_device();
-        bucket->recycle();
         throw;
     }
-    bucket->recycle();
 }
 
 void BucketQueue::abandon()
 {
-    if (in_flight_) {
-        in_flight_->wait_on_device();
-        in_flight_->recycle();
-        in_flight_.reset();
-    }
+    if (in_flight_) { in_flight_->wait_on_device(); }
+    in_flight_.reset();
     // The bucket that is being filled holds works too, if sending it failed half way.
     filling_->wait_on_device();
-    filling_->recycle();
     filling_ = empty_bucket();
+}
+
+// 3. Bound.
+
+void PartitionGroup::bind(int64_t offset, const at::Tensor& arrived, bool donated)
+{
+    RECORD_USER_SCOPE("deepcompile::bind");
+    const auto bound = targets.find(offset);
+    if (bound != targets.end()) {
+        if (host) {
+            write_host_target(bound->second, arrived, /*adds=*/true);
+        } else {
+            bound->second.add_(arrived);
+        }
+        return;
+    }
+    at::Tensor target;
+    if (host) {
+        target = host->narrow(0, offset, arrived.numel());
+        write_host_target(target, arrived, /*adds=*/false);
+    } else if (flat) {
+        allocate_flat_partition();
+        target = flat_partition.narrow(0, offset, arrived.numel());
+        target.copy_(arrived);
+    } else {
+        target = keep_or_copy(arrived, target_dtype, donated);
+        mark_stage("deepcompile::bound", target);
+    }
+    if (!flat) { (host ? counters.on_host : counters.bound).add(bytes_of(target)); }
+    targets.emplace(offset, std::move(target));
+}
+
+void PartitionGroup::bind_to_zeros(const std::vector<Piece>& pieces)
+{
+    const auto options = at::TensorOptions().dtype(target_dtype).device(device);
+    for (const auto& piece : pieces) {
+        if (piece.owner != rank() || targets.count(piece.target_offset)) { continue; }
+        // Where the zeros are only copied, one zero serves for all elements. They are copied to host memory from the
+        // device too, which may still be reading parameters there that the previous step wrote.
+        const bool copied = flat || host;
+        const auto zeros = at::zeros({copied ? 1 : piece.numel}, options).expand({piece.numel});
+        bind(piece.target_offset, zeros, /*donated=*/true);
+    }
+}
+
+void PartitionGroup::allocate_flat_partition()
+{
+    if (!flat || flat_partition.defined()) { return; }
+    flat_partition = at::zeros({partition_numel}, at::TensorOptions().dtype(target_dtype).device(device));
+    counters.bound.add(bytes_of(flat_partition));
+    mark_stage("deepcompile::bound", flat_partition);
+}
+
+void PartitionGroup::release()
+{
+    if (flat_partition.defined()) { counters.bound.remove(bytes_of(flat_partition)); }
+    for (const auto& [offset, target] : targets) {
+        if (!flat) { (host ? counters.on_host : counters.bound).remove(bytes_of(target)); }
+    }
+    flat_partition = at::Tensor();
+    targets.clear();
 }
 
 }  // namespace deepcompile

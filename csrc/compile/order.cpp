@@ -5,10 +5,14 @@
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 
-// The order in which all ranks send gradients, and what a rank does if its own gradients come in another order.
+// The order in which all ranks send gradients, whether all have sent the same, and what a rank does if its own gradients
+// come in another order.
 
 namespace deepcompile {
 
@@ -113,6 +117,89 @@ void SendOrder::take_over(const std::vector<Turn>& first_rank, const std::vector
     turns_ = std::move(turns);
 }
 
+// What ranks have sent.
+
+void Fingerprint::mix(int64_t value)
+{
+    hash = static_cast<int64_t>(c10::hash_combine(static_cast<size_t>(hash), static_cast<size_t>(value)));
+}
+
+std::string could_not(const std::string& purpose, const std::string& reason)
+{
+    return "DeepCompile could not " + purpose +
+           ", because another rank has died, hangs, raised, or reduces other gradients; look for the first error of "
+           "any rank, and start the processes again from a checkpoint: " +
+           reason;
+}
+
+void throw_for_other_ranks(const std::string& purpose, const std::exception& error)
+{
+    const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
+    // This rank's own error: its memory ran out, or its process group does not support the call. Errors of other ranks
+    // arrive as torch's DistError from NCCL, and as plain C++ exceptions from gloo.
+    if (from_torch && !dynamic_cast<const c10::DistError*>(&error)) { throw; }
+    C10_THROW_ERROR(DistBackendError,
+                    could_not(purpose, from_torch ? from_torch->what_without_backtrace() : error.what()));
+}
+
+void Agreement::add_bucket(const Fingerprint& bucket, int64_t between)
+{
+    ++sent_.buckets;
+    sent_.gradients += bucket.gradients;
+    sent_.mix(bucket.hash);
+    sent_.mix(between);
+}
+
+bool Agreement::compare(const PartitionGroup& group, const std::string& purpose, bool wants_exchange)
+{
+    // Ranks that have disagreed once disagree for ever. Some of them may never ask again, and this rank would wait for
+    // them in the collective below.
+    TORCH_CHECK(disagreement_.empty(), disagreement_);
+    const auto options = at::TensorOptions().dtype(at::kLong).device(group.device);
+    // A fill passes the number to the kernel as an argument. Copying a tensor from the host would make the host wait.
+    auto own = at::empty({4}, options);
+    own[0].fill_(sent_.hash);
+    own[1].fill_(sent_.gradients);
+    own[2].fill_(sent_.buckets);
+    own[3].fill_(static_cast<int64_t>(wants_exchange));
+    auto gathered = at::empty({4 * group.world()}, options);
+    try {
+        // NCCL: the current stream waits for the collective. gloo: this thread does.
+        group.process_group->_allgather_base(gathered, own)->wait();
+    } catch (const std::exception& error) {
+        throw_for_other_ranks(purpose, error);
+    }
+    at::Tensor answers = gathered;
+    if (!group.device.is_cpu()) {
+        answers = at::empty(gathered.sizes(), at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+        answers.copy_(gathered, /*non_blocking=*/true);
+        c10::Event arrived(group.device.type());
+        arrived.record(c10::impl::VirtualGuardImpl(group.device.type()).getStream(group.device));
+        arrived.synchronize();
+    }
+    std::vector<Fingerprint> seen;
+    std::string sent;
+    bool exchanges = false;
+    for (int64_t rank = 0; rank < group.world(); ++rank) {
+        const auto* row = answers.const_data_ptr<int64_t>() + 4 * rank;
+        exchanges = exchanges || row[3] != 0;
+        const Fingerprint fingerprint{row[0], row[1], row[2]};
+        // The message names the first rank of each kind.
+        if (std::find(seen.begin(), seen.end(), fingerprint) != seen.end()) { continue; }
+        sent += (seen.empty() ? "rank " : ", rank ") + std::to_string(rank) + " sent " +
+                std::to_string(fingerprint.gradients) + " in " + std::to_string(fingerprint.buckets) +
+                (seen.empty() ? " buckets" : "");
+        seen.push_back(fingerprint);
+    }
+    if (seen.size() > 1) {
+        disagreement_ = "DeepCompile's ranks sent different gradients: " + sent +
+                        ". Usually some rank ran another number of backwards, or those of another engine, or one " +
+                        "raised. Restart from a checkpoint.";
+    }
+    TORCH_CHECK(disagreement_.empty(), disagreement_);
+    return exchanges;
+}
+
 // Sent in turn.
 
 void Reducer::begin_turns()
@@ -202,7 +289,7 @@ void Reducer::enqueue_with_sum(ParameterRecord& record, const at::Tensor& gradie
 
 // Late gradients, and the order of later backwards.
 
-void Reducer::agree()
+void Reducer::agree_and_reduce_late()
 {
     RECORD_USER_SCOPE("deepcompile::agree");
     const auto& group = groups_.front();
@@ -217,12 +304,9 @@ void Reducer::agree()
     }
     order_.end_step();
     const bool rank_decides = group.rank() == 0;
-    agreement_.ask(*group.process_group,
-                   group.device,
-                   "agree on what the backward has reduced",
-                   is_late || (rank_decides && order_.wants_change()));
-    agreement_.check();
-    if (!agreement_.exchanges()) { return; }
+    const bool exchanges = agreement_.compare(
+        group, "agree on what the backward has reduced", is_late || (rank_decides && order_.wants_change()));
+    if (!exchanges) { return; }
     for (const auto index : exchange_orders()) { enqueue_sum(records_[index]); }
     buckets_.launch();
     buckets_.drain();

@@ -9,17 +9,45 @@
 
 #include <algorithm>
 #include <chrono>
+#include <mutex>
 #include <thread>
+#include <unordered_map>
 
 // The life of a gradient, as deepcompile.h tells it.
 
 namespace deepcompile {
 
+namespace {
+
+// A compiled graph may serve many layers and, through torch's caches, many engines. So each call tells the graph, by
+// the engine's number, whose parameters it was given. This map, one for the process, leads from the number to the
+// engine's reducer. It holds reducers weakly, because an engine owns its reducer.
+struct Registry {
+    std::mutex mutex;
+    std::unordered_map<int64_t, std::weak_ptr<Reducer>> reducers;
+};
+
+Registry& registry()
+{
+    static Registry one;
+    return one;
+}
+
+}  // namespace
+
 std::shared_ptr<Reducer> Reducer::make(Options options)
 {
     auto reducer = std::shared_ptr<Reducer>(new Reducer(options));
-    add_reducer(options.identity, reducer);
+    std::lock_guard lock(registry().mutex);
+    registry().reducers[options.identity] = reducer;
     return reducer;
+}
+
+std::shared_ptr<Reducer> Reducer::find(int64_t identity)
+{
+    std::lock_guard lock(registry().mutex);
+    const auto found = registry().reducers.find(identity);
+    return found == registry().reducers.end() ? nullptr : found->second.lock();
 }
 
 Reducer::Reducer(Options options)
@@ -59,8 +87,8 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                       "host memory for targets must have the partition's size and the targets' dtype");
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().host.has_value() == host.has_value(),
                       "the targets of all parameter groups must lie on the host, or of none");
-    groups_.emplace_back(
-        std::move(process_group), partition_numel, target_dtype, device, flat, std::move(host), counters_);
+    groups_.push_back(
+        {std::move(process_group), partition_numel, target_dtype, device, flat, std::move(host), counters_});
     streams_.set_device(device);
     return static_cast<int64_t>(groups_.size()) - 1;
 }
@@ -99,7 +127,7 @@ std::string ParameterRecord::describe() const
 bool Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
 {
     std::unique_lock lock(mutex_);
-    if (!abandoned_.empty()) { return false; }
+    if (is_abandoned()) { return false; }
     look_at_parameters();
     for (auto& record : records_) { record.hooked = false; }
     for (const auto index : hooked) { records_.at(index).hooked = true; }
@@ -260,13 +288,13 @@ std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
         for (auto& group : groups_) { group.allocate_flat_partition(); }
         for (const auto& record : records_) { record.group->bind_to_zeros(record.pieces); }
     }
-    end_stage();
+    if (in_backward()) { end_stage(Stage::none); }
     if (completes) {
-        agree();
+        agree_and_reduce_late();
         is_handed_over_ = true;
         for (const auto& group : groups_) {
-            const auto& flat = group.flat_partition();
-            handed_over.emplace_back(group.targets(), flat.defined() ? std::optional(flat) : std::nullopt);
+            const auto& flat = group.flat_partition;
+            handed_over.emplace_back(group.targets, flat.defined() ? std::optional(flat) : std::nullopt);
         }
     }
     streams_.let_wait(caller);
@@ -275,10 +303,10 @@ std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
     return handed_over;
 }
 
-void Reducer::end_stage()
+void Reducer::end_stage(Stage next)
 {
     reduces_ = false;
-    stage_ = Stage::none;
+    stage_ = next;
     graph_task_ = -1;
     ++serial_;
 }
@@ -286,18 +314,18 @@ void Reducer::end_stage()
 void Reducer::abandon_backward()
 {
     std::lock_guard lock(mutex_);
-    abandon_and_note("raised");
+    abandon(Stage::raised);
 }
 
-void Reducer::abandon_and_note(const std::string& how)
+void Reducer::abandon(Stage how)
 {
     // If the backward raised on some ranks only, before any of them sent a bucket, only this marker makes their
     // fingerprints differ from those of the other ranks.
     agreement_.add(Marker::backward_abandoned);
-    abandoned_ = how;
     // First, so that what lies in `parameter.grad` is dropped too.
-    end_stage();
-    drop_gradients();
+    end_stage(how);
+    buckets_.abandon();
+    forget_gradients();
 }
 
 void Reducer::replace_gradients()
@@ -306,34 +334,18 @@ void Reducer::replace_gradients()
     agreement_.add(Marker::gradients_replaced);
 }
 
-void Reducer::drop_gradients()
-{
-    at::NoGradGuard no_grad;
-    buckets_.abandon();
-    forget_gradients();
-}
-
 // 5. Handed over.
 
-void Reducer::begin_step()
+void Reducer::compare_and_await_targets()
 {
     std::lock_guard lock(mutex_);
     if (groups_.empty()) { return; }
-    if (streams_.on_cpu() && groups_.front().world() > 1) {
-        agreement_.ask(
-            *groups_.front().process_group, groups_.front().device, "begin a step", /*wants_exchange=*/false);
-        agreement_.check();
-    }
-    use_targets_here();
-}
-
-void Reducer::use_targets_here()
-{
+    if (streams_.on_cpu() && groups_.front().world() > 1) { agreement_.compare(groups_.front(), "begin a step"); }
     streams_.order_after_last_use();
     if (groups_.front().host) { streams_.wait_on_host(); }
     // The optimizer reads targets on this stream, and may drop them before the stream has read them.
     for (const auto& group : groups_) {
-        for (const auto& [offset, target] : group.targets()) { streams_.record_on_last(target); }
+        for (const auto& [offset, target] : group.targets) { streams_.record_on_last(target); }
     }
     streams_.settle();
 }
@@ -369,12 +381,16 @@ void Reducer::close()
     // interpreter's lock.
     std::shared_ptr<const Listener> listener;
     std::lock_guard lock(mutex_);
-    drop_gradients();
-    end_stage();
+    buckets_.abandon();
+    forget_gradients();
+    end_stage(Stage::none);
     // Copies may still write into host memory that goes with the groups.
     if (!groups_.empty() && groups_.front().host) { streams_.wait_on_host(); }
     listener.swap(listener_);
-    remove_reducer(options_.identity);
+    {
+        std::lock_guard registry_lock(registry().mutex);
+        registry().reducers.erase(options_.identity);
+    }
     order_ = SendOrder();
     records_.clear();
     counters_.registered = 0;

@@ -32,7 +32,7 @@ the flat tensor and may straddle several partitions.
                         whether some rank has late gradients. If so, all ranks send what they have left of
                         those parameters.
   5. Handed over.       Reducer::finish_backward() gives the targets to the optimizer, which calls
-                        Reducer::begin_step() before it reads them in its step.
+                        Reducer::compare_and_await_targets() before it reads them in its step.
   6. Released.          Reducer::release() forgets them. From then on the reducer holds no gradient memory.
 
 ZeRO-1 reduces only in the backward at the accumulation boundary. Until then a gradient stays on its
@@ -47,13 +47,11 @@ only if an option for debugging asks for it or if targets lie in host memory. In
 host waits before it reads targets and, if the memory is not pinned, in each copy. Every error is an
 exception that names the parameter and the rank.
 
-deepcompile_memory.h has what all parts need for gradient memory, deepcompile_agreement.h has the check
-that all ranks have sent the same gradients.
+deepcompile_memory.h has what all parts need for gradient memory.
 */
 
 #pragma once
 
-#include "deepcompile_agreement.h"
 #include "deepcompile_memory.h"
 
 #include <ATen/core/Tensor.h>
@@ -66,6 +64,7 @@ that all ranks have sent the same gradients.
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -88,7 +87,7 @@ struct Options {
     bool synchronize_after;   ///< `compile.sync_after_reduce`: wait for the device after a bucket was sent
 };
 
-// 1. Registered empty: where a parameter lies. (targets.cpp)
+// 1. Registered empty: where a parameter lies. (bucket.cpp)
 
 /// The part of one parameter that lies in one partition.
 struct Piece {
@@ -105,7 +104,10 @@ std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t part
 /// several contributions in one backward. (autograd.cpp)
 class UnreducedSum {
 public:
-    UnreducedSum(at::ScalarType dtype, StreamOrder& streams, Counters& counters);
+    UnreducedSum(at::ScalarType dtype, StreamOrder& streams, Counters& counters)
+        : dtype_(dtype), streams_(streams), counters_(counters)
+    {
+    }
 
     bool defined() const { return sum_.defined(); }
     /// The first gradient becomes the sum, without a copy if it is donated; see keep_or_copy().
@@ -130,7 +132,7 @@ private:
 // The kind of this pointer differs between the torch releases that the fork supports.
 using AccumulationNode = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-class PartitionGroup;
+struct PartitionGroup;
 
 /// A registered parameter: where it lies, and which of its gradients have not been sent yet.
 struct ParameterRecord {
@@ -221,6 +223,61 @@ private:
     bool suits_ = true;             ///< nothing came out of turn in the last backward
 };
 
+// What ranks have sent, and whether all have sent the same. (order.cpp)
+
+/// Events that are mixed into the fingerprint although nothing is sent for them. Without them, ranks that differ only
+/// in such an event would look alike.
+enum class Marker : int64_t {
+    backward_abandoned = -1,  ///< a backward raised
+    gradients_replaced = -2,  ///< a backward began the step anew
+    step_complete = -3,       ///< the gradients of a step are complete
+};
+
+/// Which gradients were sent, in which order and in which buckets.
+struct Fingerprint {
+    int64_t hash = 0;
+    int64_t gradients = 0;
+    int64_t buckets = 0;
+
+    void mix(int64_t value);
+    void mix(Marker marker) { mix(static_cast<int64_t>(marker)); }
+    bool operator==(const Fingerprint& other) const
+    {
+        return hash == other.hash && gradients == other.gradients && buckets == other.buckets;
+    }
+};
+
+/// The message of a collective that failed for another rank. `purpose` completes "could not".
+std::string could_not(const std::string& purpose, const std::string& reason);
+
+/// Raises a process group's error anew, with what this rank could not do; an error of this rank's own stays as it is.
+/// To be called in the handler that caught the error. `purpose` completes "could not".
+[[noreturn]] void throw_for_other_ranks(const std::string& purpose, const std::exception& error);
+
+/// What this rank has sent, and whether the other ranks have sent the same. A process group matches messages by their
+/// order alone: if one rank ran another number of backwards, or its backward raised, the process group would add
+/// gradients to those of other parameters.
+class Agreement {
+public:
+    /// `identity`: the engine's number. Engines may share a process group, and ranks that send for different engines
+    /// have sent different gradients.
+    explicit Agreement(int64_t identity) { sent_.hash = identity; }
+
+    /// This rank is about to send a bucket. `between`: how many buckets of other engines have been sent since this
+    /// engine's last one in this backward.
+    void add_bucket(const Fingerprint& bucket, int64_t between);
+    void add(Marker marker) { sent_.mix(marker); }
+
+    /// Compares this rank's fingerprint with the other ranks'. The host waits for the answers. Raises on every rank if
+    /// the ranks have sent different gradients, now or earlier. Returns whether some rank `wants_exchange` of orders,
+    /// see Reducer::finish_backward(). `purpose` is for the message of throw_for_other_ranks().
+    bool compare(const PartitionGroup& group, const std::string& purpose, bool wants_exchange = false);
+
+private:
+    Fingerprint sent_;          ///< since the engine was made
+    std::string disagreement_;  ///< the message, once the ranks have disagreed
+};
+
 // 2. Reduced: gradients on their way to their owners. (bucket.cpp)
 
 /// Elements to send, and the rank that owns them.
@@ -244,10 +301,16 @@ struct Segment {
     std::vector<Message> messages() const;
 };
 
-/// Gradients that are sent together. A bucket is filled, sent once, awaited, and then recycled.
+/// Gradients that are sent together. A bucket is filled, sent once, awaited and destroyed, which drops its memory.
 class Bucket {
 public:
-    Bucket(const Options& options, StreamOrder& streams, Counters& counters);
+    Bucket(const Options& options, StreamOrder& streams, Counters& counters)
+        : options_(options), streams_(streams), counters_(counters)
+    {
+    }
+    ~Bucket();
+    Bucket(const Bucket&) = delete;
+    Bucket& operator=(const Bucket&) = delete;
 
     /// Adds the gradient to an earlier one of the same parameter that this bucket holds. That costs neither memory nor
     /// a message. Returns false if there is no earlier one. Not to be called once the bucket is sent.
@@ -256,17 +319,13 @@ public:
     void add(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Sends every piece to the rank that owns it, group after group.
     void send(const std::deque<PartitionGroup>& groups);
-    /// For targets in host memory, on a GPU: has the stream of copies wait for the collectives and bind the pieces that
-    /// this rank owns, while the current stream goes on.
+    /// For targets in host memory, on a GPU: calls arrive() on the stream of copies, while the current stream goes on.
     void copy_to_host();
-    /// NCCL: the current stream waits for the collectives, or for copy_to_host(). gloo: the calling thread does.
-    void await();
-    /// Binds the pieces that this rank owns, unless copy_to_host() has. To be called after await().
-    void bind_arrived();
-    /// For a bucket that is dropped before it was awaited: on a GPU, has the current stream wait for what was sent.
+    /// Waits for the collectives and binds the pieces that this rank owns. NCCL: the current stream waits. gloo: the
+    /// calling thread does. After copy_to_host(), the current stream waits for the copies instead.
+    void arrive();
+    /// For a bucket that is dropped before it arrived: on a GPU, has the current stream wait for what was sent.
     void wait_on_device();
-    /// Drops the memory. The bucket is of no use afterwards.
-    void recycle();
 
     bool empty() const { return segments_.empty(); }
     int64_t bytes() const { return bytes_; }
@@ -276,8 +335,6 @@ public:
     std::string purpose() const;
 
 private:
-    void bind_owned();
-    void pack(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     Segment& segment_for(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
     void sort_by_owner(Segment& segment, std::vector<Message> of_segment);
     void send_messages(const PartitionGroup& group, std::vector<Message>& messages, bool average);
@@ -304,7 +361,10 @@ public:
                 const std::deque<PartitionGroup>& groups,
                 StreamOrder& streams,
                 Agreement& agreement,
-                Counters& counters);
+                Counters& counters)
+        : options_(options), groups_(groups), streams_(streams), agreement_(agreement), counters_(counters)
+    {
+    }
 
     /// Adds a gradient, and sends the bucket if it is full. In a group of one rank, binds the gradient at once.
     void enqueue(const ParameterRecord& record, const at::Tensor& gradient, bool donated);
@@ -325,19 +385,19 @@ public:
     bool empty() const { return filling_->empty() && !in_flight_; }
 
 private:
-    std::unique_ptr<Bucket> empty_bucket() const;
+    std::unique_ptr<Bucket> empty_bucket() const { return std::make_unique<Bucket>(options_, streams_, counters_); }
 
     const Options& options_;
     const std::deque<PartitionGroup>& groups_;
     StreamOrder& streams_;
     Agreement& agreement_;
     Counters& counters_;
-    std::unique_ptr<Bucket> filling_;    ///< never null
-    std::unique_ptr<Bucket> in_flight_;  ///< null if nothing is on its way
-    int64_t launches_before_ = 0;        ///< `launches_over()` when this reducer last sent a bucket
+    std::unique_ptr<Bucket> filling_ = empty_bucket();  ///< never null
+    std::unique_ptr<Bucket> in_flight_;                 ///< null if nothing is on its way
+    int64_t launches_before_ = 0;                       ///< `launches_over()` when this reducer last sent a bucket
 };
 
-// 3. Bound: averaged gradients at their owner. (targets.cpp)
+// 3. Bound: averaged gradients at their owner. (bucket.cpp)
 
 /// Averaged gradients by their offset in a partition, in elements; each flat, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;
@@ -347,22 +407,16 @@ using Targets = std::map<int64_t, at::Tensor>;
 using HandedOver = std::pair<Targets, std::optional<at::Tensor>>;
 
 /// The ranks that share a parameter group, and the gradient targets of this rank's partition of it.
-class PartitionGroup {
-public:
-    PartitionGroup(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
-                   int64_t partition_numel,
-                   at::ScalarType target_dtype,
-                   at::Device device,
-                   bool flat,
-                   std::optional<at::Tensor> host,
-                   Counters& counters);
-
-    const c10::intrusive_ptr<c10d::ProcessGroup> process_group;
-    const int64_t partition_numel;
-    const at::ScalarType target_dtype;  ///< of targets and of unreduced sums
-    const at::Device device;
-    const bool flat;                       ///< whether targets lie in one flat tensor of their own
-    const std::optional<at::Tensor> host;  ///< [partition_numel] on CPU: targets lie there, and not on the device
+struct PartitionGroup {
+    c10::intrusive_ptr<c10d::ProcessGroup> process_group;
+    int64_t partition_numel;
+    at::ScalarType target_dtype;  ///< of targets and of unreduced sums
+    at::Device device;
+    bool flat;                       ///< whether targets lie in one flat tensor of their own
+    std::optional<at::Tensor> host;  ///< [partition_numel] on CPU: targets lie there, and not on the device
+    Counters& counters;
+    Targets targets = {};            ///< what is bound
+    at::Tensor flat_partition = {};  ///< [partition_numel]; undefined if not `flat`, or while nothing is bound
 
     int64_t rank() const { return process_group->getRank(); }
     int64_t world() const { return process_group->getSize(); }
@@ -377,19 +431,6 @@ public:
     void allocate_flat_partition();
     /// Forgets the targets.
     void release();
-
-    /// The bound targets.
-    const Targets& targets() const { return targets_; }
-    /// [partition_numel]; undefined if targets do not lie in a flat tensor of their own, or while nothing is bound.
-    const at::Tensor& flat_partition() const { return flat_partition_; }
-
-private:
-    ByteCount& bound_count() { return host ? counters_.on_host : counters_.bound; }
-    int64_t bound_bytes() const;
-
-    Counters& counters_;
-    at::Tensor flat_partition_;
-    Targets targets_;
 };
 
 // 1. to 6.: the whole life. (reducer.cpp, autograd.cpp, order.cpp)
@@ -400,9 +441,11 @@ enum class Route { graph, autograd };
 
 /// How far a backward has come.
 enum class Stage {
-    none,     ///< no backward has begun, or the last one is finished or abandoned
-    running,  ///< autograd runs its graph
-    ended,    ///< autograd is through with its graph, and finish_backward() was not called yet
+    none,         ///< no backward has begun, or the last one is finished
+    running,      ///< autograd runs its graph
+    ended,        ///< autograd is through with its graph, and finish_backward() was not called yet
+    raised,       ///< abandoned because it raised, and take_abandoned() was not called yet
+    interrupted,  ///< the same, but abandon_unfinished() has found it
 };
 
 /// What a Reducer calls in Python.
@@ -411,18 +454,17 @@ struct Listener {
     std::function<void()> settle;
 };
 
-class Watch;
-
 /// Reduces the gradients of one engine. Every public method may be called from any thread.
 class Reducer : public std::enable_shared_from_this<Reducer> {
 public:
     /// The reducer of a new engine, which graphs find by the engine's number until it is closed.
     static std::shared_ptr<Reducer> make(Options options);
+    /// The reducer of the engine with this number, or nothing if the engine was destroyed. Any thread.
+    static std::shared_ptr<Reducer> find(int64_t identity);
     ~Reducer();
     Reducer(const Reducer&) = delete;
     Reducer& operator=(const Reducer&) = delete;
 
-    /// The engine's number, by which graphs find its reducer.
     int64_t identity() const { return options_.identity; }
 
     /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a Reducer are on one
@@ -456,11 +498,15 @@ public:
     /// interrupted after its graph. With `may_enclose`, it may enclose the one that begins. Returns whether
     /// take_abandoned() has something to tell.
     bool abandon_unfinished(bool may_enclose);
-    /// How a backward was abandoned since the last call: "raised", "interrupted" (abandon_unfinished() has found it), or
-    /// "" for none. The caller then drops what it holds of the step.
-    std::string take_abandoned();
+    /// Whether the backward that was abandoned since the last call was interrupted, and did not raise; nothing if none was
+    /// abandoned. The caller then drops what it holds of the step.
+    std::optional<bool> take_abandoned();
     /// Whether a backward has begun and was neither finished nor abandoned.
-    bool in_backward() const { return stage_ != Stage::none; }
+    bool in_backward() const
+    {
+        const Stage stage = stage_;
+        return stage == Stage::running || stage == Stage::ended;
+    }
 
     /// From now on, `begin` is called when a gradient arrives and no backward has begun. It calls begin_backward() and
     /// returns true, or returns false. In the latter case the gradient stays on this rank, and the next backward takes
@@ -470,8 +516,8 @@ public:
     /// Called when a backward that the engine's caller has not announced comes through an output of the engine: whether
     /// autograd's running task computes gradients of registered parameters, and its caller wants some of them. Another
     /// backward only passes through the engine. True outside of a task, and where a function of Python may run a backward
-    /// of its own. Not const, because it watches accumulation nodes that are new.
-    bool leads_to_parameters();
+    /// of its own.
+    bool leads_to_parameters() const;
 
     /// Called before a forward. Autograd runs an accumulation node on the stream on which the node was made, and the
     /// reducer keeps nodes from one backward to the next. If this forward runs on another stream, makes the nodes
@@ -504,10 +550,10 @@ public:
     /// also those of earlier backwards.
     void abandon_backward();
 
-    /// 5. Called by `step.py` on every rank before a step, on the stream on which targets are read. For targets in host
-    /// memory, the host waits for the copies. On CPU, ranks compare once more what they have sent. Otherwise, if another
-    /// rank began one more backward instead of the step, gloo would hang or end the process.
-    void begin_step();
+    /// 5. Called by `step.py` on every rank before a step, on the stream on which targets are read. On CPU, ranks compare
+    /// once more what they have sent. Otherwise, if another rank began one more backward instead of the step, gloo would
+    /// hang or end the process. Then the stream waits for the targets, and for copies to host memory the host does.
+    void compare_and_await_targets();
 
     /// 6. Forgets the targets of a group or, without one, every target and every unreduced gradient.
     void release(std::optional<int64_t> group);
@@ -522,11 +568,10 @@ public:
     void reset_counters();
 
 private:
-    friend class Watch;
     explicit Reducer(Options options);
     /// Called by the watch of the backward with this serial: autograd has run its graph, or has dropped the graph.
     void graph_ended(int64_t serial);
-    void graph_dropped(int64_t serial);
+    void graph_dropped(int64_t serial) noexcept;
     void look_at_parameters();
     void watch_accumulation(ParameterRecord& record);
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
@@ -549,18 +594,17 @@ private:
     /// Enqueues the unreduced sum or, if there is none, zeros.
     void enqueue_sum(ParameterRecord& record);
     /// Ends the gradients of a step; see finish_backward().
-    void agree();
-    /// Has the current stream and, if targets are there, the host wait until targets may be read.
-    void use_targets_here();
+    void agree_and_reduce_late();
     /// Agrees on the order of later backwards. Returns the parameters that some rank has unreduced gradients of.
     std::vector<int64_t> exchange_orders();
     /// Queues a Watch with autograd's running task, if there is one.
     void watch_graph_task();
-    void end_stage();
-    /// Ends the backward that began last, drops all gradients, and notes in fingerprint and `abandoned_` that it did.
-    void abandon_and_note(const std::string& how);
-    /// Drops what is pending, bound and unreduced.
-    void drop_gradients();
+    /// Ends the backward that began last.
+    void end_stage(Stage next);
+    /// Drops all gradients because the backward raised or was interrupted, and notes in the fingerprint that it did.
+    void abandon(Stage how);
+    bool is_abandoned() const { return stage_ == Stage::raised || stage_ == Stage::interrupted; }
+    /// Drops what is bound and unreduced.
     void forget_gradients();
 
     const Options options_;
@@ -582,7 +626,6 @@ private:
     int graph_task_ = -1;  ///< autograd's number of the task in which the backward began last; -1: in none
     /// Changes when a backward begins or ends, so that watches of earlier ones know that they are outdated.
     int64_t serial_ = 0;
-    std::string abandoned_;        ///< see take_abandoned()
     bool is_handed_over_ = false;  ///< whether the optimizer has targets
     bool reduces_ = false;         ///< whether the backward that runs reduces
     std::shared_ptr<const Listener> listener_;
@@ -594,15 +637,5 @@ private:
 bool leads_to_checkpoints();
 /// Whether the task runs a function that AOTAutograd has compiled. Takes the interpreter's lock. (autograd.cpp)
 bool leads_to_compiled_code();
-
-/// The reducer of the engine with this number, or nothing if the engine was destroyed. Any thread.
-std::shared_ptr<Reducer> find_reducer(int64_t identity);
-void add_reducer(int64_t identity, const std::shared_ptr<Reducer>& reducer);
-void remove_reducer(int64_t identity);
-
-/// How many buckets the reducers of this process have sent over a process group. Any thread.
-int64_t launches_over(const c10d::ProcessGroup& process_group);
-/// Counts one more; returns the number with it.
-int64_t count_launch_over(const c10d::ProcessGroup& process_group);
 
 }  // namespace deepcompile

@@ -268,10 +268,10 @@ class BackwardLife:
         backward's graph. Another thread may go on with the engine before that, so this class calls the function too.
         """
         with self._settling:
-            how = self._reducer.take_abandoned()
-            if not how:
+            interrupted = self._reducer.take_abandoned()
+            if interrupted is None:
                 return
-            if how == "interrupted":
+            if interrupted:
                 logger.warning("The previous backward did not finish, so its gradients are dropped")
             before = self._step.backwards
             if self._step.told_by_caller:

@@ -48,7 +48,7 @@ def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
 
 def _run(optimizer):
     zero12 = optimizer._zero12
-    zero12.reducer.begin_step()
+    zero12.reducer.compare_and_await_targets()
     zero12.backward.read_entries()
     zero12.limit.step()
     norm = global_norm(optimizer) if optimizer.compute_grad_norm else None
