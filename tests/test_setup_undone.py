@@ -63,7 +63,7 @@ def compile_with_a_step_that_raises(case, step, compiled_again):
         ("attach", None, False),
         ("attach", OVERLAPPED, False),
         ("AroundForward", OVERLAPPED, True),
-        ("make_backend", OVERLAPPED, False),
+        ("Backend", OVERLAPPED, False),
     ],
 )
 @vary("stage", [1, 2])

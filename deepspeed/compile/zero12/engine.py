@@ -18,7 +18,7 @@ from .collectives import collective
 from .forward import AroundForward, switch_off_flops_profiler
 from .gather_hooks import Waiting
 from .graph import compile_blocks
-from .graph.backend import make_backend
+from .graph.backend import Backend
 from .graph.compilation_limit import CompilationLimit
 from .graph.progress import Progress
 from .key_value_cache import train_without_cache
@@ -90,7 +90,7 @@ def compile_engine(
             undo.callback(waiting.remove_hooks)
         undo.callback(switch_off_flops_profiler(engine))
         limit = CompilationLimit(plan.compilations, raises=plan.fullgraph)
-        graphs = make_backend(
+        graphs = Backend(
             plan,
             compile_blocks.reducible_in_all(plan.blocks, parameters_reduced_by_graphs(optimizer)),
             registered_parameters(optimizer),

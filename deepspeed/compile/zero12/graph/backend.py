@@ -5,7 +5,7 @@
 import functools
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -27,31 +27,6 @@ if TYPE_CHECKING:
     from ..options import Plan
 
 
-class GraphOrder:
-    """The frames of one engine that reduce, in forward order, and their graph ids.
-
-    Dynamo's frame number identifies a frame, and recompilations of a frame share the number. A frame gets its place
-    when it is first compiled for training. Evaluation does not count, because a rank that evaluates alone may run
-    other frames, or run frames in another order. Graph ids count from 0, so that a model gets the same graphs in every
-    run and finds them in torch's caches.
-    """
-
-    def __init__(self):
-        self._ids: Dict[int, int] = {}
-
-    def add(self, frame: int) -> int:
-        """Records that ``frame`` was compiled with reductions and returns its graph id."""
-        return self._ids.setdefault(frame, len(self._ids))
-
-    def as_list(self) -> List[Tuple[int, bool]]:
-        """Returns (graph id, True) for each frame, in forward order, for ``should_release_reduce_buckets()``."""
-        return [(graph_id, True) for graph_id in self._ids.values()]
-
-
-# The graph id of a frame that reduces nothing.
-NO_GRAPH = -1
-
-
 @functools.cache
 def cache_key() -> str:
     """Hashes all source that shapes generated code, so that torch's caches return no code of another version."""
@@ -65,7 +40,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
 
     Args:
         slots: index of a graph's input that is reduced -> its slot in the registrations.
-        graph_id: the frame's graph id.
+        graph_id: the frame's graph id, or None if the frame reduces nothing.
         release_reduce_buckets: whether the backward of this graph is the last that reduces.
         debug_log: whether to log the split graphs.
         lies_anywhere: for each input of the graph, whether it may lie at an address of any alignment.
@@ -74,7 +49,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
     def __init__(
         self,
         slots: Mapping[int, int],
-        graph_id: int,
+        graph_id: Optional[int],
         release_reduce_buckets: bool,
         debug_log: bool,
         lies_anywhere: Sequence[bool],
@@ -108,16 +83,23 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         return forward, backward
 
 
-def make_backend(
-    plan: "Plan",
-    parameters: Iterable[torch.nn.Parameter],
-    registered: Sequence[torch.nn.Parameter],
-    identity: int,
-    limit: CompilationLimit,
-    progress: Progress,
-    waiting: Optional["Waiting"] = None,
-) -> Callable:
-    """Returns a ``torch.compile`` backend that reduces the gradients of ``parameters`` where they are produced.
+class _Frame(NamedTuple):
+    """How the graph of one frame is compiled.
+
+    Attributes:
+        graph_id: the frame's graph id, or None if the frame reduces nothing.
+        release_reduce_buckets: whether the backward of this frame is the last that reduces.
+        mode, options: as in ``torch.compile``.
+    """
+
+    graph_id: Optional[int]
+    release_reduce_buckets: bool
+    mode: Optional[str]
+    options: Optional[Dict[str, Any]]
+
+
+class Backend:
+    """A ``torch.compile`` backend that reduces the gradients of parameters where they are produced.
 
     Args:
         plan: the ``Plan`` of the engine. With its backend "eager", graphs run as they are traced.
@@ -127,81 +109,121 @@ def make_backend(
         limit: the ``CompilationLimit`` of the engine.
         progress: what tells the user of each compilation.
         waiting: None, or a ``Waiting`` for parameters that may be on their way.
-
-    Returns:
-        The backend. Besides a frame's graph and example inputs, it takes the keyword arguments ``block`` (the name of
-        the block's class, if the frame is a block's, so that one graph may serve several layers), and ``mode`` and
-        ``options`` as in ``torch.compile``.
     """
-    # Do not keep the plan, which holds the blocks: Dynamo's caches hold this backend after the engine is gone.
-    backend, dynamic, debug_log, has_blocks = plan.backend, plan.dynamic, plan.debug_log, bool(plan.blocks)
-    lowering.register()
-    registrations = Registrations(identity, registered)
-    reducible = {id(parameter) for parameter in parameters}
-    aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
-    own = {id(parameter) for parameter in registered}
-    anywhere = frozenset() if aligned else own
-    chunked_losses = find_loss.ChunkedLosses(plan.chunked_loss, registrations, own, reducible)
-    order = GraphOrder()
 
-    def compile_with(partitioner, gm, inputs, mode, options):
-        if backend == "eager":
-            return _run_as_traced(gm, inputs, partitioner)
-        return _generate_code(gm, inputs, partitioner, mode, options)
-
-    def compile_frame(gm, example_inputs, block=None, mode=None, options=None):
-        hook_guards.guard()
-        # Decide by the inputs alone, whether or not the graph is found in a cache.
-        is_reducible = [id(value) in reducible for value in example_inputs]
-        reduces = torch.is_grad_enabled() and any(
-            flag and value.requires_grad for flag, value in zip(is_reducible, example_inputs)
+    def __init__(
+        self,
+        plan: "Plan",
+        parameters: Iterable[torch.nn.Parameter],
+        registered: Sequence[torch.nn.Parameter],
+        identity: int,
+        limit: CompilationLimit,
+        progress: Progress,
+        waiting: Optional["Waiting"] = None,
+    ):
+        lowering.register()
+        # Do not keep the plan, which holds the blocks: Dynamo's caches hold this backend after the engine is gone.
+        self._compiler, self._dynamic, self._debug_log = plan.backend, plan.dynamic, plan.debug_log
+        self._has_blocks = bool(plan.blocks)
+        self._limit, self._progress, self._waiting = limit, progress, waiting
+        self._registrations = Registrations(identity, registered)
+        self._reducible = {id(parameter) for parameter in parameters}
+        self._own = {id(parameter) for parameter in registered}
+        self._are_aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
+        self._chunked_losses = find_loss.ChunkedLosses(
+            plan.chunked_loss, self._registrations, self._own, self._reducible
         )
-        compile_id = torch._guards.CompileContext.current_compile_id()
-        if any(is_reducible):
-            # Count only frames with reducible parameters. Other frames, such as a function that logs metrics by name,
-            # do not change what is reduced, so Dynamo's own limit applies to them.
-            limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1)
-        graph_id = order.add(compile_id.frame_id) if reduces else NO_GRAPH
-        progress.compiles(block, graph_id if reduces else None)
-        # If blocks have graphs of their own, no graph runs last in every backward: finish_backward() then releases.
-        release = reduces and not has_blocks and should_release_reduce_buckets(order.as_list(), graph_id)
+        # Dynamo's number of a frame that reduces -> the frame's graph id, in forward order. Recompilations of a frame
+        # share its number. Graph ids count from 0, so that a model gets the same graphs in every run and finds them in
+        # torch's caches.
+        self._graph_ids: Dict[int, int] = {}
 
-        def compile_graph(graph_module, inputs):
-            reduced = [index for index, value in enumerate(inputs) if reduces and id(value) in reducible]
-            slots = {index: slot for slot, index in enumerate(reduced, start=1)}
-            lies_anywhere = [id(value) in anywhere for value in inputs]
-            partitioner = ReduceGradPartitioner(slots, graph_id, release, debug_log, lies_anywhere)
-            if not reduced:
-                return compile_with(partitioner, graph_module, inputs, mode, options)
-            made = registrations.of([inputs[index] for index in reduced])
-            inputs = [*inputs, traced_registrations(made, inputs)]
-            with one_more_input(graph_module):
-                compiled = compile_with(partitioner, graph_module, inputs, mode, options)
-            return lambda *args: compiled(*args, registrations.of([args[index] for index in reduced]))
+    def __call__(
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence,
+        block: Optional[str] = None,
+        mode: Optional[str] = None,
+        options: Optional[Dict[str, Any]] = None,
+    ) -> Callable:
+        """Compiles a frame.
 
-        def compile_part(part):
-            if backend == "eager":
-                return part
-            return loss.compile_loss(part, backend=backend, mode=mode, options=options, dynamic=dynamic)
-
+        Args:
+            gm, example_inputs: the frame's graph, and examples of its inputs.
+            block: the name of the block's class, if the frame is a block's. One graph may then serve several layers.
+            mode, options: as in ``torch.compile``.
+        """
+        hook_guards.guard()
+        frame = _Frame(*self._reductions(example_inputs), mode, options)
+        self._progress.compiles(block, frame.graph_id)
         split = None
         if block is None and torch.is_grad_enabled():
-            split, rest = chunked_losses.cut_out(gm, example_inputs, compile_part), loss.AFTER_CHUNKED_LOSS
-        if split is None and block is None and reduces:
-            split, rest = loss.split_loss(gm, [id(value) in own for value in example_inputs]), loss.LOSS
+            split = self._chunked_losses.cut_out(gm, example_inputs, lambda part: self._part(part, frame))
+            if split is None and frame.graph_id is not None:
+                split = loss.split_loss(gm, [id(value) in self._own for value in example_inputs])
         if split is None:
-            compiled = compile_graph(gm, example_inputs)
+            compiled = self._graph(gm, example_inputs, frame)
         else:
+            compiled = split.forward
             if hasattr(split, loss.HEAD):
                 inputs = loss.inputs_of_head(split, example_inputs)
-                loss.replace(split, loss.HEAD, lambda head: compile_graph(head, inputs))
-            if hasattr(split, rest):
-                loss.replace(split, rest, compile_part)
-            compiled = split.forward
-        before = waiting and waiting.before_graph(example_inputs)
+                loss.replace(split, loss.HEAD, lambda head: self._graph(head, inputs, frame))
+            if hasattr(split, loss.REST):
+                loss.replace(split, loss.REST, lambda rest: self._part(rest, frame))
+        before = self._waiting and self._waiting.before_graph(example_inputs)
         return _preceded(compiled, before) if before else compiled
 
-    return compile_frame
+    def _reductions(self, example_inputs) -> Tuple[Optional[int], bool]:
+        """Returns the graph id and whether to release buckets, as in a :class:`_Frame`.
+
+        The inputs alone decide, whether or not the graph is found in a cache.
+        """
+        reducible = [value for value in example_inputs if id(value) in self._reducible]
+        if not reducible:
+            # A frame without reducible parameters, such as a function that logs metrics by name, does not change what
+            # is reduced, so Dynamo's own limit applies to it.
+            return None, False
+        compile_id = torch._guards.CompileContext.current_compile_id()
+        self._limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1)
+        if not (torch.is_grad_enabled() and any(value.requires_grad for value in reducible)):
+            # Evaluation gives a frame no place in the order: a rank that evaluates alone may run other frames, or run
+            # frames in another order.
+            return None, False
+        graph_id = self._graph_ids.setdefault(compile_id.frame_id, len(self._graph_ids))
+        order = [(each, True) for each in self._graph_ids.values()]
+        # If blocks have graphs of their own, no graph runs last in every backward: finish_backward() then releases.
+        return graph_id, not self._has_blocks and should_release_reduce_buckets(order, graph_id)
+
+    def _graph(self, gm, inputs, frame):
+        """Compiles a graph, or its part up to the loss, with reductions in its backward."""
+        reduced = [
+            index for index, value in enumerate(inputs) if frame.graph_id is not None and id(value) in self._reducible
+        ]
+        slots = {index: slot for slot, index in enumerate(reduced, start=1)}
+        lies_anywhere = [not self._are_aligned and id(value) in self._own for value in inputs]
+        partitioner = ReduceGradPartitioner(
+            slots, frame.graph_id, frame.release_reduce_buckets, self._debug_log, lies_anywhere
+        )
+        if not reduced:
+            return self._compile(gm, inputs, frame, partitioner)
+        of = self._registrations.of
+        inputs = [*inputs, traced_registrations(of([inputs[index] for index in reduced]), inputs)]
+        with one_more_input(gm):
+            compiled = self._compile(gm, inputs, frame, partitioner)
+        return lambda *args: compiled(*args, of([args[index] for index in reduced]))
+
+    def _compile(self, gm, inputs, frame, partitioner):
+        if self._compiler == "eager":
+            return _run_as_traced(gm, inputs, partitioner)
+        return _generate_code(gm, inputs, partitioner, frame.mode, frame.options)
+
+    def _part(self, part, frame):
+        """Compiles a part of a graph that has no parameters of the engine."""
+        if self._compiler == "eager":
+            return part
+        return loss.compile_loss(
+            part, backend=self._compiler, mode=frame.mode, options=frame.options, dynamic=self._dynamic
+        )
 
 
 def _preceded(compiled, before):

@@ -98,8 +98,8 @@ class ChunkedLosses:
             compile_part: compiles a function of tensors.
 
         Returns:
-            A module that calls its submodules ``loss.HEAD`` and ``loss.AFTER_CHUNKED_LOSS``, and the
-            :class:`ChunkedLoss` in between. A submodule without nodes is missing. None if the loss stays as it is.
+            A module that calls its submodules ``loss.HEAD`` and ``loss.REST``, and the :class:`ChunkedLoss` in
+            between. A submodule without nodes is missing. None if the loss stays as it is.
         """
         if self._wanted is False:
             return None
@@ -298,4 +298,5 @@ def _replaced(gm, found, chunked):
         # Casts and reshapes that only the loss needed.
         if not copies[node].users:
             graph.erase_node(copies[node])
-    return split_module(GraphModule(gm, graph), gm, lambda node: 0 if node in before else 1 if node in middle else 2)
+    # The numbers 0 and 1 are loss.HEAD and loss.REST.
+    return split_module(GraphModule(gm, graph), gm, lambda node: 0 if node in before else 2 if node in middle else 1)

@@ -19,13 +19,9 @@ from ...fx import get_output_node
 
 # From this number of elements on (32 MiB in bf16), avoiding the zeros is worth a second graph.
 LARGE_NUMEL = 2**24
-# What split_module() calls the parts of a graph that is cut. HEAD is the first part of both cuts: for split_loss() up
-# to the returned tensor, for ChunkedLosses.cut_out() up to the hidden states.
-HEAD = "submod_0"
-# split_loss() cuts in two. The second part is what comes after the returned tensor.
-LOSS = "submod_1"
-# cut_out() cuts in three. The second part calls the ChunkedLoss, and the third part is what needs logits or loss.
-AFTER_CHUNKED_LOSS = "submod_2"
+# What split_module() calls the parts of a graph that is cut. For split_loss(), HEAD ends with the returned tensor. For
+# ChunkedLosses.cut_out(), HEAD ends with the hidden states, and REST is what needs logits or loss.
+HEAD, REST = "submod_0", "submod_1"
 _OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor".split()
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
 
@@ -41,7 +37,7 @@ def split_loss(gm: GraphModule, is_registered: Sequence[bool]) -> Optional[Graph
         is_registered: for each input of the graph, whether it is a registered parameter.
 
     Returns:
-        A module that calls its submodules ``HEAD`` and ``LOSS``. None if the graph has no such tensor, or if the graph
+        A module that calls its submodules ``HEAD`` and ``REST``. None if the graph has no such tensor, or if the graph
         uses parameters or changes something in place after the tensor.
     """
     placeholders = gm.graph.find_nodes(op="placeholder")

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inserts reductions into joint graphs, and ends them in backward graphs."""
 
-from typing import List, Mapping
+from typing import List, Mapping, Optional
 
 import torch
 from torch._functorch._aot_autograd.fx_utils import get_all_input_and_grad_nodes
@@ -52,9 +52,12 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
     return inserted
 
 
-def finish_backward_graph(backward: GraphModule, graph_id: int, release_reduce_buckets: bool) -> None:
-    """Adds ``end_backward`` to a backward graph, which then returns no gradient that it reduces."""
-    if not reduce_nodes(backward.graph):
+def finish_backward_graph(backward: GraphModule, graph_id: Optional[int], release_reduce_buckets: bool) -> None:
+    """Adds ``end_backward`` to a backward graph, which then returns no gradient that it reduces.
+
+    Does nothing if the graph reduces nothing, as where the graph has no id.
+    """
+    if graph_id is None or not reduce_nodes(backward.graph):
         return
     add_end_backward(backward.graph, graph_id, release_reduce_buckets)
     replace_reduce_outputs_with_none(backward.graph)
