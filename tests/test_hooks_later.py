@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that are added to modules, or removed, after the modules were compiled run as they do without DeepCompile."""
+"""What changes after modules were compiled, hooks and frozen parameters, has its effect as without DeepCompile."""
 
 from typing import List, NamedTuple
 
@@ -133,16 +133,40 @@ def test_hooks_of_all_modules_come_and_go(ranks, regional):
         assert outcome.from_graphs[1:4] == [0, 0, 0]
 
 
-def option_after_training():
-    """What Dynamo's option says before an engine compiles its model, and afterwards."""
-    options = [torch._dynamo.config.skip_nnmodule_hook_guards]
-    train("head", "looks", 1, 3)
-    options.append(torch._dynamo.config.skip_nnmodule_hook_guards)
+def options_after_training():
+    """What Dynamo's options say before an engine compiles its model, and afterwards."""
+    config, options = torch._dynamo.config, []
+    for _ in range(2):
+        options.append((config.skip_nnmodule_hook_guards, config.skip_tensor_guards_with_matching_dict_tags))
+        train("head", "looks", 1, 3)
     return options
 
 
-def test_the_option_of_other_code_stays(ranks):
-    assert ranks(2).run(option_after_training) == [[True, True]] * 2
+def test_the_options_of_other_code_stay(ranks):
+    assert ranks(2).run(options_after_training) == [[(True, True)] * 2] * 2
+
+
+def train_what_was_frozen(place, config, backend):
+    """Parameters are frozen in the first of each step's two micro-batches, so code is first compiled for that."""
+    torch.manual_seed(0)
+    pair = Beside(BlocksWithin(), Case(config=config, backend=backend, accumulation=2))
+    for step in range(3):
+        for micro_step in range(2):
+            for model in (pair.module, pair.plain):
+                for module in PLACES[place](model):
+                    module.requires_grad_(micro_step == 1)
+            pair.micro_batch(batch(step, micro_step, dist.get_rank(), 4))
+        pair.step_plain()
+    return pair.end()
+
+
+@vary("place", ["in a block", "block", "head"])
+@vary("config", [None, {"compile": {"regional_compilation": False}}])
+@vary("backend", ["eager", "inductor"])
+def test_what_was_frozen_is_trained(ranks, place, config, backend):
+    for outcome in check(ranks(2).run(train_what_was_frozen, place, config, backend)):
+        frozen, trained = outcome.from_graphs[0::2], outcome.from_graphs[1::2]
+        assert max(frozen) < min(trained), outcome.from_graphs
 
 
 # Models of transformers that install hooks where they are first asked for more ------------------------------------

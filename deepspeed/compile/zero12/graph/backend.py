@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from deepspeed.utils import logger
 
 from ...fx import should_release_reduce_buckets
-from . import find_loss, hook_guards, loss, lowering
+from . import find_loss, guards, loss, lowering
 from .compilation_limit import CompilationLimit
 from .frames import Registrations, one_more_input, traced_registrations
 from .progress import Progress
@@ -153,7 +153,7 @@ class Backend:
             block: the name of the block's class, if the frame is a block's. One graph may then serve several layers.
             mode, options: as in ``torch.compile``.
         """
-        hook_guards.guard()
+        guards.guard_all()
         frame = _Frame(*self._reductions(example_inputs), mode, options)
         self._progress.compiles(block, frame.graph_id)
         split = None

@@ -1,0 +1,44 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Makes compiled code notice what changes in modules and parameters after the code was compiled.
+
+Two of Dynamo's options have it leave out guards that cost the host time in each call. Other people's code keeps these
+options as they are.
+"""
+
+import threading
+from typing import Dict
+
+import torch
+from torch._dynamo.callback import CallbackArgs, callback_handler
+
+_OPTIONS_THAT_LEAVE_OUT_GUARDS = (
+    # Guards of modules that have no hooks yet.
+    "skip_nnmodule_hook_guards",
+    # With torch 2.11, guards of a parameter as long as the module holds the same object: a frozen parameter that is
+    # trained later would get no gradient.
+    "skip_tensor_guards_with_matching_dict_tags",
+)
+
+
+def guard_all() -> None:
+    """Called by the backend: has Dynamo make all guards in the compilation under way, and in no other.
+
+    Dynamo makes guards after the backend has returned. So the options are set back when the compilation ends.
+    """
+    if _set_back not in callback_handler.end_callbacks:
+        # This is the first compilation of all, or torch._dynamo.reset() has dropped all callbacks.
+        callback_handler.register_end_callback(_set_back)
+    options = {name: getattr(torch._dynamo.config, name) for name in _OPTIONS_THAT_LEAVE_OUT_GUARDS}
+    _before.setdefault(threading.get_ident(), options)
+    for name in options:
+        setattr(torch._dynamo.config, name, False)
+
+
+def _set_back(_args: CallbackArgs) -> None:
+    for name, value in _before.pop(threading.get_ident(), {}).items():
+        setattr(torch._dynamo.config, name, value)
+
+
+# Thread with a compilation under way -> the values of the options before it, which are options of each thread.
+_before: Dict[int, Dict[str, bool]] = {}
