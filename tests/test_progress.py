@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import threading
+import warnings
 from typing import List, NamedTuple
 
 import pytest
@@ -92,6 +93,9 @@ def trained(case, level, on_terminal=True, **patched):
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(level)
         stack.enter_context(torch._inductor.config.patch(**patched))
+        # On a GPU, torch warns of TF32 when it first generates code: in the middle of a bar.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
         if on_terminal:
             written = stack.enter_context(terminal())
         else:
