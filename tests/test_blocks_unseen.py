@@ -7,6 +7,7 @@ Each model here trains beside a plain loop, which the uncompiled engine equals.
 
 import copy
 import functools
+import pickle
 from typing import Any, Dict, List, NamedTuple
 
 import pytest
@@ -20,7 +21,7 @@ from support.beside import Beside, check
 from support.blocks import REGIONAL
 from support.ids import vary
 from support.models import Block, BlocksWithin
-from support.training import BOUND, Case, batch, device, relative_error
+from support.training import BOUND, OVERLAPPED, Case, batch, device, relative_error
 
 # Blocks that look at themselves ------------------------------------------------------------------------------------
 
@@ -326,10 +327,10 @@ class WholeState(Block):
 COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy}
 
 
-def copied(block):
+def copied(block, config):
     """Differences of copies, of which one computes with other parameters than what it was copied from."""
     seen: Dict[str, Any] = {}
-    pair = Beside(with_blocks(block), Case(config=REGIONAL))
+    pair = Beside(with_blocks(block), Case(config=config))
     for step in range(2):
         pair.step(batch(step, 0, dist.get_rank(), 4))
     x, ids = torch.ones(1, 4, 8, device=device()), batch(9, 0, dist.get_rank(), 4)
@@ -354,16 +355,21 @@ def copied(block):
             whole = make(pair.module)
             hooked = [each for each in whole.modules() if each._compiled_call_impl is not None]
             seen[f"{name} of the model"] = not hooked, relative_error([whole(ids)], [pair.plain(ids)])
+            # A pickle of the copy can be read without DeepSpeed.
+            data = pickle.dumps(whole.body)
+            error = relative_error([pickle.loads(data)(ids)], [pair.plain.body(ids)])
+            seen[f"pickle of {name}"] = b"deepspeed" not in data, error
     return seen, pair.end()
 
 
 @pytest.mark.quick
+@vary("config", [REGIONAL, OVERLAPPED])
 @vary("block", [Block, WholeState])
-def test_copies(ranks, block):
-    for seen, outcome in ranks(2).run(copied, block):
+def test_copies(ranks, block, config):
+    for seen, outcome in ranks(2).run(copied, block, config):
         check([outcome])
         assert all(alike and error < BOUND for alike, error in seen.values()), seen
-        assert len(seen) == (5 if block is Block else 3)
+        assert len(seen) == (6 if block is Block else 4)
 
 
 def registered_kinds(block):

@@ -7,6 +7,7 @@ forward reaches the block. No hook sees reads such as ``parameter.clone()`` betw
 such a read, the caller must call ``wait_for_parameters()``.
 """
 
+import contextlib
 import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Callable, Dict, Iterable, List, Optional, Set, Tuple
@@ -115,16 +116,17 @@ class Waiting:
 class _Hook:
     """A hook of a module that calls ``wait()``. In copies and pickles of the module, the hook does nothing."""
 
-    def __init__(self, wait=None):
+    def __init__(self, wait):
         self._wait = wait
 
     def __call__(self, *_args):
         # A compiled graph does not call `wait()`: before_graph() waits for all parameters of the graph.
-        if not torch.compiler.is_compiling() and self._wait is not None:
+        if not torch.compiler.is_compiling():
             self._wait()
 
     def __reduce__(self):
-        return _Hook, ()
+        # A function of Python's own, which takes any arguments: pickles do not name this fork.
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def _modules_outside(module, blocks):

@@ -6,6 +6,7 @@
 leaves it out of copies and pickles. Class, forward and hooks of the instance stay as they are.
 """
 
+import contextlib
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple, Type
@@ -59,12 +60,11 @@ class CallOfCaller(Call):
         return output
 
 
-def no_hook(module: Module, args: Tuple) -> None:
-    """A forward pre-hook of each module that calls blocks, which keeps such a module out of other code's graphs.
-
-    Dynamo goes straight to the forward of a module without hooks. Of a module with a hook, Dynamo traces
-    ``nn.Module.__call__()``, and so finds :class:`CallOfCaller`, which breaks the graph.
-    """
+# A forward pre-hook of each module that calls blocks, which keeps such a module out of other code's graphs. Dynamo
+# goes straight to the forward of a module without hooks. Of a module with a hook, Dynamo traces nn.Module.__call__(),
+# and so finds CallOfCaller, which breaks the graph. The hook does nothing, whatever it is given. It is a function of
+# Python's own, so pickles of copies of the module do not name this fork.
+no_hook = contextlib.nullcontext().__exit__
 
 
 class CallOfBlock(Call):
