@@ -55,6 +55,11 @@ COMPILE = from deepspeed.comm.torch import build_shm_op; build_shm_op(); \
 	from deepspeed.compile.zero12.native import reducer_module; reducer_module()
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
+# How a compiler finds torch's and Python's headers, and a name for native code of which each file was checked.
+HEADERS = import sysconfig; from torch.utils.cpp_extension import include_paths; \
+	print(*('-isystem ' + path for path in [*include_paths(), sysconfig.get_path('include')]))
+ALONE := $(VENV)/.alone-$(call content,csrc)
+
 .PHONY: demo test test-all test-gpu quick fuzz models sanitize bench docs lint format clean toolchain
 .NOTPARALLEL:
 
@@ -97,7 +102,7 @@ docs: $(DOCS)
 	$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site
 	@echo "Open build/site/index.html in a browser."
 
-lint: $(TOOLS)
+lint: $(TOOLS) $(ALONE)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --no-error-summary
@@ -112,6 +117,14 @@ clean:
 	rm -rf .venv build/wheel build/editable build/sanitizers build/site benchmark-results .pytest_cache \
 		.ruff_cache .mypy_cache .hypothesis
 	find deepspeed tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Each file of native code must include what it uses. all.cpp, which includes all files, compiles without that.
+$(ALONE): $(TOOLS)
+	@if command -v "$${CXX:-c++}" >/dev/null; then \
+		ls csrc/compile/*.cpp | grep -v /all.cpp | xargs -n 1 -P $$(nproc) "$${CXX:-c++}" -std=c++20 -fsyntax-only -w \
+			-Icsrc/includes -DTORCH_EXTENSION_NAME=dc $$($(BIN)/python -c "$(HEADERS)") && \
+		rm -f $(VENV)/.alone-* && touch $@; \
+	else echo "Native code is not checked: no C++ compiler was found (on Debian: apt-get install g++)."; fi
 
 # The native code is compiled when it is first used, so a missing compiler is better noticed here.
 toolchain:
