@@ -262,8 +262,8 @@ def lightning_trainer(case, resumes):
     world, gpus = dist.get_world_size(), torch.cuda.device_count()
     hosts = 1 if gpus >= world else world
     if hosts > 1:
-        # Lightning gives each rank of a host a device of its own. Where ranks share one, each is a host of its own here,
-        # as it is to NCCL.
+        # Lightning gives each rank of a host a device of its own. Ranks that share a device are hosts of their own
+        # here, as they are to NCCL.
         os.environ.update(NODE_RANK=str(dist.get_rank()), LOCAL_RANK="0")
     if on_cpu():
         # The strategy and DeepSpeed ask the device for its number.
