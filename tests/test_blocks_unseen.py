@@ -133,6 +133,16 @@ class CallsOn(Block):
         return super().__call__(x) * 2
 
 
+class TakesABlock(Block):
+    """Its input has the name by which a call names the module."""
+
+    def __call__(self, x):
+        return super().__call__(block=x)
+
+    def forward(self, block):
+        return super().forward(block)
+
+
 def with_blocks(block):
     """A model whose body calls three blocks of a class."""
     torch.manual_seed(0)
@@ -159,7 +169,7 @@ def train(block, backend="eager", before_step=None, direct=False):
 
 
 @vary("backend", ["eager", "inductor"])
-@vary("block", [*LOOKING, *FORWARDS, CallsOn])
+@vary("block", [*LOOKING, *FORWARDS, CallsOn, TakesABlock])
 def test_blocks_that_look_at_themselves(ranks, block, backend):
     for result in check(ranks(2).run(train, block, backend)):
         # Six of each block, if it uses them, are reduced by graphs, and the head.

@@ -166,7 +166,7 @@ class _Forward:
         checkpoint = own[CHECKPOINT]
 
         @functools.wraps(forward)
-        def call(layer, *inputs, **keywords):
+        def call(layer, /, *inputs, **keywords):
             return self._limit.call_block(layer, compiled, forward, inputs, keywords)
 
         def checkpoint_compiled(function, *inputs):
@@ -187,7 +187,7 @@ def _checkpoints_what_it_decorates(forward):
     return CHECKPOINT in names and hasattr(forward, "__wrapped__")
 
 
-def run_forward(block: Module, *args: Any, **kwargs: Any) -> Any:
+def run_forward(block: Module, /, *args: Any, **kwargs: Any) -> Any:
     """What is compiled for a block. It calls the forward of the block's class, whatever kind of callable that is."""
     return block.forward(*args, **kwargs)
 
@@ -195,7 +195,7 @@ def run_forward(block: Module, *args: Any, **kwargs: Any) -> Any:
 def runs(function: Callable) -> Callable:
     """Returns a function to compile that calls ``function`` with a block and the inputs."""
 
-    def run(block, *args, **kwargs):
+    def run(block, /, *args, **kwargs):
         return function(block, *args, **kwargs)
 
     return run
