@@ -3,7 +3,6 @@
 """Sets an engine up for DeepCompile ZeRO-1/2, and undoes the setup when the engine is destroyed."""
 
 import contextlib
-import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
@@ -102,12 +101,8 @@ def compile_engine(
         if plan.blocks:
             names = sorted({type(block).__name__ for block in plan.blocks})
             logger.info(f"DeepCompile makes one graph for all {len(plan.blocks)} blocks of each class of {names}")
-
-            def of_blocks(name):
-                return functools.partial(graphs, block=name)
-
-            changed = compile_blocks.compile_blocks(module, plan.blocks, of_blocks, compile_kwargs, limit, waiting)
-            undo.callback(compile_blocks.restore, changed)
+            calls = compile_blocks.compile_blocks(module, plan.blocks, graphs, compile_kwargs, limit, waiting)
+            undo.callback(compile_blocks.restore, calls)
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
         around_forward = AroundForward(engine, waiting)

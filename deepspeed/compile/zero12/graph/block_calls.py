@@ -9,7 +9,7 @@ leaves it out of copies and pickles. Class, forward and hooks of the instance st
 import contextlib
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Any, Callable, Optional, Type
 
 import torch
 from torch.nn import Module
@@ -41,13 +41,39 @@ class Call:
         # A strong reference would keep a model that nobody needs any more until Python looks for cycles.
         self._module = weakref.ref(module)
         self._waiting = waiting
+        # Past the module's own __setattr__.
+        vars(module)["_compiled_call_impl"] = self
 
     def __reduce__(self):
         return type(None), ()
 
+    def take_out(self) -> None:
+        """Gives the module its own call back, unless the caller has compiled the module otherwise since."""
+        module = self._module()
+        if module is not None and vars(module).get("_compiled_call_impl") is self:
+            del vars(module)["_compiled_call_impl"]
+
+
+# Does nothing, whatever it is given. It is Python's own, so pickles of copies of a module do not name this fork.
+no_hook = contextlib.nullcontext().__exit__
+
 
 class CallOfCaller(Call):
-    """Calls a module that calls blocks. The module runs uncompiled."""
+    """Calls a module that calls blocks. The module runs uncompiled.
+
+    If the compiler traced the module, it would trace into each block again and again. Also, some models ask whether
+    they are traced, and attention then gets a mask in memory instead of the word "causal". So this call breaks the
+    graph of other code. Dynamo goes straight to the forward of a module without hooks. Of a module with a hook, Dynamo
+    traces ``nn.Module.__call__()`` and finds this call, so the module gets a hook.
+    """
+
+    def __init__(self, module: Module, waiting: Optional["Waiting"]):
+        super().__init__(module, waiting)
+        self._hook = module.register_forward_pre_hook(no_hook, prepend=True)
+
+    def take_out(self) -> None:
+        self._hook.remove()
+        super().take_out()
 
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):
@@ -58,13 +84,6 @@ class CallOfCaller(Call):
         output = caller._call_impl(*args, **kwargs)
         waiting.leave()
         return output
-
-
-# A forward pre-hook of each module that calls blocks, which keeps such a module out of other code's graphs. Dynamo
-# goes straight to the forward of a module without hooks. Of a module with a hook, Dynamo traces nn.Module.__call__(),
-# and so finds CallOfCaller, which breaks the graph. The hook does nothing, whatever it is given. It is a function of
-# Python's own, so pickles of copies of the module do not name this fork.
-no_hook = contextlib.nullcontext().__exit__
 
 
 class CallOfBlock(Call):
@@ -86,8 +105,8 @@ class CallOfBlock(Call):
         waiting: Optional["Waiting"],
     ):
         super().__init__(block, waiting)
+        self._compiled = compiled
         self._limit = limit
-        self._forward = _Forward(self._module, compiled, limit)
 
     # Code other than the caller may be compiled and call a block whose hooks keep the block out of that code's graph.
     @torch.compiler.disable
@@ -96,64 +115,31 @@ class CallOfBlock(Call):
         if self._waiting is not None:
             # Hooks may read parameters too.
             self._waiting.enter(block)
-        own, forward = block.__dict__, self._forward
+        own = vars(block)
         # The caller may have given this block a forward of its own since.
-        if self._limit.is_off() or own.get("forward", forward) is not forward:
+        if self._limit.is_off() or "forward" in own:
             return block._call_impl(*args, **kwargs)
         if not _has_hooks(own):
-            return forward.run(block, args, kwargs)
-        # Do not put `forward` there if no hook needs it: Dynamo checks its guards faster while nothing has changed the
-        # block's attributes.
-        own["forward"] = forward
+            # Dynamo checks its guards faster while nothing has changed the block's attributes.
+            return self._run(block, *args, **kwargs)
+
+        def clean(*_):
+            first.remove()
+            if own.get("forward") is forward:
+                del own["forward"]
+
+        # `_call_impl` begins by reading `forward` and then lists the hooks. The first hook takes both out, so the
+        # block's other hooks, which run now, and its forward find the block as it was.
+        own["forward"] = forward = functools.partial(self._run, block)
+        first = block.register_forward_pre_hook(clean, prepend=True)
         try:
-            if not block._forward_pre_hooks:
-                return block._call_impl(*args, **kwargs)
-
-            def take_out(*_):
-                first.remove()
-                forward.leave(own)
-
-            # `_call_impl` begins by reading `forward` and then lists the hooks. The block's other hooks, which run
-            # now, find the block as it was.
-            first = block.register_forward_pre_hook(take_out, prepend=True)
-            try:
-                return block._call_impl(*args, **kwargs)
-            finally:
-                first.remove()
+            return block._call_impl(*args, **kwargs)
         finally:
-            forward.leave(own)
+            clean()
 
-
-def _has_hooks(own):
-    return own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
-
-
-class _Forward:
-    """Runs a block's forward compiled. It is an attribute of the block only until it is called."""
-
-    def __init__(
-        self,
-        block: "weakref.ref[Module]",
-        compiled: Callable[..., Callable],
-        limit: "CompilationLimit",
-    ):
-        self._block = block
-        self._compiled = compiled
-        self._limit = limit
-
-    def __call__(self, *args, **kwargs):
-        block = self._block()
-        self.leave(vars(block))
-        return self.run(block, args, kwargs)
-
-    def leave(self, attributes: Dict[str, Any]) -> None:
-        """Takes itself out of a block's attributes."""
-        if attributes.get("forward") is self:
-            del attributes["forward"]
-
-    def run(self, block: Module, args: Tuple, kwargs: Dict[str, Any]) -> Any:
+    def _run(self, block, /, *args, **kwargs):
         """Runs the forward that the block's class has now."""
-        if block.training and block.__dict__.get(CHECKPOINT) is not None and block.gradient_checkpointing:
+        if block.training and vars(block).get(CHECKPOINT) is not None and block.gradient_checkpointing:
             decorated = forward_of(type(block))
             if _checkpoints_what_it_decorates(decorated):
                 return self._run_checkpointed(block, decorated.__wrapped__, args, kwargs)
@@ -179,6 +165,10 @@ class _Forward:
             return block.forward(*args, **kwargs)
         finally:
             own[CHECKPOINT] = checkpoint
+
+
+def _has_hooks(own):
+    return own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
 
 
 def _checkpoints_what_it_decorates(forward):

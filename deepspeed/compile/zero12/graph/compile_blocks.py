@@ -5,15 +5,15 @@
 Modules that call blocks run uncompiled. The code around these modules is compiled as usual.
 """
 
+import functools
 from collections import defaultdict
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Tuple, Type
 
 import torch
 from torch.nn import Module, Parameter
-from torch.utils.hooks import RemovableHandle
 
 from ..messages import warn
-from .block_calls import Call, CallOfBlock, CallOfCaller, forward_of, no_hook, run_forward, runs
+from .block_calls import Call, CallOfBlock, CallOfCaller, forward_of, run_forward, runs
 from .choose_blocks import callers_of
 from .compilation_limit import CompilationLimit, own_code
 
@@ -45,11 +45,11 @@ def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> L
 def compile_blocks(
     module: Module,
     blocks: List[Module],
-    backend: Callable[[str], Any],
+    backend: Callable,
     compile_kwargs: Dict[str, Any],
     limit: CompilationLimit,
     waiting: Optional["Waiting"] = None,
-) -> List["Change"]:
+) -> List[Call]:
     """Compiles each block's forward, with one graph for all blocks of a class. Modules that call blocks stay eager.
 
     Each changed module gets a :class:`Call`, and nothing else of it changes but for one hook of modules that call
@@ -58,52 +58,33 @@ def compile_blocks(
     Args:
         module: the model.
         blocks: what :func:`choose_blocks` returned.
-        backend: returns the backend for ``torch.compile``, given the name of a class of blocks.
+        backend: the :class:`Backend` of the engine.
         compile_kwargs: further arguments of ``torch.compile``.
         limit: the ``CompilationLimit`` of ``backend``.
         waiting: None, or a ``Waiting``. The call of a changed module begins with ``enter()``, and the call of a module
             that calls blocks ends with ``leave()``.
 
     Returns:
-        What was changed, for :func:`restore`.
+        The calls, for :func:`restore`.
     """
     compiled = _CompiledForwards(backend, compile_kwargs)
     # Change modules only after all options were read: a model is changed as a whole or not at all.
     for kind in {type(block): None for block in blocks}:
         compiled.of(kind)
-    changes = []
-    for caller in callers_of(module, blocks):
-        # If the compiler traced the caller, it would trace into each block again and again. Also, some models ask
-        # whether they are traced, and attention then gets a mask in memory instead of the word "causal".
-        hook = caller.register_forward_pre_hook(no_hook, prepend=True)
-        changes.append(_change(caller, CallOfCaller(caller, waiting), hook))
-    changes.extend(_change(block, CallOfBlock(block, compiled.of, limit, waiting)) for block in blocks)
-    return changes
-
-
-class Change(NamedTuple):
-    """What was changed of a module: how it is called, and None or the one hook that the module got."""
-
-    module: Module
-    call: Call
-    hook: Optional[RemovableHandle]
-
-
-def _change(module, call, hook=None):
-    # Past the module's own __setattr__.
-    vars(module)["_compiled_call_impl"] = call
-    return Change(module, call, hook)
+    calls: List[Call] = [CallOfCaller(caller, waiting) for caller in callers_of(module, blocks)]
+    calls.extend(CallOfBlock(block, compiled.of, limit, waiting) for block in blocks)
+    return calls
 
 
 class _CompiledForwards:
     """The compiled forwards of blocks: one for each class and each forward that blocks of the class have had.
 
     Args:
-        backend: returns the backend for ``torch.compile``, given the name of a class of blocks.
+        backend: the :class:`Backend` of the engine.
         compile_kwargs: further arguments of ``torch.compile``.
     """
 
-    def __init__(self, backend: Callable[[str], Any], compile_kwargs: Dict[str, Any]):
+    def __init__(self, backend: Callable, compile_kwargs: Dict[str, Any]):
         self._backend = backend
         self._compile_kwargs = dict(compile_kwargs)
         # `limit` counts compilations in place of torch.compile.
@@ -127,7 +108,8 @@ class _CompiledForwards:
         # Copy the options, because torch.compile removes entries from the dict that it is given.
         options = self._compile_kwargs.get("options")
         own = {**self._compile_kwargs, "options": dict(options)} if options is not None else self._compile_kwargs
-        return torch.compile(own_code(run), **{**own, "backend": self._backend(kind.__name__)})
+        backend = functools.partial(self._backend, block=kind.__name__)
+        return torch.compile(own_code(run), **{**own, "backend": backend})
 
 
 def take_over_compiled(modules: Iterable[Module]) -> None:
@@ -153,10 +135,7 @@ def refuse_blocks_of_others(module: Module) -> None:
             )
 
 
-def restore(changes: List[Change]) -> None:
+def restore(calls: Iterable[Call]) -> None:
     """Undoes :func:`compile_blocks`, except where the caller has compiled a module otherwise since."""
-    for module, call, hook in changes:
-        if hook is not None:
-            hook.remove()
-        if vars(module).get("_compiled_call_impl") is call:
-            del vars(module)["_compiled_call_impl"]
+    for call in calls:
+        call.take_out()
