@@ -45,9 +45,6 @@ def choose_blocks(
     if compile_kwargs.get("fullgraph"):
         return [], "compile_kwargs['fullgraph'] asks for one graph"
     blocks = _each_once(_repeated(module))
-    if blocks and all(_is_compiled(block) for block in blocks) and not _obstacle(module, blocks):
-        # The caller has compiled exactly these blocks, as Accelerate does for its option of regional compilation.
-        return blocks, ""
     why = _reason_for_whole(module, blocks)
     return ([], why) if why else (blocks, "")
 
@@ -59,6 +56,9 @@ def _reason_for_whole(module, blocks):
     obstacle = _obstacle(module, blocks)
     if obstacle:
         return f"torch cannot compile {obstacle}"
+    if all(_is_compiled(block) for block in blocks):
+        # The caller has compiled exactly these blocks, as Accelerate does for its option of regional compilation.
+        return None
     callers = callers_of(module, blocks)
     if any(caller is module for caller in callers):
         return f"{type(module).__name__} calls its blocks itself, so all around them would run uncompiled"

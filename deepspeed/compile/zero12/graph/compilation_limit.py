@@ -12,7 +12,7 @@ on without compiled code; the other ranks need not follow.
 import collections
 import contextlib
 import types
-from typing import Any, Callable, ContextManager, Dict, Tuple
+from typing import Any, Callable, Dict, Tuple
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -40,11 +40,6 @@ def own_code(function: Callable) -> types.FunctionType:
     )
     copied.__kwdefaults__ = function.__kwdefaults__
     return copied
-
-
-def limit_lifted() -> ContextManager[None]:
-    """Returns a context in which Dynamo compiles frames again without a limit."""
-    return torch._dynamo.config.patch(recompile_limit=_UNLIMITED, accumulated_recompile_limit=_UNLIMITED)
 
 
 class CompilationLimit:
@@ -139,8 +134,11 @@ class CompilationLimit:
         module._compiled_call_impl = torch.compiler.disable(call_within_limit)
 
     def _room(self):
+        """Returns a context in which Dynamo compiles frames again without a limit of its own."""
         # Lift the limit only if needed: lifting takes longer than a small block, and most models stay far below it.
-        return limit_lifted() if CompilationLimit._is_near else contextlib.nullcontext()
+        if not CompilationLimit._is_near:
+            return contextlib.nullcontext()
+        return torch._dynamo.config.patch(recompile_limit=_UNLIMITED, accumulated_recompile_limit=_UNLIMITED)
 
     def _evaluate(self, compiled, args, kwargs):
         before, self._evaluating = self._evaluating, True

@@ -26,12 +26,8 @@ from .loss import changes_in_place, split_loss
 MANY_LOGITS = 2**30
 
 _CROSS_ENTROPY = inspect.signature(torch.nn.functional.cross_entropy)
-_LINEAR = inspect.Signature(
-    [
-        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
-        for name in ("input", "weight", "bias")
-    ]
-)
+# torch gives no signature of this function, which is not one of Python's.
+_LINEAR = inspect.signature(lambda input, weight, bias=None: None)
 _SCALES = {"mul", "truediv", "div"}
 _CASTS = {"float", "to", "contiguous"}
 _RESHAPES = {"view", "reshape", "flatten"}
@@ -239,16 +235,16 @@ def _name(node):
 
 
 def _keeps_vocabulary(index):
+    """Whether an index consists of ``...`` and slices with constant bounds, the last of which keeps a dimension."""
     return (
         isinstance(index, tuple)
         and index[-1] == slice(None)
-        and all(part is Ellipsis or isinstance(part, slice) for part in index)
-        and not any(isinstance(bound, Node) for part in index if part is not Ellipsis for bound in _bounds(part))
+        and all(part is Ellipsis or _is_constant_slice(part) for part in index)
     )
 
 
-def _bounds(part):
-    return part.start, part.stop, part.step
+def _is_constant_slice(part):
+    return isinstance(part, slice) and not any(isinstance(each, Node) for each in (part.start, part.stop, part.step))
 
 
 def _behind(head) -> Set[Node]:
