@@ -28,7 +28,8 @@ SANITIZER ?= address thread undefined
 
 VENV := .venv/$(shell printf '%s' '$(TORCH)' | tr -cs 'A-Za-z0-9.+' '-')
 BIN := $(CURDIR)/$(VENV)/bin
-PIP := '$(BIN)/python' -m pip --disable-pip-version-check
+# Errors only: of a search in several indexes pip warns for each package that one of them lacks.
+PIP := '$(BIN)/python' -m pip --disable-pip-version-check --quiet --quiet
 # Native code compiled at run time stays in the environment whose torch it was compiled against. CONTRIBUTING.md sets a
 # variable for a shell in the checkout under which modules of the checkout are not found.
 RUN := env -u PYTHONSAFEPATH PATH='$(BIN)':"$$PATH" TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/torch_extensions'
@@ -62,22 +63,30 @@ ALONE := $(VENV)/.alone-$(call content,csrc)
 
 .PHONY: demo test test-all test-gpu quick fuzz models sanitize bench docs lint format clean toolchain
 .NOTPARALLEL:
+# Recipes say what they do, and how long it takes where that is more than some seconds.
+.SILENT:
 
 test: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
+	echo "Running every test with two of its cases, which takes up to half an hour on two cores ..."
 	$(RUN) pytest -q tests --fewer-cases --base $(BASE) $(IN_PARALLEL)
 
 test-all: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
+	echo "Running all cases of every test, which takes hours on two cores ..."
 	$(RUN) pytest -q tests --base $(BASE) $(IN_PARALLEL)
 
 test-gpu: toolchain $(FORK) $(BENCH) $(FRONTS) $(BASE)
+	echo "Running the tests that use a GPU ..."
 	$(RUN) pytest -q tests --gpu --fewer-cases --base $(BASE) $(IN_PARALLEL)
 
 quick: toolchain $(FORK) $(DOCS)
+	echo "Running fast tests, which takes less than two minutes on two cores ..."
 	$(RUN) pytest -q tests -m quick
 
 demo: toolchain $(FORK) $(DEMO)
-	$(RUN) deepspeed --log_level warning $$($(BIN)/python -c "import torch; print('' if torch.cuda.is_available() else '--num_accelerators 2')") \
-		examples/demo/train_qwen3.py $(DEMO_ARGS)
+	echo "Training with DeepCompile off and on ..."
+	if ! $(BIN)/python -c "import torch; exit(not torch.cuda.is_available())"; then \
+		export DS_ACCELERATOR=cpu; set -- --num_accelerators 2; \
+	fi; $(RUN) deepspeed --log_level error "$$@" examples/demo/train_qwen3.py $(DEMO_ARGS)
 
 fuzz: toolchain $(FORK)
 	$(RUN) pytest -q tests/test_fuzz.py -o timeout=0 --models $(MODELS) --seed $(SEED) --world $(WORLD)
@@ -86,25 +95,27 @@ models: toolchain $(FORK) $(FRONTS)
 	$(RUN) pytest -q tests/test_models.py --every-model $(IN_PARALLEL)
 
 sanitize: toolchain $(FORK)
-	@for name in libasan libtsan libubsan; do \
+	for name in libasan libtsan libubsan; do \
 		case "$$(g++ -print-file-name=$$name.so 2>/dev/null)" in /*) ;; *) \
 			echo "gcc's sanitizers are needed, and $$name was not found (on Debian: apt-get install g++)." >&2; \
 			exit 1 ;; \
 		esac; \
 	done
-	@status=0; for sanitizer in $(SANITIZER); do $(SANITIZED) --sanitizer $$sanitizer \
+	status=0; for sanitizer in $(SANITIZER); do $(SANITIZED) --sanitizer $$sanitizer \
 		--reports build/sanitizers/$$sanitizer || status=1; done; exit $$status
 
 bench: toolchain $(FORK) $(BENCH) $(BASE)
 	$(RUN) python -m benchmarks.compare --base $(BASE) $(BENCH_ARGS)
 
 docs: $(DOCS)
+	echo "Building the documentation ..."
 	$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site
-	@echo "Open build/site/index.html in a browser."
+	echo "Open build/site/index.html in a browser."
 
 lint: $(TOOLS) $(ALONE)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	echo "Checking formatting, types and the usual mistakes ..."
+	$(BIN)/ruff check --quiet .
+	$(BIN)/ruff format --quiet --diff .
 	$(BIN)/mypy --no-error-summary
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
@@ -120,7 +131,8 @@ clean:
 
 # Each file of native code must include what it uses. all.cpp, which includes all files, compiles without that.
 $(ALONE): $(TOOLS)
-	@if command -v "$${CXX:-c++}" >/dev/null; then \
+	echo "Checking each file of native code by itself ..."
+	if command -v "$${CXX:-c++}" >/dev/null; then \
 		ls csrc/compile/*.cpp | grep -v /all.cpp | xargs -n 1 -P $$(nproc) "$${CXX:-c++}" -std=c++20 -fsyntax-only -w \
 			-Icsrc/includes -DTORCH_EXTENSION_NAME=dc $$($(BIN)/python -c "$(HEADERS)") && \
 		rm -f $(VENV)/.alone-* && touch $@; \
@@ -128,45 +140,52 @@ $(ALONE): $(TOOLS)
 
 # The native code is compiled when it is first used, so a missing compiler is better noticed here.
 toolchain:
-	@command -v "$${CXX:-c++}" >/dev/null || { \
+	command -v "$${CXX:-c++}" >/dev/null || { \
 		echo "A C++ compiler is needed to compile the native code, and none was found (on Debian: apt-get install g++)." >&2; \
 		exit 1; }
-	@$(PYTHON) -c "import os, sysconfig; exit(not os.path.isfile(sysconfig.get_path('include') + '/Python.h'))" || { \
+	$(PYTHON) -c "import os, sysconfig; exit(not os.path.isfile(sysconfig.get_path('include') + '/Python.h'))" || { \
 		echo "Python's C headers are needed to compile the native code, and $(PYTHON) has none (on Debian: apt-get install python3-dev)." >&2; \
 		exit 1; }
 
 $(TOOLS):
-	@test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) || { \
+	test -x $(BIN)/pip || $(PYTHON) -m venv --clear $(VENV) || { \
 		echo "No virtual environment could be made with $(PYTHON) (on Debian: apt-get install python3-venv)." >&2; \
 		exit 1; }
-	$(PIP) install --quiet '$(TORCH)' -r requirements/dev.txt
+	echo "Installing $(TORCH) and the tools, which may take some minutes ..."
+	$(PIP) install '$(TORCH)' -r requirements/dev.txt
 	rm -f $(VENV)/.tools-* && touch $@
 
 # Native code, DeepSpeed's own for CPUs too, is compiled here, so that no test and no training has to wait for it.
 $(FORK): $(TOOLS)
-	$(PIP) install --quiet --no-build-isolation .
-	@echo "Compiling native code, which may take some minutes on two cores ..."
-	@cd $(VENV) && $(RUN) python -c "$(COMPILE)"
+	echo "Installing the fork ..."
+	$(PIP) install --no-build-isolation .
+	echo "Compiling native code, which may take some minutes on two cores ..."
+	cd $(VENV) && $(RUN) python -c "$(COMPILE)" >native.log 2>&1 || { cat native.log >&2; exit 1; }
 	rm -f $(VENV)/.fork-* && touch $@
 
 $(DEMO): $(TOOLS)
-	$(PIP) install --quiet -r requirements/demo.txt
+	echo "Installing what the demo needs ..."
+	$(PIP) install -r requirements/demo.txt
 	rm -f $(VENV)/.demo-* && touch $@
 
 $(FRONTS): $(TOOLS)
-	$(PIP) install --quiet -r requirements/front_doors.txt
+	echo "Installing Accelerate, Trainer, Lightning and TRL ..."
+	$(PIP) install -r requirements/front_doors.txt
 	rm -f $(VENV)/.fronts-* && touch $@
 
 $(DOCS): $(TOOLS)
-	$(PIP) install --quiet -r requirements/docs.txt
+	echo "Installing what builds the documentation ..."
+	$(PIP) install -r requirements/docs.txt
 	rm -f $(VENV)/.docs-* && touch $@
 
 $(BENCH): $(TOOLS)
-	$(PIP) install --quiet -r requirements/benchmarks.txt
+	echo "Installing what the benchmarks need ..."
+	$(PIP) install -r requirements/benchmarks.txt
 	rm -f $(VENV)/.bench-* && touch $@
 
 # The base's setup.py imports from its own folder.
 $(BASE): $(TOOLS)
+	echo "Installing DeepSpeed as it was released, in a folder of its own ..."
 	rm -rf $(VENV)/base-*
-	env -u PYTHONSAFEPATH DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation --no-deps --target $@ --no-binary :all: \
+	env -u PYTHONSAFEPATH DS_BUILD_OPS=0 $(PIP) install --no-build-isolation --no-deps --target $@ --no-binary :all: \
 		--require-hashes -r requirements/base.txt

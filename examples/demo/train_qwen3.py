@@ -65,6 +65,7 @@ def build_model(config, device):
         head_dim=config.head_dim,
         max_position_embeddings=config.seq,
         tie_word_embeddings=True,
+        use_cache=False,
     )
     torch.manual_seed(0)
     with torch.device(device):
