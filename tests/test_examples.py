@@ -49,15 +49,9 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def inductor_cache(tmp_path_factory):
-    """A folder of compiled code, of which the programs have much in common."""
-    return tmp_path_factory.mktemp("inductor")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_trains(model, inductor_cache, tmp_path, program):
+def test_trains(model, tmp_path, program):
     for package in PROGRAMS[program]:
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
     gpus, port = torch.cuda.device_count(), free_port()
@@ -73,7 +67,6 @@ def test_trains(model, inductor_cache, tmp_path, program):
         env={
             # As a person's shell has it.
             **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
-            "TORCHINDUCTOR_CACHE_DIR": str(inductor_cache),
             "HF_HUB_OFFLINE": "1",
         },
         stdin=subprocess.DEVNULL,
