@@ -51,33 +51,47 @@ REPLACED = {
 KEPT = REPLACED - {"csrc/includes/deepcompile.h", "deepspeed/compile/init_z1_and_2.py"}
 
 # Changes of lines in base files: (file, name of the edit, anchor, replacement). The anchor must occur exactly once in
-# the file. The functions that the new lines call are in deepspeed/compile/, most of them in engine_calls.py.
+# the file. The new lines name the files in deepspeed/compile/ whose functions they call.
 ENGINE = "deepspeed/runtime/engine.py"
 EDITS = (
     (
         ENGINE,
         "import",
         "from deepspeed.compile.z3_eager_fallback import",
-        "# The lines that name engine_calls are not DeepSpeed's: they were put here by setup.py of a fork of it.\n"
-        "from deepspeed.compile import engine_calls\nfrom deepspeed.compile.z3_eager_fallback import",
+        "# The lines that name these two are not DeepSpeed's: they were put here by setup.py of a fork of it.\n"
+        "from deepspeed.compile import zero12\n"
+        "from deepspeed.compile.memory_picture import of_engine as memory_picture\n"
+        "from deepspeed.compile.z3_eager_fallback import",
     ),
     (
         ENGINE,
         "optimizer of initialize()",
-        "self.optimizer = self._configure_zero_optimizer(basic_optimizer)",
-        "self.optimizer = engine_calls.zero_optimizer(self, basic_optimizer)",
+        "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
+        "            self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
+        "        memory_picture.refuse_other_stages(self)\n"
+        "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
+        "            with zero12.offload.explained_pinning(self):\n"
+        "                self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
+    ),
+    (
+        ENGINE,
+        "end of _configure_optimizer()",
+        "        self._configure_autoep_folding_optimizer_gradient_reduction()\n",
+        "        memory_picture.prepare(self)\n"
+        "        self._configure_autoep_folding_optimizer_gradient_reduction()\n",
     ),
     (
         ENGINE,
         "warning in forward()",
         "if self.is_deepcompile_enabled() and not self.is_deepcompile_active() and not self.is_compiled:",
-        "if engine_calls.awaits_its_user(self):",
+        "if zero12.self_compile.awaits_its_user(self):",
     ),
     (
         ENGINE,
         "call of the module in forward()",
         "        with deepcompile_z3_forward_context(self) as",
-        "        with engine_calls.around_forward(self, inputs, kwargs) as (inputs, kwargs), \\\n"
+        "        around = zero12.forward.around_forward(self, inputs, kwargs)\n"
+        "        with memory_picture.around_forward(self, around) as (inputs, kwargs), \\\n"
         "                deepcompile_z3_forward_context(self) as",
     ),
     (
@@ -85,13 +99,13 @@ EDITS = (
         "beginning of a backward",
         "    def _backward_prologue(self):\n        if is_functorch_transforming():\n",
         "    def _backward_prologue(self):\n"
-        "        if is_functorch_transforming() or not engine_calls.is_own_backward(self):\n",
+        "        if is_functorch_transforming() or not zero12.optimizer.is_own_backward(self):\n",
     ),
     (
         ENGINE,
         "backward at an output",
         "        graph_loss_scaled = _ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered()\n",
-        "        engine_calls.comes_to_output(self)\n"
+        "        zero12.optimizer.announce_backward(self)\n"
         "        graph_loss_scaled = _ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered()\n",
     ),
     (
@@ -99,27 +113,28 @@ EDITS = (
         "end of step()",
         "        self._running_engine_step = False\n        self.micro_steps += 1\n",
         "        self._running_engine_step = False\n        at_boundary = self.is_gradient_accumulation_boundary()\n"
-        "        self.micro_steps += 1\n        if at_boundary:\n            engine_calls.after_step(self)\n",
+        "        self.micro_steps += 1\n        if at_boundary:\n            memory_picture.after_step(self)\n"
+        "            zero12.optimizer.report_memory(self)\n            zero12.self_compile.compile_after_step(self)\n",
     ),
     (
         ENGINE,
         "zero_grad()",
         "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n\n",
         "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n"
-        "        engine_calls.drop_gradients(self)\n\n",
+        "        zero12.optimizer.drop_gradients(self)\n\n",
     ),
     (
         ENGINE,
         "beginning of compile()",
         "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
-        "        engine_calls.note_compile(self, backend, compile_kwargs, schedule)\n"
+        "        zero12.self_compile.note_arguments(self, backend, compile_kwargs, schedule)\n"
         "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
     ),
     (
         ENGINE,
         "end of compile()",
         "self.module.compile(**{**compile_kwargs, 'backend': backend})",
-        "engine_calls.compile_module(self, **{**compile_kwargs, 'backend': backend})",
+        "zero12.self_compile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
     ),
     (
         "deepspeed/env_report.py",
@@ -134,14 +149,14 @@ EDITS = (
         "end of see_memory_usage()",
         "    print(f'CPU Virtual Memory:  used = {used_GB} GB, percent = {vm_stats.percent}%')\n",
         "    print(f'CPU Virtual Memory:  used = {used_GB} GB, percent = {vm_stats.percent}%')\n"
-        "    from deepspeed.compile import engine_calls\n"
-        "    engine_calls.print_gradient_memory()\n",
+        "    from deepspeed.compile import zero12\n"
+        "    zero12.optimizer.print_gradient_memory()\n",
     ),
     (
         ENGINE,
         "destroy()",
         "            if optimizer is not None and hasattr(optimizer, 'destroy'):\n",
-        "            engine_calls.at_end(self)\n"
+        "            memory_picture.at_end(self)\n"
         "            if optimizer is not None and hasattr(optimizer, 'destroy'):\n",
     ),
     # What `pip install .[pictures]` brings for compile.memory_picture.

@@ -20,16 +20,16 @@ ZERO12 = COMPILE / "zero12"
 FLOORS = """
 about fx passes.zero_1_and_2_compile zero12.messages zero12.monitoring
 zero12.native zero12.interrupted
-zero12.collectives zero12.forward zero12.key_value_cache zero12.layout zero12.offload
+zero12.collectives zero12.key_value_cache zero12.layout zero12.offload
 zero12.update.recorded zero12.update.authors zero12.norm
 zero12.update.own_step
 zero12.update.ranges
 zero12.update.compiled
 zero12.update.groups
 zero12.backward zero12.gather zero12.step
-zero12.gather_hooks zero12.state
+zero12.gather_hooks
+zero12.state
 zero12.optimizer
-zero12
 zero12.graph.block_calls zero12.graph.guards
 zero12.graph.compilation_limit zero12.graph.frames zero12.graph.loss zero12.graph.lowering
 zero12.graph.progress zero12.graph.reductions zero12.graph.choose_blocks
@@ -37,12 +37,14 @@ zero12.graph.chunked_loss
 zero12.graph.find_loss
 zero12.graph.backend zero12.graph.compile_blocks
 zero12.options
-zero12.engine
+zero12.self_compile
+zero12.forward
+zero12 zero12.set_up
 memory_picture.data
 memory_picture.classify memory_picture.draw_png memory_picture.draw_html
 memory_picture.record memory_picture.files
 memory_picture.of_engine memory_picture.__main__
-init_z1_and_2 engine_calls gradient_partition parameter_gather
+init_z1_and_2
 """
 
 TRAINING = {

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.optimizer import is_attached
-from deepspeed.runtime.zero.stage_1_and_2 import GradPartitionBufferGroup
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 
 from support.ids import sanitized, vary
 from support.lifetime import allocated_bytes, backward, start
@@ -84,7 +83,7 @@ def stages_of_a_target(case):
         flat=flat_shape,
         handed_over_after_step=handed_over_after_step,
         optimizer_attributes=[name for name in vars(optimizer) if "deepcompile" in name.lower() or "zero12" in name],
-        optimizer_is_itself_again=not is_attached(optimizer),
+        optimizer_is_itself_again=type(optimizer) is DeepSpeedZeroOptimizer and not hasattr(optimizer, "_zero12"),
     )
 
 

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12 import engine as engine_module
-from deepspeed.compile.zero12 import gather, gradient_counters, wait_for_parameters
+from deepspeed.compile.zero12 import gather, gradient_counters, set_up, wait_for_parameters
 from deepspeed.compile.zero12.collectives import grouped
 
 from support.ids import vary
@@ -40,8 +39,8 @@ BUCKET = 10**6
 def chosen(numel_of_a_rank, owners):
     """Within it engines choose for tiny models, in which nothing is sent before so many elements for each rank."""
     with (
-        mock.patch.object(engine_module, "SEND_NUMEL", 1),
-        mock.patch.object(engine_module, "SEND_NUMEL_OF_A_RANK", numel_of_a_rank),
+        mock.patch.object(set_up, "SEND_NUMEL", 1),
+        mock.patch.object(set_up, "SEND_NUMEL_OF_A_RANK", numel_of_a_rank),
         mock.patch.object(gather, "OWNERS_OF_A_UNIT", owners),
     ):
         yield
@@ -152,7 +151,7 @@ def test_a_group_ends_where_a_collective_raises(ranks):
 
 
 def test_choices_of_the_sizes_that_train():
-    assert [engine_module.send_numel(count) for count in (2, 8, 32, 64, 1024)] == [2**25] * 3 + [2**26, 2**30]
+    assert [set_up.send_numel(count) for count in (2, 8, 32, 64, 1024)] == [2**25] * 3 + [2**26, 2**30]
     of_owners = [gather.Run(0, owner, owner + 1, owner) for owner in range(24)]
     assert gather.broadcasts_pay([of_owners, []])
     assert not gather.broadcasts_pay([of_owners, of_owners[:1]])

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from deepspeed.compile.zero12 import engine as setup
+from deepspeed.compile.zero12 import set_up as setup
 
 from support.faults import Injected
 from support.ids import vary
@@ -62,7 +62,7 @@ def compile_with_a_step_that_raises(case, step, compiled_again):
     [
         ("attach", None, False),
         ("attach", OVERLAPPED, False),
-        ("AroundForward", OVERLAPPED, True),
+        ("attach", OVERLAPPED, True),
         ("Backend", OVERLAPPED, False),
     ],
 )

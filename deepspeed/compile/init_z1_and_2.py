@@ -7,7 +7,7 @@
 
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
-from .zero12.engine import compile_engine
+from .zero12.set_up import set_up
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -23,5 +23,8 @@ def init_z1_and_2(
     schedule: Optional[List] = None,
     use_z2: bool = False,
 ) -> Callable:
-    """Calls ``compile_engine()``, which prepares an engine and returns the backend that compiles its module."""
-    return compile_engine(engine, backend, compile_config, compile_kwargs, schedule, stage=2 if use_z2 else 1)
+    """Calls ``set_up()``, which prepares an engine and returns the backend that compiles its module.
+
+    The engine itself knows its stage and its section ``compile``.
+    """
+    return set_up(engine, backend, compile_kwargs, schedule)

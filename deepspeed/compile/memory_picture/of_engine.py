@@ -28,38 +28,39 @@ from .record import Recording, Tensors, begins, ends, flattened, phase
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 OPTION = "compile.memory_picture"
 
 
-def refuse_other_stages(engine: "DeepSpeedEngine", optimizer: str) -> None:
-    """Raises ValueError unless the engine is of ZeRO stage 1 or 2. ``optimizer`` names what it has instead."""
-    if engine.zero_optimization_stage() not in (1, 2):
+# What DeepSpeed's engine calls, in lines that setup.py adds to it --------------------------------------------------
+
+
+def refuse_other_stages(engine: "DeepSpeedEngine") -> None:
+    """Called before the optimizer is made, because that of ZeRO-3 changes the process.
+
+    Raises:
+        ValueError: if the engine is to record a step and is not of ZeRO stage 1 or 2.
+    """
+    if _option(engine) is not None and engine.zero_optimization_stage() not in (1, 2):
         raise ValueError(
             f"{OPTION} records engines of ZeRO stage 1 and 2 only, and this engine has stage "
-            f"{engine.zero_optimization_stage()} with {optimizer}; leave {OPTION} out, or set "
-            "zero_optimization.stage to 1 or 2"
+            f"{engine.zero_optimization_stage()}; leave {OPTION} out, or set zero_optimization.stage to 1 or 2"
         )
 
 
-def prepare(engine: "DeepSpeedEngine", optimizer: Optional["DeepSpeedZeroOptimizer"]) -> Optional["Recorder"]:
-    """Returns the recorder that an engine's configuration asks for, or None if this rank records nothing.
-
-    Args:
-        engine: the engine, whose configuration has the option.
-        optimizer: the engine's ZeRO optimizer.
+def prepare(engine: "DeepSpeedEngine") -> None:
+    """Called when the optimizer is made. Gives the engine the recorder that its configuration asks for.
 
     Raises:
         ValueError: if the option cannot be honoured. The message says why, and what to do.
     """
-    option = engine._config.compile_config.memory_picture
-    name = type(optimizer).__name__
-    refuse_other_stages(engine, name)
+    option, optimizer = _option(engine), engine.optimizer
+    if option is None:
+        return
     if not hasattr(optimizer, "single_partition_of_fp32_groups"):
         raise ValueError(
-            f"{OPTION} records DeepSpeedZeroOptimizer only, and this engine has {name}; leave {OPTION} out, or with "
-            "bf16 in stage 1 leave grad_accum_dtype out"
+            f"{OPTION} records DeepSpeedZeroOptimizer only, and this engine has {type(optimizer).__name__}; leave "
+            f"{OPTION} out, or with bf16 in stage 1 leave grad_accum_dtype out"
         )
     rank, world = dist.get_rank(), dist.get_world_size()
     # The first rank draws, and it alone warns.
@@ -81,7 +82,52 @@ def prepare(engine: "DeepSpeedEngine", optimizer: Optional["DeepSpeedZeroOptimiz
     dist.all_gather_object(why_not_of_all, why_not)
     for each in filter(None, why_not_of_all):
         raise ValueError(f"{OPTION}.folder: {each}; name another folder")
-    return Recorder(engine, Path(option.folder), option.step) if records else None
+    if records:
+        engine._memory_recorder = Recorder(engine, Path(option.folder), option.step)
+
+
+def around_forward(engine: "DeepSpeedEngine", context: ContextManager[Tuple]) -> ContextManager[Tuple]:
+    """Returns ``context``, the context of a forward, with the recording of a step where that is due."""
+    if _option(engine) is None or not torch.is_grad_enabled():
+        return context
+    return _recorded(engine, context)
+
+
+def after_step(engine: "DeepSpeedEngine") -> None:
+    """Called after a step of the optimizer."""
+    recorder = _recorder(engine)
+    if recorder is not None:
+        recorder.after_step()
+
+
+def at_end(engine: "DeepSpeedEngine") -> None:
+    """Called when an engine is destroyed."""
+    recorder = _recorder(engine)
+    if recorder is not None:
+        recorder.close()
+
+
+@torch.compiler.disable
+def _recorded(engine, context):
+    recorder = _recorder(engine)
+    if recorder is None:
+        return context
+    context = recorder.around_forward(context)
+    if recorder.over:
+        engine._memory_recorder = None
+    return context
+
+
+def _option(engine):
+    return engine._config.compile_config.memory_picture
+
+
+def _recorder(engine):
+    """Returns the recorder of an engine, or None if this rank does not record, or no longer.
+
+    An engine without an optimizer, such as that of a reference model with the same configuration, has no steps.
+    """
+    return vars(engine).get("_memory_recorder")
 
 
 class Recorder:
@@ -110,8 +156,6 @@ class Recorder:
         self.over = False
         # Also called when the process ends: a trainer need not destroy its engine.
         self.close = weakref.finalize(engine, self._say_missed)
-
-    # What the engine calls ----------------------------------------------------------------------------------------
 
     def around_forward(self, around: ContextManager[Tuple]) -> ContextManager[Tuple]:
         """Returns ``around``, the context of a training forward, with the recording of it."""

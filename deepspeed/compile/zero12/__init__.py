@@ -4,7 +4,9 @@
 
 from typing import TYPE_CHECKING, Dict
 
-from .optimizer import is_attached
+# DeepSpeed's engine calls functions of these files, in lines that setup.py adds to it.
+from . import forward, offload, optimizer, self_compile  # noqa: F401
+from .state import state_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -55,14 +57,16 @@ def wait_for_parameters(engine: "DeepSpeedEngine") -> None:
     directly between ``engine.step()`` and the next forward. Without that option the function does nothing. The host
     does not wait for the device.
     """
-    if is_attached(engine.optimizer):
-        engine.optimizer._zero12.gather.wait_all()
+    zero12 = state_of(engine)
+    if zero12 is not None:
+        zero12.gather.wait_all()
 
 
 def _reducer_of(engine):
-    if not is_attached(engine.optimizer):
+    zero12 = state_of(engine)
+    if zero12 is None:
         raise ValueError(
             "gradient counters need an engine on which engine.compile() has set up DeepCompile ZeRO-1 or "
             "ZeRO-2, and which has not been destroyed"
         )
-    return engine.optimizer._zero12.reducer
+    return zero12.reducer

@@ -26,17 +26,16 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from . import step
 from .layout import registered_parameters
-from .native import Reducer
+from .monitoring import write_memory
+from .native import reducer_module
 from .offload import drop_unused_memory
-from .state import Zero12
+from .state import Zero12, state_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     # attach() puts the mixin before this class at run time.
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
-
-    from .graph.compilation_limit import CompilationLimit
 else:
     _NextClass = object
 
@@ -171,17 +170,9 @@ def _with_step_local_gradients(cls):
     return type(f"StepLocal{cls.__name__}", (StepLocalGradients, cls), {"plain_class": cls})
 
 
-def attach(engine: "DeepSpeedEngine", reducer: Reducer, limit: "CompilationLimit") -> Zero12:
-    """Makes an engine's optimizer take its gradients from ``reducer``. Returns the optimizer's new state.
-
-    Args:
-        engine: a DeepSpeedEngine whose optimizer is the ZeRO-1/2 optimizer.
-        reducer: the engine's native reducer.
-        limit: the engine's ``CompilationLimit``.
-    """
-    optimizer = engine.optimizer
-    optimizer._zero12 = Zero12(engine, reducer, limit)
-    optimizer._zero12.backward.listen()
+def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
+    """Makes an optimizer take its gradients from the reducer of ``zero12``, the optimizer's new state."""
+    zero12.backward.listen()
     # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
@@ -189,9 +180,9 @@ def attach(engine: "DeepSpeedEngine", reducer: Reducer, limit: "CompilationLimit
     if optimizer.cpu_offload:
         drop_unused_memory(optimizer)
     keep_no_graph(optimizer)
+    optimizer._zero12 = zero12
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
     _attached.add(optimizer)
-    return optimizer._zero12
 
 
 def detach(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -229,20 +220,6 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
             _attached.discard(earlier)
 
 
-def is_attached(optimizer: DeepSpeedZeroOptimizer) -> bool:
-    """Whether an optimizer takes its gradients from a reducer."""
-    return isinstance(optimizer, StepLocalGradients)
-
-
-def gradient_bytes() -> Dict[str, int]:
-    """Adds up what the reducers of all engines hold on this rank: name -> bytes. Empty if there are no reducers."""
-    held: collections.Counter = collections.Counter()
-    for optimizer in _attached:
-        counters = optimizer._zero12.reducer.counters()
-        held.update({name: counters[name] for name in HELD})
-    return dict(held)
-
-
 def has_hooks(parameter: torch.nn.Parameter, base_hooks: Collection[int] = ()) -> bool:
     """Whether a parameter has a user's hook. Autograd must then deliver the gradient, so no graph may reduce it.
 
@@ -250,3 +227,61 @@ def has_hooks(parameter: torch.nn.Parameter, base_hooks: Collection[int] = ()) -
     """
     kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
     return any(hook not in base_hooks for hooks in kinds for hook in hooks or ())
+
+
+# What DeepSpeed's engine calls ------------------------------------------------------------------------------------
+
+
+def is_own_backward(engine: "DeepSpeedEngine") -> bool:
+    """Called when a backward comes to an output of an engine. Returns whether it is a backward of this engine.
+
+    A backward that a caller of ``engine.backward()`` runs is one, because all ranks call that function. Any other
+    backward only passes through the engine unless its caller wants gradients of the engine's parameters: for example
+    the backward of a generator through a frozen critic, or ``torch.autograd.grad()`` of inputs.
+
+    Raises:
+        RuntimeError: if the backward asks compiled code for second derivatives.
+    """
+    zero12 = state_of(engine)
+    if zero12 is None:
+        return True
+    if torch.is_grad_enabled() and reducer_module().leads_to_compiled_code():
+        raise RuntimeError(
+            "create_graph=True asks for second derivatives, and code that DeepCompile has compiled has none; run this "
+            "forward and its backward in `with torch.compiler.set_stance('force_eager'):`"
+        )
+    return engine._running_engine_backward or zero12.reducer.leads_to_parameters()
+
+
+def announce_backward(engine: "DeepSpeedEngine") -> None:
+    """Called when a backward comes to an output of an engine, for each output. Announces the backward to the engine.
+
+    DeepSpeed itself announces the first backward through the outputs of a forward only.
+    """
+    zero12 = state_of(engine)
+    if zero12 is not None and not zero12.reducer.in_backward:
+        engine._backward_prologue()
+
+
+def drop_gradients(engine: "DeepSpeedEngine") -> None:
+    """Called by ``engine.zero_grad()``: drops reduced gradients too, which parameters no longer hold."""
+    if state_of(engine) is not None:
+        engine.optimizer.zero_grad()
+
+
+def report_memory(engine: "DeepSpeedEngine") -> None:
+    """Called on all ranks after an optimizer step. Writes to monitors, if the configuration asks for it."""
+    zero12 = state_of(engine)
+    if zero12 is not None and zero12.monitors_memory:
+        write_memory(engine, zero12.reducer)
+
+
+def print_gradient_memory() -> None:
+    """Called by ``see_memory_usage()``: prints what the gradients of all engines with a reducer take on this rank."""
+    held: collections.Counter = collections.Counter()
+    for optimizer in _attached:
+        counters = optimizer._zero12.reducer.counters()
+        held.update({name: counters[name] for name in HELD})
+    if held:
+        # In the units of see_memory_usage().
+        print("Gradients: " + ", ".join(f"{name} {value / 2**30:.2f} GB" for name, value in held.items()))

@@ -23,12 +23,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 from ..passes import zero_1_and_2_compile
 from .graph.choose_blocks import choose_blocks
 from .messages import warn
-from .optimizer import is_attached
+from .state import state_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
-
-    from ..config import CompileConfig
 
 OLDEST_TORCH = "2.11"
 
@@ -89,25 +87,19 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    engine: "DeepSpeedEngine",
-    backend: str,
-    compile_config: "CompileConfig",
-    compile_kwargs: Dict[str, Any],
-    schedule: Optional[List],
-    stage: int,
+    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
 ) -> Plan:
     """Checks the options of an engine and returns its plan. The engine stays as it is.
 
-    Logs a warning for each option that has no effect in this stage. The arguments are those of ``compile_engine()``.
+    Logs a warning for each option that has no effect in this stage. The arguments are those of ``set_up()``.
 
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    choose = _once_chosen(engine, compile_config, compile_kwargs)
-    _refuse_first(stage, _problems(engine, backend, compile_config, compile_kwargs, schedule, stage, choose))
+    compile_config = engine._config.compile_config
+    blocks, why_whole = refuse_options(engine, backend, compile_kwargs, schedule)
     for ignored in _without_effect(engine, compile_config, compile_kwargs):
-        warn(_beginning(stage) + ignored)
-    blocks, why_whole = choose()
+        warn(_beginning(engine) + ignored)
     # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
     limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
     return Plan(
@@ -127,26 +119,25 @@ def make_plan(
     )
 
 
-def refuse_options(engine: "DeepSpeedEngine", backend: str) -> None:
-    """Raises the ValueError that ``engine.compile(backend)`` would raise."""
-    stage = engine.zero_optimization_stage()
-    compile_config = engine._config.compile_config
-    choose = _once_chosen(engine, compile_config, {})
-    _refuse_first(stage, _problems(engine, backend, compile_config, {}, None, stage, choose))
+def refuse_options(
+    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
+) -> Tuple[List[Module], str]:
+    """Checks the options of an engine, and returns what ``choose_blocks()`` returns.
+
+    The arguments are those of ``set_up()``.
+
+    Raises:
+        ValueError: for the first option that cannot be honoured.
+    """
+    wanted = engine._config.compile_config.regional_compilation
+    choose = functools.cache(functools.partial(choose_blocks, engine.module, wanted, compile_kwargs))
+    for problem in _problems(engine, backend, compile_kwargs, schedule, choose):
+        raise ValueError(_beginning(engine) + problem)
+    return choose()
 
 
-def _once_chosen(engine, compile_config, compile_kwargs):
-    """Returns a function that chooses the blocks when it is first called, and returns the same blocks from then on."""
-    return functools.cache(lambda: choose_blocks(engine.module, compile_config.regional_compilation, compile_kwargs))
-
-
-def _refuse_first(stage, problems):
-    for problem in problems:
-        raise ValueError(_beginning(stage) + problem)
-
-
-def _beginning(stage):
-    return f"DeepCompile with ZeRO stage {stage}: "
+def _beginning(engine):
+    return f"DeepCompile with ZeRO stage {engine.zero_optimization_stage()}: "
 
 
 def _overlaps_reduction(engine, compile_config):
@@ -157,7 +148,7 @@ def _overlaps_reduction(engine, compile_config):
     return compile_config.double_buffer and not asked_not_to
 
 
-def _problems(engine, backend, compile_config, compile_kwargs, schedule, stage, choose):
+def _problems(engine, backend, compile_kwargs, schedule, choose):
     """Yields a sentence for each option that cannot be honoured."""
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
@@ -173,16 +164,22 @@ def _problems(engine, backend, compile_config, compile_kwargs, schedule, stage, 
     yield from _unsupported_engines(engine)
     yield from _unsupported_optimizers(engine)
     yield from _unsupported_reports(engine)
-    yield from _unsupported_blocks(choose, compile_config, compile_kwargs)
+    yield from _unsupported_blocks(choose, engine._config.compile_config, compile_kwargs)
     yield from _unsupported_compile_kwargs(backend, compile_kwargs)
-    stage_pass = zero_1_and_2_compile.add_z2_reduce if stage == 2 else zero_1_and_2_compile.add_z1_reduce
-    if schedule is not None and schedule != [(0, [stage_pass])]:
-        name = zero_1_and_2_compile.NAME_Z2 if stage == 2 else zero_1_and_2_compile.NAME_Z1
+    if engine.zero_optimization_stage() == 2:
+        name, own_pass = zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce
+    else:
+        name, own_pass = zero_1_and_2_compile.NAME_Z1, zero_1_and_2_compile.add_z1_reduce
+    if schedule is not None and schedule != [(0, [own_pass])]:
         yield (
             f"`schedule` may only be [(0, ['{name}'])], because gradients are handled before the graphs that "
             "scheduled passes rewrite exist; leave `schedule` out"
         )
-    yield from _unfinished_steps(engine)
+    if has_gradients(engine):
+        yield (
+            "gradients computed before engine.compile() would be lost; call it before the first backward or after "
+            "engine.step() at the gradient accumulation boundary"
+        )
 
 
 def _unsupported_zero_options(engine):
@@ -291,7 +288,7 @@ def _unsupported_optimizers(engine):
             "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which "
             "accumulates in fp32, or grad_accum_dtype='bf16'"
         )
-    elif is_attached(optimizer):
+    elif state_of(engine) is not None:
         yield "an earlier engine.compile() failed half-way; create the engine anew"
     else:
         yield f"optimizer wrapper {name} is not supported; set compile.deepcompile to false"
@@ -368,14 +365,6 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
         yield (
             "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
             "reductions; remove it"
-        )
-
-
-def _unfinished_steps(engine):
-    if has_gradients(engine):
-        yield (
-            "gradients computed before engine.compile() would be lost; call it before the first backward or after "
-            "engine.step() at the gradient accumulation boundary"
         )
 
 

@@ -7,8 +7,8 @@ import weakref
 from typing import TYPE_CHECKING, List, Optional, Union
 
 from .backward import BackwardLife
-from .forward import AroundForward
 from .gather import AllGather, OverlappedGather
+from .gather_hooks import Waiting
 from .interrupted import InterruptedStep
 from .layout import registered_parameters
 from .native import Reducer
@@ -27,30 +27,38 @@ class Zero12:
         engine: a DeepSpeedEngine whose optimizer is the ZeRO-1/2 optimizer.
         reducer: the engine's native reducer.
         limit: the engine's ``CompilationLimit``.
+        waiting: None, or the ``Waiting`` for parameters that are on their way.
+        rules: how partitions are stepped, besides by the optimizer itself.
+        monitors_memory: whether monitors get the counters of gradients and the peaks of memory after a step.
 
     Attributes:
         registered: the registered parameters, in the order in which the reducer numbers them.
         backward: the ``BackwardLife``.
         interrupted_step: refuses to go on after a step that an exception ended while it changed parameters.
         gather: distributes the stepped parameters to all ranks: an ``AllGather`` or an ``OverlappedGather``.
-        around_forward: None, or the ``AroundForward`` that makes the context of each forward of the engine.
-        rules: how partitions are stepped, besides by the optimizer itself.
-        monitors_memory: whether monitors get the counters of gradients and the peaks of memory after a step.
         undo: functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         taken_over: whether a later engine trains the parameters.
     """
 
-    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, limit: "CompilationLimit"):
+    def __init__(
+        self,
+        engine: "DeepSpeedEngine",
+        reducer: Reducer,
+        limit: "CompilationLimit",
+        waiting: Optional[Waiting],
+        rules: List[CompiledUpdates],
+        monitors_memory: bool,
+    ):
         self._engine = weakref.ref(engine)
         self.reducer = reducer
         self.limit = limit
         self.registered = registered_parameters(engine.optimizer)
         self.backward = BackwardLife(engine, reducer)
         self.interrupted_step = InterruptedStep()
-        self.gather: Union[AllGather, OverlappedGather] = AllGather(engine.optimizer)
-        self.around_forward: Optional[AroundForward] = None
-        self.rules: List[CompiledUpdates] = []
-        self.monitors_memory = False
+        self.waiting = waiting
+        self.gather: Union[AllGather, OverlappedGather] = waiting.gather if waiting else AllGather(engine.optimizer)
+        self.rules = rules
+        self.monitors_memory = monitors_memory
         self.undo = contextlib.ExitStack()
         self.taken_over = False
         # Optimizer states that were already on the host when the others were offloaded: (states of a parameter, name).
@@ -74,5 +82,9 @@ class Zero12:
         """Drops all gradients, and undoes the setup of the engine."""
         self.backward.close()
         self.interrupted_step.forget()
-        self.around_forward = None
         self.undo.close()
+
+
+def state_of(engine: "DeepSpeedEngine") -> Optional[Zero12]:
+    """Returns the state of an engine, or None unless the engine is set up for DeepCompile ZeRO-1/2."""
+    return getattr(engine.optimizer, "_zero12", None)

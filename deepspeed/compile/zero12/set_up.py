@@ -14,7 +14,7 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from .collectives import collective
-from .forward import AroundForward, switch_off_flops_profiler
+from .forward import switch_off_flops_profiler
 from .gather_hooks import Waiting
 from .graph import compile_blocks
 from .graph.backend import Backend
@@ -26,13 +26,12 @@ from .native import Reducer, reducer_module
 from .offload import memory_for_gradients
 from .optimizer import attach, has_hooks, take_over_parameters
 from .options import Plan, make_plan
+from .state import Zero12
 from .update.groups import make_rules
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    from ..config import CompileConfig
 
 # module -> [_Compilation]: one entry for each engine that has compiled the module and still exists, oldest first.
 _compilations = WeakIdKeyDictionary()
@@ -42,13 +41,8 @@ SEND_NUMEL = 2**25
 SEND_NUMEL_OF_A_RANK = 2**20
 
 
-def compile_engine(
-    engine: "DeepSpeedEngine",
-    backend: str,
-    compile_config: "CompileConfig",
-    compile_kwargs: Dict[str, Any],
-    schedule: Optional[List],
-    stage: int,
+def set_up(
+    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
 ) -> Callable:
     """Prepares an engine and returns the backend with which its module is to be compiled.
 
@@ -57,28 +51,26 @@ def compile_engine(
     engine's end. An earlier ``compile()`` of a part of the module is not restored.
 
     Args:
-        engine: a DeepSpeedEngine with this ZeRO stage.
+        engine: a DeepSpeedEngine of ZeRO stage 1 or 2.
         backend: "inductor" or "eager".
-        compile_config: the ``compile`` section of ``ds_config``.
         compile_kwargs: what ``engine.compile()`` passes on to ``module.compile()``.
         schedule: None, or the default schedule, which runs this stage's own pass at step 0.
-        stage: 1 or 2.
 
     Raises:
         ValueError: if ZeRO-1/2 under DeepCompile cannot honour an option. The message names the option and says what
             to do. The engine is then unchanged. Also if another engine, which trains other parameters, has compiled
             blocks of the model: earlier engines of this engine's own parameters have given way by then.
     """
-    plan = make_plan(engine, backend, compile_config, compile_kwargs, schedule, stage)
+    plan = make_plan(engine, backend, compile_kwargs, schedule)
     optimizer, module = engine.optimizer, engine.module
-    keep_timeout_of_world(optimizer)
+    shorten_timeouts(optimizer)
     take_over_parameters(optimizer)
     compile_blocks.refuse_blocks_of_others(module)
 
     with contextlib.ExitStack() as undo:
         reducer = make_reducer(engine, plan)
         undo.callback(reducer.close)
-        undo.callback(restore_call(engine))
+        undo.callback(note_call(engine))
         # Leave out the modules that another engine has compiled.
         parts = [each for each in module.modules() if each is not module and not _compilations.get(each)]
         compile_blocks.take_over_compiled(parts)
@@ -105,20 +97,16 @@ def compile_engine(
             undo.callback(compile_blocks.restore, calls)
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
-        around_forward = AroundForward(engine, waiting)
-        # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
-        zero12 = attach(engine, reducer, limit)
-        zero12.around_forward = around_forward
         is_off = compile_kwargs.get("disable") or torch._dynamo.config.disable  # the variable TORCH_COMPILE_DISABLE
-        zero12.rules = make_rules(compiles=plan.backend == "inductor" and not is_off)
-        zero12.monitors_memory = plan.monitors_memory
-        if waiting is not None:
-            zero12.gather = waiting.gather
+        rules = make_rules(compiles=plan.backend == "inductor" and not is_off)
+        zero12 = Zero12(engine, reducer, limit, waiting, rules, plan.monitors_memory)
+        # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
+        attach(optimizer, zero12)
         zero12.undo = undo.pop_all()
     return graphs
 
 
-def keep_timeout_of_world(optimizer: "DeepSpeedZeroOptimizer") -> None:
+def shorten_timeouts(optimizer: "DeepSpeedZeroOptimizer") -> None:
     """Shortens the timeout of the optimizer's process groups to the timeout of the world's process group.
 
     DeepSpeed makes these groups with torch's default timeout, which is half an hour with gloo, and ignores the timeout
@@ -211,7 +199,7 @@ class _Compilation:
         self.before = before
 
 
-def restore_call(engine: "DeepSpeedEngine") -> Callable[[], None]:
+def note_call(engine: "DeepSpeedEngine") -> Callable[[], None]:
     """Notes how the engine's module is called now. Returns a function that restores it at the engine's end."""
     module, compilation = engine.module, _Compilation(engine.module._compiled_call_impl)
     reference = weakref.ref(engine)

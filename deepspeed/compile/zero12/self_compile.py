@@ -1,0 +1,124 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""When an engine compiles itself, and what ``engine.compile()`` does differently under ZeRO-1/2.
+
+An engine with ZeRO-1 or ZeRO-2 whose configuration says ``compile.deepcompile`` compiles itself, so that no trainer
+has to call ``engine.compile()``. All ranks must compile at the same time, so an engine compiles itself only in calls
+that all ranks make.
+"""
+
+import inspect
+from typing import TYPE_CHECKING, Any, Dict, List, Optional
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+from .layout import holds_its_parameters
+from .messages import inform, warn
+from .state import state_of
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
+    """Whether an engine with DeepCompile is not compiled because its user has not called ``engine.compile()``."""
+    if not engine.is_deepcompile_enabled() or engine.is_deepcompile_active() or engine.is_compiled:
+        return False
+    # An engine without an optimizer, such as that of a reference model, does not train: DeepCompile has no task there.
+    return engine.optimizer is not None and not _compiles_itself(engine)
+
+
+# Otherwise a caller's torch.compile would trace this function, and the compiled module would become part of the
+# caller's graph.
+@torch.compiler.disable
+def compile_before_forward(engine: "DeepSpeedEngine") -> None:
+    """Called before a forward for which gradients are enabled. Compiles the engine before its first training forward.
+
+    A forward in evaluation mode does not count as a training forward, because a rank may evaluate alone, even with
+    gradients.
+
+    Raises:
+        ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.
+    """
+    if not _is_due(engine):
+        return
+    if engine.module.training:
+        _compile(engine, "before its first training forward")
+        return
+    # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
+    # too late for an error: check the options now.
+    from .options import refuse_options
+
+    refuse_options(engine, get_accelerator().get_compile_backend(), compile_kwargs={}, schedule=None)
+
+
+def compile_after_step(engine: "DeepSpeedEngine") -> None:
+    """Called on all ranks after an optimizer step. Compiles an engine that no training forward has compiled.
+
+    A forward does not compile the engine if the module was in evaluation mode, if the module was called without the
+    engine, or if gradients were held before the forward.
+    """
+    if not engine.is_compiled and _is_due(engine):
+        _compile(engine, "after its first step")
+
+
+def note_arguments(
+    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
+) -> None:
+    """Called when ``engine.compile()`` begins. Warns if the engine is already compiled with other arguments."""
+    arguments = backend, dict(compile_kwargs), schedule
+    if not engine.is_compiled:
+        engine._compile_arguments = arguments
+        return
+    default = inspect.signature(engine.compile).parameters["backend"].default
+    asks = backend != default or compile_kwargs or schedule is not None
+    if asks and arguments != engine._compile_arguments and state_of(engine) is not None:
+        warn(
+            "The arguments of engine.compile() have no effect, because the engine is compiled already, by itself or "
+            "by an earlier call; call it before the first forward"
+        )
+
+
+def compile_module(engine: "DeepSpeedEngine", **compile_kwargs: Any) -> None:
+    """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does; ZeRO-1/2 add a ``CompilationLimit``."""
+    zero12 = state_of(engine)
+    if engine.is_deepcompile_active() and zero12 is not None:
+        zero12.limit.compile_module(engine.module, **compile_kwargs)
+    else:
+        engine.module.compile(**compile_kwargs)
+
+
+def _compiles_itself(engine):
+    return (
+        engine.is_deepcompile_enabled()
+        and engine.optimizer is not None
+        and engine.zero_optimization_stage() in (1, 2)
+        # The passes of AutoSP and AutoTP need inputs that the user prepares, so the user calls engine.compile().
+        and not engine.uses_parallelization_pass_only()
+    )
+
+
+def _is_due(engine):
+    if not _compiles_itself(engine) or getattr(engine, "_compile_arguments", None) is not None:
+        # The caller called engine.compile() already. If that call raised and the caller goes on, the caller has
+        # decided to train without DeepCompile.
+        return False
+    # Imported here, because it takes a second, for which training without DeepCompile need not wait.
+    from .options import has_gradients
+
+    # Compiling would lose gradients that no step has used, so wait for a step. And leave parameters that a later
+    # engine has taken over to that engine.
+    return not has_gradients(engine) and holds_its_parameters(engine.optimizer)
+
+
+def _compile(engine, when):
+    backend = get_accelerator().get_compile_backend()
+    inform(f"DeepCompile compiles the engine with backend '{backend}' {when}, because compile.deepcompile is true")
+    try:
+        engine.compile(backend=backend)
+    except BaseException:
+        # The caller has not called engine.compile(), so the next training forward tries again and raises again.
+        engine._compile_arguments = None
+        raise
