@@ -5,19 +5,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base's helpers on FX graphs, with this fork's end of a backward.
 
-The base's ZeRO-3, AutoSP and AutoTP passes import these names too, so the overrides also serve ZeRO-3. The overrides
-know the reductions of both native modules, and release buckets after the last graph that really reduces.
+The base's ZeRO-3, AutoSP and AutoTP passes import these names too. One rule ends the backwards of both native modules,
+this fork's and that of ZeRO-3: the graph that reduces last releases the buckets.
 """
 
-from typing import Any, Iterable, List, Tuple
+from typing import Iterable, List, Tuple
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from . import fx_base
 from .fx_base import *  # noqa: F403 (whatever a new base adds is found here too)
 from .fx_base import _make_node_meta  # noqa: F401 (the base's passes import the first from here)
+
+# By name, because an operator exists only once its native module is loaded.
+_REDUCTIONS = ("deepcompile.reduce_grad.default", "dc.reduce_grad.default")
 
 
 def get_output_node(graph: Graph) -> Node:
@@ -34,34 +36,9 @@ def get_output_node(graph: Graph) -> Node:
     return found[0]
 
 
-def _namespace(node: Any) -> str:
-    """Returns the operator namespace of a reduction (this fork's or ZeRO-3's), or "" if a node is no reduction."""
-    if not isinstance(node, Node):
-        return ""
-    for namespace in ("deepcompile", "dc"):
-        ops = getattr(torch.ops, namespace)
-        # An operator exists only once its native module is loaded.
-        if hasattr(ops, "reduce_grad") and node.target == ops.reduce_grad.default:
-            return namespace
-    return ""
-
-
 def reduce_nodes(graph: Graph) -> List[Node]:
     """Lists the reductions of a backward graph in the order in which they run."""
-    return [node for node in graph.nodes if _namespace(node)]
-
-
-def _reduces(graph_id: int, needs_backward: bool) -> bool:
-    """Whether a forward graph of ``graph_order`` has a backward that reduces.
-
-    ZeRO-3's passes record only whether a graph needs a backward. One input that requires grad makes a graph need a
-    backward, but a graph without trainable parameters has nothing to reduce.
-    """
-    from .backend import param_manager
-
-    if not needs_backward or graph_id not in param_manager:
-        return needs_backward
-    return any(entry.param.requires_grad for entry in param_manager[graph_id].params.values())
+    return [node for node in graph.nodes if str(node.target) in _REDUCTIONS]
 
 
 def should_release_reduce_buckets(graph_order: Iterable[Tuple[int, bool]], graph_id: int) -> bool:
@@ -75,8 +52,16 @@ def should_release_reduce_buckets(graph_order: Iterable[Tuple[int, bool]], graph
             forward graph, in forward order.
         graph_id: one of these ids.
     """
-    reducing = [(candidate, _reduces(candidate, needs_backward)) for candidate, needs_backward in graph_order]
-    return fx_base.should_release_reduce_buckets(reducing, graph_id)
+    from .backend import param_manager
+
+    def is_frozen(candidate):
+        # ZeRO-3's passes record only whether a graph needs a backward. One input that requires grad makes a graph need
+        # a backward, but a graph without trainable parameters has nothing to reduce.
+        manager = param_manager.get(candidate)
+        return manager is not None and not any(entry.param.requires_grad for entry in manager.params.values())
+
+    reducing = (candidate for candidate, needs in graph_order if needs and not is_frozen(candidate))
+    return next(reducing, graph_id) == graph_id
 
 
 def add_end_backward(graph: Graph, graph_id: int, release_reduce_buckets: bool = True) -> None:
@@ -84,16 +69,14 @@ def add_end_backward(graph: Graph, graph_id: int, release_reduce_buckets: bool =
     reductions = reduce_nodes(graph)
     if not reductions:
         return
-    namespace, operands = _namespace(reductions[-1]), list(reductions)
-    if namespace == "deepcompile":
-        # This fork's operator finds the engine's reducer by the engine's number in the registrations.
-        operands.append(reductions[-1].args[1])
+    # Registrations, which a reduction of this fork takes beside its gradient, lead to the engine's reducer.
+    registrations = [argument for argument in reductions[-1].args[1:] if isinstance(argument, Node)]
+    end_backward = getattr(torch.ops, reductions[-1].target.namespace).end_backward.default
     with graph.inserting_before(get_output_node(graph)):
-        end_backward = getattr(torch.ops, namespace).end_backward.default
-        graph.call_function(end_backward, (operands, graph_id, release_reduce_buckets))
+        graph.call_function(end_backward, (reductions + registrations, graph_id, release_reduce_buckets))
 
 
 def replace_reduce_outputs_with_none(graph: Graph) -> None:
     """Replaces each reduced gradient in the outputs of a backward graph by None, so autograd accumulates nothing."""
-    output = get_output_node(graph)
-    output.args = (map_aggregate(output.args[0], lambda value: None if _namespace(value) else value),)
+    output, reductions = get_output_node(graph), {*reduce_nodes(graph)}
+    output.args = (map_aggregate(output.args[0], lambda value: None if value in reductions else value),)
