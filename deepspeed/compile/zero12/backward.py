@@ -134,7 +134,7 @@ class BackwardLife:
         # Within engine.backward(), another graph task belongs to the same backward: checkpointing with
         # use_reentrant=True runs one for each output that it recomputes.
         if not engine._running_engine_backward:
-            self.abandon_interrupted()
+            self.abandon_unfinished(may_enclose=True)
         base_prologue()
         self._join_step()
         while not self._reducer.begin_backward(self._reduces(), hooked):
@@ -152,7 +152,13 @@ class BackwardLife:
         self._step.backwards += 1
 
     def end_region(self) -> None:
-        """Called at the end of a region: reduces the gradients that the region's backwards kept on this rank."""
+        """Called at the end of a region: reduces the gradients that the region's backwards kept on this rank.
+
+        An engine whose ``compile()`` failed also makes this call at the end of each backward. Nothing is done then,
+        because :meth:`finish` follows.
+        """
+        if not self._in_region and self._optimizer()._backward_active_depth:
+            return
         try:
             self.abandon_unfinished()
             if self._step.backwards:
@@ -169,9 +175,9 @@ class BackwardLife:
             RuntimeError: if gradients of the step were dropped, or if the step has none.
         """
         self.abandon_unfinished()
-        lost = self.forget_lost()
+        lost = self._lost
         if lost:
-            self.release()
+            self.drop_step()
             self.begin_anew()
             raise RuntimeError(
                 f"gradients of {lost} backwards that belong to this step were dropped when a later one raised, so the "
@@ -219,13 +225,9 @@ class BackwardLife:
         self._restarts_at = engine.micro_steps - engine.micro_steps % engine.gradient_accumulation_steps()
         engine.micro_steps = self._restarts_at
 
-    def forget_lost(self) -> int:
-        """Returns how many of the step's backwards were dropped because a later one raised, and resets the number."""
-        lost, self._lost = self._lost, 0
-        return lost
-
-    def close(self) -> None:
-        """Called when the engine is destroyed or gives way: drops all gradients."""
+    def drop_step(self) -> None:
+        """Drops every gradient of the step, and forgets which of its backwards were dropped before."""
+        self._lost = 0
         self.release()
 
     def release(self) -> None:
@@ -247,18 +249,16 @@ class BackwardLife:
 
     # A backward that raised --------------------------------------------------------------------------------------
 
-    def abandon_interrupted(self) -> None:
-        """Called when a backward begins: abandons an earlier backward that raised or was interrupted."""
-        if self._reducer.abandon_unfinished(True):
-            self.settle()
-
-    def abandon_unfinished(self) -> None:
-        """Called between backwards: abandons the last backward if its epilogue has not run.
+    def abandon_unfinished(self, may_enclose: bool = False) -> None:
+        """Abandons the last backward if its epilogue has not run and will not.
 
         Either the backward raised and autograd's device thread still holds its graph task, or the backward was
         interrupted after its last gradient.
+
+        Args:
+            may_enclose: whether a backward begins, which the last one may enclose. False between backwards.
         """
-        if self._reducer.abandon_unfinished(False):
+        if self._reducer.abandon_unfinished(may_enclose):
             self.settle()
 
     def settle(self) -> None:
@@ -292,11 +292,6 @@ class BackwardLife:
                 engine.timers(name).reset()
 
     # -------------------------------------------------------------------------------------------------------------
-
-    @property
-    def in_region(self) -> bool:
-        """Whether a backward has begun in the current region of ``coalesce_grad_reduction()``."""
-        return self._in_region
 
     def _reduces(self):
         """Whether the current backward reduces its gradients instead of keeping them on this rank for a later one."""

@@ -1,17 +1,8 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What a ZeRO-1/2 optimizer does differently while its gradients come from a reducer.
+"""What DeepSpeed's engine and its ZeRO-1/2 optimizer do differently while gradients come from a reducer.
 
-The life of a gradient target, seen from the optimizer:
-
-    1. Registered empty   engine.make_reducer()
-    2. Reduced            BackwardLife.begin() tells the reducer that a backward starts
-    3. Bound              in the reducer, as reduced pieces arrive at their owner
-    4. End of backward    BackwardLife.finish(), or settle() when the backward raised
-    5. Handed over        BackwardLife.finish() puts a PartitionViews into averaged_gradients
-    6. Released           step.run() as it makes fp32 copies, zero_grad(), destroy()
-
-The native half of the story is told in ``csrc/includes/deepcompile.h``.
+``csrc/includes/deepcompile.h`` tells the life of a gradient.
 """
 
 import collections
@@ -70,7 +61,7 @@ class StepLocalGradients(_NextClass):
 
     def scale_if_loss(self, value: Any) -> Any:
         # engine.backward() begins with this call. An earlier backward that is still unfinished was interrupted.
-        self._zero12.backward.abandon_interrupted()
+        self._zero12.backward.abandon_unfinished(may_enclose=True)
         return super().scale_if_loss(value)
 
     def enter_backward(self) -> None:
@@ -86,11 +77,8 @@ class StepLocalGradients(_NextClass):
         self._zero12.backward.finish()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        backward = self._zero12.backward
-        # engine.coalesce_grad_reduction() ends with this call. An engine whose compile() failed also makes this call
-        # at the end of each backward: do nothing then, because backward_epilogue() finishes the backward.
-        if backward.in_region or not self._backward_active_depth:
-            backward.end_region()
+        # engine.coalesce_grad_reduction() ends with this call.
+        self._zero12.backward.end_region()
 
     def setup_buckets(self) -> None:
         """Does nothing: the reducer has its own buckets."""
@@ -107,8 +95,7 @@ class StepLocalGradients(_NextClass):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._zero12.backward.refuse_to_drop_within()
         super().zero_grad(set_to_none)
-        self._zero12.backward.forget_lost()
-        self._zero12.backward.release()
+        self._zero12.backward.drop_step()
 
     # Checkpoints and states ----------------------------------------------------------------------------------------
 
@@ -122,10 +109,8 @@ class StepLocalGradients(_NextClass):
         super().load_state_dict(*args, **kwargs)
         # All parameters have the checkpoint's values now, and a new step begins.
         self._zero12.interrupted_step.forget()
-        backward = self._zero12.backward
-        backward.forget_lost()
-        backward.begin_anew()
-        backward.release()
+        self._zero12.backward.begin_anew()
+        self._zero12.backward.drop_step()
 
     # These methods of the base read or write parameters.
     update_lp_params = _with_current_parameters("update_lp_params")

@@ -80,7 +80,7 @@ class Zero12:
 
     def let_go(self) -> None:
         """Drops all gradients, and undoes the setup of the engine."""
-        self.backward.close()
+        self.backward.release()
         self.interrupted_step.forget()
         self.undo.close()
 
