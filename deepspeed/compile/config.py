@@ -6,7 +6,7 @@
 compiles itself before its first training forward.
 """
 
-from typing import List, Optional, Union
+from typing import ClassVar, List, Optional, Tuple, Union
 
 from pydantic import Field, model_validator
 
@@ -29,6 +29,14 @@ class MemoryPictureConfig(DeepSpeedConfigModel):
 
 class CompileConfig(BaseCompileConfig):
     """Settings of ``engine.compile()``. The options here are for ZeRO-1 and ZeRO-2."""
+
+    # Those that nothing else can honour.
+    zero_1_and_2_only: ClassVar[Tuple[str, ...]] = (
+        "regional_compilation",
+        "overlap_param_gather",
+        "chunked_loss",
+        "monitor_memory",
+    )
 
     regional_compilation: Union[bool, List[str], None] = None
     """Whether each repeated block of the model becomes a graph of its own, compiled once for all layers. A list names
@@ -59,7 +67,7 @@ class CompileConfig(BaseCompileConfig):
     def _blocks_belong_to_zero_1_and_2(self):
         if self.regional_compilation == []:
             raise ValueError("compile.regional_compilation names no classes; name some, or set it to true or false")
-        for name in ("regional_compilation", "overlap_param_gather", "chunked_loss", "monitor_memory"):
+        for name in self.zero_1_and_2_only:
             if getattr(self, name) and not self.deepcompile:
                 raise ValueError(
                     f"compile.{name} belongs to DeepCompile; set compile.deepcompile to true or leave it out"

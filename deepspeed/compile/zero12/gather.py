@@ -70,7 +70,7 @@ class AllGather:
         """Does nothing: no parameter is on its way after ``start()``."""
 
 
-class OverlappedGather:
+class OverlappedGather(AllGather):
     """Sends each partition's parameters to the other ranks while the next forward runs.
 
     Args:
@@ -81,7 +81,7 @@ class OverlappedGather:
     """
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", units: List[List[Parameter]]):
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
         self._runs = [runs(optimizer, unit) for unit in units]
         self._broadcasts = broadcasts_pay(self._runs)

@@ -4,10 +4,10 @@
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, List, Optional, Union
+from typing import TYPE_CHECKING, List, Optional
 
 from .backward import BackwardLife
-from .gather import AllGather, OverlappedGather
+from .gather import AllGather
 from .gather_hooks import Waiting
 from .interrupted import InterruptedStep
 from .layout import registered_parameters
@@ -56,7 +56,7 @@ class Zero12:
         self.backward = BackwardLife(engine, reducer)
         self.interrupted_step = InterruptedStep()
         self.waiting = waiting
-        self.gather: Union[AllGather, OverlappedGather] = waiting.gather if waiting else AllGather(engine.optimizer)
+        self.gather: AllGather = AllGather(engine.optimizer) if waiting is None else waiting.gather
         self.rules = rules
         self.monitors_memory = monitors_memory
         self.undo = contextlib.ExitStack()

@@ -132,7 +132,7 @@ class DeepCompileHandle:
         Raises:
             ValueError: if an option is set that only ZeRO-1/2 have.
         """
-        for name in ("regional_compilation", "overlap_param_gather", "monitor_memory"):
+        for name in type(compile_config).zero_1_and_2_only:
             if getattr(compile_config, name):
                 raise ValueError(f"compile.{name} goes with ZeRO-1 and ZeRO-2 only; leave it out or use one of these")
         # __getattr__() loads the native module of ZeRO-3. A plain `self.init` would be this method again.
