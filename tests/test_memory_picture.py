@@ -332,6 +332,7 @@ def refusals(folder):
     # Where one rank alone raised, the others would wait for it.
     of_rank = f"{folder}/file/below" if dist.get_rank() == 1 else str(folder)
     for more in (
+        {"zero_optimization": {"stage": 0}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
         {"zero_optimization": {"stage": 3}},
         {"compile": {"memory_picture": {"folder": of_rank}}},
         {"compile": {"memory_picture": {"folder": str(folder), "step": 0}}},
@@ -349,8 +350,12 @@ def refusals(folder):
 
 def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
     (tmp_path / "file").touch()
-    for stage_3, unwritable, no_step in ranks(2).run(refusals, tmp_path):
-        assert "compile.memory_picture records engines of ZeRO stage 1 and 2 only" in stage_3
+    for stage_0, stage_3, unwritable, no_step in ranks(2).run(refusals, tmp_path):
+        for stage, said in ((0, stage_0), (3, stage_3)):
+            assert said == (
+                "compile.memory_picture records engines of ZeRO stage 1 and 2 only, and this engine has stage "
+                f"{stage}; leave compile.memory_picture out, or set zero_optimization.stage to 1 or 2"
+            )
         assert "compile.memory_picture.folder" in unwritable and "name another folder" in unwritable
         assert "cannot be written on rank 1" in unwritable
         assert "memory_picture.step" in no_step
