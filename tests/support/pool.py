@@ -114,7 +114,7 @@ class Ranks:
         forks = not self._environment and not torch.cuda.is_available()
         context = multiprocessing.get_context("forkserver" if forks else "spawn")
         folder = os.getcwd()
-        with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **self._environment}):
+        with mock.patch.dict(os.environ, self._environment):
             if forks:
                 context.set_forkserver_preload(IMPORTED)
                 # The process from which others are forked looks for modules in the current folder first. In the
