@@ -72,7 +72,7 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
     def step():
         # The new parameters are written over the gradients, as in a step.
         given = PartitionGradient(_Views(gradient), factor, master.data, gradient.dtype)
-        Ranges(adam, 0, given, lambda first, last: gradient[first:last], send, OwnStep(adam, 0)).step_rest()
+        Ranges(OwnStep(adam, 0), numel, given, lambda first, last: gradient[first:last], send).step_rest()
 
     def adam_alone():
         master.grad = master.data

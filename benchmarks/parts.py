@@ -70,6 +70,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
     from deepspeed.compile.zero12.update import compiled
     from deepspeed.compile.zero12.update.own_step import OwnStep
     from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
+    from deepspeed.compile.zero12.update.rule import Partition
 
     with torch.device("meta"):
         sizes = [each.numel() for each in build_model(shape, torch.bfloat16, "meta", False).parameters()]
@@ -87,10 +88,10 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
 
     def step(adam, updates):
         # Each step is given the gradients anew. Without an update, the optimizer steps range by range.
-        update = updates and updates.begin(adam, 0, factor, torch.bfloat16, new)
+        update = updates and updates.begin(Partition(adam, 0, True, factor, torch.bfloat16, new))
         given = PartitionGradient(_Views(gradients), factor, master.data, torch.bfloat16)
-        own = OwnStep(adam, 0)
-        Ranges(adam, 0, given, lambda first, last: new[first:last], lambda *_: None, update or own).step_rest()
+        update = update or OwnStep(adam, 0)
+        Ranges(update, numel, given, lambda first, last: new[first:last], lambda *_: None).step_rest()
 
     for kind in ("fused", "foreach"):
         adam = torch.optim.AdamW([master], lr=1e-5, **{kind: True})

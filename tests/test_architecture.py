@@ -21,9 +21,9 @@ FLOORS = """
 about fx passes.zero_1_and_2_compile zero12.messages zero12.monitoring
 zero12.native zero12.interrupted
 zero12.collectives zero12.key_value_cache zero12.layout zero12.offload
-zero12.update.recorded zero12.update.authors zero12.norm
-zero12.update.own_step
+zero12.update.recorded zero12.update.authors zero12.update.rule zero12.norm
 zero12.update.ranges
+zero12.update.own_step
 zero12.update.compiled
 zero12.update.groups
 zero12.backward zero12.gather zero12.step
@@ -55,7 +55,7 @@ TRAINING = {
     "norm",
     "interrupted",
     "update",
-    *(f"update.{file}" for file in ("authors", "compiled", "groups", "own_step", "ranges", "recorded")),
+    *(f"update.{file}" for file in ("authors", "compiled", "groups", "own_step", "ranges", "recorded", "rule")),
     "gather",
     "gather_hooks",
     "layout",

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
-from deepspeed.compile.zero12 import step as zero12_step
 from deepspeed.compile.zero12.backward import BackwardLife
+from deepspeed.compile.zero12.update.groups import StepOfGroups
 from deepspeed.utils import safe_get_full_grad
 
 from support.ids import vary
@@ -163,11 +163,11 @@ def synchronizations(case):
     Torch does not tell of the wait for an event, with which ranks agree in ``Reducer::agree_and_reduce_late()``.
     """
     _, engine = start(case)
-    finish_steps, waited = zero12_step.finish_steps, []
+    run, waited = StepOfGroups.run, []
 
     def stepped(*args):
         torch.cuda.set_sync_debug_mode("default")
-        return finish_steps(*args)
+        return run(*args)
 
     for step in range(case.steps):
         for micro_step in range(case.accumulation):
@@ -178,7 +178,7 @@ def synchronizations(case):
                 torch.cuda.set_sync_debug_mode("warn" if step > 1 else "default")
                 engine.backward(loss)
                 # Not in the optimizer, because an optimizer whose step() was replaced is not stepped in ranges.
-                with mock.patch.object(zero12_step, "finish_steps", stepped):
+                with mock.patch.object(StepOfGroups, "run", stepped):
                     engine.step()
                 torch.cuda.set_sync_debug_mode("default")
             told = [warning for warning in caught if "called a synchronizing" in str(warning.message)]

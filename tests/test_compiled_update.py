@@ -12,10 +12,10 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12.update import compiled as compiled_update
-from deepspeed.compile.zero12.update import ranges
 from deepspeed.compile.zero12.update.compiled import CompiledUpdates
 from deepspeed.compile.zero12.update.own_step import OwnStep
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL, PartitionGradient, Ranges
+from deepspeed.compile.zero12.update.rule import Partition
 from deepspeed.ops.adam import FusedAdam
 
 from support.beside import warnings_logged
@@ -49,7 +49,13 @@ def draw(seed, numel=NUMEL):
 def begin(updates, optimizer, index=0, factor=None, new=None):
     """Begins a step whose gradients, and new values if there is no ``new``, are in bf16."""
     new = torch.empty(16, dtype=torch.bfloat16, device=device()) if new is None else new
-    return updates.begin(optimizer, index, factor, torch.bfloat16, new)
+    return updates.begin(Partition(optimizer, index, True, factor, torch.bfloat16, new))
+
+
+def run(update, gradient, new):
+    """Steps all elements with a gradient that lies in one tensor."""
+    taken = PartitionGradient(Views({0: gradient}), None, gradient, gradient.dtype)
+    Ranges(update, gradient.numel(), taken, lambda *span: new[slice(*span)], lambda *_: None).step_rest()
 
 
 @pytest.mark.quick
@@ -86,16 +92,13 @@ def step_beside(given, optimizer, whole, expected, updates, factor):
     compiled = begin(updates, optimizer, factor=factor, new=new)
     finished = []
     stepped = Ranges(
-        *(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: finished.append(span)),
-        compiled or OwnStep(optimizer, 0),
+        *(compiled or OwnStep(optimizer, 0), NUMEL, gradient),
+        *(lambda *span: new[slice(*span)], lambda *span: finished.append(span)),
     )
     # Some gradients are stepped before the others, among them the last.
     spans = [spans[0], spans[2], spans[-1]]
     stepped.step_first(spans)
-    # The optimizer steps what fits into one range at once.
-    at_once = compiled is None and NUMEL <= ranges.RANGE_NUMEL
-    numel = NUMEL if at_once else sum(last - first for first, last in spans)
-    assert sum(last - first for first, last in finished) == numel
+    assert sum(last - first for first, last in finished) == sum(last - first for first, last in spans)
     stepped.step_rest()
     assert sum(last - first for first, last in finished) == NUMEL
     assert torch.equal(new, parameter.data.bfloat16())
@@ -283,7 +286,7 @@ def test_a_rate_that_is_no_number():
     optimizer.param_groups[0]["lr"] = float("nan")
     with updates_compiled_from(LARGE), as_recorded(True):
         update = begin(CompiledUpdates(), optimizer, new=new)
-        update.run(parameter.grad.bfloat16(), new, 0)
+        run(update, parameter.grad.bfloat16(), new)
     assert new.isnan().all() and parameter.isnan().all()
 
 
@@ -328,8 +331,7 @@ def test_new_values_in_memory_that_is_not_aligned():
                 if device().type != "cpu":
                     torch.cuda.reset_peak_memory_stats()
                     most = -torch.cuda.memory_allocated()
-                update.run(gradient, new, 0)
-                update.finish()
+                run(update, gradient, new)
                 if device().type != "cpu":
                     most += torch.cuda.max_memory_allocated()
                 assert torch.equal(new, cut.data.bfloat16())
@@ -380,8 +382,7 @@ def test_the_host_does_not_wait_for_a_range(settings):
             torch.cuda.set_sync_debug_mode(mode)
             try:
                 update = begin(updates, optimizer, new=new)
-                update.run(gradient, new, 0)
-                update.finish()
+                run(update, gradient, new)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
@@ -415,6 +416,6 @@ def test_new_values_may_be_written_over_gradients(amsgrad):
             gradient = PartitionGradient(Views({0: memory}), None, cut.data, torch.bfloat16)
             update = begin(updates, optimizer, new=memory)
             step = update or OwnStep(optimizer, 0)
-            Ranges(optimizer, 0, gradient, lambda *span: memory[slice(*span)], lambda *_: None, step).step_rest()
+            Ranges(step, NUMEL, gradient, lambda *span: memory[slice(*span)], lambda *_: None).step_rest()
             assert torch.equal(memory, cut.data.bfloat16())
     torch.testing.assert_close(cut, whole, **CLOSE)

@@ -49,7 +49,7 @@ def train_both_ways(case, folder, between=None):
     ``between``: what happens before the fourth step: "load" (of a checkpoint of that moment) or "offload" (of states).
     """
     run, ranges, seen = CompiledStep.run, [], []
-    CompiledStep.run = lambda self, gradient, *rest: ranges.append(gradient.numel()) or run(self, gradient, *rest)
+    CompiledStep.run = lambda self, *args: ranges.append(1) or run(self, *args)
     try:
         for least in (2 * ALIGN_NUMEL, 2**30):
             # A C++ compiler takes long, so on a CPU some cases run as they are recorded.

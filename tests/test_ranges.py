@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import sys
 import tempfile
+import weakref
 from types import MethodType
 from typing import List, NamedTuple
 from unittest import mock
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils._contextlib import _DecoratorContextManager
 
+from deepspeed.compile.zero12.gather import AllGather, OverlappedGather
 from deepspeed.compile.zero12.update import ranges
 from deepspeed.compile.zero12.update.compiled import CompiledUpdates
 from deepspeed.compile.zero12.update.own_step import OwnStep, may_be_cut
@@ -27,6 +29,7 @@ from support.ids import vary
 from support.lifetime import backward, start, targets_at_calls
 from support.optimizers import MORE_OPTIMIZERS, OPTIMIZERS, Views, deepspeed_adam
 from support.training import (
+    OVERLAPPED,
     ROUNDING,
     Case,
     as_recorded,
@@ -83,9 +86,9 @@ def test_ranges_step_as_the_whole(name):
         stepped.clear()
         with ranges_of(7):
             gradient = PartitionGradient(given, None, cut.data, torch.bfloat16)
+            own = OwnStep(optimizer, 0)
             Ranges(
-                *(optimizer, 0, gradient, lambda *span: new[slice(*span)], lambda *span: stepped.append(span)),
-                OwnStep(optimizer, 0),
+                *(own, NUMEL, gradient, lambda *span: new[slice(*span)], lambda *span: stepped.append(span))
             ).step_rest()
         assert torch.equal(new, cut)
         assert stepped == [(first, min(first + 7, NUMEL)) for first in range(0, NUMEL, 7)]
@@ -206,6 +209,40 @@ def test_a_step_that_was_replaced(replace):
 
 
 ADAM = sys.modules["torch.optim.adam"]
+
+
+def of_a_mock(function):
+    return mock.MagicMock(side_effect=function)
+
+
+def of_a_cache(function):
+    return functools.lru_cache(around(function))
+
+
+def of_made_source(function):
+    """As ``mock.create_autospec()`` makes it, in a namespace without a name."""
+    namespace = {"function": function}
+    exec("def made(*args, **kwargs): return function(*args, **kwargs)", namespace)
+    del namespace["__builtins__"]
+    return namespace["made"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("replaced", [of_a_mock, of_a_cache, of_made_source])
+@pytest.mark.parametrize("owner, name", [(torch.optim.AdamW, "step"), (ADAM, "adam")], ids=["step", "adam"])
+def test_a_replacement_that_is_no_plain_function(owner, name, replaced):
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
+    with mock.patch.object(owner, name, replaced(getattr(owner, name))):
+        assert may_be_cut(optimizer) == [False]
+    assert may_be_cut(optimizer) == [True]
+
+
+@pytest.mark.quick
+def test_a_function_that_calls_itself_by_its_closure():
+    namespace = {"__name__": "torch.made"}
+    exec("def make():\n    def again(): return again\n    return again", namespace)
+    with mock.patch.object(ADAM, "made", namespace["make"](), create=True):
+        assert may_be_cut(torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])) == [True]
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["later", "before"])
@@ -363,6 +400,55 @@ def test_a_gradient_is_released_after_its_last_range(ranks):
     for counts in ranks(2).run(gradients_within_a_step, Case(dtype="bf16", model="RepeatedLayers")):
         assert counts == sorted(counts, reverse=True)
         assert counts[0] > 5 and counts[-1] <= 2
+
+
+def scaled_gradients_kept(case, compiled):
+    """Returns how many scaled gradients have memory whenever parameters are sent, in three steps."""
+    made, kept, gather = [], [], OverlappedGather if case.config else AllGather
+    scaled = PartitionGradient.scaled
+
+    def noted(self, first, last):
+        gradient = scaled(self, first, last)
+        # A slice of the memory that the next call overwrites.
+        made.extend([weakref.ref(gradient), weakref.ref(self._memory)])
+        return gradient
+
+    def sent(method):
+        function = getattr(gather, method)
+
+        def noted(self):
+            tensors = [reference() for reference in made]
+            kept.append(len([tensor for tensor in tensors if tensor is not None and tensor.numel()]))
+            return function(self)
+
+        return mock.patch.object(gather, method, noted)
+
+    least = 2 * ALIGN_NUMEL if compiled else 2**30
+    with (
+        mock.patch.object(PartitionGradient, "scaled", noted),
+        sent("start_first"),
+        sent("start"),
+        updates_compiled_from(least, 32),
+        as_recorded(True),
+    ):
+        _, engine = start(case)
+        if compiled:
+            engine.optimizer._zero12.rules = [CompiledUpdates()]
+        for step in range(3):
+            backward(engine, step)
+            engine.step()
+        engine.destroy()
+    assert made
+    return kept
+
+
+@vary("compiled", [False, True])
+@vary("overlapped", [False, True])
+def test_no_scaled_gradient_outlives_the_step_of_its_group(ranks, compiled, overlapped):
+    """Otherwise those of all parameter groups would exist at once."""
+    case = Case(dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED if overlapped else {})
+    for kept in ranks(2).run(scaled_gradients_kept, case, compiled):
+        assert kept == 3 * [0, 0]
 
 
 def ranges_of_a_loaded_state(case):

@@ -93,7 +93,8 @@ def factor_of(
     device = optimizer.single_partition_of_fp32_groups[0].device
     if optimizer.clip_grad == 0.0:
         return None if scale == 1.0 else torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
-    assert norm is not None, "gradients are clipped by their norm"
+    if norm is None:
+        raise RuntimeError("clip_grad clips gradients by their norm, so set compute_grad_norm to true")
     # With an infinite norm the factor is zero. Torch's clip_grad_norm_() adds 1e-6 to the norm too.
     excess = ((norm / scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0)
     return (1.0 / (excess * scale)).reshape(1).to(device)

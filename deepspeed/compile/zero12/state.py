@@ -12,7 +12,7 @@ from .gather_hooks import Waiting
 from .interrupted import InterruptedStep
 from .layout import registered_parameters
 from .native import Reducer
-from .update.compiled import CompiledUpdates
+from .update.rule import Rule
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -46,7 +46,7 @@ class Zero12:
         reducer: Reducer,
         limit: "CompilationLimit",
         waiting: Optional[Waiting],
-        rules: List[CompiledUpdates],
+        rules: List[Rule],
         monitors_memory: bool,
     ):
         self._engine = weakref.ref(engine)

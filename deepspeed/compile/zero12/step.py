@@ -18,7 +18,7 @@ from .layout import lies_in_flat_tensor
 from .monitoring import timed
 from .norm import factor_of, global_norm, host_waits, overflowed
 from .offload import parameters_on_their_way
-from .update.groups import begin_steps, finish_steps
+from .update.groups import StepOfGroups
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -56,7 +56,7 @@ def _run(optimizer):
     scale = optimizer.loss_scale
     # What the device can compute before the host has waited for the norm, it computes in that time.
     factor = factor_of(optimizer, norm, scale)
-    steps = begin_steps(optimizer, factor)
+    groups = StepOfGroups(optimizer, factor)
     optimizer.overflow = host_waits(optimizer, norm) and overflowed(optimizer, norm)
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:
@@ -70,7 +70,7 @@ def _run(optimizer):
     linked = optimizer._hp_optimizer_states_linked
     with zero12.interrupted_step.changing_parameters(zero12.engine):
         with parameters_on_their_way(optimizer) if optimizer.cpu_offload else contextlib.nullcontext():
-            finish_steps(optimizer, factor, steps)
+            groups.run()
         if not linked:
             # In the first step, _optimizer_step() has linked the states of a group before later groups had any.
             optimizer._hp_optimizer_states_linked = False

@@ -2,9 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps this rank's partitions: master weights, optimizer states and the new values of parameters.
 
-A rule says how the elements of a partition are stepped: it returns a ``Step`` (``ranges.py``) for the partitions that
-it serves. ``make_rules()`` in ``groups.py`` lists the rules, and the optimizer itself steps what none of them serves.
-A new rule is one new file here and its entry there.
+A rule (``rule.py``) steps the partitions that it serves. ``make_rules()`` in ``groups.py`` lists the rules, and the
+optimizer itself steps what none of them serves. A new rule is one new file here and its entry there.
 
 - ``groups.py``: which rule steps which parameter group; partitions that the optimizer must step whole.
 - ``ranges.py``: the pass over one partition, and its gradient, given range by range and dropped.

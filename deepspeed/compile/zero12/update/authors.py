@@ -5,6 +5,7 @@
 import functools
 import sys
 from types import CellType, FunctionType, MethodType
+from typing import Callable
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -12,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 # Modules of torch whose functions only wrap `func`: hooks of step(), a scheduler's note of a call, torch.no_grad().
 _WRAPPERS = {"torch.optim.optimizer", "torch.optim.lr_scheduler", "torch.utils._contextlib"}
 # Whose functions an optimizer may call.
-_PACKAGES = {"torch", "deepspeed", "builtins", *sys.stdlib_module_names} - {"__main__"}
+_PACKAGES = {"torch", "deepspeed", "builtins", *sys.stdlib_module_names} - {"__main__", "unittest"}
 
 
 def steps_as_written(optimizer: torch.optim.Optimizer) -> bool:
@@ -29,6 +30,11 @@ def steps_as_written(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def is_replaced(method: Callable) -> bool:
+    """Whether somebody other than DeepSpeed or torch has written a method of an object of theirs."""
+    return _is_foreign(method, set())
+
+
 def _runs_own_step(optimizer):
     """Whether ``optimizer.step()`` runs the ``step()`` of the optimizer's authors, within wrappers of torch at most.
 
@@ -43,7 +49,7 @@ def _runs_own_step(optimizer):
             function = function.__func__
         if not isinstance(function, FunctionType):
             return False
-        module = function.__globals__["__name__"]
+        module = _module(function)
         if module not in _WRAPPERS:
             authors = {cls.__module__ for cls in type(optimizer).__mro__[:-1]}
             return module in authors and module.partition(".")[0] in _PACKAGES and function.__code__.co_name == "step"
@@ -63,20 +69,34 @@ def _calls_others(optimizer):
     methods = {name: value for cls in classes for name, value in vars(cls).items()}
     hiding = [value for name, value in vars(optimizer).items() if name in methods and name != "step"]
     named = [value for cls in classes for value in vars(sys.modules[cls.__module__]).values()]
-    return any(map(_is_foreign, [*methods.values(), *hiding, *named, optimizer._optimizer_step_code]))
+    found, known = [*methods.values(), *hiding, *named, optimizer._optimizer_step_code], set()
+    return any(_is_foreign(each, known) for each in found)
 
 
-def _is_foreign(value):
-    """Whether ``value`` is, or calls, a function of neither torch nor DeepSpeed nor the standard library."""
+def _is_foreign(value, known):
+    """Whether ``value`` is, or calls, a function of neither torch nor DeepSpeed nor the standard library.
+
+    ``known`` has the ids of what need not be looked at again, because a function may be in its own closure.
+    """
+    if id(value) in known:
+        return False
+    known.add(id(value))
     if isinstance(value, (staticmethod, classmethod, MethodType)):
-        return _is_foreign(value.__func__)
+        return _is_foreign(value.__func__, known)
     if isinstance(value, functools.partial):
-        return _is_foreign(value.func)
+        return _is_foreign(value.func, known)
+    if isinstance(value, functools._lru_cache_wrapper):
+        return _is_foreign(value.__wrapped__, known)
     if not isinstance(value, FunctionType):
         return callable(value) and type(value).__module__.partition(".")[0] not in _PACKAGES
-    if value.__globals__["__name__"].partition(".")[0] not in _PACKAGES:
-        return True
-    return value.__closure__ is not None and any(map(_is_foreign, _closure(value).values()))
+    return _module(value).partition(".")[0] not in _PACKAGES or any(
+        _is_foreign(each, known) for each in _closure(value).values()
+    )
+
+
+def _module(function):
+    """Returns the name of the module that has a function's source, empty if a program has made the source."""
+    return function.__globals__.get("__name__", "")
 
 
 def _closure(function):

@@ -6,7 +6,7 @@ The pass reads a gradient in its own dtype, scales it, updates master weights an
 parameters. ``recorded.py`` compiles the pass from the optimizer's own ``step()``.
 """
 
-from typing import Any, Dict, Optional, Set
+from typing import Any, Callable, Dict, Optional, Set
 
 import torch
 
@@ -14,9 +14,10 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import logger
 
 from ..messages import inform, warn
-from .own_step import is_per_element
-from .ranges import ALIGN_NUMEL
-from .recorded import Kind, Update, compile_update
+from .own_step import OwnStep, is_per_element
+from .ranges import ALIGN_NUMEL, PartitionGradient, end_of_range
+from .recorded import Kind, Update, class_of_torch, compile_update
+from .rule import Partition
 
 # With fewer elements, a step saves less time than compiling takes in any training.
 LEAST_NUMEL = 2**24
@@ -34,41 +35,31 @@ class CompiledUpdates:
         self._of_group: Dict[int, Set[str]] = {}
         self._has_warned = False
 
-    def begin(
-        self,
-        optimizer: torch.optim.Optimizer,
-        index: int,
-        factor: Optional[torch.Tensor],
-        gradient: torch.dtype,
-        new: torch.Tensor,
-    ) -> Optional["CompiledStep"]:
-        """Begins a step of the only parameter of ``optimizer.param_groups[index]``.
-
-        Args:
-            optimizer: an optimizer whose group ``may_be_cut()``.
-            index: the index of the parameter group.
-            factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
-            gradient: the dtype of gradients.
-            new: where the new values of the parameter are written, in their dtype.
+    def begin(self, partition: Partition) -> Optional["CompiledStep"]:
+        """Begins a step of a partition.
 
         Returns:
-            None if the optimizer has to step this parameter itself: in its first step, in which it makes its states;
-            if the parameter has fewer than ``LEAST_NUMEL`` elements or is not in fp32; if the update cannot be
-            compiled; or if ``MAX_UPDATES`` were compiled for the group.
+            None if the optimizer has to step this partition itself: if ranges may not be stepped; in its first step,
+            in which it makes its states; if the partition has fewer than ``LEAST_NUMEL`` elements or its master
+            weights are not in fp32; if the update cannot be compiled; or if ``MAX_UPDATES`` were compiled for the
+            group.
         """
-        group = optimizer.param_groups[index]
+        if not partition.may_be_cut:
+            return None
+        optimizer, new = partition.optimizer, partition.new
+        group = optimizer.param_groups[partition.index]
         (master,) = group["params"]
         state = optimizer.state.get(master) or {}
         if master.numel() < LEAST_NUMEL or master.dtype != torch.float32 or not _is_known(optimizer, group, state):
             return None
         if has_fast_kernel(optimizer, group, master):
             return None
-        kind = Kind(gradient, new.dtype, new.data_ptr() % 16 == 0, factor is not None)
+        kind = Kind(partition.gradient, new.dtype, new.data_ptr() % 16 == 0, partition.factor is not None)
         settings = _settings(optimizer, group)
         # CompiledStep passes states in their order, so names count as well as dtypes.
         states = {name: value.dtype if is_per_element(value, master) else None for name, value in state.items()}
-        key = repr((type(optimizer), settings, states, kind, master.device))
-        keys = self._of_group.setdefault(index, set())
+        key = repr((class_of_torch(optimizer), settings, states, kind, master.device))
+        keys = self._of_group.setdefault(partition.index, set())
         if key not in keys and len(keys) == MAX_UPDATES:
             self._warn_once(optimizer)
             return None
@@ -79,7 +70,7 @@ class CompiledUpdates:
         if update is None:
             return None
         _note_step(optimizer)
-        return CompiledStep(update, group, master, state, factor)
+        return CompiledStep(update, partition, master, state)
 
     def _compile(self, optimizer, settings, state, master, kind):
         """Returns the compiled update, or None with a warning if it cannot be compiled."""
@@ -117,31 +108,23 @@ def _note_step(inner):
 
 
 class CompiledStep:
-    """One step of one parameter group, made range by range.
+    """One step of one partition, made range by range. The methods are those of ``Step`` in ``rule.py``.
 
     Args:
         update: the compiled update.
-        group: the parameter group.
-        master: its only parameter.
+        partition: the partition.
+        master: its master weights.
         state: the optimizer's state of ``master``.
-        factor: an fp32 tensor [1] with which to multiply gradients. None if the update does not scale them.
     """
 
-    multiple = ALIGN_NUMEL
-
-    def __init__(
-        self,
-        update: Update,
-        group: Dict[str, Any],
-        master: torch.nn.Parameter,
-        state: Dict[str, Any],
-        factor: Optional[torch.Tensor],
-    ):
+    def __init__(self, update: Update, partition: Partition, master: torch.nn.Parameter, state: Dict[str, Any]):
         self._update, self._master, self._state = update, master.data, state
-        self._factors = [] if factor is None else [factor]
+        self._own = OwnStep(partition.optimizer, partition.index)
+        self._factors = [] if partition.factor is None else [partition.factor]
         self._per_element = [value for value in state.values() if is_per_element(value, master)]
         self._names = [name for name, value in state.items() if not is_per_element(value, master)]
-        values = _scalars(group["lr"], [state[name] for name in self._names])
+        learning_rate = partition.optimizer.param_groups[partition.index]["lr"]
+        values = _scalars(learning_rate, [state[name] for name in self._names])
         results = update.scalars(*values)
         self._new_scalars, scalars = results[: len(self._names)], results[len(self._names) :]
         if values[0].device != master.device:
@@ -149,16 +132,25 @@ class CompiledStep:
             scalars = [torch.full((), each.item(), dtype=each.dtype, device=master.device) for each in scalars]
         self._scalars = scalars
 
-    def run(self, gradient: torch.Tensor, new: torch.Tensor, first: int) -> None:
-        """Steps a range, see ``Step``."""
-        span = slice(first, first + gradient.numel())
-        states = [_rows(value[span]) for value in self._per_element]
+    def run(self, gradient: PartitionGradient, first: int, limit: int, new: Callable[[int, int], torch.Tensor]) -> int:
+        before = -first % ALIGN_NUMEL
+        if before or limit - first < ALIGN_NUMEL:
+            # The kernel takes whole rows. The optimizer itself steps the few elements around them.
+            return self._own.run(gradient, first, min(first + before, limit) if before else limit, new)
+        elements = gradient.unscaled(first, end_of_range(self._master, first, limit))
+        last = first + elements.numel()
+        states = [_rows(value[first:last]) for value in self._per_element]
         self._update.elements(
-            _rows(gradient), *self._factors, _rows(self._master[span]), _rows(new), *states, *self._scalars
+            _rows(elements),
+            *self._factors,
+            _rows(self._master[first:last]),
+            _rows(new(first, last)),
+            *states,
+            *self._scalars,
         )
+        return last
 
     def finish(self) -> None:
-        """Writes the new scalar states, such as the count of steps. Called when all ranges are stepped."""
         for name, value in zip(self._names, self._new_scalars, strict=True):
             if torch.is_tensor(self._state[name]):
                 self._state[name].copy_(value)

@@ -2,13 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has an optimizer step ranges of its parameter by its own ``step()``."""
 
-from typing import Any, List
+from typing import Any, Callable, List
 
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from .authors import steps_as_written
+from .ranges import PartitionGradient, end_of_range
 
 # Optimizers that treat each element by itself.
 _ELEMENTWISE = (
@@ -33,7 +34,7 @@ def _may_cut(optimizer, parameters):
     # The first step makes the state. A later step makes an entry that is still None, if an option now asks for it.
     return all(
         is_per_element(value, parameters[0]) or (value.numel() == 1 if torch.is_tensor(value) else value is not None)
-        for value in optimizer.state.get(parameters[0], {}).values()
+        for value in (optimizer.state.get(parameters[0]) or {}).values()
     )
 
 
@@ -45,12 +46,12 @@ def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
 class OwnStep:
     """One step of the only parameter of a parameter group, made range by range by the optimizer itself.
 
+    The methods are those of ``Step`` in ``rule.py``.
+
     Args:
         optimizer: an optimizer whose group :func:`may_be_cut`.
         index: the index of the parameter group.
     """
-
-    multiple = 1
 
     def __init__(self, optimizer: torch.optim.Optimizer, index: int):
         self._optimizer, self._index = optimizer, index
@@ -59,12 +60,11 @@ class OwnStep:
         # In the first step, the optimizer makes the state of each range.
         self._is_new = not self._state
 
-    def run(self, gradient: torch.Tensor, new: torch.Tensor, first: int) -> None:
-        """Steps a range, see ``Step``."""
+    def run(self, gradient: PartitionGradient, first: int, limit: int, new: Callable[[int, int], torch.Tensor]) -> int:
+        last = end_of_range(self._whole, first, limit)
         optimizer, groups, state = self._optimizer, self._optimizer.param_groups, self._state
-        last = first + gradient.numel()
         part = torch.nn.Parameter(self._whole.data[first:last])
-        part.grad = gradient
+        part.grad = gradient.scaled(first, last)
         self._group = {**groups[self._index], "params": [part]}
         if not self._is_new:
             optimizer.state[part] = {name: _part(value, self._whole, first, last) for name, value in state.items()}
@@ -74,16 +74,18 @@ class OwnStep:
         finally:
             optimizer.param_groups = groups
             self._of_part = optimizer.state.pop(part, {})
+            # The group is kept until finish(), and must not keep the memory of a scaled gradient.
+            part.grad = None
         if self._is_new:
             for name, value in self._of_part.items():
                 if is_per_element(value, part):
                     if name not in state:
                         state[name] = value.new_empty(self._whole.shape)
                     state[name][first:last] = value
-        new.copy_(part.data)
+        new(first, last).copy_(part.data)
+        return last
 
     def finish(self) -> None:
-        """Writes the states that are no element's, such as the count of steps. Called when all ranges are stepped."""
         optimizer, state = self._optimizer, self._state
         # Each range has counted this step, so take the counts of the last one.
         for name, value in self._of_part.items():

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Steps a flat partition range by range, to save memory.
+"""The pass over a flat partition, range by range, and the gradient that the pass consumes.
 
 The fp32 gradients of a partition need twice the memory of its bf16 gradients, and the temporaries of an optimizer may
 need as much again. If the optimizer treats each element by itself, the fp32 gradients and the temporaries need to
@@ -9,11 +9,11 @@ exist only for one range at a time.
 
 import bisect
 import itertools
-from typing import TYPE_CHECKING, Callable, Iterable, Iterator, List, Optional, Protocol, Tuple
+from typing import TYPE_CHECKING, Callable, Iterable, Iterator, List, Optional, Tuple
 
 import torch
 
-from .own_step import OwnStep
+from .rule import Step
 
 if TYPE_CHECKING:
     from ..layout import PartitionViews
@@ -33,71 +33,43 @@ IN_PLACE_NUMEL = 2**22
 GATHERED_NUMEL = 2**25
 
 
-class Step(Protocol):
-    """One step of one partition by one rule, made range by range, in any order.
-
-    Attributes:
-        multiple: each range begins at a multiple of so many elements, and has a multiple of them.
-    """
-
-    multiple: int
-
-    def run(self, gradient: torch.Tensor, new: torch.Tensor, first: int) -> None:
-        """Steps the elements from ``first`` on, as many as ``gradient`` has, and writes them into ``new``.
-
-        With offloading ``new`` may be the memory of ``gradient``: read each element before it is written.
-
-        Args:
-            gradient: 1-D, beginning at a multiple of 16 bytes, in its own dtype and not scaled. The optimizer's own
-                step gets it scaled, in the dtype of the master weights.
-            new: 1-D, as many elements.
-            first: the offset in the partition.
-        """
-
-    def finish(self) -> None:
-        """Writes the states that are no element's, such as the count of steps. Called when all ranges are stepped."""
+def end_of_range(master: torch.Tensor, first: int, limit: int) -> int:
+    """Returns where a range from ``first`` on ends that has as many elements as are stepped at once."""
+    return min(first + (RANGE_NUMEL_ON_HOST if master.is_cpu else RANGE_NUMEL), limit)
 
 
 class Ranges:
-    """Steps the only parameter of a parameter group range by range.
+    """Steps a partition range by range.
 
     Args:
-        optimizer: an optimizer whose group ``may_be_cut()``.
-        index: the index of the parameter group.
-        gradient: the gradient of the parameter.
+        step: steps the ranges.
+        numel: elements of the partition.
+        gradient: the gradient of the partition.
         new: a function of (first, last) that returns the memory for the new values of the elements [first, last).
-        finish: a function to call with (first, last) when that memory has the new values.
-        step: the step of the parameter by a rule, or the optimizer's own. The optimizer also steps the ranges that
-            are shorter than a rule's multiple.
+        written: a function to call with (first, last) when that memory has the new values.
     """
 
     def __init__(
         self,
-        optimizer: torch.optim.Optimizer,
-        index: int,
+        step: Step,
+        numel: int,
         gradient: "PartitionGradient",
         new: Callable[[int, int], torch.Tensor],
-        finish: Callable[[int, int], None],
-        step: Step,
+        written: Callable[[int, int], None],
     ):
-        (parameter,) = optimizer.param_groups[index]["params"]
-        self._numel = parameter.numel()
-        self._size = RANGE_NUMEL_ON_HOST if parameter.is_cpu else RANGE_NUMEL
-        self._step = step
-        self._own = step if isinstance(step, OwnStep) else OwnStep(optimizer, index)
-        self._gradient, self._new, self._finish = gradient, new, finish
-        self._spans = [(0, self._numel)]  # what is left to do
+        self._step, self._numel, self._gradient, self._new, self._written = step, numel, gradient, new, written
+        self._spans = [(0, numel)]  # what is left to do
 
     def step_first(self, spans: List[Tuple[int, int]]) -> None:
         """Steps the elements in ``spans``, [first, last) in ascending order, before all others.
 
-        No gradient may lie in a span in part. The optimizer itself steps a small parameter whole at once.
+        No gradient may lie in a span in part.
         """
-        if self._step is self._own and self._numel <= self._size:
-            spans = [(0, self._numel)]
         self._run(spans)
         borders = [border for span in spans for border in span]
         self._spans = [*zip([0, *borders[1::2]], [*borders[::2], self._numel], strict=True)]
+        # Other partitions are stepped before the rest of this one.
+        self._gradient.give_memory_back()
 
     def step_rest(self) -> None:
         """Steps all other elements, and the states that are no element's, such as counts of steps."""
@@ -107,17 +79,8 @@ class Ranges:
     def _run(self, spans):
         for first, end in spans:
             while first < end:
-                step, limit = self._step, min(first + self._size, end)
-                before = -first % step.multiple
-                if before or limit - first < step.multiple:
-                    step, limit = self._own, min(first + before, limit) if before else limit
-                take = self._gradient.scaled if step is self._own else self._gradient.unscaled
-                gradient = take(first, limit)
-                last = first + gradient.numel()
-                step.run(gradient, self._new(first, last), first)
-                # Otherwise this name would keep the memory of a gradient while the next one is made.
-                del gradient
-                self._finish(first, last)
+                last = self._step.run(self._gradient, first, end, self._new)
+                self._written(first, last)
                 first = last
 
 
@@ -177,6 +140,10 @@ class PartitionGradient:
         if laid_out:
             torch._foreach_copy_([place for _, place in laid_out], [part for part, _ in laid_out])
         return gradient
+
+    def give_memory_back(self) -> None:
+        """Drops the memory of what the last calls have returned."""
+        self._memory, self._gathered = self._memory.new_empty(0), self._gathered.new_empty(0)
 
     def _end(self, first, limit):
         """Returns where a range from ``first`` on begins or ends a large gradient, or has enough small ones."""

@@ -7,7 +7,7 @@ bias corrections, runs once a step, in fp64. Inductor compiles the rest, which r
 """
 
 import warnings
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple, Type
 
 import torch
 from torch.export import Dim, ExportedProgram
@@ -102,16 +102,19 @@ class _Range(torch.nn.Module):
         new.copy_(master)
 
 
-def _worker(stepper):
-    """Returns an optimizer of torch whose update is that of ``stepper``, which may be one of DeepSpeed in C++.
+def class_of_torch(optimizer: torch.optim.Optimizer) -> Type[torch.optim.Optimizer]:
+    """Returns torch's class whose update is that of ``optimizer``, which may be one of DeepSpeed in C++."""
+    if isinstance(optimizer, FusedAdam):
+        return torch.optim.AdamW if optimizer.adam_w_mode else torch.optim.Adam
+    return type(optimizer)
 
-    The worker is new. A copy would share parameter groups and states with ``stepper``, and torch's
-    ``__setstate__()`` changes them.
+
+def _worker(optimizer):
+    """Returns a new optimizer with the update of ``optimizer``.
+
+    A copy would share parameter groups and states with ``optimizer``, and torch's ``__setstate__()`` changes them.
     """
-    cls = type(stepper)
-    if isinstance(stepper, FusedAdam):
-        cls = torch.optim.AdamW if stepper.adam_w_mode else torch.optim.Adam
-    return cls([torch.nn.Parameter(torch.empty(0, device="cpu"))])
+    return class_of_torch(optimizer)([torch.nn.Parameter(torch.empty(0, device="cpu"))])
 
 
 def _record(module, master, states, learning_rate, scalars, kind) -> ExportedProgram:

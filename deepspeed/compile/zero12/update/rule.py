@@ -1,0 +1,53 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule is: a way to step the elements of a partition."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Callable, Optional, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from .ranges import PartitionGradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """This rank's partition of a parameter group, before a step."""
+
+    optimizer: torch.optim.Optimizer  # the optimizer that the ZeRO-1/2 optimizer wraps
+    index: int  # of the parameter group, whose only parameter is the master weights of the partition
+    may_be_cut: bool  # whether ranges of elements may be stepped in place of the optimizer's own step of the whole
+    factor: Optional[torch.Tensor]  # an fp32 tensor [1] with which to multiply gradients, or None for 1
+    gradient: torch.dtype  # of gradients
+    new: torch.Tensor  # what the new values of parameters are like: their dtype, and where their memory begins
+
+
+class Step(Protocol):
+    """One step of one partition, made range by range, in any order."""
+
+    def run(
+        self, gradient: "PartitionGradient", first: int, limit: int, new: Callable[[int, int], torch.Tensor]
+    ) -> int:
+        """Steps elements from ``first`` on, and writes their new values. Every element is stepped once.
+
+        Args:
+            gradient: the gradient of the partition, from which this method takes that of the elements it steps.
+            first: the offset in the partition.
+            limit: where to end at the latest.
+            new: a function of (first, last) that returns the memory for the new values of elements [first, last), 1-D.
+                With offloading this may be the memory of their gradient: read each element before it is written.
+
+        Returns:
+            the offset behind the last element that was stepped, greater than ``first``.
+        """
+
+    def finish(self) -> None:
+        """Called when all elements are stepped. Writes states that are no element's, such as the count of steps."""
+
+
+class Rule(Protocol):
+    """A way to step partitions. Each engine has its own, which may keep what outlives a step."""
+
+    def begin(self, partition: Partition) -> Optional[Step]:
+        """Begins a step of a partition, and changes nothing yet. Returns None if this rule does not serve it."""
