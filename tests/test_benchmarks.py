@@ -57,8 +57,8 @@ def test_parts_of_a_step_on_the_host(tmp_path):
         text=True,
         check=True,
     ).stdout
-    figures = dict(re.findall(r"^(norm|chunks|Adam|host memory)[^\n]* ([\d.]+)$", printed, re.MULTILINE))
-    assert list(figures) == ["norm", "chunks", "Adam", "host memory"], printed
+    figures = dict(re.findall(r"^(norm|ranges|Adam|host memory)[^\n]* ([\d.]+)$", printed, re.MULTILINE))
+    assert list(figures) == ["norm", "ranges", "Adam", "host memory"], printed
     assert all(float(figure) > 0 for figure in figures.values())
 
 

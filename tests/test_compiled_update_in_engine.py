@@ -14,6 +14,7 @@ import deepspeed
 from deepspeed.compile.zero12 import gather, wait_for_parameters
 from deepspeed.compile.zero12.gather import OverlappedGather
 from deepspeed.compile.zero12.update import compiled as compiled_update
+from deepspeed.compile.zero12.update import groups
 from deepspeed.compile.zero12.update.compiled import CompiledStep, CompiledUpdates
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -108,11 +109,11 @@ def test_an_engine_compiles_its_updates(ranks, tmp_path, varied):
 
 
 def gradients_in_a_compiled_step(case):
-    """Returns how many targets exist each time that a range is stepped."""
+    """Returns how many targets exist each time that a range is stepped, while it writes its new values."""
     with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48):
         _, engine = start(case)
         engine.optimizer._zero12.rules = [CompiledUpdates()]
-        return targets_at_calls(CompiledStep, "run", engine, steps=3)
+        return targets_at_calls(groups, "_memory_of_new", engine, steps=3)
 
 
 # As users write it. The learning rates of a WarmupLR's first two steps are zero.
