@@ -7,6 +7,7 @@ import copy
 import threading
 import time
 import warnings
+import weakref
 from typing import Dict, NamedTuple
 from unittest import mock
 
@@ -288,12 +289,19 @@ def polled_counters(case):
     def poll():
         while not done.is_set():
             gradient_counters(engine)
+            reset_gradient_counters(engine)
             reads[0] += 1
 
     poller = threading.Thread(target=poll)
     poller.start()
     try:
         for step in range(10):
+            # The caller drops gradients that lie in `parameter.grad`, which the other thread is reading.
+            with engine.no_sync():
+                backward(engine, step)
+            for parameter in module.parameters():
+                parameter.grad = None
+            engine.zero_grad()
             step_beside(engine, plain, optimizer, step)
     finally:
         done.set()
@@ -321,6 +329,7 @@ def counters_of_a_rank_that_waits(case):
         while not done.is_set():
             began = time.monotonic()
             gradient_counters(engine)
+            reset_gradient_counters(engine)
             longest[0] = max(longest[0], time.monotonic() - began)
 
     poller = threading.Thread(target=poll)
@@ -341,8 +350,13 @@ def test_counters_do_not_wait_for_other_ranks(ranks):
     assert max(ranks(2).run(counters_of_a_rank_that_waits, Case(bucket=50))) < 1
 
 
-def begin_while_another_is_dropped(case):
-    """A backward raises in another thread, which is slow to tell the engine so. Meanwhile this thread takes a step."""
+def begin_while_another_is_dropped(case, held_in):
+    """A backward raises in another thread, which then stays long in a method of BackwardLife. Meanwhile this thread
+    takes a step.
+
+    ``held_in``: "settle" holds the thread before it has seen that the backward was abandoned, and
+    "_release_handed_over" before it drops the step's gradients. In the latter, this thread has to wait.
+    """
 
     class Fragile(Model):
         @torch.compiler.disable
@@ -356,14 +370,14 @@ def begin_while_another_is_dropped(case):
     optimizer = make_optimizer(plain, case)
     Raises.armed = Raises.has_raised = False
     step_beside(engine, plain, optimizer, 0)
-    told, may_go_on, settle = threading.Event(), threading.Event(), BackwardLife.settle
+    told, may_go_on, method = threading.Event(), threading.Event(), getattr(BackwardLife, held_in)
 
     def late(life):
         if threading.current_thread() is not threading.main_thread() and Raises.has_raised:
             Raises.armed = Raises.has_raised = False
             told.set()
-            may_go_on.wait(30)
-        settle(life)
+            may_go_on.wait(30 if held_in == "settle" else 2)
+        method(life)
 
     def raise_in_backward():
         with contextlib.suppress(ArithmeticError):
@@ -371,7 +385,7 @@ def begin_while_another_is_dropped(case):
 
     loss = engine(batch(1, 0, dist.get_rank(), 4))
     Raises.armed = True
-    with mock.patch.object(BackwardLife, "settle", late):
+    with mock.patch.object(BackwardLife, held_in, late):
         other = threading.Thread(target=raise_in_backward)
         other.start()
         assert told.wait(30)
@@ -387,8 +401,42 @@ def begin_while_another_is_dropped(case):
 
 @pytest.mark.sanitized
 @vary("stage", [1, 2])
-def test_a_backward_begins_while_another_is_dropped(ranks, stage):
-    assert max(ranks(2).run(begin_while_another_is_dropped, Case(stage=stage, bucket=50))) < BOUND
+@vary("held_in", ["settle", "_release_handed_over"])
+def test_a_backward_begins_while_another_is_dropped(ranks, held_in, stage):
+    assert max(ranks(2).run(begin_while_another_is_dropped, Case(stage=stage, bucket=50), held_in)) < BOUND
+
+
+def call_as_a_gradient_ends(case, how):
+    """A user has tied a call of the engine to the end of a gradient that the engine drops. Returns the error of a later
+    step."""
+    torch.manual_seed(0)
+    module = Model().to(device())
+    plain = copy.deepcopy(module)
+    _, engine = start(case, module)
+    optimizer = make_optimizer(plain, case)
+    called = []
+
+    def call():
+        engine.zero_grad()
+        called.append(gradient_counters(engine)["unreduced"])
+
+    with engine.no_sync() if how == "unreduced" else contextlib.nullcontext():
+        backward(engine, 0)
+    kept = engine.optimizer.averaged_gradients[0] if how == "bound" else [p.grad for p in module.parameters()]
+    weakref.finalize(next(each for each in kept if each is not None), call)
+    del kept
+    # Not zero_grad(), which empties `parameter.grad` by torch's own function first.
+    engine.optimizer._zero12.backward.drop_step()
+    assert called, "the gradient was not dropped"
+    step_beside(engine, plain, optimizer, 1)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error
+
+
+@vary("how", ["unreduced", "bound"])
+def test_a_call_of_the_engine_as_a_gradient_ends(ranks, how):
+    assert max(ranks(2).run(call_as_a_gradient_ends, Case(bucket=50), how)) < BOUND
 
 
 class SomeGradients(NamedTuple):

@@ -107,7 +107,8 @@ bool ParameterRecord::autograd_wants() const
 {
     const auto* asked = torch::autograd::get_current_graph_task_exec_info();
     if (!asked || asked->empty()) { return true; }
-    const auto found = asked->find(accumulation_node.get());
+    // Not `accumulation_node`: the parameter may have got another node since the last backward.
+    const auto found = asked->find(torch::autograd::impl::try_get_grad_accumulator(parameter).get());
     if (found == asked->end()) { return false; }
     TORCH_CHECK(!found->second.captures_ || found->second.captures_->empty(),
                 describe() + " is reduced by its compiled graph, so torch.autograd.grad() cannot return its " +
@@ -141,7 +142,7 @@ void Reducer::watch_graph_task()
 void Reducer::graph_ended(int64_t serial)
 {
     std::lock_guard lock(mutex_);
-    if (serial == serial_ && stage_ == Stage::running) { stage_ = Stage::ended; }
+    if (serial == serial_ && state_ == BackwardState::running) { state_ = BackwardState::ended; }
 }
 
 void Reducer::graph_dropped(int64_t serial) noexcept
@@ -151,9 +152,10 @@ try {
         // Whoever drops the task may hold the interpreter's lock, and the thread that holds mutex_ may wait for it.
         std::optional<pybind11::gil_scoped_release> unlocked;
         if (PyGILState_Check()) { unlocked.emplace(); }
+        Dropped dropped;
         std::lock_guard lock(mutex_);
         if (serial != serial_ || !in_backward()) { return; }
-        abandon(Stage::raised);
+        abandon(BackwardState::raised, dropped);
         listener = listener_;
     }
     // Otherwise engine.is_gradient_accumulation_boundary() would be outdated until the next call of the engine.
@@ -164,20 +166,29 @@ try {
 
 bool Reducer::abandon_unfinished(bool may_enclose)
 {
+    Dropped dropped;
     std::lock_guard lock(mutex_);
-    // A backward whose graph has ended encloses no other. One that runs may: on CPU, where a backward that raised is
-    // abandoned at once. On a GPU, a thread of autograd's may hold the graph task of a backward that raised.
-    const bool encloses = may_enclose && stage_ == Stage::running &&
+    // A backward whose graph has ended cannot enclose another. On CPU, a backward that raised is abandoned by now, so one
+    // that is still running encloses. On a GPU, a thread of autograd's may still hold the graph task of a backward that
+    // raised, so the backward encloses only if this thread runs in its task.
+    const bool encloses = may_enclose && state_ == BackwardState::running &&
                           (streams_.on_cpu() || graph_task_ == torch::autograd::get_current_graph_task_id());
-    if (in_backward() && !encloses) { abandon(Stage::interrupted); }
+    if (in_backward() && !encloses) { abandon(BackwardState::unfinished, dropped); }
     return is_abandoned();
 }
 
-std::optional<bool> Reducer::take_abandoned()
+std::optional<std::string> Reducer::abandoned() const
+{
+    const BackwardState state = state_;
+    if (state == BackwardState::raised) { return "raised"; }
+    if (state == BackwardState::unfinished) { return "unfinished"; }
+    return std::nullopt;
+}
+
+void Reducer::settled()
 {
     std::lock_guard lock(mutex_);
-    if (!is_abandoned()) { return std::nullopt; }
-    return stage_.exchange(Stage::none) == Stage::interrupted;
+    if (is_abandoned()) { state_ = BackwardState::none; }
 }
 
 // Gradients that autograd's running task cannot compute.
@@ -282,11 +293,11 @@ at::Tensor UnreducedSum::take()
     return sum;
 }
 
-void UnreducedSum::drop()
+void UnreducedSum::drop(Dropped& dropped)
 {
     if (!sum_.defined()) { return; }
     counters_.unreduced.remove(bytes_of(sum_));
-    sum_ = at::Tensor();
+    dropped.push_back(std::exchange(sum_, {}));
 }
 
 void UnreducedSum::leave_in_grad(const at::Tensor& parameter)

@@ -307,9 +307,14 @@ void Bucket::wait_on_device()
 
 Bucket::~Bucket()
 {
-    // The last stream has waited for the collectives, so on that stream the memory may be used again.
-    for (auto& segment : segments_) { drop_memory(segment); }
     counters_.pending.remove(bytes_);
+    // The last stream has waited for the collectives, so on that stream the memory may be used again. An exception must
+    // not leave a destructor, least of all one that hides an earlier error of a collective.
+    try {
+        for (auto& segment : segments_) { drop_memory(segment); }
+    } catch (const std::exception& error) {
+        TORCH_WARN(std::string("DeepCompile could not drop a bucket's memory: ") + error.what());
+    }
 }
 
 void Bucket::drop_memory(Segment& segment)
@@ -449,13 +454,14 @@ void PartitionGroup::allocate_flat_partition()
     mark_stage("deepcompile::bound", flat_partition);
 }
 
-void PartitionGroup::release()
+void PartitionGroup::release(Dropped& dropped)
 {
     if (flat_partition.defined()) { counters.bound.remove(bytes_of(flat_partition)); }
-    for (const auto& [offset, target] : targets) {
+    for (auto& [offset, target] : targets) {
         if (!flat) { (host ? counters.on_host : counters.bound).remove(bytes_of(target)); }
+        dropped.push_back(std::move(target));
     }
-    flat_partition = at::Tensor();
+    dropped.push_back(std::exchange(flat_partition, {}));
     targets.clear();
 }
 

@@ -6,12 +6,14 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <chrono>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
+#include <utility>
 
 // The life of a gradient, as deepcompile.h tells it.
 
@@ -86,7 +88,7 @@ int64_t Reducer::add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
                                 host->scalar_type() == target_dtype),
                       "host memory for targets must have the partition's size and the targets' dtype");
     TORCH_CHECK_VALUE(groups_.empty() || groups_.front().host.has_value() == host.has_value(),
-                      "the targets of all parameter groups must lie on the host, or of none");
+                      "either all parameter groups have targets in host memory, or none has");
     groups_.push_back(
         {std::move(process_group), partition_numel, target_dtype, device, flat, std::move(host), counters_});
     streams_.set_device(device);
@@ -139,7 +141,7 @@ bool Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
         begin_turns();
     }
     reduces_ = reduces;
-    stage_ = Stage::running;
+    state_ = BackwardState::running;
     watch_graph_task();
     if (!reduces || !find_absent(is_first)) { return true; }
     // leads_to_checkpoints() takes the interpreter's lock, whose holder may be waiting for mutex_.
@@ -241,7 +243,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     }
 }
 
-// 4. End of backward. (3. Bound: see targets.cpp.)
+// 4. End of backward. (3. Bound: see bucket.cpp.)
 
 void Reducer::end_backward()
 {
@@ -269,7 +271,7 @@ std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
     c10::OptionalStreamGuard on_last_stream(streams_.last());
     streams_.order_after_last_use();
     if (reduces) {
-        // Where no backward has begun, every sum still lies in `parameter.grad`.
+        // Where no backward has begun, sums of the parameter's dtype still lie in `parameter.grad`.
         if (!in_backward()) {
             begin_turns();
             for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
@@ -288,7 +290,7 @@ std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
         for (auto& group : groups_) { group.allocate_flat_partition(); }
         for (const auto& record : records_) { record.group->bind_to_zeros(record.pieces); }
     }
-    if (in_backward()) { end_stage(Stage::none); }
+    if (in_backward()) { leave_backward(BackwardState::none); }
     if (completes) {
         agree_and_reduce_late();
         is_handed_over_ = true;
@@ -298,34 +300,35 @@ std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
         }
     }
     streams_.let_wait(caller);
-    // Without a stream, the optimizer would read what this backward has only queued.
+    // The optimizer reads host memory without a stream, so wait here for the queued copies.
     if (is_handed_over_ && groups_.front().host) { streams_.wait_on_host(); }
     return handed_over;
 }
 
-void Reducer::end_stage(Stage next)
+void Reducer::leave_backward(BackwardState next)
 {
     reduces_ = false;
-    stage_ = next;
+    state_ = next;
     graph_task_ = -1;
     ++serial_;
 }
 
 void Reducer::abandon_backward()
 {
+    Dropped dropped;
     std::lock_guard lock(mutex_);
-    abandon(Stage::raised);
+    abandon(BackwardState::raised, dropped);
 }
 
-void Reducer::abandon(Stage how)
+void Reducer::abandon(BackwardState how, Dropped& dropped)
 {
     // If the backward raised on some ranks only, before any of them sent a bucket, only this marker makes their
     // fingerprints differ from those of the other ranks.
     agreement_.add(Marker::backward_abandoned);
-    // First, so that what lies in `parameter.grad` is dropped too.
-    end_stage(how);
+    // Leave the backward first: during one, forget_gradients() leaves `parameter.grad` to autograd.
+    leave_backward(how);
     buckets_.abandon();
-    forget_gradients();
+    forget_gradients(dropped);
 }
 
 void Reducer::replace_gradients()
@@ -347,43 +350,45 @@ void Reducer::compare_and_await_targets()
     for (const auto& group : groups_) {
         for (const auto& [offset, target] : group.targets) { streams_.record_on_last(target); }
     }
-    streams_.settle();
+    streams_.forget_other_streams();
 }
 
 // 6. Released.
 
 void Reducer::release(std::optional<int64_t> group)
 {
+    Dropped dropped;
     std::lock_guard lock(mutex_);
     is_handed_over_ = false;
     if (!group) {
-        forget_gradients();
+        forget_gradients(dropped);
     } else if (*group < static_cast<int64_t>(groups_.size())) {
         // The optimizer's views of a partition may outlive the engine, whose groups are gone then.
-        groups_[*group].release();
+        groups_[*group].release(dropped);
     }
 }
 
-void Reducer::forget_gradients()
+void Reducer::forget_gradients(Dropped& dropped)
 {
-    for (auto& group : groups_) { group.release(); }
+    for (auto& group : groups_) { group.release(dropped); }
     for (auto& record : records_) {
         end_early(record);
-        record.unreduced.drop();
+        record.unreduced.drop(dropped);
         // While a backward runs, perhaps on another thread, what lies in `parameter.grad` is autograd's.
-        if (!in_backward()) { record.parameter.mutable_grad() = at::Tensor(); }
+        if (!in_backward()) { dropped.push_back(std::exchange(record.parameter.mutable_grad(), {})); }
     }
 }
 
 void Reducer::close()
 {
-    // Declared before the lock, so that the listener is dropped after mutex_ is released: dropping it takes the
-    // interpreter's lock.
+    // Declared before the lock, because dropping them takes the interpreter's lock.
     std::shared_ptr<const Listener> listener;
+    std::deque<ParameterRecord> records;
+    Dropped dropped;
     std::lock_guard lock(mutex_);
     buckets_.abandon();
-    forget_gradients();
-    end_stage(Stage::none);
+    forget_gradients(dropped);
+    leave_backward(BackwardState::none);
     // Copies may still write into host memory that goes with the groups.
     if (!groups_.empty() && groups_.front().host) { streams_.wait_on_host(); }
     listener.swap(listener_);
@@ -392,7 +397,7 @@ void Reducer::close()
         registry().reducers.erase(options_.identity);
     }
     order_ = SendOrder();
-    records_.clear();
+    records.swap(records_);
     counters_.registered = 0;
     groups_.clear();
     // Forgets the device too, which may be gone when the destructor closes the reducer a second time.
@@ -412,7 +417,8 @@ std::map<std::string, int64_t> Reducer::counters() const
     }
     auto values = counters_.values();
     // Between backwards `parameter.grad` holds what is unreduced. In a backward it is autograd's, on any thread.
-    if (lock.owns_lock() && !in_backward()) {
+    if (lock.owns_lock() && !in_backward() && Py_IsInitialized()) {
+        const pybind11::gil_scoped_acquire locked;
         for (const auto& record : records_) {
             const auto& slot = record.parameter.grad();
             if (slot.defined()) { values["unreduced"] += bytes_of(slot); }
@@ -420,12 +426,6 @@ std::map<std::string, int64_t> Reducer::counters() const
     }
     values["peak_unreduced"] = std::max(values["peak_unreduced"], values["unreduced"]);
     return values;
-}
-
-void Reducer::reset_counters()
-{
-    std::lock_guard lock(mutex_);
-    counters_.reset();
 }
 
 }  // namespace deepcompile

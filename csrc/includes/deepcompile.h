@@ -114,7 +114,8 @@ public:
     void add(const at::Tensor& gradient, bool donated);
     /// Returns the sum, for use on the current stream, and forgets it.
     at::Tensor take();
-    void drop();
+    /// Moves the sum to `dropped`.
+    void drop(Dropped& dropped);
 
     /// Between backwards, moves the sum to `parameter.grad`. Keeps a sum whose dtype differs from the parameter's,
     /// because torch does not allow such a gradient there.
@@ -429,8 +430,8 @@ struct PartitionGroup {
     void bind_to_zeros(const std::vector<Piece>& pieces);
     /// Allocates the flat partition, zeroed, if targets lie in one and it does not exist yet.
     void allocate_flat_partition();
-    /// Forgets the targets.
-    void release();
+    /// Moves the targets to `dropped`.
+    void release(Dropped& dropped);
 };
 
 // 1. to 6.: the whole life. (reducer.cpp, autograd.cpp, order.cpp)
@@ -439,13 +440,13 @@ struct PartitionGroup {
 /// slowly, and the results do not show it.
 enum class Route { graph, autograd };
 
-/// How far a backward has come.
-enum class Stage {
-    none,         ///< no backward has begun, or the last one is finished
-    running,      ///< autograd runs its graph
-    ended,        ///< autograd is through with its graph, and finish_backward() was not called yet
-    raised,       ///< abandoned because it raised, and take_abandoned() was not called yet
-    interrupted,  ///< the same, but abandon_unfinished() has found it
+/// What has become of the backward that began last.
+enum class BackwardState {
+    none,        ///< no backward has begun, or the last one is finished, or settled() was called
+    running,     ///< autograd runs its graph
+    ended,       ///< autograd is through with its graph, and finish_backward() was not called yet
+    raised,      ///< abandoned: autograd dropped its graph, or its epilogue raised
+    unfinished,  ///< abandoned: abandon_unfinished() found that it cannot finish any more
 };
 
 /// What a Reducer calls in Python.
@@ -489,23 +490,25 @@ public:
     /// reduce them; the order of registration numbers them.
     ///
     /// Autograd tells nobody of a backward that raised. So the reducer queues a Watch with the running graph task, which
-    /// calls the watch when the graph has run, or else drops it. Returns false, and begins nothing, if a backward has
-    /// been abandoned since take_abandoned() was asked.
+    /// calls the watch when the graph has run, or else drops it. Returns false, and begins nothing, if a backward was
+    /// abandoned and settled() was not called yet.
     bool begin_backward(bool reduces, const std::vector<size_t>& hooked);
 
-    /// Called when a backward begins, with `may_enclose`, and between backwards. Abandons the backward that began last if
-    /// it did not finish and no longer can: either it raised and a thread of autograd's holds its graph task, or it was
-    /// interrupted after its graph. With `may_enclose`, it may enclose the one that begins. Returns whether
-    /// take_abandoned() has something to tell.
+    /// Called when a backward begins, with `may_enclose`, and between backwards. Abandons the last backward if it neither finished nor can finish: it raised and a thread of autograd's still holds
+    /// its graph task, or an interrupt came after its graph had run. `may_enclose`: a backward begins, which the last one
+    /// may enclose; an enclosing backward goes on. Returns whether a backward was abandoned, now or before, and settled()
+    /// was not called yet.
     bool abandon_unfinished(bool may_enclose);
-    /// Whether the backward that was abandoned since the last call was interrupted, and did not raise; nothing if none was
-    /// abandoned. The caller then drops what it holds of the step.
-    std::optional<bool> take_abandoned();
+    /// "raised" or "unfinished" if a backward was abandoned and settled() was not called yet, and otherwise nothing.
+    std::optional<std::string> abandoned() const;
+    /// Called when the caller has dropped what it holds of the step of an abandoned backward. Only now may another
+    /// backward begin.
+    void settled();
     /// Whether a backward has begun and was neither finished nor abandoned.
     bool in_backward() const
     {
-        const Stage stage = stage_;
-        return stage == Stage::running || stage == Stage::ended;
+        const BackwardState state = state_;
+        return state == BackwardState::running || state == BackwardState::ended;
     }
 
     /// From now on, `begin` is called when a gradient arrives and no backward has begun. It calls begin_backward() and
@@ -563,9 +566,9 @@ public:
     void close();
 
     /// Name -> value, as Counters has them, with what lies in `parameter.grad` between backwards. While another thread
-    /// waits for other ranks, what lies there is left out.
+    /// waits for other ranks, what lies there is left out. Takes the interpreter's lock, under which users write there.
     std::map<std::string, int64_t> counters() const;
-    void reset_counters();
+    void reset_counters() { counters_.reset(); }
 
 private:
     explicit Reducer(Options options);
@@ -600,12 +603,13 @@ private:
     /// Queues a Watch with autograd's running task, if there is one.
     void watch_graph_task();
     /// Ends the backward that began last.
-    void end_stage(Stage next);
-    /// Drops all gradients because the backward raised or was interrupted, and notes in the fingerprint that it did.
-    void abandon(Stage how);
-    bool is_abandoned() const { return stage_ == Stage::raised || stage_ == Stage::interrupted; }
-    /// Drops what is bound and unreduced.
-    void forget_gradients();
+    void leave_backward(BackwardState next);
+    /// Drops all gradients of a backward that cannot finish, and notes in the fingerprint that this rank did so. Moves
+    /// gradients that a user may know of to `dropped`; see Dropped.
+    void abandon(BackwardState how, Dropped& dropped);
+    bool is_abandoned() const { return state_ == BackwardState::raised || state_ == BackwardState::unfinished; }
+    /// Moves what is bound and unreduced to `dropped`.
+    void forget_gradients(Dropped& dropped);
 
     const Options options_;
     mutable std::mutex mutex_;
@@ -620,9 +624,9 @@ private:
     SendOrder order_;
     int64_t early_numel_ = 0;  ///< elements of the parameters whose gradients are early
 
-    /// How far the backward has come that began last. While it is not `none`, what lies in `parameter.grad` is autograd's,
+    /// What has become of the backward that began last. While in_backward(), what lies in `parameter.grad` is autograd's,
     /// and a gradient need not announce a backward. Any thread may read it; whoever writes holds mutex_.
-    std::atomic<Stage> stage_ = Stage::none;
+    std::atomic<BackwardState> state_ = BackwardState::none;
     int graph_task_ = -1;  ///< autograd's number of the task in which the backward began last; -1: in none
     /// Changes when a backward begins or ends, so that watches of earlier ones know that they are outdated.
     int64_t serial_ = 0;

@@ -17,11 +17,12 @@ told in deepcompile.h.
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace deepcompile {
 
-/// Bytes held now, and the most that were held since the last reset_peak(). Any thread may read; whoever writes holds
-/// the reducer's mutex.
+/// Bytes held now, and the most that were held since the last reset_peak(). Any thread may read and reset; whoever adds
+/// and removes holds the reducer's mutex.
 class ByteCount {
 public:
     void add(int64_t bytes)
@@ -39,8 +40,8 @@ private:
     std::atomic<int64_t> peak_ = 0;
 };
 
-/// What a reducer holds, and what it has received and sent since the last reset(). Any thread may read; whoever writes
-/// holds the reducer's mutex.
+/// What a reducer holds, and what it has received and sent since the last reset(). Any thread may read and reset; whoever
+/// counts holds the reducer's mutex.
 struct Counters {
     ByteCount bound;      ///< targets on the device
     ByteCount on_host;    ///< targets in host memory, where the optimizer is offloaded
@@ -60,6 +61,11 @@ struct Counters {
 };
 
 int64_t bytes_of(const at::Tensor& tensor);
+
+/// Tensors to drop after the reducer's mutex is released, so declare it before the lock. Dropping a tensor that Python knows runs what
+/// a user has tied to the tensor's end, such as a `weakref.finalize()` that calls the engine, and takes the interpreter's
+/// lock.
+using Dropped = std::vector<at::Tensor>;
 
 /// Tells a profiler that records operands what the tensor's memory is for from now on. Without a profiler nothing
 /// happens. The names of stages are STAGES in memory_picture/classify.py.
@@ -104,8 +110,8 @@ public:
     /// Has `stream` wait for the last use, without making `stream` the last one.
     void let_wait(const c10::Stream& stream) const;
 
-    /// From now on it counts as if one stream had used the memory.
-    void settle() { several_ = false; }
+    /// Forgets that several streams used the memory. To be called when the current stream waits for all of them.
+    void forget_other_streams() { several_ = false; }
     /// Where several streams have used the memory: keeps the allocator of the tensor's stream from handing out the
     /// tensor's memory again before the last stream is done with it.
     void record_on_last(const at::Tensor& tensor) const;

@@ -32,7 +32,7 @@ class _Step:
     told_by_caller: bool = False  # whether the caller decides which backwards belong to the step
     keeps: bool = False  # whether this rank keeps gradients that came while no backward of the engine ran
     forward_since_hand_over: bool = False
-    by_earlier_region: bool = False  # whether a region of coalesce_grad_reduction() that has ended left gradients
+    by_earlier_region: bool = False  # whether a region of coalesce_grad_reduction() has ended
 
 
 class BackwardLife:
@@ -42,6 +42,8 @@ class BackwardLife:
     first of a step. If the caller decides which backwards belong to a step (``no_sync()``,
     ``coalesce_grad_reduction()``, ``set_gradient_accumulation_boundary()``), only the caller knows which micro-batches
     must run again. Then the step raises an error.
+
+    As in DeepSpeed, one thread at a time uses an engine. Only :meth:`settle` may run in any other thread meanwhile.
 
     Args:
         engine: the DeepSpeedEngine. Its optimizer is the ZeRO-1/2 optimizer.
@@ -54,7 +56,8 @@ class BackwardLife:
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
         self._view_specs = [view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
-        # Reentrant, because what settle() calls may settle.
+        # Held while an abandoned backward is settled, and while a backward begins. Reentrant, because both may drop
+        # tensors, and a user may have tied a call of the engine to a tensor's end.
         self._settling = threading.RLock()
         self._step = _Step()
         # For each group, what `averaged_gradients` was given. Empty between steps.
@@ -69,18 +72,12 @@ class BackwardLife:
 
     def listen(self) -> None:
         """Has the reducer call this object when a gradient comes unannounced, and when a backward was abandoned."""
-        reference = weakref.ref(self)
-
-        def begin():
-            life = reference()
-            return life is not None and life.begin_unannounced()
-
-        def settle():
-            life = reference()
-            if life is not None:
-                life.settle()
-
-        self._reducer.listen(begin, settle)
+        # The reducer may outlive this object, and must not keep it alive.
+        alive = weakref.ref(self)
+        self._reducer.listen(
+            lambda: (life := alive()) is not None and life.begin_unannounced(),
+            lambda: (life := alive()) is not None and life.settle(),
+        )
 
     @property
     def _is_complete(self):
@@ -136,17 +133,19 @@ class BackwardLife:
         if not engine._running_engine_backward:
             self.abandon_unfinished(may_enclose=True)
         base_prologue()
-        self._join_step()
-        while not self._reducer.begin_backward(self._reduces(), hooked):
-            # Meanwhile another thread has dropped the graph of a backward that raised.
-            self.settle()
+        with self._settling:
             self._join_step()
+            while not self._reducer.begin_backward(self._reduces(), hooked):
+                # Meanwhile another thread has dropped the graph of a backward that raised.
+                self.settle()
+                self._join_step()
 
     def finish(self) -> None:
         """Called after every backward: reduces what no graph reduced, and hands over if the step is complete."""
         if not self._reducer.in_backward:
             # No gradient has announced this backward: its loss needs no output of the engine. On other ranks,
             # the loss may need one.
+            self.settle()
             self._join_step()
         self._reduce_rest(self._reduces())
         self._step.backwards += 1
@@ -262,34 +261,37 @@ class BackwardLife:
             self.settle()
 
     def settle(self) -> None:
-        """Does for DeepSpeed what remains to be done if the reducer has abandoned a backward since the last call.
+        """Does for DeepSpeed what remains to be done if the reducer has abandoned a backward.
 
         The reducer calls this function after a backward raised, from the thread of autograd that dropped the
         backward's graph. Another thread may go on with the engine before that, so this class calls the function too.
+        The reducer lets no backward begin until it is told at the end that all is done.
         """
         with self._settling:
-            interrupted = self._reducer.take_abandoned()
-            if interrupted is None:
+            how = self._reducer.abandoned
+            if how is None:
                 return
-            if interrupted:
-                logger.warning("The previous backward did not finish, so its gradients are dropped")
-            before = self._step.backwards
-            if self._step.told_by_caller:
-                self._lost += before
+            step = self._step
+            self._release_handed_over()
+            if step.told_by_caller:
+                self._lost += step.backwards
             else:
                 self.begin_anew()
-                if before:
-                    logger.warning(
-                        f"A backward raised; the gradients of the {before} backwards before it, which belong to "
-                        "the same step, are dropped too, and the next micro-batch is the first of a step"
-                    )
-            self._release_handed_over()
+            what = "A backward raised" if how == "raised" else "The previous backward did not finish"
+            if step.backwards and not step.told_by_caller:
+                logger.warning(
+                    f"{what}; the gradients of the {step.backwards} backwards before it, which belong to the same "
+                    "step, are dropped too, and the next micro-batch is the first of a step"
+                )
+            elif how != "raised":
+                logger.warning(f"{what}, so its gradients are dropped")
             # The base's epilogue did not run, so leave the backward and reset its timers here.
             self._optimizer()._backward_active_depth = 0
             engine = self._engine()
             timers = engine.engine_timers
             for name in timers.backward_timers + timers.backward_inner_timers + timers.backward_reduce_timers:
                 engine.timers(name).reset()
+            self._reducer.settled()
 
     # -------------------------------------------------------------------------------------------------------------
 
