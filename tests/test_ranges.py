@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A flat partition stepped in ranges is what it is stepped whole."""
 
+import collections
 import copy
 import dataclasses
 import functools
@@ -449,6 +450,78 @@ def test_no_scaled_gradient_outlives_the_step_of_its_group(ranks, compiled, over
     case = Case(dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED if overlapped else {})
     for kept in ranks(2).run(scaled_gradients_kept, case, compiled):
         assert kept == 3 * [0, 0]
+
+
+class NotingStates(collections.defaultdict):
+    """An optimizer's states. Notes states of ranges, which the step takes out again when a range is stepped."""
+
+    def __init__(self):
+        super().__init__(dict)
+        self.taken = []
+
+    def pop(self, *args):
+        states = super().pop(*args)
+        self.taken += [weakref.ref(value) for value in states.values() if value.dim()]
+        return states
+
+    def held(self):
+        return sum(reference() is not None for reference in self.taken)
+
+
+def states_of_ranges_kept(case):
+    """Returns how many states of ranges exist whenever a range begins, or parameters are sent, in the first step."""
+    kept = []
+
+    def noted(owner, method):
+        function = getattr(owner, method)
+        return mock.patch.object(owner, method, lambda *args: kept.append(states.held()) or function(*args))
+
+    with (
+        ranges_of(16),
+        noted(PartitionGradient, "scaled"),
+        noted(OverlappedGather, "start_first"),
+        noted(OverlappedGather, "start"),
+    ):
+        _, engine = start(case)
+        states = engine.optimizer.optimizer.state = NotingStates()
+        backward(engine)
+        engine.step()
+        engine.destroy()
+    assert len(states.taken) > 6
+    return kept
+
+
+def test_no_state_of_a_range_outlives_the_step_of_the_range(ranks):
+    """The optimizer makes them in the first step. Otherwise those of all parameter groups would exist at once."""
+    for kept in ranks(2).run(
+        states_of_ranges_kept, Case(dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED)
+    ):
+        assert len(kept) > 8 and not any(kept), kept
+
+
+class Interrupted(torch.optim.SGD):
+    """Raises as an interrupt does that comes just after a range has taken the place of the parameter groups."""
+
+    armed = False
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if name == "param_groups" and Interrupted.armed:
+            Interrupted.armed = False
+            raise KeyboardInterrupt
+
+
+@pytest.mark.quick
+def test_an_interrupted_optimizer_has_its_groups():
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = Interrupted([parameter], lr=0.1, momentum=0.9)
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    groups, Interrupted.armed = optimizer.param_groups, True
+    gradient = PartitionGradient(Views({0: torch.ones(4)}), None, parameter.data, torch.float32)
+    with pytest.raises(KeyboardInterrupt):
+        OwnStep(optimizer, 0).run(gradient, 0, 4, lambda *_: torch.empty(4))
+    assert optimizer.param_groups is groups and [*optimizer.state] == [parameter]
 
 
 def ranges_of_a_loaded_state(case):

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has an optimizer step ranges of its parameter by its own ``step()``."""
 
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List
 
 import torch
 
@@ -59,45 +59,52 @@ class OwnStep:
         self._state = optimizer.state.get(self._whole) or {}
         # In the first step, the optimizer makes the state of each range.
         self._is_new = not self._state
+        # States and settings that are no element's. Each range counts the step, so those of the last range are right.
+        self._scalars: Dict[str, Any] = {}
+        self._settings: Dict[str, Any] = {}
 
     def run(self, gradient: PartitionGradient, first: int, limit: int, new: Callable[[int, int], torch.Tensor]) -> int:
         last = end_of_range(self._whole, first, limit)
-        optimizer, groups, state = self._optimizer, self._optimizer.param_groups, self._state
+        optimizer, groups = self._optimizer, self._optimizer.param_groups
         part = torch.nn.Parameter(self._whole.data[first:last])
         part.grad = gradient.scaled(first, last)
-        self._group = {**groups[self._index], "params": [part]}
-        if not self._is_new:
-            optimizer.state[part] = {name: _part(value, self._whole, first, last) for name, value in state.items()}
-        optimizer.param_groups = [self._group]
+        group = {**groups[self._index], "params": [part]}
+        state = {name: _part(value, self._whole, first, last) for name, value in self._state.items()}
         try:
+            if not self._is_new:
+                optimizer.state[part] = state
+            optimizer.param_groups = [group]
             optimizer.step()
         finally:
             optimizer.param_groups = groups
-            self._of_part = optimizer.state.pop(part, {})
-            # The group is kept until finish(), and must not keep the memory of a scaled gradient.
-            part.grad = None
-        if self._is_new:
-            for name, value in self._of_part.items():
-                if is_per_element(value, part):
-                    if name not in state:
-                        state[name] = value.new_empty(self._whole.shape)
-                    state[name][first:last] = value
+            state = optimizer.state.pop(part, {})
+        self._keep(state, group, first, last)
         new(first, last).copy_(part.data)
         return last
 
+    def _keep(self, state, group, first, last):
+        """Keeps what a step of a range has made, but nothing of one range's size while the next range is stepped."""
+        self._settings = {name: value for name, value in group.items() if name != "params"}
+        self._scalars = {name: value for name, value in state.items() if not is_per_element(value, *group["params"])}
+        for name, value in state.items():
+            if not self._is_new or name in self._scalars:
+                continue
+            if value.shape == self._whole.shape:
+                self._state[name] = value
+                continue
+            if name not in self._state:
+                self._state[name] = value.new_empty(self._whole.shape)
+            self._state[name][first:last] = value
+
     def finish(self) -> None:
-        optimizer, state = self._optimizer, self._state
-        # Each range has counted this step, so take the counts of the last one.
-        for name, value in self._of_part.items():
-            if name not in state or not torch.is_tensor(value):
-                state[name] = value
-            elif not is_per_element(state[name], self._whole):
-                state[name].copy_(value)
-        if state:
-            optimizer.state[self._whole] = state
-        optimizer.param_groups[self._index].update(
-            (name, value) for name, value in self._group.items() if name != "params"
-        )
+        for name, value in self._scalars.items():
+            if torch.is_tensor(self._state.get(name)):
+                self._state[name].copy_(value)
+            else:
+                self._state[name] = value
+        if self._state:
+            self._optimizer.state[self._whole] = self._state
+        self._optimizer.param_groups[self._index].update(self._settings)
 
 
 def _part(value, parameter, first, last):
