@@ -26,6 +26,8 @@ from .steps import say
 class _Views:
     """One bf16 gradient that fills a partition, given away as the optimizer's views are."""
 
+    flat_partition = None
+
     def __init__(self, gradient: torch.Tensor):
         self._gradient = gradient
 

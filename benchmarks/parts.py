@@ -52,6 +52,8 @@ def most_memory(function: Callable[[], object]) -> str:
 class _Views(dict):
     """Offset -> gradient, given away as the optimizer's views are."""
 
+    flat_partition = None
+
     def take(self) -> Iterator[tuple[int, torch.Tensor]]:
         while self:
             yield self.popitem()
@@ -88,7 +90,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
 
     def step(adam, updates):
         # Each step is given the gradients anew. Without an update, the optimizer steps range by range.
-        update = updates and updates.begin(Partition(adam, 0, True, factor, torch.bfloat16, new))
+        update = updates and updates.begin(Partition(adam, 0, 0, tuple, factor, torch.bfloat16, new))
         given = PartitionGradient(_Views(gradients), factor, master.data, torch.bfloat16)
         update = update or OwnStep(adam, 0)
         Ranges(update, numel, given, lambda first, last: new[first:last], lambda *_: None).step_rest()

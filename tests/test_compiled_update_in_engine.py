@@ -14,8 +14,9 @@ import deepspeed
 from deepspeed.compile.zero12 import gather, wait_for_parameters
 from deepspeed.compile.zero12.gather import OverlappedGather
 from deepspeed.compile.zero12.update import compiled as compiled_update
-from deepspeed.compile.zero12.update import groups
+from deepspeed.compile.zero12.update import groups, make_rules
 from deepspeed.compile.zero12.update.compiled import CompiledStep, CompiledUpdates
+from deepspeed.compile.zero12.update.own_step import OwnRanges
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -58,7 +59,7 @@ def train_both_ways(case, folder, between=None):
             with updates_compiled_from(least, 32), ranges_of(48), as_recorded(recorded):
                 module, engine = start(case)
                 # As with the backend "inductor", which would take long to compile the model.
-                engine.optimizer._zero12.rules = [CompiledUpdates()]
+                engine.optimizer._zero12.rules = make_rules(compiles=True)
                 # DeepSpeed has no fp32 values of a frozen parameter, or of one without elements.
                 trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
                 begin = [each.float().clone() for each in trained]
@@ -112,7 +113,7 @@ def gradients_in_a_compiled_step(case):
     """Returns how many targets exist each time that a range is stepped, while it writes its new values."""
     with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48):
         _, engine = start(case)
-        engine.optimizer._zero12.rules = [CompiledUpdates()]
+        engine.optimizer._zero12.rules = make_rules(compiles=True)
         return targets_at_calls(groups, "_memory_of_new", engine, steps=3)
 
 
@@ -148,7 +149,7 @@ def train_three_steps(first, folder):
     engine = deepspeed.initialize(model=module, config=CONFIGURATION)[0]
     engine.compile(backend="eager")
     # As with the backend "inductor", which would take long to compile the model.
-    engine.optimizer._zero12.rules = [CompiledUpdates()]
+    engine.optimizer._zero12.rules = make_rules(compiles=True)
     if first:
         engine.load_checkpoint(folder)
     for step in range(first, first + 3):
@@ -199,10 +200,10 @@ def rules_of(backend, **compile_kwargs):
 
 
 def test_updates_are_compiled_with_inductor(ranks):
-    assert ranks(1).run(rules_of, "inductor") == [[CompiledUpdates]]
-    assert ranks(1).run(rules_of, "eager") == [[]]
-    assert ranks(1).run(rules_of, "inductor", disable=True) == [[]]
-    assert ranks(1, TORCH_COMPILE_DISABLE="1").run(rules_of, "inductor") == [[]]
+    assert ranks(1).run(rules_of, "inductor") == [[CompiledUpdates, OwnRanges]]
+    assert ranks(1).run(rules_of, "eager") == [[OwnRanges]]
+    assert ranks(1).run(rules_of, "inductor", disable=True) == [[OwnRanges]]
+    assert ranks(1, TORCH_COMPILE_DISABLE="1").run(rules_of, "inductor") == [[OwnRanges]]
 
 
 def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
@@ -229,7 +230,7 @@ def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
         raising_on(fails_on),
     ):
         module, engine = start(case)
-        engine.optimizer._zero12.rules = [CompiledUpdates()]
+        engine.optimizer._zero12.rules = make_rules(compiles=True)
         for step in range(3):
             backward(engine, step)
             done.clear()

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.update.compiled import CompiledUpdates
+from deepspeed.compile.zero12.update import make_rules
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
@@ -163,7 +163,7 @@ def _updates(recipe, engine, deepcompile):
     if not (recipe.compiled_update and deepcompile):
         yield
         return
-    engine.optimizer._zero12.rules = [CompiledUpdates()]
+    engine.optimizer._zero12.rules = make_rules(compiles=True)
     # A recorded update is as right as a compiled one, and a C++ compiler takes long.
     with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48), as_recorded(recipe.backend == "eager"):
         yield

@@ -20,15 +20,15 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils._contextlib import _DecoratorContextManager
 
 from deepspeed.compile.zero12.gather import AllGather, OverlappedGather
-from deepspeed.compile.zero12.update import ranges
-from deepspeed.compile.zero12.update.compiled import CompiledUpdates
-from deepspeed.compile.zero12.update.own_step import OwnStep, may_be_cut
+from deepspeed.compile.zero12.update import make_rules, ranges
+from deepspeed.compile.zero12.update.authors import steps_as_written
+from deepspeed.compile.zero12.update.own_step import OwnRanges, OwnStep
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL, PartitionGradient, Ranges
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary
 from support.lifetime import backward, start, targets_at_calls
-from support.optimizers import MORE_OPTIMIZERS, OPTIMIZERS, Views, deepspeed_adam
+from support.optimizers import MORE_OPTIMIZERS, OPTIMIZERS, Views, deepspeed_adam, partition_of
 from support.training import (
     OVERLAPPED,
     ROUNDING,
@@ -41,6 +41,11 @@ from support.training import (
 )
 
 NUMEL = 50
+
+
+def may_be_cut(optimizer):
+    """Whether ranges of an optimizer's only parameter are stepped."""
+    return steps_as_written(optimizer) and OwnRanges().begin(partition_of(optimizer)) is not None
 
 
 class Gradients(NamedTuple):
@@ -70,6 +75,28 @@ def test_gradient(size, factor):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("factor", [None, 1 / 3], ids=["unscaled", "scaled"])
+def test_a_gradient_in_one_tensor_is_not_copied(factor):
+    flat = torch.randn(NUMEL)
+    expected, gradients = flat.clone(), Views({2: flat[2:7], 7: flat[7:27]})
+    gradients.flat_partition = flat
+    gradient = PartitionGradient(gradients, factor and torch.tensor([factor]), torch.empty(0), torch.float32)
+    assert torch.equal(gradient.unscaled(16, NUMEL), expected[16:48]) and not gradients
+    for first, last in ((40, NUMEL), (0, 40)):
+        taken = gradient.scaled(first, last)
+        assert taken.data_ptr() == flat[first:].data_ptr()
+        assert torch.equal(taken, expected[first:last] * torch.tensor([factor or 1.0]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("returned", [0, 8])
+def test_a_rule_that_does_not_say_how_far_it_went(returned):
+    step = mock.Mock(run=lambda *_: returned)
+    with pytest.raises(RuntimeError, match=f"from 0 to 4 at most and returned {returned}; a rule must return"):
+        Ranges(step, 4, None, None, lambda *_: None).step_rest()
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ranges_step_as_the_whole(name):
     torch.manual_seed(0)
@@ -83,7 +110,7 @@ def test_ranges_step_as_the_whole(name):
         given, flat = draw_gradients(step)
         whole.grad = flat
         expected.step()
-        assert may_be_cut(optimizer) == [True]
+        assert may_be_cut(optimizer)
         stepped.clear()
         with ranges_of(7):
             gradient = PartitionGradient(given, None, cut.data, torch.bfloat16)
@@ -116,17 +143,17 @@ def test_what_must_be_stepped_whole():
         optimizer.step()
         return optimizer
 
-    assert may_be_cut(stepped(torch.optim.AdamW)) == [True]
+    assert may_be_cut(stepped(torch.optim.AdamW))
     # A class that nobody has looked at may use the whole parameter, for example its norm.
-    assert may_be_cut(stepped(Own)) == [False]
-    assert may_be_cut(stepped(torch.optim.Adafactor)) == [False]
+    assert not may_be_cut(stepped(Own))
+    assert not may_be_cut(stepped(torch.optim.Adafactor))
     # As a checkpoint from before there was momentum has it.
     without = stepped(torch.optim.SGD)
     without.state[parameter]["momentum_buffer"] = None
-    assert may_be_cut(without) == [False]
+    assert not may_be_cut(without)
     hooked = stepped(torch.optim.AdamW)
     hooked.register_step_post_hook(lambda *_: None)
-    assert may_be_cut(hooked) == [False]
+    assert not may_be_cut(hooked)
 
 
 def around(function):
@@ -204,9 +231,9 @@ ON_THE_INSTANCE = [
 @pytest.mark.parametrize("replace", ON_THE_INSTANCE)
 def test_a_step_that_was_replaced(replace):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
-    assert may_be_cut(optimizer) == [True]
+    assert may_be_cut(optimizer)
     replace(optimizer)
-    assert may_be_cut(optimizer) == [False]
+    assert not may_be_cut(optimizer)
 
 
 ADAM = sys.modules["torch.optim.adam"]
@@ -234,8 +261,8 @@ def of_made_source(function):
 def test_a_replacement_that_is_no_plain_function(owner, name, replaced):
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
     with mock.patch.object(owner, name, replaced(getattr(owner, name))):
-        assert may_be_cut(optimizer) == [False]
-    assert may_be_cut(optimizer) == [True]
+        assert not may_be_cut(optimizer)
+    assert may_be_cut(optimizer)
 
 
 @pytest.mark.quick
@@ -243,7 +270,7 @@ def test_a_function_that_calls_itself_by_its_closure():
     namespace = {"__name__": "torch.made"}
     exec("def make():\n    def again(): return again\n    return again", namespace)
     with mock.patch.object(ADAM, "made", namespace["make"](), create=True):
-        assert may_be_cut(torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])) == [True]
+        assert may_be_cut(torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))]))
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["later", "before"])
@@ -267,20 +294,20 @@ def test_a_function_that_was_replaced_for_all_optimizers(owner, name, before):
     optimizer = make()
     for replaced in (around(getattr(owner, name)), torch.no_grad()(around(getattr(owner, name)))):
         with mock.patch.object(owner, name, replaced):
-            assert may_be_cut(make() if before else optimizer) == [False]
-    assert may_be_cut(optimizer) == [True]
+            assert not may_be_cut(make() if before else optimizer)
+    assert may_be_cut(optimizer)
 
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE_OPTIMIZERS, "DeepSpeed's"])
 def test_what_torch_itself_puts_around_a_step(name):
     make = {**OPTIMIZERS, **MORE_OPTIMIZERS, "DeepSpeed's": lambda p: deepspeed_adam(p, True)}[name]
     optimizer = make([torch.nn.Parameter(torch.ones(4, device=device()))])
-    assert may_be_cut(optimizer) == [True]
+    assert may_be_cut(optimizer)
     StepLR(optimizer, 1)
     ExponentialLR(optimizer, 0.9)
     # Its first call replaces methods of all optimizers.
     torch.compile(torch.neg, backend="eager")(torch.ones(1))
-    assert may_be_cut(optimizer) == [True]
+    assert may_be_cut(optimizer)
 
 
 class Halving:
@@ -330,7 +357,7 @@ def step_with_halves(case, place, compiled):
             module, engine = start(dataclasses.replace(case, deepcompile=deepcompile))
             begin = [each.float().clone() for each in module.parameters()]
             if deepcompile:
-                engine.optimizer._zero12.rules = [CompiledUpdates()]
+                engine.optimizer._zero12.rules = make_rules(compiles=True)
             halving = Halving(engine.optimizer.optimizer, place)
             for step in range(5):
                 backward(engine, step)
@@ -434,7 +461,7 @@ def scaled_gradients_kept(case, compiled):
     ):
         _, engine = start(case)
         if compiled:
-            engine.optimizer._zero12.rules = [CompiledUpdates()]
+            engine.optimizer._zero12.rules = make_rules(compiles=True)
         for step in range(3):
             backward(engine, step)
             engine.step()

@@ -5,6 +5,7 @@
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.compile.zero12.update.rule import Partition
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 OPTIMIZERS = {
@@ -37,8 +38,17 @@ def deepspeed_adam(parameters, adamw, **settings):
     return FusedAdam(parameters, adam_w_mode=adamw, **settings)
 
 
+def partition_of(optimizer, index=0, factor=None, new_like=None):
+    """Returns a parameter group as the partition of one rank, with bf16 gradients and an aligned one of new values."""
+    (parameter,) = optimizer.param_groups[index]["params"]
+    new_like = torch.empty(16, dtype=torch.bfloat16, device=parameter.device) if new_like is None else new_like
+    return Partition(optimizer, index, 0, tuple, factor, torch.bfloat16, new_like)
+
+
 class Views(dict):
     """Offset -> gradient, given away as PartitionViews are."""
+
+    flat_partition = None
 
     def take(self):
         while self:

@@ -164,6 +164,7 @@ def updates_compiled_from(numel, large=2**22):
     with (
         mock.patch.object(compiled, "LEAST_NUMEL", numel),
         mock.patch.object(ranges, "IN_PLACE_NUMEL", large),
+        mock.patch.object(ranges, "SMALL_NUMEL", numel),
         # On CPUs too, whatever an optimizer has of its own.
         mock.patch.object(compiled, "has_fast_kernel", lambda *_: False),
     ):

@@ -27,7 +27,7 @@ from .offload import memory_for_gradients
 from .optimizer import attach, has_hooks, take_over_parameters
 from .options import Plan, make_plan
 from .state import Zero12
-from .update.groups import make_rules
+from .update import make_rules
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -28,7 +28,7 @@ class Zero12:
         reducer: the engine's native reducer.
         limit: the engine's ``CompilationLimit``.
         waiting: None, or the ``Waiting`` for parameters that are on their way.
-        rules: how partitions are stepped, besides by the optimizer itself.
+        rules: the rules that step partitions, in the order in which they are asked.
         monitors_memory: whether monitors get the counters of gradients and the peaks of memory after a step.
 
     Attributes:

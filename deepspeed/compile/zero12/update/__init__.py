@@ -2,11 +2,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps this rank's partitions: master weights, optimizer states and the new values of parameters.
 
-A rule (``rule.py``) steps the partitions that it serves. ``make_rules()`` in ``groups.py`` lists the rules, and the
-optimizer itself steps what none of them serves. A new rule is one new file here and its entry there.
+A rule (``rule.py``) steps the partitions that it serves. A new rule is one new file here, and its line in
+:func:`make_rules`.
 
-- ``groups.py``: which rule steps which parameter group; partitions that the optimizer must step whole.
+- ``groups.py``: which rule steps which parameter group. The optimizer steps whole what no rule serves or may step.
+- ``authors.py``: whether rules may step in an optimizer's place.
 - ``ranges.py``: the pass over one partition, and its gradient, given range by range and dropped.
-- ``own_step.py``, ``authors.py``: ranges stepped by the optimizer, and whether they may be.
+- ``own_step.py``: the last rule, by which the optimizer itself steps ranges.
 - ``compiled.py``, ``recorded.py``: a rule that steps a range in one pass over memory, as recorded from the optimizer.
 """
+
+from typing import List
+
+from .compiled import CompiledUpdates
+from .own_step import OwnRanges
+from .rule import Rule
+
+
+def make_rules(compiles: bool) -> List[Rule]:
+    """Returns the rules for the partitions of one engine, in the order in which they are asked for a step.
+
+    Args:
+        compiles: whether generated code may step partitions.
+    """
+    return [*([CompiledUpdates()] if compiles else []), OwnRanges()]

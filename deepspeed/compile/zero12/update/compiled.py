@@ -14,7 +14,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import logger
 
 from ..messages import inform, warn
-from .own_step import OwnStep, is_per_element
+from .own_step import OwnStep, is_per_element, may_be_cut
 from .ranges import ALIGN_NUMEL, PartitionGradient, end_of_range
 from .recorded import Kind, Update, class_of_torch, compile_update
 from .rule import Partition
@@ -39,23 +39,21 @@ class CompiledUpdates:
         """Begins a step of a partition.
 
         Returns:
-            None if the optimizer has to step this partition itself: if ranges may not be stepped; in its first step,
-            in which it makes its states; if the partition has fewer than ``LEAST_NUMEL`` elements or its master
-            weights are not in fp32; if the update cannot be compiled; or if ``MAX_UPDATES`` were compiled for the
-            group.
+            None if ranges may not be stepped; in the optimizer's first step, in which it makes its states; if the
+            partition has fewer than ``LEAST_NUMEL`` elements or its master weights are not in fp32; if the update
+            cannot be compiled; or if ``MAX_UPDATES`` were compiled for the group.
         """
-        if not partition.may_be_cut:
+        optimizer, master, state, new = partition.optimizer, partition.master, partition.state, partition.new_like
+        if (
+            master.numel() < LEAST_NUMEL
+            or master.dtype != torch.float32
+            or not may_be_cut(partition)
+            or not _is_known(partition)
+            or has_fast_kernel(optimizer, partition.group, master)
+        ):
             return None
-        optimizer, new = partition.optimizer, partition.new
-        group = optimizer.param_groups[partition.index]
-        (master,) = group["params"]
-        state = optimizer.state.get(master) or {}
-        if master.numel() < LEAST_NUMEL or master.dtype != torch.float32 or not _is_known(optimizer, group, state):
-            return None
-        if has_fast_kernel(optimizer, group, master):
-            return None
-        kind = Kind(partition.gradient, new.dtype, new.data_ptr() % 16 == 0, partition.factor is not None)
-        settings = _settings(optimizer, group)
+        kind = Kind(partition.gradient_dtype, new.dtype, new.data_ptr() % 16 == 0, partition.factor is not None)
+        settings = _settings(partition)
         # CompiledStep passes states in their order, so names count as well as dtypes.
         states = {name: value.dtype if is_per_element(value, master) else None for name, value in state.items()}
         key = repr((class_of_torch(optimizer), settings, states, kind, master.device))
@@ -67,10 +65,7 @@ class CompiledUpdates:
         if key not in self._updates:
             self._updates[key] = self._compile(optimizer, settings, state, master, kind)
         update = self._updates[key]
-        if update is None:
-            return None
-        _note_step(optimizer)
-        return CompiledStep(update, partition, master, state)
+        return None if update is None else CompiledStep(update, partition)
 
     def _compile(self, optimizer, settings, state, master, kind):
         """Returns the compiled update, or None with a warning if it cannot be compiled."""
@@ -101,30 +96,17 @@ class CompiledUpdates:
             )
 
 
-def _note_step(inner):
-    """Notes what step() does if a scheduler of torch has wrapped it: the scheduler warns if nothing calls it."""
-    if "step" in vars(inner):
-        inner._opt_called = True
-
-
 class CompiledStep:
-    """One step of one partition, made range by range. The methods are those of ``Step`` in ``rule.py``.
+    """One step of one partition, made range by range. The methods are those of ``Step`` in ``rule.py``."""
 
-    Args:
-        update: the compiled update.
-        partition: the partition.
-        master: its master weights.
-        state: the optimizer's state of ``master``.
-    """
-
-    def __init__(self, update: Update, partition: Partition, master: torch.nn.Parameter, state: Dict[str, Any]):
-        self._update, self._master, self._state = update, master.data, state
+    def __init__(self, update: Update, partition: Partition):
+        master, state = partition.master, partition.state
+        self._update, self._optimizer, self._master, self._state = update, partition.optimizer, master.data, state
         self._own = OwnStep(partition.optimizer, partition.index)
         self._factors = [] if partition.factor is None else [partition.factor]
         self._per_element = [value for value in state.values() if is_per_element(value, master)]
         self._names = [name for name, value in state.items() if not is_per_element(value, master)]
-        learning_rate = partition.optimizer.param_groups[partition.index]["lr"]
-        values = _scalars(learning_rate, [state[name] for name in self._names])
+        values = _scalars(partition.group["lr"], [state[name] for name in self._names])
         results = update.scalars(*values)
         self._new_scalars, scalars = results[: len(self._names)], results[len(self._names) :]
         if values[0].device != master.device:
@@ -151,6 +133,9 @@ class CompiledStep:
         return last
 
     def finish(self) -> None:
+        # What step() notes if a scheduler of torch has wrapped it: the scheduler warns if nothing calls step().
+        if "step" in vars(self._optimizer):
+            self._optimizer._opt_called = True
         for name, value in zip(self._names, self._new_scalars, strict=True):
             if torch.is_tensor(self._state[name]):
                 self._state[name].copy_(value)
@@ -168,27 +153,28 @@ def has_fast_kernel(optimizer: torch.optim.Optimizer, group: Dict[str, Any], mas
     return master.is_cpu and (isinstance(optimizer, DeepSpeedCPUAdam) or bool(group.get("fused")))
 
 
-def _is_known(optimizer, group, state):
+def _is_known(partition):
     """Whether the update can be recorded, and states are of a kind that :class:`CompiledStep` knows."""
+    group, state = partition.group, partition.state
     if group.get("differentiable") or not group.get("bias_correction", True):
         return False
     # A tensor among the settings would be recorded with the value that it has now.
-    if any(torch.is_tensor(each) for value in _settings(optimizer, group).values() for each in _flat(value)):
+    if any(torch.is_tensor(each) for value in _settings(partition).values() for each in _flat(value)):
         return False
-    (master,) = group["params"]
-    scalars = [value for value in state.values() if not is_per_element(value, master)]
+    scalars = [value for value in state.values() if not is_per_element(value, partition.master)]
     kinds = all(isinstance(value, (int, float)) or (torch.is_tensor(value) and value.dim() == 0) for value in scalars)
     # Only the first step of an optimizer without momentum has no state after it, too.
-    return kinds and (bool(state) or type(optimizer) is torch.optim.SGD and not group["momentum"])
+    return kinds and (bool(state) or type(partition.optimizer) is torch.optim.SGD and not group["momentum"])
 
 
-def _settings(inner: torch.optim.Optimizer, group):
+def _settings(partition):
     """Returns a parameter group's settings but the learning rate.
 
     A group may have more entries, of schedulers and of the caller, which no update depends on. Groups of DeepSpeed's
     own optimizers lack "differentiable", which ``load_state_dict()`` adds to the defaults only.
     """
-    return {name: group[name] for name in inner.defaults if name != "lr" and name in group}
+    group = partition.group
+    return {name: group[name] for name in partition.optimizer.defaults if name != "lr" and name in group}
 
 
 def _flat(value):

@@ -3,35 +3,22 @@
 """Steps this rank's partitions of all parameter groups, each by the first rule that serves it."""
 
 import functools
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, Optional
 
 import torch
 
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
 
+from ..layout import pieces
 from ..monitoring import timed
 from ..offload import memory_for_new_parameters, send_to_device
-from .authors import is_replaced
-from .compiled import CompiledUpdates
-from .own_step import OwnStep, may_be_cut
+from .authors import is_replaced, steps_as_written
 from .ranges import PartitionGradient, Ranges
-from .rule import Partition, Rule
-
-# Elements of a partition that is stepped whole even if a part of it is sent before the rest.
-SMALL_NUMEL = 2**24
+from .rule import Partition
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-
-def make_rules(compiles: bool) -> List[Rule]:
-    """Returns the rules for the partitions of one engine, in the order in which they are asked for a step.
-
-    Args:
-        compiles: whether generated code may step partitions.
-    """
-    return [CompiledUpdates()] if compiles else []
 
 
 class StepOfGroups:
@@ -44,33 +31,41 @@ class StepOfGroups:
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", factor: Optional[torch.Tensor]):
         self._optimizer, self._factor = optimizer, factor
-        # The optimizer may have got more parameter groups, which are none of ZeRO's.
-        may = may_be_cut(optimizer.optimizer)[: len(optimizer.bit16_groups)]
-        if optimizer.torch_autocast_gradscaler or is_replaced(optimizer._optimizer_step):
-            may = [False] * len(may)
-        self._may_be_cut = may
-        self._steps = [self._by_rule(group) for group in range(len(may))]
+        # What others have added to a step, only the whole step of the optimizer does.
+        by_rules = (
+            not optimizer.torch_autocast_gradscaler
+            and not is_replaced(optimizer._optimizer_step)
+            and steps_as_written(optimizer.optimizer)
+        )
+        self._steps = [self._begin(group) if by_rules else None for group in range(len(optimizer.bit16_groups))]
 
-    def _by_rule(self, group):
-        optimizer, may = self._optimizer, self._may_be_cut[group]
-        dtype, new = optimizer.gradient_accumulation_dtype, _partition(optimizer, group)
-        partition = Partition(optimizer.optimizer, group, may, self._factor, dtype, new)
-        return next(filter(None, (rule.begin(partition) for rule in optimizer._zero12.rules)), None)
+    def _begin(self, group):
+        """Returns the step of the first rule that serves a partition, or None if the optimizer must step it whole."""
+        optimizer = self._optimizer
+        if len(optimizer.optimizer.param_groups[group]["params"]) != 1:
+            return None
+        partition = Partition(
+            optimizer.optimizer,
+            group,
+            _rank(optimizer, group) * int(optimizer.partition_size[group]),
+            functools.partial(pieces, optimizer, group),
+            self._factor,
+            optimizer.gradient_accumulation_dtype,
+            _partition(optimizer, group),
+        )
+        steps = (rule.begin(partition) for rule in optimizer._zero12.rules)
+        return next((step for step in steps if step is not None), None)
 
     def run(self) -> None:
         """Steps the master weights of all groups, and writes them into this rank's partition of the parameters."""
         optimizer = self._optimizer
-        gather, ranges = optimizer._zero12.gather, {}
-        for group, step in enumerate(self._steps):
-            # Gradients that lie in one tensor need no copy if the optimizer steps them whole.
-            lies_whole = optimizer.averaged_gradients[group].flat_partition is not None
-            if step is not None or (self._may_be_cut[group] and not lies_whole):
-                ranges[group] = self._ranges(group, step or OwnStep(optimizer.optimizer, group))
+        gather = optimizer._zero12.gather
+        ranges = {group: self._ranges(group, step) for group, step in enumerate(self._steps) if step is not None}
         # With offloading, new values are still on their way to the device when they are written.
         if len(ranges) == len(self._steps) and not optimizer.cpu_offload:
             with timed(optimizer, OPTIMIZER_STEP_TIMER):
                 for group in ranges:
-                    ranges[group].step_first(self._first_spans(group))
+                    ranges[group].step_first(gather.first_spans(group))
             gather.start_first()
         for group in range(len(self._steps)):
             if group in ranges:
@@ -79,13 +74,6 @@ class StepOfGroups:
                     ranges.pop(group).step_rest()
             else:
                 self._step_whole(group)
-
-    def _first_spans(self, group):
-        """Returns what is to be stepped before the rest of a partition, because it is sent before."""
-        spans = self._optimizer._zero12.gather.first_spans(group)
-        numel = self._optimizer.single_partition_of_fp32_groups[group].numel()
-        # To have the optimizer step a few parts of a small partition takes longer than to have it step the whole.
-        return [(0, numel)] if spans and self._steps[group] is None and numel < SMALL_NUMEL else spans
 
     def _ranges(self, group, step):
         optimizer = self._optimizer
@@ -100,23 +88,12 @@ class StepOfGroups:
         like = optimizer.single_partition_of_fp32_groups[group].data
         return PartitionGradient(views, self._factor, like, optimizer.gradient_accumulation_dtype)
 
-    def _take_whole(self, group):
-        """Takes the gradient of a partition as one scaled tensor, 1-D in the dtype of the master weights."""
-        optimizer = self._optimizer
-        flat = optimizer.averaged_gradients[group].flat_partition
-        if flat is None:
-            numel = optimizer.single_partition_of_fp32_groups[group].numel()
-            return self._take_gradient(group).scaled(0, numel)
-        optimizer.averaged_gradients[group].release_grad_buffers()
-        optimizer.averaged_gradients[group] = None
-        return flat if self._factor is None else flat.mul_(self._factor)
-
     def _step_whole(self, group):
         """Has the optimizer step the master weights of a group at once, and writes them into this rank's partition."""
         optimizer = self._optimizer
         master, param_groups = optimizer.single_partition_of_fp32_groups[group], optimizer.optimizer.param_groups
         with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
-            master.grad = self._take_whole(group)
+            master.grad = self._take_gradient(group).scaled(0, master.numel())
         try:
             with timed(optimizer, OPTIMIZER_STEP_TIMER):
                 optimizer._optimizer_step(group)
@@ -145,5 +122,8 @@ def _send(optimizer, group, first, last):
 
 def _partition(optimizer, group):
     """Returns this rank's partition of the parameters, 1-D."""
-    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
-    return optimizer.parallel_partitioned_bit16_groups[group][rank]
+    return optimizer.parallel_partitioned_bit16_groups[group][_rank(optimizer, group)]
+
+
+def _rank(optimizer, group):
+    return dist.get_rank(group=optimizer.real_dp_process_group[group])

@@ -2,14 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has an optimizer step ranges of its parameter by its own ``step()``."""
 
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, Optional
 
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from .authors import steps_as_written
 from .ranges import PartitionGradient, end_of_range
+from .rule import Partition
 
 # Optimizers that treat each element by itself.
 _ELEMENTWISE = (
@@ -19,22 +19,16 @@ _ELEMENTWISE = (
 )
 
 
-def may_be_cut(optimizer: torch.optim.Optimizer) -> List[bool]:
-    """Says of each parameter group whether ranges of its parameter may be stepped, by the optimizer or otherwise.
+def may_be_cut(partition: Partition) -> bool:
+    """Whether ranges of a partition may be stepped one by one, by the optimizer or otherwise.
 
-    Ranges must give the result of one step, and nobody but the authors of the optimizer may see them.
+    Ranges must give the result of one step.
     """
-    may = type(optimizer) in _ELEMENTWISE and steps_as_written(optimizer)
-    return [may and _may_cut(optimizer, group["params"]) for group in optimizer.param_groups]
-
-
-def _may_cut(optimizer, parameters):
-    if len(parameters) != 1:
-        return False
     # The first step makes the state. A later step makes an entry that is still None, if an option now asks for it.
-    return all(
-        is_per_element(value, parameters[0]) or (value.numel() == 1 if torch.is_tensor(value) else value is not None)
-        for value in (optimizer.state.get(parameters[0]) or {}).values()
+    return type(partition.optimizer) in _ELEMENTWISE and all(
+        is_per_element(value, partition.master)
+        or (value.numel() == 1 if torch.is_tensor(value) else value is not None)
+        for value in partition.state.values()
     )
 
 
@@ -43,13 +37,20 @@ def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
     return torch.is_tensor(value) and value.shape == parameter.shape
 
 
+class OwnRanges:
+    """The rule by which an optimizer itself steps ranges."""
+
+    def begin(self, partition: Partition) -> Optional["OwnStep"]:
+        return OwnStep(partition.optimizer, partition.index) if may_be_cut(partition) else None
+
+
 class OwnStep:
     """One step of the only parameter of a parameter group, made range by range by the optimizer itself.
 
     The methods are those of ``Step`` in ``rule.py``.
 
     Args:
-        optimizer: an optimizer whose group :func:`may_be_cut`.
+        optimizer: an optimizer that treats each element by itself.
         index: the index of the parameter group.
     """
 

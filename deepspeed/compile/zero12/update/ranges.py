@@ -24,6 +24,8 @@ RANGE_NUMEL = 2**27
 # takes memory of more than 32 MiB from the system anew each time. With less, the threads of each pass would take too
 # long to start.
 RANGE_NUMEL_ON_HOST = 3 * 2**21
+# In a partition of fewer elements no part is stepped before the rest: to step a few parts takes longer than the whole.
+SMALL_NUMEL = 2**24
 # A range that is read where it lies has a multiple of so many elements, so that a kernel reads 16 bytes at a time in
 # every dtype.
 ALIGN_NUMEL = 16
@@ -63,8 +65,10 @@ class Ranges:
     def step_first(self, spans: List[Tuple[int, int]]) -> None:
         """Steps the elements in ``spans``, [first, last) in ascending order, before all others.
 
-        No gradient may lie in a span in part.
+        No gradient may lie in a span in part. If the partition is small, all elements are stepped.
         """
+        if spans and self._numel < SMALL_NUMEL:
+            spans = [(0, self._numel)]
         self._run(spans)
         borders = [border for span in spans for border in span]
         self._spans = [*zip([0, *borders[1::2]], [*borders[::2], self._numel], strict=True)]
@@ -80,6 +84,11 @@ class Ranges:
         for first, end in spans:
             while first < end:
                 last = self._step.run(self._gradient, first, end, self._new)
+                if not first < last <= end:
+                    raise RuntimeError(
+                        f"{type(self._step).__name__}.run() was to step elements from {first} to {end} at most and "
+                        f"returned {last}; a rule must return the end of the elements that it has stepped"
+                    )
                 self._written(first, last)
                 first = last
 
@@ -99,8 +108,11 @@ class PartitionGradient:
     def __init__(
         self, views: "PartitionViews", factor: Optional[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
     ):
+        # The tensor in which all gradients lie, if it is in the dtype of the master weights: scaled and read in place.
+        self._flat = views.flat_partition
+        taken = sorted(views.take(), key=lambda entry: entry[0])
         # (offset, gradient), in ascending order.
-        self._rest: List[Tuple[int, torch.Tensor]] = sorted(views.take(), key=lambda entry: entry[0])
+        self._rest: List[Tuple[int, torch.Tensor]] = taken if self._flat is None else []
         self._factor = factor
         self._memory = like.new_empty(0)
         self._gathered = like.new_empty(0, dtype=dtype)
@@ -110,6 +122,9 @@ class PartitionGradient:
 
         The next call overwrites what this call returns.
         """
+        if self._flat is not None:
+            gradient = self._flat[first:last]
+            return gradient if self._factor is None else gradient.mul_(self._factor)
         if self._memory.numel() < last - first:
             with torch.profiler.record_function("deepcompile::master_gradient"):
                 self._memory = self._memory.new_empty(last - first)
@@ -128,6 +143,8 @@ class PartitionGradient:
             first: a multiple of ``ALIGN_NUMEL``.
             limit: where to end at the latest, at least ``ALIGN_NUMEL`` elements behind ``first``.
         """
+        if self._flat is not None:
+            return self._flat[first : limit - (limit - first) % ALIGN_NUMEL]
         last = self._end(first, limit)
         parts = list(self._parts(first, last))
         if len(parts) == 1 and parts[0][1].numel() == last - first and _is_aligned(parts[0][1]):

@@ -3,11 +3,12 @@
 """What a rule is: a way to step the elements of a partition."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Callable, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Optional, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from ..layout import Piece
     from .ranges import PartitionGradient
 
 
@@ -17,10 +18,26 @@ class Partition:
 
     optimizer: torch.optim.Optimizer  # the optimizer that the ZeRO-1/2 optimizer wraps
     index: int  # of the parameter group, whose only parameter is the master weights of the partition
-    may_be_cut: bool  # whether ranges of elements may be stepped in place of the optimizer's own step of the whole
+    offset: int  # of the partition in the group's flat tensor, in elements
+    pieces: Callable[[], Iterable["Piece"]]  # lists where the group's parameters lie, in the partitions of all ranks
     factor: Optional[torch.Tensor]  # an fp32 tensor [1] with which to multiply gradients, or None for 1
-    gradient: torch.dtype  # of gradients
-    new: torch.Tensor  # what the new values of parameters are like: their dtype, and where their memory begins
+    gradient_dtype: torch.dtype
+    new_like: torch.Tensor  # has the dtype of the parameters' new values, and begins where their memory begins
+
+    @property
+    def group(self) -> Dict[str, Any]:
+        """The parameter group."""
+        return self.optimizer.param_groups[self.index]
+
+    @property
+    def master(self) -> torch.nn.Parameter:
+        """The master weights, 1-D."""
+        return self.group["params"][0]
+
+    @property
+    def state(self) -> Dict[str, Any]:
+        """The optimizer's state of the master weights, empty before the first step."""
+        return self.optimizer.state.get(self.master) or {}
 
 
 class Step(Protocol):
@@ -50,4 +67,8 @@ class Rule(Protocol):
     """A way to step partitions. Each engine has its own, which may keep what outlives a step."""
 
     def begin(self, partition: Partition) -> Optional[Step]:
-        """Begins a step of a partition, and changes nothing yet. Returns None if this rule does not serve it."""
+        """Begins a step of a partition, or returns None if this rule does not serve the partition.
+
+        This may compile code, but changes nothing of the optimizer: an overflow may end the step before its first
+        range. Only partitions are asked for whose optimizer's ``step()`` is as its authors have written it.
+        """
