@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import gc
 import sys
 import tempfile
 import weakref
@@ -217,13 +218,17 @@ def helper(optimizer):
     optimizer._init_group = around(optimizer._init_group)
 
 
+def helper_of_all(optimizer):
+    optimizer._optimizer_step_code = around(optimizer._optimizer_step_code)
+
+
 def other_class(optimizer):
     optimizer.__class__ = type("Other", (torch.optim.AdamW,), {})
 
 
 ON_THE_INSTANCE = [
     *(method_before_a_scheduler, wrapper_of_a_schedulers_step, marked, partial, compiled, in_a_context),
-    *(of_another_optimizer, of_another_optimizers_scheduler, helper, other_class),
+    *(of_another_optimizer, of_another_optimizers_scheduler, helper, helper_of_all, other_class),
 ]
 
 
@@ -263,6 +268,15 @@ def test_a_replacement_that_is_no_plain_function(owner, name, replaced):
     with mock.patch.object(owner, name, replaced(getattr(owner, name))):
         assert not may_be_cut(optimizer)
     assert may_be_cut(optimizer)
+
+
+@pytest.mark.quick
+def test_what_was_looked_at_keeps_no_optimizer():
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
+    assert may_be_cut(optimizer)
+    reference, optimizer = weakref.ref(optimizer), None
+    gc.collect()
+    assert reference() is None
 
 
 @pytest.mark.quick

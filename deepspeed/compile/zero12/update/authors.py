@@ -5,7 +5,7 @@
 import functools
 import sys
 from types import CellType, FunctionType, MethodType
-from typing import Callable
+from typing import Any, Dict, List
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -14,6 +14,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 _WRAPPERS = {"torch.optim.optimizer", "torch.optim.lr_scheduler", "torch.utils._contextlib"}
 # Whose functions an optimizer may call.
 _PACKAGES = {"torch", "deepspeed", "builtins", *sys.stdlib_module_names} - {"__main__", "unittest"}
+# What calls another function -> the attribute that has it.
+_INNER = {
+    **dict.fromkeys((staticmethod, classmethod, MethodType), "__func__"),
+    **{functools.partial: "func", functools._lru_cache_wrapper: "__wrapped__"},
+}
+# Class of an optimizer -> what its step() may call, when nobody else had written any of it.
+_known: Dict[type, List[Any]] = {}
 
 
 def steps_as_written(optimizer: torch.optim.Optimizer) -> bool:
@@ -28,11 +35,6 @@ def steps_as_written(optimizer: torch.optim.Optimizer) -> bool:
         and _runs_own_step(optimizer)
         and not _calls_others(optimizer)
     )
-
-
-def is_replaced(method: Callable) -> bool:
-    """Whether somebody other than DeepSpeed or torch has written a method of an object of theirs."""
-    return _is_foreign(method, set())
 
 
 def _runs_own_step(optimizer):
@@ -65,33 +67,37 @@ def _runs_own_step(optimizer):
 
 def _calls_others(optimizer):
     """Whether somebody else has written a function that an optimizer's ``step()`` may call."""
-    classes = [cls for cls in type(optimizer).__mro__ if cls.__module__ not in ("torch.optim.optimizer", "builtins")]
-    methods = {name: value for cls in classes for name, value in vars(cls).items()}
-    hiding = [value for name, value in vars(optimizer).items() if name in methods and name != "step"]
-    named = [value for cls in classes for value in vars(sys.modules[cls.__module__]).values()]
-    found, known = [*methods.values(), *hiding, *named, optimizer._optimizer_step_code], set()
-    return any(_is_foreign(each, known) for each in found)
+    cls = type(optimizer)
+    classes = [each for each in cls.__mro__ if each.__module__ not in ("torch.optim.optimizer", "builtins")]
+    namespaces = [*map(vars, classes), *(vars(sys.modules[each.__module__]) for each in classes)]
+    called = [cls._optimizer_step_code, *(value for each in namespaces for value in each.values())]
+    hidden = {"_optimizer_step_code", *(name for each in classes for name in vars(each))} - {"step"}
+    hiding = [vars(optimizer)[name] for name in hidden & vars(optimizer).keys()]
+    # Lists are equal if their entries are the same objects, which takes less time than to look into functions.
+    if any(map(is_replaced, hiding if called == _known.get(cls) else hiding + called)):
+        return True
+    _known[cls] = called
+    return False
 
 
-def _is_foreign(value, known):
-    """Whether ``value`` is, or calls, a function of neither torch nor DeepSpeed nor the standard library.
-
-    ``known`` has the ids of what need not be looked at again, because a function may be in its own closure.
-    """
-    if id(value) in known:
-        return False
-    known.add(id(value))
-    if isinstance(value, (staticmethod, classmethod, MethodType)):
-        return _is_foreign(value.__func__, known)
-    if isinstance(value, functools.partial):
-        return _is_foreign(value.func, known)
-    if isinstance(value, functools._lru_cache_wrapper):
-        return _is_foreign(value.__wrapped__, known)
-    if not isinstance(value, FunctionType):
-        return callable(value) and type(value).__module__.partition(".")[0] not in _PACKAGES
-    return _module(value).partition(".")[0] not in _PACKAGES or any(
-        _is_foreign(each, known) for each in _closure(value).values()
-    )
+def is_replaced(value: Any) -> bool:
+    """Whether ``value`` is, or calls by its closure, a function of neither torch nor DeepSpeed nor Python itself."""
+    found, seen = [value], set()
+    for each in found:
+        # A function may be in its own closure.
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if type(each) in _INNER:
+            found.append(getattr(each, _INNER[type(each)]))
+            continue
+        is_function = isinstance(each, FunctionType)
+        author = _module(each) if is_function else type(each).__module__ if callable(each) else "builtins"
+        if author.partition(".")[0] not in _PACKAGES:
+            return True
+        if is_function:
+            found += _closure(each).values()
+    return False
 
 
 def _module(function):
