@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils._contextlib import _DecoratorContextManager
 
+from deepspeed.compile.memory_picture.classify import HOLDS_GRADIENT
 from deepspeed.compile.zero12.gather import AllGather, OverlappedGather
 from deepspeed.compile.zero12.update import make_rules, ranges
 from deepspeed.compile.zero12.update.authors import steps_as_written
@@ -87,6 +88,16 @@ def test_a_gradient_in_one_tensor_is_not_copied(factor):
         taken = gradient.scaled(first, last)
         assert taken.data_ptr() == flat[first:].data_ptr()
         assert torch.equal(taken, expected[first:last] * torch.tensor([factor or 1.0]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("method", ["scaled", "unscaled"])
+def test_pictures_show_the_memory_of_a_range_with_gradients(method):
+    views, _ = draw_gradients(0)
+    gradient = PartitionGradient(views, None, torch.empty(0), torch.bfloat16)
+    with torch.profiler.profile() as profiler:
+        getattr(gradient, method)(0, 32)
+    assert HOLDS_GRADIENT & {event.name for event in profiler.events()}
 
 
 @pytest.mark.quick

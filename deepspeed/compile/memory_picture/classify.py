@@ -45,7 +45,7 @@ HOLDS_GRADIENT = {
     "deepcompile::reduce_grad",
     "deepcompile::end_backward",
     "deepcompile::finish_backward",
-    "deepcompile::master_gradient",
+    "deepcompile::gradient_range",
     "dc::reduce_grad",
     "dc::end_backward",
     AUTOGRAD + ACCUMULATE,

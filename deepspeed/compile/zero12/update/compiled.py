@@ -6,6 +6,7 @@ The pass reads a gradient in its own dtype, scales it, updates master weights an
 parameters. ``recorded.py`` compiles the pass from the optimizer's own ``step()``.
 """
 
+import itertools
 from typing import Any, Callable, Dict, Optional, Set
 
 import torch
@@ -21,6 +22,8 @@ from .rule import Partition
 
 # With fewer elements, a step saves less time than compiling takes in any training.
 LEAST_NUMEL = 2**24
+# Elements of the example with which an update is recorded, if the partition has as many. An update takes any number.
+EXAMPLE_NUMEL = 2**24
 # So many are compiled for one parameter group. A schedule of a setting would compile one in each step.
 MAX_UPDATES = 3
 
@@ -70,14 +73,13 @@ class CompiledUpdates:
     def _compile(self, optimizer, settings, state, master, kind):
         """Returns the compiled update, or None with a warning if it cannot be compiled."""
         inform(f"DeepCompile compiles the update of {type(optimizer).__name__}")
-        states = {name: _rows(value[:LEAST_NUMEL]) for name, value in state.items() if is_per_element(value, master)}
+        numel = min(EXAMPLE_NUMEL, master.numel() // ALIGN_NUMEL * ALIGN_NUMEL)
+        states = {name: _rows(value[:numel]) for name, value in state.items() if is_per_element(value, master)}
         names = [name for name in state if name not in states]
-        learning_rate, *scalars = _scalars(0.0, [state[name] for name in names])
-        example = _rows(master.data[:LEAST_NUMEL])
+        learning_rate, *values = _scalars(0.0, [state[name] for name in names])
+        example, scalars = _rows(master.data[:numel]), dict(zip(names, values, strict=True))
         try:
-            return compile_update(
-                optimizer, settings, example, states, learning_rate, dict(zip(names, scalars, strict=True)), kind
-            )
+            return compile_update(optimizer, settings, example, states, learning_rate, scalars, kind)
         except Exception as error:
             # Other ranks may be able to.
             logger.warning(
@@ -158,8 +160,9 @@ def _is_known(partition):
     group, state = partition.group, partition.state
     if group.get("differentiable") or not group.get("bias_correction", True):
         return False
-    # A tensor among the settings would be recorded with the value that it has now.
-    if any(torch.is_tensor(each) for value in _settings(partition).values() for each in _flat(value)):
+    # A tensor among the settings, or in a tuple of them, would be recorded with the value that it has now.
+    settings = [each if isinstance(each, (tuple, list)) else [each] for each in _settings(partition).values()]
+    if any(map(torch.is_tensor, itertools.chain(*settings))):
         return False
     scalars = [value for value in state.values() if not is_per_element(value, partition.master)]
     kinds = all(isinstance(value, (int, float)) or (torch.is_tensor(value) and value.dim() == 0) for value in scalars)
@@ -177,19 +180,13 @@ def _settings(partition):
     return {name: group[name] for name in partition.optimizer.defaults if name != "lr" and name in group}
 
 
-def _flat(value):
-    return value if isinstance(value, (tuple, list)) else [value]
-
-
 def _scalars(learning_rate, states):
     """Returns the learning rate and scalar states as fp64 tensors [], all on the device of the states."""
     device = next((value.device for value in states if torch.is_tensor(value)), "cpu")
-    return [_scalar(value, device) for value in (learning_rate, *states)]
-
-
-def _scalar(value, device):
-    """Returns a number, or a tensor with one element, as an fp64 tensor []."""
-    if torch.is_tensor(value) and not value.is_cpu:
-        return value.detach().reshape(()).to(device, torch.float64, copy=True)
-    # A fill passes the number to the kernel as an argument. Copying it from the host would make the host wait.
-    return torch.full((), float(value), dtype=torch.float64, device=device)
+    return [
+        value.detach().reshape(()).to(device, torch.float64, copy=True)
+        if torch.is_tensor(value) and not value.is_cpu
+        # A fill passes the number to the kernel as an argument. Copying it from the host would make the host wait.
+        else torch.full((), float(value), dtype=torch.float64, device=device)
+        for value in (learning_rate, *states)
+    ]

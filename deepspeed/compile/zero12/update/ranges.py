@@ -125,9 +125,7 @@ class PartitionGradient:
         if self._flat is not None:
             gradient = self._flat[first:last]
             return gradient if self._factor is None else gradient.mul_(self._factor)
-        if self._memory.numel() < last - first:
-            with torch.profiler.record_function("deepcompile::master_gradient"):
-                self._memory = self._memory.new_empty(last - first)
+        self._memory = _at_least(last - first, self._memory)
         gradient = self._memory[: last - first]
         for part, place in _laid_out(self._parts(first, last), gradient, first):
             self._scale(part, place)
@@ -149,9 +147,7 @@ class PartitionGradient:
         parts = list(self._parts(first, last))
         if len(parts) == 1 and parts[0][1].numel() == last - first and _is_aligned(parts[0][1]):
             return parts[0][1]
-        if self._gathered.numel() < last - first:
-            with torch.profiler.record_function("deepcompile::master_gradient"):
-                self._gathered = self._gathered.new_empty(last - first)
+        self._gathered = _at_least(last - first, self._gathered)
         gradient = self._gathered[: last - first]
         laid_out = [*_laid_out(parts, gradient, first)]
         if laid_out:
@@ -201,6 +197,14 @@ class PartitionGradient:
             # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
             # dimensions, torch would compute in the dtype of `source`.
             torch.mul(source, self._factor, out=target)
+
+
+def _at_least(numel, memory):
+    """Returns ``memory``, or new memory if it has fewer than ``numel`` elements. Pictures show it with gradients."""
+    if memory.numel() >= numel:
+        return memory
+    with torch.profiler.record_function("deepcompile::gradient_range"):
+        return memory.new_empty(numel)
 
 
 def _laid_out(
