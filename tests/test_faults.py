@@ -3,15 +3,19 @@
 """A step in which something goes wrong on every rank: the next one is right, or says what happened."""
 
 import contextlib
+import copy
 import itertools
+import pickle
 from typing import Dict, NamedTuple, Optional
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.compile.zero12 import step as optimizer_step
 from deepspeed.compile.zero12.backward import BackwardLife
+from deepspeed.compile.zero12.interrupted import InterruptedStep
 
 from support.faults import (
     HAPPENINGS,
@@ -225,6 +229,29 @@ def test_timers_go_on(ranks):
             assert after.raised and after.error < BOUND
     for after in ranks(2).run(a_step_that_changed_nothing, case):
         assert after.error < BOUND
+
+
+def test_a_copy_after_half_a_step():
+    module, engine, interrupted = torch.nn.Linear(2, 2), torch.nn.Module(), InterruptedStep()
+    engine.module = module
+    with pytest.raises(Injected), interrupted.changing_parameters(engine):
+        raise Injected("half way")
+    for each in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert each.state_dict().keys() == {"weight", "bias"}
+    assert b"deepspeed" not in pickle.dumps(module)
+    with pytest.raises(RuntimeError, match="was ended half way"):
+        module.state_dict()
+    interrupted.forget()
+    module.state_dict()
+
+
+def test_half_a_step_without_an_engine():
+    """Where only the engine's optimizer still exists, the error of the step is raised."""
+    interrupted = InterruptedStep()
+    with pytest.raises(Injected, match="half way"), interrupted.changing_parameters(None):
+        raise Injected("half way")
+    with pytest.raises(RuntimeError, match="was ended half way"):
+        interrupted.refuse()
 
 
 @vary("stage", [1, 2])

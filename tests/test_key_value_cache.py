@@ -3,7 +3,9 @@
 """Training forwards of transformers' models keep no cache of keys and values, unless the model reads it."""
 
 import contextlib
+import copy
 import importlib
+import pickle
 import sys
 import time
 from typing import List, NamedTuple
@@ -12,9 +14,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.compile.zero12 import wait_for_parameters
+
 from support.ids import vary
 from support.models import Model, qwen3_config
-from support.training import batch, compile_backend, device, engine_by_configuration
+from support.training import OVERLAPPED, batch, compile_backend, device, engine_by_configuration
 
 
 def language_model(layers, width, use_cache):
@@ -157,6 +161,61 @@ def test_packed_sequences_are_kept_apart(ranks):
     pytest.importorskip("transformers")
     ((loss, without, with_cache),) = ranks(1).run(packed_losses)
     assert loss == pytest.approx(without, rel=1e-5) and loss != pytest.approx(with_cache, rel=1e-2)
+
+
+class Copied(NamedTuple):
+    """A copy of a language model, or the model itself without DeepCompile."""
+
+    loss: float
+    keeps_cache: bool  # in a training forward
+    loss_in_one_graph: float  # compiled with fullgraph=True
+
+
+def run_copied(module, ids):
+    torch._dynamo.reset()
+    output = module(input_ids=ids, labels=ids)
+    compiled = torch.compile(lambda ids: module(input_ids=ids, labels=ids).loss, fullgraph=True, backend="eager")
+    return Copied(float(output.loss.detach()), output.past_key_values is not None, float(compiled(ids).detach()))
+
+
+def copies_of_a_model(inside, more):
+    """Copies and pickles the model of an engine after a step, and copies it again when the engine is destroyed.
+
+    ``inside``: whether the language model is a part of the engine's model, whose other part gives it labels.
+    """
+    module = language_model(2, 32, None)
+    engine = engine_by_configuration(Labels(module) if inside else module, True, compile=more)
+    ids = torch.arange(24, device=device()).view(2, 12)
+    with compile_backend("eager"):
+        output = engine(ids) if inside else engine(input_ids=ids, labels=ids)
+        engine.backward(output.loss)
+        engine.step()
+    wait_for_parameters(engine)
+    # The module's own parameters hold process groups, which no pickle can have.
+    copied = copy.deepcopy(module)
+    pickled = pickle.dumps(copied)
+    results = [run_copied(each, ids) for each in (copied, pickle.loads(pickled))]
+    engine.destroy()
+    return run_copied(module, ids), [*results, run_copied(copy.deepcopy(copied), ids)], b"deepspeed" in pickled
+
+
+class Labels(torch.nn.Module):
+    def __init__(self, lm):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, ids):
+        return self.lm(input_ids=ids, labels=ids)
+
+
+@vary("inside", [False, True])
+@vary("more", [{}, OVERLAPPED["compile"]])
+def test_copies_run_as_the_model_alone(ranks, inside, more):
+    pytest.importorskip("transformers")
+    for plain, copies, names_deepspeed in ranks(2).run(copies_of_a_model, inside, more):
+        assert plain.keeps_cache and plain.loss == pytest.approx(plain.loss_in_one_graph, rel=1e-5)
+        assert copies == [plain] * 3
+        assert not names_deepspeed
 
 
 @contextlib.contextmanager

@@ -195,8 +195,8 @@ def engine_by_configuration(module, deepcompile, lr=0.1, momentum=0.0, **more):
         "steps_per_print": 10**9,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": 1},
-        "compile": {"deepcompile": deepcompile},
         **more,
+        "compile": {"deepcompile": deepcompile, **more.get("compile", {})},
     }
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=lr, momentum=momentum)

@@ -7,7 +7,6 @@ forward reaches the block. No hook sees reads such as ``parameter.clone()`` betw
 such a read, the caller must call ``wait_for_parameters()``.
 """
 
-import contextlib
 import itertools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Callable, Dict, Iterable, List, Optional, Set, Tuple
@@ -18,6 +17,7 @@ from torch.nn import Module, Parameter
 from deepspeed.utils import logger
 
 from .gather import OverlappedGather
+from .hooks import Hook
 from .layout import registered_parameters
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class Waiting:
     caller calls the module without its engine, the modules outside the blocks wait when they are called, and graphs
     wait when they run.
 
-    Code that reads a block's parameters without calling the block, as ``block.forward(x)`` does, waits for nothing. So
-    an engine's forward leaves only those blocks to wait by themselves that the last such forward has called, and waits
-    for all other blocks before it begins.
+    Code that reads a block's parameters without calling the block, as ``block.forward(x)`` does, waits for nothing.
+    Before it begins, the engine's forward therefore waits for every block that the previous forward of this kind did
+    not call. Only blocks that it did call wait when reached.
 
     Args:
         optimizer: a ZeRO-1/2 optimizer.
@@ -59,12 +59,12 @@ class Waiting:
             if isinstance(each, torch.jit.ScriptModule):
                 # A ScriptModule takes no hooks. The engine's forward and the modules around the ScriptModule wait too.
                 continue
-            self._hooks.append(each.register_state_dict_pre_hook(_Hook(self.leave)))
-            self._hooks.append(each.register_load_state_dict_pre_hook(_Hook(self.leave)))
+            self._hooks.append(each.register_state_dict_pre_hook(_outside_graphs(self.leave)))
+            self._hooks.append(each.register_load_state_dict_pre_hook(_outside_graphs(self.leave)))
             own = self.gather.units_of(each.parameters(recurse=False))
             if id(each) in outside and (own or each is module):
                 # Run before other hooks: they may compute with parameters, as the hook of weight_norm() does.
-                self._hooks.append(each.register_forward_pre_hook(_Hook(self.begin), prepend=True))
+                self._hooks.append(each.register_forward_pre_hook(_outside_graphs(self.begin), prepend=True))
 
     def forward_begins(self, training: bool) -> None:
         """Called before a forward of the engine: waits as :meth:`begin`, and for all blocks that may not wait.
@@ -113,20 +113,14 @@ class Waiting:
             logger.warning(f"The engine is destroyed, but parameters of the last step did not arrive: {error}")
 
 
-class _Hook:
-    """A hook of a module that calls ``wait()``. In copies and pickles of the module, the hook does nothing."""
+def _outside_graphs(wait):
+    """Returns a hook that calls ``wait()``, but not in a compiled graph: ``before_graph()`` waits there."""
 
-    def __init__(self, wait):
-        self._wait = wait
-
-    def __call__(self, *_args):
-        # A compiled graph does not call `wait()`: before_graph() waits for all parameters of the graph.
+    def hook(*_):
         if not torch.compiler.is_compiling():
-            self._wait()
+            wait()
 
-    def __reduce__(self):
-        # A function of Python's own, which takes any arguments: pickles do not name this fork.
-        return getattr, (contextlib.nullcontext(), "__exit__")
+    return Hook(hook)
 
 
 def _modules_outside(module, blocks):

@@ -3,7 +3,9 @@
 """What an engine refuses after a step that an exception ended while it changed parameters."""
 
 import contextlib
-from typing import TYPE_CHECKING, Iterator
+from typing import TYPE_CHECKING, Iterator, Optional
+
+from .hooks import Hook
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -20,17 +22,22 @@ class InterruptedStep:
         self._hooks = []
 
     @contextlib.contextmanager
-    def changing_parameters(self, engine: "DeepSpeedEngine") -> Iterator[None]:
+    def changing_parameters(self, engine: Optional["DeepSpeedEngine"]) -> Iterator[None]:
         """Context of the code that changes parameters.
 
         After an exception in this context, calls of the engine and state dicts of its module raise RuntimeError.
+
+        Args:
+            engine: the engine, or None if only its optimizer still exists: the optimizer's steps raise RuntimeError.
         """
         try:
             yield
         except BaseException as error:
             self._error = f"{type(error).__name__}: {error}"
-            self._hooks.append(engine.register_forward_pre_hook(self._refuse))
-            self._hooks.append(engine.module.register_state_dict_pre_hook(self._refuse))
+            if engine is not None:
+                refuse = Hook(self._refuse)
+                self._hooks.append(engine.register_forward_pre_hook(refuse))
+                self._hooks.append(engine.module.register_state_dict_pre_hook(refuse))
             raise
 
     def _refuse(self, *_):

@@ -7,18 +7,20 @@ finds the cache filled by a different number of earlier layers. Under gradient c
 switches the cache off.
 """
 
+import contextlib
 import inspect
 import sys
-from typing import Callable, List
+from typing import List
 
 import torch
 from torch.nn import Module
 
+from .hooks import Hook
 from .messages import warn
 
 
-def train_without_cache(module: Module) -> Callable[[], None]:
-    """Adds hooks to the outermost models of transformers in ``module``. Returns a function that removes the hooks.
+def train_without_cache(module: Module, undo: contextlib.ExitStack) -> None:
+    """Adds hooks to the outermost models of transformers in ``module``, and to ``undo`` what removes the hooks.
 
     If ``module`` is such a model, the hook passes ``use_cache=False`` to each training forward whose caller has not
     chosen. In a model inside ``module``, the hook does so only for calls with labels: without labels, the code around
@@ -31,16 +33,9 @@ def train_without_cache(module: Module) -> Callable[[], None]:
             f"Training forwards of {names} run with use_cache=False, as under gradient checkpointing; call them with "
             "use_cache=True to have a cache of keys and values"
         )
-    handles = [
-        model.register_forward_pre_hook(_without if model is module else _without_if_labelled, with_kwargs=True)
-        for model in models
-    ]
-
-    def remove():
-        for handle in handles:
-            handle.remove()
-
-    return remove
+    for model in models:
+        hook = Hook(_without if model is module else _without_if_labelled)
+        undo.callback(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
 def _outermost(module) -> List[Module]:
@@ -62,7 +57,6 @@ def _has_switch(model):
     return keeps and ("use_cache" in parameters or hands_on)
 
 
-# The hooks are functions at the top level of this file, so that a model can be copied and pickled with its hooks.
 def _without(model, inputs, kwargs):
     said = len(inputs) > 1 or kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
     if said or not (model.training and torch.is_grad_enabled()):

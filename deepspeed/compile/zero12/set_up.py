@@ -74,7 +74,7 @@ def set_up(
         # Leave out the modules that another engine has compiled.
         parts = [each for each in module.modules() if each is not module and not _compilations.get(each)]
         compile_blocks.take_over_compiled(parts)
-        undo.callback(train_without_cache(module))
+        train_without_cache(module, undo)
         waiting = None
         if plan.overlaps_gather:
             waiting = Waiting(optimizer, module, plan.blocks)

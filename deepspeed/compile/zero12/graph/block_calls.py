@@ -6,13 +6,14 @@
 leaves it out of copies and pickles. Class, forward and hooks of the instance stay as they are.
 """
 
-import contextlib
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Optional, Type
 
 import torch
 from torch.nn import Module
+
+from ..hooks import no_hook
 
 if TYPE_CHECKING:
     from ..gather_hooks import Waiting
@@ -52,10 +53,6 @@ class Call:
         module = self._module()
         if module is not None and vars(module).get("_compiled_call_impl") is self:
             del vars(module)["_compiled_call_impl"]
-
-
-# Does nothing, whatever it is given. It is Python's own, so pickles of copies of a module do not name this fork.
-no_hook = contextlib.nullcontext().__exit__
 
 
 class CallOfCaller(Call):
