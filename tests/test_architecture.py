@@ -193,7 +193,7 @@ def test_the_docs_list_who_uses_private_names():
     found = {"of torch's compiler": set(), "others of torch, and those of the base": set()}
     for name, tree in trees.items():
         parts = name.removeprefix("zero12.").split(".")
-        file = f"{parts[0]}/" if parts[0] in ("graph", "update") else f"{'.'.join(parts)}.py"
+        file = f"{parts[0]}/" if parts[0] in ("graph", "update") else f"{'/'.join(parts)}.py"
         for private in private_names(tree):
             if private.startswith(COMPILER):
                 found["of torch's compiler"].add(file)
