@@ -142,6 +142,11 @@ def slices_logits(self, hidden, target):
     return torch.nn.CrossEntropyLoss()(kept.view(-1, VOCABULARY), target[..., 1:].reshape(-1)), logits
 
 
+def takes_all_logits(self, hidden, target):
+    logits = self.head(hidden)
+    return cross_entropy(logits[()].view(-1, VOCABULARY), target.view(-1)), logits
+
+
 def returns_float_logits(self, hidden, target):
     logits = self.head(hidden).float()
     return cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum"), logits
@@ -287,7 +292,9 @@ def run(loss, wanted: Optional[bool] = True, compiled=True, calls=((), ())):
 
 
 @pytest.mark.quick
-@vary("loss", [as_transformers, slices_logits, returns_float_logits, scales, caps, caps_without_scale])
+@vary(
+    "loss", [as_transformers, slices_logits, takes_all_logits, returns_float_logits, scales, caps, caps_without_scale]
+)
 def test_losses_that_are_found(loss):
     result = run(loss)
     assert (result.found, result.warnings) == (1, [])
@@ -300,7 +307,7 @@ def test_losses_that_are_found(loss):
         (scales_by_a_tensor, "`mul` is called between"),
         (caps_twice, "`tanh` is called between"),
         (scales_later, "`flatten` is called before its logits are scaled"),
-        (scales_what_it_returns, "used before it is scaled"),
+        (scales_what_it_returns, "the head's output is also used unscaled"),
         (smooths, "smoothed labels"),
         (weighs, "has weights"),
         (moves_the_vocabulary, "changes the vocabulary"),

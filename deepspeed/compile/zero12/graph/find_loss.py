@@ -189,7 +189,7 @@ def _logits_of(node) -> Tuple[Node, List[Node], List[Tuple]]:
         before, after = _traced(source), _traced(node)
         name = _name(node)
         is_slice = name == "getitem" and _keeps_vocabulary(node.args[1])
-        # What comes before a reshape has other dimensions, so a slice must not come after one.
+        # `kept` has indices of the head's dimensions, so no reshape may come between the head and a slice.
         if not (is_slice or name in _CASTS or (name in _RESHAPES and not kept)):
             raise Unfit(f"`{name}` is called between its head and its cross_entropy")
         if is_slice:
@@ -219,7 +219,7 @@ def _head_of(logits) -> Tuple[Node, List[Node], float, Optional[float]]:
         if not (is_scale or is_cap) or not isinstance(source, Node):
             raise Unfit(f"`{name}` is called between its head and its cross_entropy")
         if len(source.users) > 1:
-            raise Unfit("what its head makes is used before it is scaled, too")
+            raise Unfit("the head's output is also used unscaled")
         if is_cap:
             # What was found so far comes after the tanh.
             scale, cap = 1.0, scale
@@ -235,10 +235,10 @@ def _name(node):
 
 
 def _keeps_vocabulary(index):
-    """Whether an index consists of ``...`` and slices with constant bounds, the last of which keeps a dimension."""
+    """Whether an index consists of ``...`` and slices with constant bounds, and the last of them, if any, is ``:``."""
     return (
         isinstance(index, tuple)
-        and index[-1] == slice(None)
+        and index[-1:] in ((), (slice(None),))
         and all(part is Ellipsis or _is_constant_slice(part) for part in index)
     )
 
