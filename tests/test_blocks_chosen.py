@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Regional compilation: which modules are the blocks, and what compiling them does to these modules."""
 
+import contextlib
 import copy
 import pickle
 
@@ -132,12 +133,13 @@ def no_limit():
 
 def test_pickled_and_copied():
     from deepspeed.compile.zero12.graph.choose_blocks import find_blocks
-    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, restore
+    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks
 
     model, x = Model(width=4, depth=2), torch.tensor([[1, 2, 3]])
     expected = model(x)
     blocks = find_blocks(model, True)
-    changed = compile_blocks(model, blocks, run_as_traced, {}, no_limit())
+    undo = contextlib.ExitStack()
+    compile_blocks(model, blocks, run_as_traced, {}, no_limit(), undo)
     assert [each._compiled_call_impl is not None for each in (model, *blocks)] == [True] * 3
     assert find_blocks(model, True) == blocks
     for duplicate in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -145,36 +147,38 @@ def test_pickled_and_copied():
         assert torch.equal(duplicate(x), expected)
     for block in (copy.copy(blocks[0]), copy.deepcopy(blocks[0]), pickle.loads(pickle.dumps(blocks[0]))):
         assert block._compiled_call_impl is None and vars(block).keys() == vars(Block(4)).keys()
-    restore(changed)
+    undo.close()
     assert vars(model).keys() == vars(Model()).keys() and vars(blocks[0]).keys() == vars(Block(4)).keys()
     assert not any(each._forward_pre_hooks for each in model.modules())
 
 
 def test_what_the_caller_compiled_since_stays():
-    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, restore
+    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks
 
     model = Model(width=4, depth=2)
-    changed = compile_blocks(model, list(model.blocks), run_as_traced, {}, no_limit())
+    undo = contextlib.ExitStack()
+    compile_blocks(model, list(model.blocks), run_as_traced, {}, no_limit(), undo)
     model.blocks[0].compile(backend="eager")
     since = model.blocks[0]._compiled_call_impl
-    restore(changed)
+    undo.close()
     assert model.blocks[0]._compiled_call_impl is since and model.blocks[1]._compiled_call_impl is None
 
 
 def test_options_are_not_used_up():
     from deepspeed.compile.zero12.graph.choose_blocks import find_blocks
-    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, restore
+    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks
 
     seen, options = [], {"guard_filter_fn": lambda guards: seen.append(1) or [True] * len(guards)}
     nested = Nested()
     nested.layers = ModuleList([BreakingBlock(4), BreakingBlock(4)])
     blocks = find_blocks(nested, ["Block", "BreakingBlock"])
-    changed = compile_blocks(nested, blocks, run_as_traced, {"options": options}, no_limit())
+    undo = contextlib.ExitStack()
+    compile_blocks(nested, blocks, run_as_traced, {"options": options}, no_limit(), undo)
     nested.stages(torch.ones(1, 4))
     once = len(seen)
     nested.layers[0](torch.ones(1, 4))
     assert 0 < once < len(seen) and list(options) == ["guard_filter_fn"]
-    restore(changed)
+    undo.close()
 
 
 @pytest.mark.quick
@@ -262,16 +266,17 @@ def test_more_that_is_compiled_as_a_whole():
 
 
 def test_blocks_of_another_engine():
-    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, refuse_blocks_of_others, restore
+    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, refuse_blocks_of_others
 
     model = BlocksWithin()
     blocks, _ = chosen(model)
-    changed = compile_blocks(model, blocks, run_as_traced, {}, no_limit())
-    with pytest.raises(ValueError, match="Body is compiled for an engine that trains other parameters"):
+    undo = contextlib.ExitStack()
+    compile_blocks(model, blocks, run_as_traced, {}, no_limit(), undo)
+    with pytest.raises(ValueError, match="Body is compiled by another engine, which trains other parameters"):
         refuse_blocks_of_others(model)
     # What blocks there are does not depend on it.
     assert chosen(model) == (blocks, "")
-    restore(changed)
+    undo.close()
     refuse_blocks_of_others(model)
 
 

@@ -3,10 +3,12 @@
 """``engine.compile()`` that raises while it sets the engine up leaves the engine as it was."""
 
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
 from deepspeed.compile.zero12 import set_up as setup
+from deepspeed.compile.zero12.graph import block_calls
 
 from support.faults import Injected
 from support.ids import vary
@@ -72,3 +74,28 @@ def test_a_setup_that_raises_is_undone(ranks, stage, step, config, offloaded, co
     for undone in ranks(2).run(compile_with_a_step_that_raises, case, step, compiled_again):
         assert undone.is_as_before and undone.registered == 0
         assert undone.error < BOUND
+
+
+def compile_with_a_block_that_raises(case):
+    """The third block raises when it gets its call. Returns as above whether all is as before, and the error."""
+    module, engine = prepare(case)
+    before, blocks = _state(module, engine), []
+    put_in = block_calls.CallOfBlock.put_in
+
+    def raises_at_the_third(call):
+        put_in(call)
+        blocks.append(call)
+        if len(blocks) == 3:
+            raise Injected("third block")
+
+    with mock.patch.object(block_calls.CallOfBlock, "put_in", raises_at_the_third):
+        with pytest.raises(Injected):
+            engine.compile(backend="eager")
+    assert len(blocks) == 3
+    return _state(module, engine) == before, train_prepared(case, module, engine)
+
+
+def test_a_block_that_raises_is_undone(ranks):
+    case = Case(model="RepeatedLayers", config=OVERLAPPED)
+    for is_as_before, error in ranks(2).run(compile_with_a_block_that_raises, case):
+        assert is_as_before and error < BOUND

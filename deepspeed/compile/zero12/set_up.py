@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
 from torch.nn import Parameter
-from torch.utils.weak import WeakIdKeyDictionary
 
 import deepspeed.comm as dist
 from deepspeed.utils import logger
@@ -33,8 +32,6 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# module -> [_Compilation]: one entry for each engine that has compiled the module and still exists, oldest first.
-_compilations = WeakIdKeyDictionary()
 _last_identity = 0
 # With how many elements a bucket is sent; see send_numel().
 SEND_NUMEL = 2**25
@@ -70,10 +67,8 @@ def set_up(
     with contextlib.ExitStack() as undo:
         reducer = make_reducer(engine, plan)
         undo.callback(reducer.close)
-        undo.callback(note_call(engine))
-        # Leave out the modules that another engine has compiled.
-        parts = [each for each in module.modules() if each is not module and not _compilations.get(each)]
-        compile_blocks.take_over_compiled(parts)
+        undo.callback(_note_end, weakref.ref(engine))
+        compile_blocks.take_over_compiled(each for each in module.modules() if each is not module)
         train_without_cache(module, undo)
         waiting = None
         if plan.overlaps_gather:
@@ -93,8 +88,7 @@ def set_up(
         if plan.blocks:
             names = sorted({type(block).__name__ for block in plan.blocks})
             logger.info(f"DeepCompile makes one graph for all {len(plan.blocks)} blocks of each class of {names}")
-            calls = compile_blocks.compile_blocks(module, plan.blocks, graphs, compile_kwargs, limit, waiting)
-            undo.callback(compile_blocks.restore, calls)
+            compile_blocks.compile_blocks(module, plan.blocks, graphs, compile_kwargs, limit, undo, waiting)
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
         is_off = compile_kwargs.get("disable") or torch._dynamo.config.disable  # the variable TORCH_COMPILE_DISABLE
@@ -148,8 +142,8 @@ def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:
             int(optimizer.partition_size[group]),
             optimizer.gradient_accumulation_dtype,
             optimizer.bit16_groups_flat[group].device,
-            # The step needs the gradients in the master weights' dtype. Targets of that dtype serve the step without
-            # a copy, so they must lie in one flat tensor. Host memory is one tensor anyway.
+            # Whether the targets lie in one flat tensor. In the master weights' dtype they do: the step takes that
+            # tensor for the gradient of the master weights, without a copy. Host memory is one tensor anyway.
             host is None
             and optimizer.gradient_accumulation_dtype == optimizer.single_partition_of_fp32_groups[group].dtype,
             host,
@@ -192,36 +186,9 @@ def parameters_reduced_by_graphs(optimizer: "DeepSpeedZeroOptimizer") -> List[Pa
     return [parameter for parameter in registered_parameters(optimizer) if not has_hooks(parameter, base_hooks)]
 
 
-class _Compilation:
-    """How a module was called before an engine compiled it."""
-
-    def __init__(self, before):
-        self.before = before
-
-
-def note_call(engine: "DeepSpeedEngine") -> Callable[[], None]:
-    """Notes how the engine's module is called now. Returns a function that restores it at the engine's end."""
-    module, compilation = engine.module, _Compilation(engine.module._compiled_call_impl)
-    reference = weakref.ref(engine)
-    _compilations.setdefault(module, []).append(compilation)
-
-    def restore():
-        engines = _compilations[module]
-        index = engines.index(compilation)
-        if compilation is engines[-1]:
-            module._compiled_call_impl = compilation.before
-            if compilation.before is None:
-                # Leave no attribute behind: the class has this one.
-                del module._compiled_call_impl
-        else:
-            # A later engine has compiled the module since. When the later engine is destroyed, it must not restore the
-            # compiled call of this engine.
-            engines[index + 1].before = compilation.before
-        del engines[index]
-        destroyed = reference()
-        if destroyed is not None:
-            # If this flag stayed set, DeepSpeed's destroy() would give the module the hooks of an engine without
-            # DeepCompile.
-            destroyed._deepcompile_active = False
-
-    return restore
+def _note_end(reference):
+    engine = reference()
+    if engine is not None:
+        # If this flag stayed set, DeepSpeed's destroy() would give the module the hooks of an engine without
+        # DeepCompile.
+        engine._deepcompile_active = False

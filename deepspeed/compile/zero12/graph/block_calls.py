@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How blocks, and the modules that call blocks, are called while blocks are compiled by themselves.
+"""How an engine's module, its blocks and the modules that call blocks are called while the engine compiles them.
 
 ``nn.Module`` calls ``_compiled_call_impl`` of an instance, where there is one, in place of hooks and forward, and
 leaves it out of copies and pickles. Class, forward and hooks of the instance stay as they are.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Type
 
 import torch
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from ..hooks import no_hook
 
@@ -33,26 +34,64 @@ def forward_of(kind: Type[Module]) -> Any:
 
 
 class Call:
-    """What a module has for its ``_compiled_call_impl``. Copies and pickles of a call are None: the module's own way.
+    """What a module has for its ``_compiled_call_impl`` between :meth:`put_in` and :meth:`take_out`.
 
-    Copies happen where the module's class has a ``__getstate__`` that does not leave ``_compiled_call_impl`` out.
+    A copied or pickled call becomes None, so the copy runs its own forward. A call is copied if the module's class has
+    a ``__getstate__`` that does not leave ``_compiled_call_impl`` out.
     """
 
-    def __init__(self, module: Module, waiting: Optional["Waiting"]):
+    def __init__(self, module: Module):
         # A strong reference would keep a model that nobody needs any more until Python looks for cycles.
         self._module = weakref.ref(module)
-        self._waiting = waiting
-        # Past the module's own __setattr__.
-        vars(module)["_compiled_call_impl"] = self
+        # What the module had before: None, what its own compile() has made, or the call of an earlier engine.
+        self._before: Optional[Callable] = None
 
     def __reduce__(self):
         return type(None), ()
 
+    def put_in(self) -> None:
+        """Makes the module's calls run this call."""
+        # Past the module's own __setattr__.
+        own = vars(self._module())
+        self._before = own.get("_compiled_call_impl")
+        own["_compiled_call_impl"] = self
+
     def take_out(self) -> None:
-        """Gives the module its own call back, unless the caller has compiled the module otherwise since."""
+        """Gives the module back what it had before, unless the caller has compiled the module otherwise since."""
         module = self._module()
-        if module is not None and vars(module).get("_compiled_call_impl") is self:
-            del vars(module)["_compiled_call_impl"]
+        if module is None:
+            return
+        own = vars(module)
+        now = own.get("_compiled_call_impl")
+        if now is self:
+            del own["_compiled_call_impl"]
+            if self._before is not None:
+                own["_compiled_call_impl"] = self._before
+        # A later engine has compiled the module since: when that engine ends, it must not give this call back.
+        while isinstance(now, Call):
+            if now._before is self:
+                now._before = self._before
+            now = now._before
+
+
+class CallOfModule(Call):
+    """Calls an engine's module compiled, within the engine's ``CompilationLimit``.
+
+    Args:
+        module: the module.
+        compiled: what is compiled for it. It takes the inputs.
+        limit: the ``CompilationLimit`` of the engine.
+    """
+
+    def __init__(self, module: Module, compiled: Callable, limit: "CompilationLimit"):
+        super().__init__(module)
+        self._compiled = compiled
+        self._limit = limit
+
+    # Keep the call out of a caller's own torch.compile: the caller's graphs reduce nothing.
+    @torch.compiler.disable
+    def __call__(self, *args, **kwargs):
+        return self._limit.call_module(self._module(), self._compiled, args, kwargs)
 
 
 class CallOfCaller(Call):
@@ -65,11 +104,17 @@ class CallOfCaller(Call):
     """
 
     def __init__(self, module: Module, waiting: Optional["Waiting"]):
-        super().__init__(module, waiting)
-        self._hook = module.register_forward_pre_hook(no_hook, prepend=True)
+        super().__init__(module)
+        self._waiting = waiting
+        self._hook: Optional[RemovableHandle] = None
+
+    def put_in(self) -> None:
+        super().put_in()
+        self._hook = self._module().register_forward_pre_hook(no_hook, prepend=True)
 
     def take_out(self) -> None:
-        self._hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         super().take_out()
 
     @torch.compiler.disable
@@ -101,9 +146,10 @@ class CallOfBlock(Call):
         limit: "CompilationLimit",
         waiting: Optional["Waiting"],
     ):
-        super().__init__(block, waiting)
+        super().__init__(block)
         self._compiled = compiled
         self._limit = limit
+        self._waiting = waiting
 
     # Code other than the caller may be compiled and call a block whose hooks keep the block out of that code's graph.
     @torch.compiler.disable

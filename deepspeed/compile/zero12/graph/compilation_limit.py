@@ -21,7 +21,7 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ..messages import warn
-from .block_calls import CallOfCaller
+from .block_calls import CallOfCaller, CallOfModule
 
 # More than any program compiles.
 _UNLIMITED = 10**6
@@ -107,8 +107,17 @@ class CompilationLimit:
         with self._room():
             return compiled(block, *args, **kwargs)
 
-    def compile_module(self, module: torch.nn.Module, **compile_kwargs: Any) -> None:
-        """Compiles a module as ``module.compile(**compile_kwargs)`` does, but within this limit.
+    def call_module(self, module: torch.nn.Module, compiled: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
+        """Calls a module: ``compiled``, unless modules run uncompiled."""
+        if self.is_off():
+            return module._call_impl(*args, **kwargs)
+        with self._room():
+            if self.trains(module):
+                return compiled(*args, **kwargs)
+            return self._evaluate(compiled, args, kwargs)
+
+    def compile_module(self, module: torch.nn.Module, undo: contextlib.ExitStack, **compile_kwargs: Any) -> None:
+        """Compiles a module as ``module.compile(**compile_kwargs)`` does, but within this limit, until ``undo`` ends.
 
         Does nothing if the module calls blocks, because it runs uncompiled then.
         """
@@ -120,18 +129,9 @@ class CompilationLimit:
 
         # This limit takes the place of torch.compile's own limit.
         compile_kwargs.pop("recompile_limit", None)
-        compiled = torch.compile(own_code(call), **compile_kwargs)
-
-        def call_within_limit(*args, **kwargs):
-            if self.is_off():
-                return module._call_impl(*args, **kwargs)
-            with self._room():
-                if self.trains(module):
-                    return compiled(*args, **kwargs)
-                return self._evaluate(compiled, args, kwargs)
-
-        # Keep the call out of a caller's own torch.compile: the caller's graphs reduce nothing.
-        module._compiled_call_impl = torch.compiler.disable(call_within_limit)
+        whole = CallOfModule(module, torch.compile(own_code(call), **compile_kwargs), self)
+        undo.callback(whole.take_out)
+        whole.put_in()
 
     def _room(self):
         """Returns a context in which Dynamo compiles frames again without a limit of its own."""

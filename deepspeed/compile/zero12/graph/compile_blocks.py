@@ -5,6 +5,7 @@
 Modules that call blocks run uncompiled. The code around these modules is compiled as usual.
 """
 
+import contextlib
 import functools
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Tuple, Type
@@ -48,8 +49,9 @@ def compile_blocks(
     backend: Callable,
     compile_kwargs: Dict[str, Any],
     limit: CompilationLimit,
+    undo: contextlib.ExitStack,
     waiting: Optional["Waiting"] = None,
-) -> List[Call]:
+) -> None:
     """Compiles each block's forward, with one graph for all blocks of a class. Modules that call blocks stay eager.
 
     Each changed module gets a :class:`Call`, and nothing else of it changes but for one hook of modules that call
@@ -61,11 +63,9 @@ def compile_blocks(
         backend: the :class:`Backend` of the engine.
         compile_kwargs: further arguments of ``torch.compile``.
         limit: the ``CompilationLimit`` of ``backend``.
+        undo: gets the function that takes out each :class:`Call`.
         waiting: None, or a ``Waiting``. The call of a changed module begins with ``enter()``, and the call of a module
             that calls blocks ends with ``leave()``.
-
-    Returns:
-        The calls, for :func:`restore`.
     """
     compiled = _CompiledForwards(backend, compile_kwargs)
     # Change modules only after all options were read: a model is changed as a whole or not at all.
@@ -73,7 +73,9 @@ def compile_blocks(
         compiled.of(kind)
     calls: List[Call] = [CallOfCaller(caller, waiting) for caller in callers_of(module, blocks)]
     calls.extend(CallOfBlock(block, compiled.of, limit, waiting) for block in blocks)
-    return calls
+    for call in calls:
+        undo.callback(call.take_out)
+        call.put_in()
 
 
 class _CompiledForwards:
@@ -113,8 +115,13 @@ class _CompiledForwards:
 
 
 def take_over_compiled(modules: Iterable[Module]) -> None:
-    """Makes ``modules`` run as if their ``compile()`` had never been called: their graphs would reduce nothing."""
-    compiled = [each for each in modules if getattr(each, "_compiled_call_impl", None) is not None]
+    """Makes ``modules`` run as if their ``compile()`` had never been called: their graphs would reduce nothing.
+
+    Modules that another engine has compiled stay as they are.
+    """
+    compiled = [
+        each for each in modules if not isinstance(getattr(each, "_compiled_call_impl", None), (Call, type(None)))
+    ]
     if compiled:
         names = sorted({type(each).__name__ for each in compiled})
         warn(
@@ -128,14 +135,8 @@ def take_over_compiled(modules: Iterable[Module]) -> None:
 def refuse_blocks_of_others(module: Module) -> None:
     """Raises ValueError if an engine that trains other parameters has compiled parts of this model."""
     for each in module.modules():
-        if isinstance(getattr(each, "_compiled_call_impl", None), Call):
+        if isinstance(getattr(each, "_compiled_call_impl", None), (CallOfBlock, CallOfCaller)):
             raise ValueError(
-                f"{type(each).__name__} is compiled for an engine that trains other parameters of the model; destroy "
-                "that one first, or set compile.regional_compilation to false for it"
+                f"{type(each).__name__} is compiled by another engine, which trains other parameters of this model; "
+                "destroy that engine, or set compile.regional_compilation to false for that engine"
             )
-
-
-def restore(calls: Iterable[Call]) -> None:
-    """Undoes :func:`compile_blocks`, except where the caller has compiled a module otherwise since."""
-    for call in calls:
-        call.take_out()
