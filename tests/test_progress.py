@@ -164,5 +164,5 @@ reducer_module()
         [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
     )
     assert result.returncode == 1
-    told = "DeepCompile builds its native code, or waits for a process that does" in result.stdout
+    told = "DeepCompile is building its native code, or waiting for a process that is" in result.stdout
     assert told != present, result.stdout

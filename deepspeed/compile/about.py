@@ -6,7 +6,7 @@ from typing import List, Tuple
 
 import torch
 
-# The releases of torch with which all tests were run, as docs/verification.md says.
+# The releases of torch with which tests were run: 2.11 on GPUs, 2.13 on CPU. docs/verification.md says which tests.
 TESTED_TORCH = ("2.11", "2.13")
 
 

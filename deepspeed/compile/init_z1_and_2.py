@@ -20,11 +20,9 @@ def init_z1_and_2(
     backend: str,
     compile_config: "CompileConfig",
     compile_kwargs: Dict[str, Any],
-    schedule: Optional[List] = None,
+    schedule: Optional[List],
     use_z2: bool = False,
 ) -> Callable:
-    """Calls ``set_up()``, which prepares an engine and returns the backend that compiles its module.
-
-    The engine itself knows its stage and its section ``compile``.
-    """
+    """Calls ``set_up()``, which prepares an engine and returns the backend that compiles its module."""
+    # The base's engine passes its section `compile` and its stage too. set_up() asks the engine for both.
     return set_up(engine, backend, compile_kwargs, schedule)

@@ -194,7 +194,7 @@ class PartitionViews(list):
         return [view for view, spec in zip(self, self._specs, strict=True) if not spec.is_padding]
 
     def read(self, entries: Any, name: str) -> None:
-        """Takes each of ``entries`` that has other memory than its target for the target. Called before a step.
+        """Makes each entry whose memory is not its target's the new target. Called before a step.
 
         Args:
             entries: this list, to which the caller may have assigned, or what the caller has put in its place.
@@ -224,7 +224,7 @@ class PartitionViews(list):
             self._cut()
 
     def _is_target(self, offset, entry):
-        """Whether ``entry`` has the memory that its target was made with. By ``.data``, either may have got other."""
+        """Whether ``entry`` still has its target's memory. Assigning ``.data``, of either, changes that."""
         flat = self.flat_partition
         first = self._targets[offset].data_ptr() if flat is None else flat.data_ptr() + offset * flat.element_size()
         return entry.data_ptr() == first and entry.dtype == self._padding.dtype and entry.is_contiguous()

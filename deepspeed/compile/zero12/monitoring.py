@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from .native import Reducer
 
-# What of the counters is not written: bytes held now, which are zero between two steps, and a number that never
+# Counters that are not written: the bytes held now, which are zero between two steps, and "registered", which never
 # changes.
 _LEFT_OUT = {"bound", "on_host", "pending", "bucket", "unreduced", "registered"}
 
@@ -23,9 +23,8 @@ def write_memory(engine: "DeepSpeedEngine", reducer: "Reducer") -> None:
 
     Called on every rank after an optimizer step. Every ``steps_per_print`` steps, rank 0 writes its own values.
 
-    Peaks are the highest since the last report, in bytes, and numbers are since then too: a report restarts the
-    reducer's counters and torch's peaks, on every rank. Other ranks' values would need a collective, and whoever
-    writes to monitors in DeepSpeed does so for rank 0.
+    Each report restarts the reducer's counters and torch's peaks on every rank, so peaks, in bytes, and numbers count
+    from the previous report. Values of other ranks would need a collective. DeepSpeed's own values are rank 0's too.
     """
     if engine.global_steps % engine.steps_per_print():
         return
@@ -37,7 +36,7 @@ def write_memory(engine: "DeepSpeedEngine", reducer: "Reducer") -> None:
         values["memory/peak_allocated"] = accelerator.max_memory_allocated()
         values["memory/peak_reserved"] = accelerator.max_memory_reserved()
         accelerator.reset_peak_memory_stats()
-    # DeepSpeed's own values have the number of samples for their step, and names that begin like this.
+    # Like DeepSpeed's own values: the name begins with "Train/Samples/", and the step is the number of samples.
     engine.monitor.write_events(
         [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]
     )

@@ -96,8 +96,8 @@ def reducer_module() -> NativeModule:
         if not builder.is_built():
             # A warning, because DeepSpeed shows nothing below one by default.
             warn(
-                "DeepCompile builds its native code, or waits for a process that does. This may take a "
-                "minute, once in an environment"
+                "DeepCompile is building its native code, or waiting for a process that is. This takes about a "
+                "minute, once per environment."
             )
         module = builder.load_reducer()
     except Exception as error:

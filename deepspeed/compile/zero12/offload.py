@@ -55,7 +55,7 @@ def memory_for_gradients(optimizer: "DeepSpeedZeroOptimizer", group: int) -> Opt
     if not optimizer.cpu_offload:
         return None
     dtype = optimizer.gradient_accumulation_dtype
-    # The second is what the base makes for gradients in the dtype of the master weights.
+    # The base has two tensors of this size: one in the parameters' dtype, and the gradient of the master weights.
     for tensor in (optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group], _master(optimizer, group).grad):
         if tensor is not None and tensor.dtype == dtype:
             return tensor

@@ -184,7 +184,7 @@ def _reason_against(module):
 def _is_called_by_torch(kind):
     """Whether ``nn.Module.__call__()`` runs when a module of this class is called, as far as the class tells."""
     call = inspect.unwrap(kind.__call__)
-    # A class of its own __call__ names that of another class, as in `super().__call__(x)`.
+    # A class whose `__call__` delegates, as in `super().__call__(x)`, names `__call__` in its code.
     names = getattr(getattr(call, "__code__", None), "co_names", ())
     return call is inspect.unwrap(Module.__call__) or "__call__" in names
 
