@@ -2,11 +2,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What changes after modules were compiled, hooks and frozen parameters, has its effect as without DeepCompile."""
 
+import threading
 from typing import List, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from support.beside import Beside, Outcome, check
 from support.ids import vary
@@ -142,8 +144,36 @@ def options_after_training():
     return options
 
 
+def options_beside_another_compilation(regional):
+    """What Dynamo's options say after a step in which another thread compiles all the time."""
+    config, begun, over = torch._dynamo.config, threading.Event(), threading.Event()
+    pair = Beside(BlocksWithin(), Case(config={"compile": {"regional_compilation": regional}}))
+
+    def compile_backward():
+        with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "of another engine"):
+            begun.set()
+            over.wait()
+
+    other = threading.Thread(target=compile_backward)
+    other.start()
+    begun.wait()
+    try:
+        pair.step(batch(0, 0, dist.get_rank(), 4))
+    finally:
+        over.set()
+        other.join()
+    return config.skip_nnmodule_hook_guards, config.skip_tensor_guards_with_matching_dict_tags, pair.end()
+
+
 def test_the_options_of_other_code_stay(ranks):
     assert ranks(2).run(options_after_training) == [[(True, True)] * 2] * 2
+
+
+@vary("regional", [None, False])
+def test_the_options_of_other_code_stay_while_another_thread_compiles(ranks, regional):
+    for *options, outcome in ranks(2).run(options_beside_another_compilation, regional):
+        check([outcome])
+        assert options == [True, True] and outcome.from_graphs[0] > 0
 
 
 def train_what_was_frozen(place, config, backend):

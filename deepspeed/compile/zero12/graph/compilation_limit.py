@@ -21,6 +21,7 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ..messages import warn
+from . import guards
 from .block_calls import CallOfCaller, CallOfModule
 
 # More than any program compiles.
@@ -104,17 +105,23 @@ class CompilationLimit:
         """Calls the forward of a block: ``compiled`` in training, and ``uncompiled`` in evaluation and generation."""
         if self.has_stopped or not self.trains(block):
             return uncompiled(block, *args, **kwargs)
-        with self._room():
-            return compiled(block, *args, **kwargs)
+        try:
+            with self._room():
+                return compiled(block, *args, **kwargs)
+        finally:
+            guards.set_back()
 
     def call_module(self, module: torch.nn.Module, compiled: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a module: ``compiled``, unless modules run uncompiled."""
         if self.is_off():
             return module._call_impl(*args, **kwargs)
-        with self._room():
-            if self.trains(module):
-                return compiled(*args, **kwargs)
-            return self._evaluate(compiled, args, kwargs)
+        try:
+            with self._room():
+                if self.trains(module):
+                    return compiled(*args, **kwargs)
+                return self._evaluate(compiled, args, kwargs)
+        finally:
+            guards.set_back()
 
     def compile_module(self, module: torch.nn.Module, undo: contextlib.ExitStack, **compile_kwargs: Any) -> None:
         """Compiles a module as ``module.compile(**compile_kwargs)`` does, but within this limit, until ``undo`` ends.

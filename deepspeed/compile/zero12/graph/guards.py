@@ -7,7 +7,7 @@ options as they are.
 """
 
 import threading
-from typing import Dict
+from typing import Dict, Optional
 
 import torch
 from torch._dynamo.callback import CallbackArgs, callback_handler
@@ -26,18 +26,23 @@ def guard_all() -> None:
 
     Dynamo makes guards after the backend has returned. So the options are set back when the compilation ends.
     """
-    if _set_back not in callback_handler.end_callbacks:
+    if set_back not in callback_handler.end_callbacks:
         # This is the first compilation of all, or torch._dynamo.reset() has dropped all callbacks.
-        callback_handler.register_end_callback(_set_back)
+        callback_handler.register_end_callback(set_back)
     options = {name: getattr(torch._dynamo.config, name) for name in _OPTIONS_THAT_LEAVE_OUT_GUARDS}
     _before.setdefault(threading.get_ident(), options)
     for name in options:
         setattr(torch._dynamo.config, name, False)
 
 
-def _set_back(_args: CallbackArgs) -> None:
-    for name, value in _before.pop(threading.get_ident(), {}).items():
-        setattr(torch._dynamo.config, name, value)
+def set_back(_args: Optional[CallbackArgs] = None) -> None:
+    """Sets back the options of this thread. Called when a compilation ends, and after a call of compiled code.
+
+    While another thread compiles, for example a backward, Dynamo does not tell that a compilation of this thread ends.
+    """
+    if _before:
+        for name, value in _before.pop(threading.get_ident(), {}).items():
+            setattr(torch._dynamo.config, name, value)
 
 
 # Thread with a compilation under way -> the values of the options before it, which are options of each thread.
