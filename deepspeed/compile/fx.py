@@ -23,17 +23,8 @@ _REDUCTIONS = ("deepcompile.reduce_grad.default", "dc.reduce_grad.default")
 
 
 def get_output_node(graph: Graph) -> Node:
-    """Returns the graph's output node.
-
-    The base looks for the target "output", which an input has as well if the user's variable has this name.
-
-    Raises:
-        ValueError: if the graph has no output node.
-    """
-    found = graph.find_nodes(op="output")
-    if not found:
-        raise ValueError("the graph has no output node")
-    return found[0]
+    """Returns the graph's output node. The base's own function returns an input that is called "output"."""
+    return graph.output_node()
 
 
 def reduce_nodes(graph: Graph) -> List[Node]:
@@ -72,11 +63,11 @@ def add_end_backward(graph: Graph, graph_id: int, release_reduce_buckets: bool =
     # Registrations, which a reduction of this fork takes beside its gradient, lead to the engine's reducer.
     registrations = [argument for argument in reductions[-1].args[1:] if isinstance(argument, Node)]
     end_backward = getattr(torch.ops, reductions[-1].target.namespace).end_backward.default
-    with graph.inserting_before(get_output_node(graph)):
+    with graph.inserting_before(graph.output_node()):
         graph.call_function(end_backward, (reductions + registrations, graph_id, release_reduce_buckets))
 
 
 def replace_reduce_outputs_with_none(graph: Graph) -> None:
     """Replaces each reduced gradient in the outputs of a backward graph by None, so autograd accumulates nothing."""
-    output, reductions = get_output_node(graph), {*reduce_nodes(graph)}
+    output, reductions = graph.output_node(), {*reduce_nodes(graph)}
     output.args = (map_aggregate(output.args[0], lambda value: None if value in reductions else value),)

@@ -15,8 +15,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
-from ...fx import get_output_node
-
 # From this number of elements on (32 MiB in bf16), avoiding the zeros is worth a second graph.
 LARGE_NUMEL = 2**24
 # What split_module() calls the parts of a graph that is cut. For split_loss(), HEAD ends with the returned tensor. For
@@ -52,7 +50,7 @@ def split_loss(gm: GraphModule, is_registered: Sequence[bool]) -> Optional[Graph
 
 def _last_returned(graph, parameters):
     """Returns the node of the tensor after which the graph can be cut, or None."""
-    output = get_output_node(graph)
+    output = graph.output_node()
     has_loss, open_contexts = False, set()
     for node in reversed(graph.nodes):
         if node is output:
@@ -98,7 +96,7 @@ def _is_large(node: Node) -> bool:
 def replace(split: GraphModule, name: str, compile_graph: Callable) -> None:
     """Replaces the submodule ``name`` by what ``compile_graph(submodule)`` returns."""
     graph_module = getattr(split, name)
-    output = get_output_node(graph_module.graph)
+    output = graph_module.graph.output_node()
     alone = isinstance(output.args[0], Node)
     if alone:
         # Compilers expect a graph that returns a tuple.

@@ -8,7 +8,7 @@ import torch
 from torch._functorch._aot_autograd.fx_utils import get_all_input_and_grad_nodes
 from torch.fx import GraphModule, Node
 
-from ...fx import add_end_backward, get_output_node, reduce_nodes, replace_reduce_outputs_with_none
+from ...fx import add_end_backward, reduce_nodes, replace_reduce_outputs_with_none
 
 
 def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node]:
@@ -25,7 +25,7 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
         The inserted nodes. The partitioner is told to keep them in the backward.
     """
     graph = joint.graph
-    output = get_output_node(graph)
+    output = graph.output_node()
     results = list(output.args[0])
     inserted = []
     try:
@@ -53,11 +53,8 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
 
 
 def finish_backward_graph(backward: GraphModule, graph_id: Optional[int], release_reduce_buckets: bool) -> None:
-    """Adds ``end_backward`` to a backward graph, which then returns no gradient that it reduces.
-
-    Does nothing if the graph reduces nothing, as where the graph has no id.
-    """
-    if graph_id is None or not reduce_nodes(backward.graph):
+    """Adds ``end_backward`` to a backward graph that reduces. The graph then returns no gradient that it reduces."""
+    if graph_id is None:
         return
     add_end_backward(backward.graph, graph_id, release_reduce_buckets)
     replace_reduce_outputs_with_none(backward.graph)
