@@ -54,36 +54,21 @@ _ZERO3_ONLY: Dict[str, Dict[str, Tuple]] = {
 
 
 class Plan(NamedTuple):
-    """The choices that an engine's options make.
+    """The choices that an engine's options make."""
 
-    Attributes:
-        backend: "inductor" or "eager".
-        blocks: the modules that become graphs of their own.
-        why_whole: if there are no blocks, the reason why the model is compiled as a whole.
-        overlaps_reduction: whether a bucket may be on its way while the backward goes on.
-        overlaps_gather: whether the next forward begins while updated parameters are still being gathered.
-        synchronize_before, synchronize_after: whether the host waits for the device before and after each bucket.
-        compilations: how often one frame may be compiled for training.
-        fullgraph: whether the caller asks for one graph, so that too many compilations are an error.
-        dynamic: the argument of this name of ``torch.compile``.
-        chunked_loss: whether losses are computed in chunks of logits; None: where there are many logits.
-        debug_log: whether rewritten graphs are logged.
-        monitors_memory: whether monitors get the counters of gradients and the peaks of memory.
-    """
-
-    backend: str
-    blocks: List[Module]
-    why_whole: str
-    overlaps_reduction: bool
-    overlaps_gather: bool
-    synchronize_before: bool
-    synchronize_after: bool
-    compilations: int
-    fullgraph: bool
-    dynamic: Optional[bool]
-    chunked_loss: Optional[bool]
-    debug_log: bool
-    monitors_memory: bool
+    backend: str  # "inductor" or "eager"
+    blocks: List[Module]  # the modules that become graphs of their own
+    why_whole: str  # if there are no blocks, the reason why the model is compiled as a whole
+    overlaps_reduction: bool  # whether a bucket may be on its way while the backward goes on
+    overlaps_gather: bool  # whether the next forward begins while updated parameters are still being gathered
+    synchronize_before: bool  # whether the host waits for the device before each bucket
+    synchronize_after: bool  # and after it
+    compilations: int  # how often one frame may be compiled for training
+    fullgraph: bool  # whether the caller asks for one graph, so that too many compilations are an error
+    dynamic: Optional[bool]  # the argument of this name of torch.compile
+    chunked_loss: Optional[bool]  # whether losses are computed in chunks of logits; None: where there are many logits
+    debug_log: bool  # whether rewritten graphs are logged
+    monitors_memory: bool  # whether monitors get the counters of gradients and the peaks of memory
 
 
 def make_plan(
