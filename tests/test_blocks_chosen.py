@@ -4,6 +4,7 @@
 
 import contextlib
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -162,6 +163,26 @@ def test_what_the_caller_compiled_since_stays():
     since = model.blocks[0]._compiled_call_impl
     undo.close()
     assert model.blocks[0]._compiled_call_impl is since and model.blocks[1]._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("compiled", [False, True])
+def test_calls_are_taken_out_in_any_order(order, compiled):
+    """Engines that train other parameters of a module each may compile it as a whole, and end in any order."""
+    from deepspeed.compile.zero12.graph.block_calls import CallOfModule
+
+    module = Block(4)
+    if compiled:
+        module.compile(backend="eager")
+    before, calls = dict(vars(module)), [CallOfModule(module, module._call_impl, no_limit()) for _ in range(3)]
+    for call in calls:
+        call.put_in()
+    there = list(calls)
+    for index in order:
+        calls[index].take_out()
+        there.remove(calls[index])
+        assert module._compiled_call_impl is (there[-1] if there else before.get("_compiled_call_impl"))
+    assert vars(module) == before
 
 
 def test_options_are_not_used_up():
