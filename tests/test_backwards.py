@@ -407,8 +407,7 @@ def test_a_backward_begins_while_another_is_dropped(ranks, held_in, stage):
 
 
 def call_as_a_gradient_ends(case, how):
-    """A user has tied a call of the engine to the end of a gradient that the engine drops. Returns the error of a later
-    step."""
+    """A user has tied a call of the engine to the end of a gradient that the engine drops. A step follows."""
     torch.manual_seed(0)
     module = Model().to(device())
     plain = copy.deepcopy(module)

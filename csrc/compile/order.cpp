@@ -43,6 +43,13 @@ bool SendOrder::comes_to(int64_t index) const
     return found != left_.end() && found->second > 0;
 }
 
+int64_t SendOrder::contributions_to(int64_t index) const
+{
+    const auto next = turns_.begin() + static_cast<std::ptrdiff_t>(taken_);
+    const auto found = std::find_if(next, turns_.end(), [index](const Turn& turn) { return turn.index == index; });
+    return found == turns_.end() ? 0 : found->contributions;
+}
+
 void SendOrder::begin_backward()
 {
     taken_ = 0;
@@ -209,7 +216,7 @@ void Reducer::begin_turns()
     early_numel_ = 0;
     for (auto& record : records_) {
         record.received = 0;
-        record.is_early = record.absent = false;
+        record.is_new = record.is_early = record.absent = false;
     }
 }
 
@@ -242,14 +249,16 @@ void Reducer::send_turn(ParameterRecord& record, const Turn& turn)
 void Reducer::keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated)
 {
     // A gradient that joins the sum of earlier micro-batches needs no memory of its own.
-    if (!record.unreduced.defined()) {
+    if (!record.unreduced.defined()) { record.is_new = true; }
+    record.unreduced.add(gradient, donated);
+    // A sum that lacks contributions waits for these. To send the turns before its own would not free it.
+    if (record.is_new && !record.is_early && record.received >= order_.contributions_to(record.index)) {
         record.is_early = true;
         early_numel_ += record.parameter.numel();
     }
-    record.unreduced.add(gradient, donated);
-    // The gradient for which the others wait may never come, and reentrant checkpointing hides that. Its turn is sent as
-    // zeros, and it is late if it comes after all. Where some of a turn's contributions have come, the others are waited
-    // for. Like a bucket, what waits may exceed the bound by one gradient.
+    // The missing gradient may never come, and reentrant checkpointing hides that. So its turn is sent as zeros, and the
+    // gradient is late if it comes after all. If a part of a turn's contributions has come, the rest is waited for. Like
+    // a bucket, what waits may exceed the bound by one gradient.
     while (early_numel_ > options_.bucket_numel + gradient.numel() && records_[order_.next()->index].received == 0) {
         const auto turn = *order_.next();
         send_turn(records_[turn.index], turn);
@@ -259,6 +268,7 @@ void Reducer::keep_early(ParameterRecord& record, const at::Tensor& gradient, bo
 
 void Reducer::end_early(ParameterRecord& record)
 {
+    record.is_new = false;
     if (!record.is_early) { return; }
     record.is_early = false;
     early_numel_ -= record.parameter.numel();

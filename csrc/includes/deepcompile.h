@@ -145,7 +145,8 @@ struct ParameterRecord {
     std::vector<Piece> pieces;
     UnreducedSum unreduced;
     int64_t received = 0;   ///< contributions of this backward, if it reduces, that no turn has taken yet
-    bool is_early = false;  ///< `unreduced` has only gradients of this backward that have come before their turn
+    bool is_new = false;    ///< `unreduced` has only gradients of this backward that have come before their turn
+    bool is_early = false;  ///< the same, it has all that the turn takes, and it waits for the turns before
     bool absent = false;    ///< the graph of this backward does not lead to the parameter
     bool hidden = false;    ///< in some backward a gradient has come although the parameter was absent
     bool hooked = false;    ///< a user's hook wants to see the gradient
@@ -189,6 +190,8 @@ public:
     bool complete() const { return taken_ == turns_.size(); }
     /// Whether the parameter has a turn that was not taken.
     bool comes_to(int64_t index) const;
+    /// The contributions that the parameter's next turn takes; 0 without such a turn.
+    int64_t contributions_to(int64_t index) const;
 
     /// Begins with the first turn, and forgets in which order the previous backward's contributions have arrived.
     void begin_backward();

@@ -73,11 +73,18 @@ class BackwardLife:
     def listen(self) -> None:
         """Has the reducer call this object when a gradient comes unannounced, and when a backward was abandoned."""
         # The reducer may outlive this object, and must not keep it alive.
-        alive = weakref.ref(self)
-        self._reducer.listen(
-            lambda: (life := alive()) is not None and life.begin_unannounced(),
-            lambda: (life := alive()) is not None and life.settle(),
-        )
+        reference = weakref.ref(self)
+
+        def begin():
+            life = reference()
+            return life is not None and life.begin_unannounced()
+
+        def settle():
+            life = reference()
+            if life is not None:
+                life.settle()
+
+        self._reducer.listen(begin, settle)
 
     @property
     def _is_complete(self):

@@ -102,11 +102,11 @@ class _Range(torch.nn.Module):
         new.copy_(master)
 
 
-def class_of_torch(optimizer: torch.optim.Optimizer) -> Type[torch.optim.Optimizer]:
-    """Returns torch's class whose update is that of ``optimizer``, which may be one of DeepSpeed in C++."""
-    if isinstance(optimizer, FusedAdam):
-        return torch.optim.AdamW if optimizer.adam_w_mode else torch.optim.Adam
-    return type(optimizer)
+def class_of_torch(inner: torch.optim.Optimizer) -> Type[torch.optim.Optimizer]:
+    """Returns torch's class whose update is that of ``inner``, which may be one of DeepSpeed in C++."""
+    if isinstance(inner, FusedAdam):
+        return torch.optim.AdamW if inner.adam_w_mode else torch.optim.Adam
+    return type(inner)
 
 
 def _worker(optimizer):
