@@ -235,7 +235,9 @@ def fetch_base(version: str, sha256: str) -> Path:
             stop(f"the deepspeed {version} archive that pip found does not match the sha256 in {BASE_PIN}.")
         if result.returncode or not archive.is_file():
             lines = [line.strip() for line in result.stdout.splitlines() if line.strip()]
-            reasons = [line for line in lines if line.startswith("ERROR:")] or lines or ["nothing"]
+            # Newer releases of pip write "error:", and end with a hint that names no reason.
+            lines = [line for line in lines if not line.startswith(("hint:", "note:"))]
+            reasons = [line for line in lines if line.lower().startswith("error:")] or lines or ["nothing"]
             stop(
                 f"could not fetch the source archive deepspeed-{version}.tar.gz (pip said: {reasons[-1]}); put that "
                 f"file into {folder}, or name the folder that holds it in {ARCHIVE_DIR_VARIABLE}, and try again."
