@@ -165,7 +165,7 @@ def test_what_the_caller_compiled_since_stays():
     assert model.blocks[0]._compiled_call_impl is since and model.blocks[1]._compiled_call_impl is None
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("compiled", [False, True])
 def test_calls_are_taken_out_in_any_order(order, compiled):
     """Engines that train other parameters of a module each may compile it as a whole, and end in any order."""

@@ -171,6 +171,8 @@ def train(block, backend="eager", before_step=None, direct=False):
 @vary("backend", ["eager", "inductor"])
 @vary("block", [*LOOKING, *FORWARDS, CallsOn, TakesABlock])
 def test_blocks_that_look_at_themselves(ranks, block, backend):
+    if block is Counts and torch.__version__.startswith("2.11."):
+        pytest.skip("torch.compile of torch 2.11 alone goes on with the first value of an attribute of a class, too")
     for result in check(ranks(2).run(train, block, backend)):
         # Six of each block, if it uses them, are reduced by graphs, and the head.
         assert min(result.from_graphs) == (1 if block in (OfAnObject, Static) else 19), result.from_graphs
