@@ -308,7 +308,8 @@ def test_a_long_run(ranks, request, case):
     steps = request.config.getoption("--steps")
     # What a thread caches of the C heap counts as in use there, and the caches fill for hundreds of steps.
     pool = ranks(2, GLIBC_TUNABLES="glibc.malloc.tcache_count=0")
-    for run in pool.run(long_run, case, steps, 50, timeout=steps):
+    # Beside many other processes a step takes a second and more.
+    for run in pool.run(long_run, case, steps, 50, timeout=4 * steps):
         assert run.most_held == 0
         assert run.errors.worst < BOUND
         settled, *later = run.samples

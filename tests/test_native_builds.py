@@ -78,7 +78,6 @@ def test_a_build_that_was_killed_is_taken_over(start):
     waits = f"DeepCompile waits for process {first.process.pid} on host {platform.node()}, which builds native code in"
     second.wait_for(lambda: waits in second.text())
     first.kill()
-    assert first.lock.exists()
     # The compiler is not there, so the build ends soon.
     assert second.process.wait(LONGEST) == 1
     assert f"DeepCompile has removed {first.lock}: process {first.process.pid} on host" in second.text()
