@@ -359,7 +359,12 @@ def recipes(draw, backends):
     # Only modules that repeat are blocks, and something that waits needs blocks.
     has_blocks = any(piece.kind == "block" and piece.repeats > 1 and piece.like is None for piece in drawn)
     dtype = draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16", "fp16"]))
-    backend = draw(st.sampled_from(backends))
+    # Inductor's code may save a parameter for its backward, which a checkpoint that computes again then changes: torch
+    # raises, without an engine too.
+    changes_again = any(piece.kind == "max norm" for piece in drawn) and any(
+        piece.checkpointed is not None for piece in drawn
+    )
+    backend = "eager" if changes_again else draw(st.sampled_from(backends))
     regional = draw(st.sampled_from([None, False, True] if has_blocks else [None, False]))
     stage = draw(st.sampled_from([1, 2]))
     says = draw(st.sampled_from(["counted", "counted", *(each for each in STEPS if (each, stage) != ("no_sync", 2))]))
