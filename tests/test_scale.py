@@ -82,7 +82,6 @@ def without_memory(case):
     return parameters, [0] * len(parameters), [parameter.numel() for parameter in parameters]
 
 
-@pytest.mark.sanitized
 @vary("world", [2, 8])
 def test_buckets_grow_with_the_number_of_ranks(ranks, package, world):
     case = Case("RepeatedLayers", bucket=BUCKET, config=OVERLAPPED)
