@@ -65,6 +65,13 @@ EDITS = (
     ),
     (
         ENGINE,
+        "empty parameter groups",
+        "        basic_optimizer.param_groups[:] = [pg for pg",
+        "        zero12.schedulers.forget_empty_groups(basic_optimizer)\n"
+        "        basic_optimizer.param_groups[:] = [pg for pg",
+    ),
+    (
+        ENGINE,
         "optimizer of initialize()",
         "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
         "            self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",

@@ -8,6 +8,7 @@ from typing import Dict, List, NamedTuple, Optional
 import pytest
 import torch
 
+from support.beside import warnings_logged
 from support.ids import vary
 from support.options import SMALL
 from support.training import NOTHING, ROUNDING, Case, batch, build, held, make_engine, total_error
@@ -37,6 +38,7 @@ class Told(NamedTuple):
 
     skipped: int  # steps so far
     scale: float  # of the loss
+    lines: int  # that this rank shows about a step that is skipped
 
 
 class WithAndWithout(NamedTuple):
@@ -69,11 +71,13 @@ def train_as_without_deepcompile(case, spoil):
         steps = []
         try:
             for step in range(case.steps):
-                for micro_step in range(case.accumulation):
-                    loss = engine(batch(step, micro_step, rank, 4))
-                    engine.backward(loss * float("inf") if (step, rank) == (spoil, 0) else loss)
-                    engine.step()
-                steps.append(Told(engine.skipped_steps, engine.optimizer.loss_scale))
+                with warnings_logged() as texts:
+                    for micro_step in range(case.accumulation):
+                        loss = engine(batch(step, micro_step, rank, 4))
+                        engine.backward(loss * float("inf") if (step, rank) == (spoil, 0) else loss)
+                        engine.step()
+                lines = sum("Skipping step" in text for text in texts)
+                steps.append(Told(engine.skipped_steps, engine.optimizer.loss_scale, lines))
             told.append(steps)
             trained.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
             if deepcompile:
@@ -166,7 +170,7 @@ def test_formats(ranks, name):
     # One bucket, so that all gradients are on their way at the same time.
     case = dataclasses.replace(how.case, model=SMALL, accumulation=2, bucket=10**6)
     results = ranks(2).run(train_as_without_deepcompile_in_stages, how.stages, case, how.spoil)
-    for result in (result for rank in results for result in rank):
+    for rank, result in ((rank, result) for rank, of_stages in enumerate(results) for result in of_stages):
         assert result.peak_pending == SMALL_NUMEL * sum(how.sent)
         assert result.peak_bound == SMALL_NUMEL * how.kept
         assert result.held == NOTHING
@@ -184,5 +188,7 @@ def test_formats(ranks, name):
         assert result.difference < ROUNDING[how.coarsest] * result.moved
         if name in ("bf16-check_grad_overflow", "fp16-dynamic-scale"):
             assert 0 < skipped[-1] < case.steps, "the case shows nothing of skipped steps"
+        if name == "bf16-check_grad_overflow":
+            assert [step.lines for step in deepcompiled] == [0, 1 if rank == 0 else 0, 0]
         if name == "fp16-dynamic-scale":
             assert len(scales) > 2, "the case shows nothing of the scale's ups and downs"
