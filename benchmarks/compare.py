@@ -45,7 +45,7 @@ COLUMNS = {
 ON_CPU = "--shape tiny --dtype fp32 --seq 64 --bucket 200000 --steps 12 --warm 4".split()
 ON_GPUS = "--shape qwen3-8b".split()
 # These arguments follow from the system, or belong to benchmarks.measure alone.
-NOT_FOR_ALL = {"--system", "--one-graph", "--overlap-gather", "--chunked-loss", "--json", "--trace"}
+NOT_FOR_ALL = set("--system --one-graph --overlap-gather --chunked-loss --activation-budget --json --trace".split())
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:

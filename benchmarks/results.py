@@ -124,11 +124,13 @@ def describe(result: Result) -> str:
     layers = f", {run['layers']} layers" if run["layers"] else ""
     nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""
     adam = "on the host" if run.get("offload") else run["adam"]
+    kept = "every layer checkpointed" if run["checkpoint"] else "no checkpointing"
+    if run.get("activation_budget") is not None:
+        kept += f", activation budget {run['activation_budget']:g}"
     return (
         f"{run['shape']}{layers}, {result['parameters'] / 1e6:,.1f} million parameters in {run['dtype']}; "
         f"{where['world']} x {where['device']}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
-        f"{run['accumulation']}, {'every layer checkpointed' if run['checkpoint'] else 'no checkpointing'}, "
-        f"ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {adam}; steps {run['warm']} to "
-        f"{run['steps'] - 1} timed; torch {where['torch']}{nccl}, transformers {where['transformers']}; "
-        f"{where['host']}, {where['date']}"
+        f"{run['accumulation']}, {kept}, ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {adam}; "
+        f"steps {run['warm']} to {run['steps'] - 1} timed; torch {where['torch']}{nccl}, "
+        f"transformers {where['transformers']}; {where['host']}, {where['date']}"
     )

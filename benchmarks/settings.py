@@ -31,6 +31,8 @@ class Settings:
         overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
         chunked_loss: whether DeepCompile computes the loss in chunks of logits, "on", "off" or by "size"; None: as by
             default (``chunked_loss``).
+        activation_budget: how much of their activations DeepCompile's graphs may keep, from 0 to 1; None: as by
+            default (``activation_memory_budget``).
         offload: whether masters, optimizer states and the step are on the host.
         adam: torch's implementation of AdamW, "foreach" or "fused". With ``offload``, ZeRO has DeepSpeed's Adam for
             CPUs and FSDP2 has torch's fused one.
@@ -53,6 +55,7 @@ class Settings:
     one_graph: bool = False
     overlap_gather: bool = False
     chunked_loss: str | None = None
+    activation_budget: float | None = None
     offload: bool = False
     adam: str = "foreach"
     backend: str = "inductor"
@@ -96,6 +99,9 @@ def parse_command_line(description: str) -> CommandLine:
     )
     parser.add_argument("--chunked-loss", choices=("on", "off", "size"), help="DeepCompile's chunked_loss")
     parser.add_argument(
+        "--activation-budget", type=float, metavar="PART", help="DeepCompile's activation_memory_budget, from 0 to 1"
+    )
+    parser.add_argument(
         "--offload", action="store_true", default=None, help="masters, optimizer states and the step on the host"
     )
     parser.add_argument("--adam", choices=("foreach", "fused"), help="which implementation of torch's AdamW")
@@ -122,6 +128,10 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--one-graph and --overlap-gather go with --system deepcompile")
     if settings.chunked_loss and settings.system != "deepcompile":
         parser.error("--chunked-loss goes with --system deepcompile")
+    if settings.activation_budget is not None and settings.system != "deepcompile":
+        parser.error("--activation-budget goes with --system deepcompile")
+    if settings.activation_budget is not None and not 0 <= settings.activation_budget <= 1:
+        parser.error("--activation-budget must be from 0 to 1")
     if settings.one_graph and settings.overlap_gather:
         parser.error("--overlap-gather needs the graphs of blocks; leave --one-graph out")
     if "RANK" not in os.environ:

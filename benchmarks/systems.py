@@ -75,6 +75,7 @@ class DeepSpeed:
     def __init__(self, settings: Settings, model: torch.nn.Module):
         import deepspeed
 
+        budget = settings.activation_budget
         self._engine = deepspeed.initialize(
             model=model,
             optimizer=_optimizer(settings, model.parameters()),
@@ -95,6 +96,7 @@ class DeepSpeed:
                     **({"regional_compilation": False} if settings.one_graph else {}),
                     **({"overlap_param_gather": True} if settings.overlap_gather else {}),
                     **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
+                    **({"activation_memory_budget": budget} if budget is not None else {}),
                 },
                 "zero_allow_untested_optimizer": True,
                 "log_level": "warning",

@@ -305,15 +305,16 @@ def test_belongs_to_zero_1_and_2():
     from deepspeed.compile.config import CompileConfig
     from deepspeed.ops.op_builder.dc import DeepCompileHandle
 
-    for option in ("regional_compilation", "overlap_param_gather", "chunked_loss", "monitor_memory"):
+    options = dict.fromkeys(["regional_compilation", "overlap_param_gather", "chunked_loss", "monitor_memory"], True)
+    for option, value in {**options, "activation_memory_budget": 0}.items():
         for others, sentence in (
             ({}, f"compile.{option} belongs to DeepCompile; set compile.deepcompile to true"),
             ({"deepcompile": True, "passes": ["autosp"]}, f"compile.{option} goes with ZeRO-1 and ZeRO-2 only"),
         ):
             with pytest.raises(ValueError, match=sentence):
-                CompileConfig(**{option: True, **others})
+                CompileConfig(**{option: value, **others})
         # What the engine calls for ZeRO-3.
         with pytest.raises(ValueError, match=f"compile.{option} goes with ZeRO-1 and ZeRO-2 only"):
-            DeepCompileHandle().init(None, CompileConfig(deepcompile=True, **{option: True}), 10)
+            DeepCompileHandle().init(None, CompileConfig(deepcompile=True, **{option: value}), 10)
     with pytest.raises(ValueError, match="names no classes"):
         CompileConfig(deepcompile=True, regional_compilation=[])

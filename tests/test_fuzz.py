@@ -61,9 +61,11 @@ def as_case(recipe, module, deepcompile):
     # DeepSpeed takes no parameter group without elements.
     groups = parameter_groups(module, recipe.groups)
     have_elements = all(any(parameter.numel() for parameter in group["params"]) for group in groups)
-    compile_options = {} if recipe.regional is None else {"regional_compilation": recipe.regional}
-    if recipe.overlap_gather:
-        compile_options["overlap_param_gather"] = True
+    compile_options = {
+        "regional_compilation": recipe.regional,
+        "overlap_param_gather": recipe.overlap_gather,
+        "activation_memory_budget": recipe.activation_budget,
+    }
     return Case(
         stage=recipe.stage,
         accumulation=recipe.accumulation,
@@ -80,7 +82,8 @@ def as_case(recipe, module, deepcompile):
                 "round_robin_gradients": recipe.round_robin,
                 "overlap_comm": recipe.overlap_comm,
             },
-            "compile": compile_options,
+            # These options belong to DeepCompile.
+            "compile": compile_options if deepcompile else {},
         },
     )
 
@@ -414,6 +417,7 @@ def recipes(draw, backends):
         clips=can_clip and draw(st.booleans()),
         compiled_update=draw(st.booleans()),
         chunked_loss=draw(st.booleans()),
+        activation_budget=draw(st.sampled_from([None, None, 0.0, 0.2, 0.5, 0.8])),
         adam=dtype == "fp32" and draw(st.booleans()),
         rests=draw(st.sampled_from([False, False, True])),
         # A loss is scaled in fp16, and low precision is held beside DeepSpeed without DeepCompile, which raises.

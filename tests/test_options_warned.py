@@ -71,6 +71,11 @@ ALSO_WARNED["compile.chunked_loss"] = (
     "compile.chunked_loss=True has no effect on a loss of this model, because its cross_entropy has weights, "
     "smoothed labels, or a loss for each token; it is computed in one piece"
 )
+# tests/test_activation_budget.py
+ALSO_WARNED["compile.activation_memory_budget"] = (
+    "compile.activation_memory_budget=0.5 has no effect, because torch.compile is switched off by "
+    "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
+)
 ALSO_WARNED["compile.monitor_memory"] = MONITORS["without a monitor"]
 WITHOUT_EFFECT = Case(
     model=SMALL,

@@ -94,7 +94,7 @@ def make(module, **varied):
     torch.manual_seed(1 + dist.get_rank())
     module = module.to(device())
     Drops.eager_calls = 0
-    return Started(module, make_engine(module, Case(backend="inductor", **varied)))
+    return Started(module, make_engine(module, Case(**{"backend": "inductor", **varied})))
 
 
 def inputs():
@@ -117,10 +117,10 @@ class Drawn(NamedTuple):
     eager_calls: int  # of blocks that ran uncompiled
 
 
-def train(run, block=Drops, regional=None, evaluation_mode=False):
-    """Trains under checkpointing and compares gradients with the loss."""
-    config = {} if regional is None else {"compile": {"regional_compilation": regional}}
-    module, engine = make(Loss(block, run), config=config)
+def train(run, block=Drops, regional=None, evaluation_mode=False, budget=None, backend="inductor"):
+    """Trains under checkpointing, or within a budget for activations, and compares gradients with the loss."""
+    config = {"compile": {"regional_compilation": regional, "activation_memory_budget": budget}}
+    module, engine = make(Loss(block, run), config=config, backend=backend)
     if evaluation_mode:
         engine.eval()
     worst = 0.0
@@ -151,6 +151,22 @@ def test_checkpointed(ranks, varied):
         assert drawn.from_graphs == 6
         # What runs under the checkpoint's no_grad is compiled as what is computed again.
         assert drawn.eager_calls == 0
+
+
+@vary(
+    "varied",
+    [
+        {"budget": 0.5},
+        {"budget": 0.5, "backend": "eager"},
+        {"budget": 0, "regional": False},
+        {"budget": 0, "backend": "eager", "regional": False},
+        {"budget": 0, "run": run_non_reentrant, "regional": False},
+    ],
+)
+def test_within_a_budget_for_activations(ranks, varied):
+    for drawn in ranks(2).run(train, **{"run": nn.Module.__call__, **varied}):
+        assert drawn.error < BOUND
+        assert drawn.from_graphs == 6
 
 
 def replay(regional):

@@ -6,9 +6,9 @@
 compiles itself before its first training forward.
 """
 
-from typing import ClassVar, List, Optional, Tuple, Union
+from typing import Any, ClassVar, List, Optional, Tuple, Union
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
@@ -31,10 +31,11 @@ class CompileConfig(BaseCompileConfig):
     """Settings of ``engine.compile()``. The options here are for ZeRO-1 and ZeRO-2."""
 
     # Those that nothing else can honour.
-    zero_1_and_2_only: ClassVar[Tuple[str, ...]] = (
+    _zero_1_and_2_only: ClassVar[Tuple[str, ...]] = (
         "regional_compilation",
         "overlap_param_gather",
         "chunked_loss",
+        "activation_memory_budget",
         "monitor_memory",
     )
 
@@ -53,6 +54,11 @@ class CompileConfig(BaseCompileConfig):
     """Whether the backward computes the gradient of a language model's logits in chunks, so that it never exists as a
     whole. By default (null), it does so from 2^30 logits on, where chunks save memory and cost little time."""
 
+    activation_memory_budget: Optional[float] = None
+    """How much of the activations that a graph would keep for its backward it may keep, from 0 to 1. The backward
+    computes the rest again. By default (null), ``torch._functorch.config.activation_memory_budget`` says it, which is
+    1 unless the caller has set it."""
+
     monitor_memory: bool = False
     """Whether rank 0 writes its counters of gradients, and its peaks of memory, to DeepSpeed's monitors every
     ``steps_per_print`` steps. Off by default, because each report restarts these counters and torch's peaks, which
@@ -63,16 +69,31 @@ class CompileConfig(BaseCompileConfig):
     default (null), nothing is recorded. The only option here that also works without ``deepcompile``, so that two
     pictures can be laid over each other."""
 
+    @field_validator("activation_memory_budget", mode="before")
+    @classmethod
+    def _budget_is_a_part(cls, value: Any) -> Any:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value <= 1):
+            raise ValueError(f"compile.activation_memory_budget={value!r} is not a number from 0 to 1; set it to one")
+        return value
+
+    def set_for_zero_1_and_2(self) -> List[str]:
+        """Returns the names of the options that are set and that only ZeRO-1 and ZeRO-2 can honour."""
+        # A budget of 0 is set.
+        return [
+            name for name in self._zero_1_and_2_only if not any(getattr(self, name) is off for off in (None, False))
+        ]
+
     @model_validator(mode="after")
     def _blocks_belong_to_zero_1_and_2(self):
         if self.regional_compilation == []:
             raise ValueError("compile.regional_compilation names no classes; name some, or set it to true or false")
-        for name in self.zero_1_and_2_only:
-            if getattr(self, name) and not self.deepcompile:
+        for name in self.set_for_zero_1_and_2():
+            if not self.deepcompile:
                 raise ValueError(
                     f"compile.{name} belongs to DeepCompile; set compile.deepcompile to true or leave it out"
                 )
-            if getattr(self, name) and set(self.passes or ()) - {"z1"}:
+            if set(self.passes or ()) - {"z1"}:
                 raise ValueError(
                     f"compile.{name} goes with ZeRO-1 and ZeRO-2 only, not with compile.passes={self.passes}; leave "
                     "one of them out"

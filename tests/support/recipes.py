@@ -73,6 +73,7 @@ class Recipe:
         each_rank_skips: whether ranks leave pieces out in different micro-batches, and not all in the same steps.
         compiled_update: whether the optimizer's update is compiled, as that of a large partition is.
         chunked_loss: whether the loss is computed in chunks, as that of many logits is.
+        activation_budget: None, or how much of their activations graphs may keep, from 0 to 1.
         adam: whether the optimizer is AdamW instead of SGD.
         rests: whether the learning rate of the second step is zero, as where a warm-up begins or a decay ends.
         penalized: whether a penalty on parameters has a backward of its own before that of each micro-batch.
@@ -112,6 +113,7 @@ class Recipe:
     each_rank_skips: bool = False
     compiled_update: bool = False
     chunked_loss: bool = False
+    activation_budget: Optional[float] = None
     adam: bool = False
     rests: bool = False
     penalized: bool = False

@@ -63,10 +63,12 @@ class Plan(NamedTuple):
     overlaps_gather: bool  # whether the next forward begins while updated parameters are still being gathered
     synchronize_before: bool  # whether the host waits for the device before each bucket
     synchronize_after: bool  # and after it
+    compiles: bool  # whether anything is compiled, or all runs as it is written
     compilations: int  # how often one frame may be compiled for training
     fullgraph: bool  # whether the caller asks for one graph, so that too many compilations are an error
     dynamic: Optional[bool]  # the argument of this name of torch.compile
     chunked_loss: Optional[bool]  # whether losses are computed in chunks of logits; None: where there are many logits
+    activation_budget: Optional[float]  # which part of the activations graphs may keep; None: as torch is configured
     debug_log: bool  # whether rewritten graphs are logged
     monitors_memory: bool  # whether monitors get the counters of gradients and the peaks of memory
 
@@ -95,10 +97,12 @@ def make_plan(
         overlaps_gather=bool(blocks) and compile_config.overlap_param_gather,
         synchronize_before=compile_config.sync_before_reduce,
         synchronize_after=compile_config.sync_after_reduce,
+        compiles=_compiles(compile_kwargs),
         compilations=limit,
         fullgraph=bool(compile_kwargs.get("fullgraph")),
         dynamic=compile_kwargs.get("dynamic"),
         chunked_loss=compile_config.chunked_loss,
+        activation_budget=compile_config.activation_memory_budget,
         debug_log=compile_config.debug_log,
         monitors_memory=compile_config.monitor_memory and engine.monitor.enabled and bool(engine.steps_per_print()),
     )
@@ -123,6 +127,10 @@ def refuse_options(
 
 def _beginning(engine):
     return f"DeepCompile with ZeRO stage {engine.zero_optimization_stage()}: "
+
+
+def _compiles(compile_kwargs):
+    return not (compile_kwargs.get("disable") or torch._dynamo.config.disable)  # the variable TORCH_COMPILE_DISABLE
 
 
 def _overlaps_reduction(engine, compile_config):
@@ -210,6 +218,12 @@ def _without_effect(engine, compile_config, compile_kwargs):
         )
     elif compile_config.monitor_memory and not engine.steps_per_print():
         yield "compile.monitor_memory=True has no effect without steps_per_print; set steps_per_print"
+    budget = compile_config.activation_memory_budget
+    if budget is not None and not _compiles(compile_kwargs):
+        yield (
+            f"compile.activation_memory_budget={budget} has no effect, because torch.compile is switched off by "
+            "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
+        )
     # With prescale_gradients, DeepSpeed itself does not read the factor.
     if config.gradient_predivide_factor != 1.0 and not config.prescale_gradients:
         yield (

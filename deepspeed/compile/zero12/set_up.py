@@ -91,8 +91,7 @@ def set_up(
             compile_blocks.compile_blocks(module, plan.blocks, graphs, compile_kwargs, limit, undo, waiting)
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
-        is_off = compile_kwargs.get("disable") or torch._dynamo.config.disable  # the variable TORCH_COMPILE_DISABLE
-        rules = make_rules(compiles=plan.backend == "inductor" and not is_off)
+        rules = make_rules(compiles=plan.backend == "inductor" and plan.compiles)
         zero12 = Zero12(engine, reducer, limit, waiting, rules, plan.monitors_memory)
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
         attach(optimizer, zero12)

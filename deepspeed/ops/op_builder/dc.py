@@ -132,9 +132,8 @@ class DeepCompileHandle:
         Raises:
             ValueError: if an option is set that only ZeRO-1/2 have.
         """
-        for name in type(compile_config).zero_1_and_2_only:
-            if getattr(compile_config, name):
-                raise ValueError(f"compile.{name} goes with ZeRO-1 and ZeRO-2 only; leave it out or use one of these")
+        for name in compile_config.set_for_zero_1_and_2():
+            raise ValueError(f"compile.{name} goes with ZeRO-1 and ZeRO-2 only; leave it out or use one of these")
         # __getattr__() loads the native module of ZeRO-3. A plain `self.init` would be this method again.
         self.__getattr__("init")(process_group, compile_config, reduce_bucket_size)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
-from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.utils import GPU_ALIGN_BYTES
 from torch.fx import GraphModule
@@ -17,6 +16,7 @@ from deepspeed.utils import logger
 
 from ...fx import should_release_reduce_buckets
 from . import find_loss, guards, loss, lowering
+from .budget import split_within
 from .compilation_limit import CompilationLimit
 from .frames import Registrations, one_more_input, traced_registrations
 from .progress import Progress
@@ -36,7 +36,7 @@ def cache_key() -> str:
 
 
 class ReduceGradPartitioner(CustomPartitionerFn):
-    """Inserts the reductions, then splits the joint graph as torch would.
+    """Inserts the reductions, then splits the joint graph as torch would, within a budget for activations.
 
     Args:
         slots: index of a graph's input that is reduced -> its slot in the registrations.
@@ -44,6 +44,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         release_reduce_buckets: whether the backward of this graph is the last that reduces.
         debug_log: whether to log the split graphs.
         lies_anywhere: for each input of the graph, whether it may lie at an address of any alignment.
+        budget: as in :func:`split_within`.
     """
 
     def __init__(
@@ -53,12 +54,14 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         release_reduce_buckets: bool,
         debug_log: bool,
         lies_anywhere: Sequence[bool],
+        budget: Optional[float],
     ):
         self.slots = dict(slots)
         self.graph_id = graph_id
         self.release_reduce_buckets = release_reduce_buckets
         self.debug_log = debug_log
         self.lies_anywhere = tuple(lies_anywhere)
+        self.budget = budget
         # Names of the inputs that may lie at any address. None until the partitioner runs, which happens only for
         # graphs with a backward.
         self.names_lying_anywhere: Optional[Set[str]] = None
@@ -67,14 +70,15 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         """Identifies this partitioner in the keys of torch's caches."""
         schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
         slots = sorted(self.slots.items())
-        key = (cache_key(), schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere)
+        of_graph = (slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere, self.budget)
+        key = (cache_key(), schema, *of_graph)
         return hashlib.sha256(repr(key).encode()).digest()
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
         primals = gm.graph.find_nodes(op="placeholder")
         self.names_lying_anywhere = {node.name for node, flag in zip(primals, self.lies_anywhere) if flag}
         insert_reductions(gm, self.slots)
-        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        forward, backward = split_within(self.budget, gm, joint_inputs, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
         if kwargs.get("compiler") != "inductor":
             donate_gradients(backward)
@@ -124,6 +128,7 @@ class Backend:
         lowering.register()
         # Do not keep the plan, which holds the blocks: Dynamo's caches hold this backend after the engine is gone.
         self._compiler, self._dynamic, self._debug_log = plan.backend, plan.dynamic, plan.debug_log
+        self._budget = plan.activation_budget
         self._has_blocks = bool(plan.blocks)
         self._limit, self._progress, self._waiting = limit, progress, waiting
         self._registrations = Registrations(identity, registered)
@@ -202,7 +207,7 @@ class Backend:
         slots = {index: slot for slot, index in enumerate(reduced, start=1)}
         lies_anywhere = [not self._are_aligned and id(value) in self._own for value in inputs]
         partitioner = ReduceGradPartitioner(
-            slots, frame.graph_id, frame.release_reduce_buckets, self._debug_log, lies_anywhere
+            slots, frame.graph_id, frame.release_reduce_buckets, self._debug_log, lies_anywhere, self._budget
         )
         if not reduced:
             return self._compile(gm, inputs, frame, partitioner)

@@ -1,0 +1,188 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""``compile.activation_memory_budget``: how much a forward leaves for its backward, of each engine for itself.
+
+tests/test_randomness.py holds what is computed again to the random numbers of the forward.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_options_warned import ALSO_WARNED
+from torch._functorch import config as functorch_config
+from torch.fx import Graph
+
+from deepspeed.compile.config import CompileConfig
+from deepspeed.compile.zero12.graph.budget import draws_anew
+
+from support.beside import Beside
+from support.ids import vary
+from support.lifetime import allocated_bytes
+from support.options import SMALL, train_and_collect_output
+from support.training import BOUND, Case, batch, build
+
+# So long that an activation of a block is larger than what else may come and go in a forward.
+LENGTH = 512
+SLACK = 16 * 1024
+
+
+def case_of(budget, regional=None, **varied):
+    options = {"regional_compilation": regional, "activation_memory_budget": budget}
+    # What is null is as if it were not given.
+    return Case(**varied, config={"compile": options})
+
+
+class Kept(NamedTuple):
+    """What came of an engine that was trained beside a plain loop."""
+
+    bytes: int  # that the last forward left allocated
+    error: float  # of the parameters
+
+
+def train_in_turns(cases, torchs=1.0, compiled_by_caller=False):
+    """Engines of one process train step by step in turns; returns what each one kept.
+
+    Args:
+        torchs: the budget that torch is given for the whole process.
+        compiled_by_caller: whether the blocks were compiled before their engine was made.
+    """
+    torch._dynamo.reset()
+    kept = {}
+    with functorch_config.patch(activation_memory_budget=torchs):
+        loops = [_loop(case, compiled_by_caller) for case in cases]
+        for step in range(3):
+            for number, loop in enumerate(loops):
+                ids = batch(step, 0, dist.get_rank(), LENGTH)
+                before = allocated_bytes(torch.cuda.is_available())
+                loss = loop.engine(ids)
+                kept[number] = allocated_bytes(torch.cuda.is_available()) - before
+                loop.engine.backward(loss)
+                loop.engine.step()
+                loop.plain(ids).backward()
+                loop.step_plain()
+        return [Kept(kept[number], loop.end().error) for number, loop in enumerate(loops)]
+
+
+def _loop(case, compiled_by_caller):
+    module = build(case)
+    if compiled_by_caller:
+        for block in module.body.blocks:
+            block.compile(backend="eager")
+    return Beside(module, case, reset=False)
+
+
+def kept_by(ranks, cases, *how, **kwargs):
+    """Returns how many bytes the engines of rank 0 kept, after comparing each rank's parameters with plain loops'."""
+    results = ranks(2).run(train_in_turns, cases, *how, **kwargs)
+    assert all(kept.error < BOUND for of_rank in results for kept in of_rank)
+    return [kept.bytes for kept in results[0]]
+
+
+@pytest.mark.quick
+@vary(
+    "stage, backend, model, regional, compiled_by_caller",
+    [
+        (1, "eager", "BlocksWithin", None, False),
+        (2, "eager", "BlocksWithin", None, True),
+        (2, "eager", "OneGraph", False, False),
+        (1, "eager", "SeveralGraphs", False, False),
+        (1, "inductor", "OneGraph", False, False),
+        (2, "inductor", "BlocksWithin", None, False),
+    ],
+)
+def test_a_smaller_budget_keeps_less(ranks, stage, backend, model, regional, compiled_by_caller):
+    varied = {"stage": stage, "backend": backend, "model": model, "regional": regional}
+    cases = [case_of(budget, **varied) for budget in (None, 1, 0.5, 0)]
+    default, all_, half, none = kept_by(ranks, cases, compiled_by_caller=compiled_by_caller)
+    assert abs(default - all_) < SLACK
+    # A hidden state is 32 KiB, and the 4x larger ones of a block, of which there are three, are the most of it.
+    assert none + 128 * 1024 < half < all_ - 128 * 1024
+
+
+@vary("model", ["Checkpointed", "CheckpointedEagerly", "CheckpointedReentrant"])
+@vary("stage, backend", [(1, "eager"), (2, "inductor")])
+def test_within_checkpointed_layers(ranks, stage, backend, model):
+    cases = [case_of(budget, stage=stage, backend=backend, model=model) for budget in (1, 0.5, 0)]
+    all_, half, none = kept_by(ranks, cases)
+    assert none < half + SLACK < all_ + 2 * SLACK
+
+
+@vary("torchs", [1.0, 0.0])
+def test_each_engine_keeps_its_own(ranks, torchs):
+    """And one without the option what torch is told to keep."""
+    cases = [case_of(budget, model="BlocksWithin") for budget in (0.0, 1.0, None)]
+    none, all_, torchs_own = kept_by(ranks, cases, torchs)
+    assert none < all_ / 2
+    assert abs(torchs_own - (all_ if torchs else none)) < SLACK
+
+
+class FromCaches(NamedTuple):
+    kept: Kept
+    found: bool  # whether torch's caches had every graph
+
+
+def train_from_caches(cases):
+    """Trains engines one after the other as if each were the only one of its process."""
+    from torch._dynamo.utils import counters
+
+    results = []
+    for case in cases:
+        counters.clear()
+        (kept,) = train_in_turns([case])
+        missed = counters["aot_autograd"]["autograd_cache_miss"] + counters["inductor"]["fxgraph_cache_miss"]
+        hit = counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"]
+        assert kept.error < BOUND and missed + hit > 0
+        results.append(FromCaches(kept, missed == 0))
+    return results
+
+
+def test_a_graph_of_another_budget_is_not_taken_from_torchs_caches(ranks, tmp_path):
+    all_, none = (case_of(budget, backend="inductor", model="BlocksWithin") for budget in (1, 0))
+    run = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    ((first,),) = ranks(1, PROCESS="first", **run).run(train_from_caches, [all_])
+    # In another process, which has nothing but these files.
+    ((other, again, cached),) = ranks(1, PROCESS="second", **run).run(train_from_caches, [none, all_, none])
+    assert (first.found, other.found, again.found, cached.found) == (False, False, True, True)
+    assert abs(first.kept.bytes - again.kept.bytes) < SLACK and abs(other.kept.bytes - cached.kept.bytes) < SLACK
+    assert other.kept.bytes < first.kept.bytes / 2
+
+
+@pytest.mark.quick
+@vary("value", [True, "0.5", -0.1, 1.5, float("nan")])
+def test_a_budget_is_a_number_from_0_to_1(value):
+    with pytest.raises(ValueError) as raised:
+        CompileConfig(deepcompile=True, activation_memory_budget=value)
+    sentence = f"compile.activation_memory_budget={value!r} is not a number from 0 to 1; set it to one"
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.quick
+def test_budgets():
+    for value in (None, 0, 0.5, 1):
+        assert CompileConfig(deepcompile=True, activation_memory_budget=value).activation_memory_budget == value
+    # What DeepSpeed's own configuration may say.
+    assert CompileConfig(activation_memory_budget=None).activation_memory_budget is None
+
+
+def test_a_budget_of_what_is_not_compiled(ranks):
+    case = case_of(0.5, model=SMALL, steps=1, compile_kwargs={"disable": True})
+    sentence = "DeepCompile with ZeRO stage 1: " + ALSO_WARNED["compile.activation_memory_budget"]
+    for rank, (trained, output) in enumerate(ranks(2).run(train_and_collect_output, case)):
+        assert trained.error < BOUND
+        assert output.count(sentence) == (rank == 0)
+
+
+@pytest.mark.quick
+@vary("drops, random", [(None, False), (0.0, False), (0.1, True)], expects="random")
+def test_attention_draws_if_it_drops(drops, random):
+    graph = Graph()
+    query, key, value = (graph.placeholder(name) for name in ("query", "key", "value"))
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+    given = () if drops is None else (drops,)
+    assert draws_anew(graph.call_function(attention, (query, key, value, *given))) == random
+    named = {} if drops is None else {"dropout_p": drops}
+    assert draws_anew(graph.call_function(attention, (query, key, value), named)) == random
+    assert draws_anew(graph.call_function(torch.ops.aten.rand_like.default, (query,)))
+    assert not draws_anew(graph.call_function(torch.ops.aten.mm.default, (query, key)))
