@@ -65,6 +65,14 @@ EDITS = (
     ),
     (
         ENGINE,
+        "broadcast of parameters",
+        "        for n, p in self.module.named_parameters():\n"
+        "            # Broadcast the model for different parameters\n",
+        "        for n, p in zero12.subclasses.to_broadcast(self.module):\n"
+        "            # Broadcast the model for different parameters\n",
+    ),
+    (
+        ENGINE,
         "empty parameter groups",
         "        basic_optimizer.param_groups[:] = [pg for pg",
         "        zero12.schedulers.forget_empty_groups(basic_optimizer)\n"
@@ -142,6 +150,13 @@ EDITS = (
         "end of compile()",
         "self.module.compile(**{**compile_kwargs, 'backend': backend})",
         "zero12.self_compile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
+    ),
+    (
+        "deepspeed/utils/debug.py",
+        "names of parameters",
+        "    for name, param in model.named_parameters():\n        param_names[param] = name\n",
+        "    from deepspeed.compile import zero12\n"
+        "    for name, param in zero12.subclasses.named_parameters(model):\n        param_names[param] = name\n",
     ),
     (
         "deepspeed/env_report.py",

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib.abc
 import importlib.util
+import itertools
 import logging
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from deepspeed.compile.memory_picture.__main__ import main
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 
 from support.engines import batch, build
+from support.subclasses import Scaled
 from support.training import Case, engine_by_configuration, make_engine
 
 LIBRARIES_MISSING = "matplotlib and Plotly draw the pictures: requirements/dev.txt"
@@ -98,7 +100,10 @@ def record(case, folder):
         tensors = [*optimizer.single_partition_of_fp32_groups]
         tensors += [value for state in optimizer.optimizer.state.values() for value in state.values()]
         parameters = {tensor.untyped_storage().data_ptr(): tensor for tensor in optimizer.bit16_groups_flat}
-        parameters |= {each.untyped_storage().data_ptr(): each for each in engine.module.parameters()}
+        parts = [
+            [each.rows, each.scales] if isinstance(each, Scaled) else [each] for each in engine.module.parameters()
+        ]
+        parameters |= {each.untyped_storage().data_ptr(): each for each in itertools.chain(*parts)}
         recorder = engine._memory_recorder
         engine.destroy()
     assert recorder is None and not torch.autograd._profiler_enabled()
@@ -169,10 +174,11 @@ def test_only_the_recorded_step_is_touched(recorded):
 OTHERS = [
     Case(model="RepeatedLayers", stage=2, offloaded=True),
     Case(model="RepeatedLayers", config={"compile": {"regional_compilation": True, "overlap_param_gather": True}}),
+    Case(model="FrozenSubclass"),
 ]
 
 
-@pytest.mark.parametrize("case", OTHERS, ids=["offloaded", "overlapped"])
+@pytest.mark.parametrize("case", OTHERS, ids=["offloaded", "overlapped", "subclass"])
 def test_other_ways_to_train(ranks, tmp_path, case):
     for rank, truth in enumerate(ranks(2).run(record, case, tmp_path)):
         step = data.read(tmp_path / f"step3-rank{rank}.json")

@@ -9,6 +9,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from support.subclasses import Scaled
+
 VOCABULARY = 24
 
 
@@ -286,6 +288,15 @@ class OddSizes(Model):
         return super().enter(ids) * self.gain + self.empty.sum()
 
 
+class FrozenSubclass(OddSizes):
+    """A frozen weight of each block is made of two tensors."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        for block in self.blocks:
+            block.up.weight = nn.Parameter(Scaled.of(block.up.weight.detach()), requires_grad=False)
+
+
 class SharedGradient(Model):
     """Two parameters with one gradient: their sum is all that is used."""
 
@@ -370,6 +381,7 @@ CASES = {
         NotCompilable,
         FrozenAndUnused,
         OddSizes,
+        FrozenSubclass,
         SharedGradient,
         Hooked,
         Checkpointed,

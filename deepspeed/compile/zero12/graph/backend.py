@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Mapping, NamedT
 import torch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.utils import GPU_ALIGN_BYTES
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from deepspeed.utils import logger
 
@@ -20,7 +20,7 @@ from .budget import split_within
 from .compilation_limit import CompilationLimit
 from .frames import Registrations, one_more_input, traced_registrations
 from .progress import Progress
-from .reductions import donate_gradients, finish_backward_graph, insert_reductions
+from .reductions import donate_gradients, finish_backward_graph, index_of, insert_reductions
 
 if TYPE_CHECKING:
     from ..gather_hooks import Waiting
@@ -74,9 +74,14 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         key = (cache_key(), schema, *of_graph)
         return hashlib.sha256(repr(key).encode()).digest()
 
+    def names_among(self, placeholders: Iterable[Node]) -> Set[str]:
+        """Returns the names of those inputs of a graph that may lie at any address."""
+        indices = {index for index, flag in enumerate(self.lies_anywhere) if flag}
+        return {node.name for node in placeholders if index_of(node) in indices}
+
     def __call__(self, gm: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
         primals = gm.graph.find_nodes(op="placeholder")
-        self.names_lying_anywhere = {node.name for node, flag in zip(primals, self.lies_anywhere) if flag}
+        self.names_lying_anywhere = self.names_among(primals)
         insert_reductions(gm, self.slots)
         forward, backward = split_within(self.budget, gm, joint_inputs, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
@@ -272,7 +277,7 @@ def _compile_for_any_address(partitioner, gm, example_inputs, **kwargs):
     if names is None:
         # The partitioner did not run: this is a forward without gradients, for example under checkpointing. The
         # graph's inputs are those of the frame.
-        names = {node.name for node, flag in zip(placeholders, partitioner.lies_anywhere) if flag}
+        names = partitioner.names_among(placeholders)
     inputs = [
         _at_any_address(value) if node.name in names and isinstance(value, torch.Tensor) else value
         for node, value in zip(placeholders, example_inputs, strict=True)

@@ -5,10 +5,19 @@
 from typing import List, Mapping, Optional
 
 import torch
-from torch._functorch._aot_autograd.fx_utils import get_all_input_and_grad_nodes
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.fx import GraphModule, Node
 
 from ...fx import add_end_backward, reduce_nodes, replace_reduce_outputs_with_none
+
+
+def index_of(placeholder: Node) -> Optional[int]:
+    """Returns which input of a frame an input of its graph is, or None if it is no such input as it stands."""
+    return _index(placeholder.meta.get("desc"))
+
+
+def _index(descriptor):
+    return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
 
 
 def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node]:
@@ -28,24 +37,19 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
     output = graph.output_node()
     results = list(output.args[0])
     inserted = []
-    try:
-        pairs = get_all_input_and_grad_nodes(graph)
-    except RuntimeError:
-        # Torch cannot pair inputs with gradients if an input is a tensor subclass. Leave the gradients to autograd.
-        return inserted
-    inputs = {getattr(node.meta.get("desc"), "idx", None): node for node in graph.find_nodes(op="placeholder")}
-    places = {getattr(result, "grad_of", None): place for place, result in enumerate(output.meta["desc"])}
-    for descriptor, (_, gradient) in pairs.items():
-        slot = slots.get(getattr(descriptor, "idx", -1))
+    # A tensor subclass among a frame's inputs takes several inputs of the graph, so count by descriptors.
+    inputs = {index: node for node in graph.find_nodes(op="placeholder") if (index := index_of(node)) is not None}
+    for place, (gradient, descriptor) in enumerate(zip(results, output.meta["desc"])):
+        slot = slots.get(_index(getattr(descriptor, "grad_of", None)))
         if gradient is None or slot is None:
             continue
-        registrations = inputs[max(index for index in inputs if index is not None)]
+        registrations = inputs[max(inputs)]
         with graph.inserting_after(gradient):
             reduction = graph.call_function(torch.ops.deepcompile.reduce_grad.default, (gradient, registrations, slot))
         reduction.meta["val"] = gradient.meta["val"].new_empty(0)
         reduction.meta["partitioner_tag"] = "must_be_in_backward"
         # Two parameters may share one gradient, so the reduction replaces only this parameter's output.
-        results[places[descriptor]] = reduction
+        results[place] = reduction
         inserted.append(reduction)
     output.args = (results,)
     joint.recompile()

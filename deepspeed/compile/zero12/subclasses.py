@@ -1,0 +1,38 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are made of other tensors and have no memory of their own, such as torchao's quantized weights."""
+
+from typing import Iterable, Iterator, Tuple
+
+import torch
+from torch.nn import Module, Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that have memory: each tensor itself, or else those of which it is made."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            yield from plain_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
+
+
+# What DeepSpeed's engine calls ------------------------------------------------------------------------------------
+
+
+def to_broadcast(module: Module) -> Iterator[Tuple[str, torch.Tensor]]:
+    """Called when an engine begins. Yields (name of a parameter, tensor), which DeepSpeed broadcasts as bytes."""
+    for name, parameter in module.named_parameters():
+        for tensor in plain_tensors([parameter]):
+            # Only a tensor with a dimension can be viewed as bytes.
+            yield name, tensor if tensor.dim() else tensor.view(1)
+
+
+def named_parameters(module: Module) -> Iterator[Tuple[str, Parameter]]:
+    """Called when an engine begins. Yields the parameters of which DeepSpeed may keep weak references.
+
+    DeepSpeed keeps these to name parameters in messages. Torch cannot move a parameter that is made of other tensors
+    while anybody has a weak reference to it.
+    """
+    return (each for each in module.named_parameters() if not is_traceable_wrapper_subclass(each[1]))

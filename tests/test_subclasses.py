@@ -1,0 +1,54 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""An engine begins with parameters that are made of other tensors as it begins with any others."""
+
+import pytest
+import torch
+
+from deepspeed.compile.zero12.subclasses import plain_tensors, to_broadcast
+from deepspeed.utils.debug import debug_param2name
+
+from support.ids import vary
+from support.subclasses import Scaled
+from support.training import Case, build, make_engine
+
+
+@pytest.mark.quick
+def test_the_tensors_that_have_memory():
+    plain, inner = torch.ones(2), Scaled(torch.ones(3, 2, dtype=torch.int8), torch.ones(3, 1))
+    outer = Scaled(inner, torch.ones(3, 1))
+    found = list(plain_tensors([plain, outer]))
+    assert all(a is b for a, b in zip(found, [plain, inner.rows, inner.scales, outer.scales], strict=True))
+
+
+@pytest.mark.quick
+def test_all_that_is_broadcast_can_be_viewed_as_bytes():
+    module = torch.nn.Linear(2, 3, bias=False)
+    scale = torch.tensor(0.5)
+    module.weight = torch.nn.Parameter(Scaled(torch.ones(3, 2, dtype=torch.int8), scale), requires_grad=False)
+    for name, tensor in to_broadcast(module):
+        assert name == "weight"
+        tensor.view(torch.uint8).zero_()
+    assert scale == 0 and module.weight.rows.sum() == 0
+
+
+def weights_at_the_beginning(case):
+    """Makes a model whose weights are of this rank alone; returns those with which its engine begins."""
+    module = build(case, seed=torch.distributed.get_rank())
+    engine = make_engine(module, case)
+    names = [debug_param2name(parameter) for parameter in module.parameters() if not isinstance(parameter, Scaled)]
+    weights = [tensor.detach().clone() for tensor in plain_tensors(module.parameters())]
+    engine.destroy()
+    return weights, "unknown" in names
+
+
+@vary("deepcompile", [True, False])
+@vary("dtype", ["fp32", "bf16"])
+def test_all_ranks_begin_with_the_weights_of_the_first(ranks, dtype, deepcompile):
+    case = Case(model="FrozenSubclass", dtype=dtype, deepcompile=deepcompile)
+    (first, unnamed), *others = ranks(2).run(weights_at_the_beginning, case)
+    assert any(weight.dtype == torch.int8 for weight in first)
+    for weights, _ in others:
+        assert all(map(torch.equal, weights, first))
+    # DeepSpeed knows the names of all other parameters.
+    assert not unnamed
