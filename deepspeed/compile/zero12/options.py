@@ -263,8 +263,8 @@ def _unsupported_optimizers(engine):
         inner = type(optimizer.optimizer).__name__
         if "muon" in inner.lower():
             yield (
-                f"optimizer {inner} needs whole gradients, which no rank holds; use another optimizer or set "
-                "compile.deepcompile to false"
+                f"optimizer {inner} needs whole gradients, which no rank holds; use another optimizer, or DeepSpeed's "
+                "own Muon with compile.deepcompile set to false"
             )
         return
     name = type(optimizer).__name__
