@@ -5,6 +5,7 @@
 # make demo     train the small model of examples/demo on two processes (DEMO_ARGS="..." reaches the script)
 # make fuzz     train random models beside a plain loop (MODELS=1000 SEED=7 WORLD=3: how many, seed, ranks)
 # make models   train every architecture of tests/support/architectures with DeepCompile off and on (WORKERS=14)
+# make optimizers train with every optimizer of tests/support/known_optimizers.py, and measure the steps
 # make sanitize test the native code under gcc's sanitizers (SANITIZER=address, thread or undefined: only that one)
 # make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks.compare)
 # make docs     build the documentation's site in build/site; a warning or a broken link is an error
@@ -61,7 +62,7 @@ HEADERS = import sysconfig; from torch.utils.cpp_extension import include_paths;
 	print(*('-isystem ' + path for path in [*include_paths(), sysconfig.get_path('include')]))
 ALONE := $(VENV)/.alone-$(call content,csrc)
 
-.PHONY: demo test test-all test-gpu quick fuzz models sanitize bench docs lint format clean toolchain
+.PHONY: demo test test-all test-gpu quick fuzz models optimizers sanitize bench docs lint format clean toolchain
 .NOTPARALLEL:
 # Recipes say what they do, and how long it takes where that is more than some seconds.
 .SILENT:
@@ -93,6 +94,10 @@ fuzz: toolchain $(FORK)
 
 models: toolchain $(FORK) $(FRONTS)
 	$(RUN) pytest -q tests/test_models.py --every-model $(IN_PARALLEL)
+
+optimizers: toolchain $(FORK) $(FRONTS)
+	echo "Training with each optimizer of torch and of the packages that are installed ..."
+	$(RUN) pytest -q tests/test_optimizers.py --every-optimizer
 
 sanitize: toolchain $(FORK)
 	for name in libasan libtsan libubsan; do \

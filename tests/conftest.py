@@ -79,6 +79,9 @@ def pytest_addoption(parser):
         "--gpu", action="store_true", help="leave out the files that use no GPU; end at once where torch finds none"
     )
     parser.addoption("--every-model", action="store_true", help="train all models of test_models.py, not a dozen")
+    parser.addoption(
+        "--every-optimizer", action="store_true", help="in test_optimizers.py, train in both stages and measure"
+    )
     parser.addoption("--base", help="the folder that holds the released DeepSpeed on which this fork is based")
     parser.addoption("--models", type=int, help="how many random models test_fuzz.py tries; a few by default")
     parser.addoption("--world", type=int, default=2, help="on how many ranks")
@@ -133,3 +136,7 @@ def pytest_terminal_summary(terminalreporter, config):
         from support import models_table
 
         models_table.print_table(terminalreporter)
+    if config.option.every_optimizer:
+        from support import optimizers_table
+
+        optimizers_table.print_table(terminalreporter)

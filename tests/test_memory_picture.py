@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from deepspeed.compile.memory_picture import data
 from deepspeed.compile.memory_picture.__main__ import main
+from deepspeed.compile.memory_picture.record import flattened, storages
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 
 from support.engines import batch, build
@@ -499,3 +500,27 @@ def test_memory_that_is_freed_unseen():
     blocks.change(3, 256, -7, data.REST)
     blocks.change(4, 512, -40, data.REST)
     assert blocks.at == {}
+
+
+class Quantized(torch.Tensor):
+    """A tensor without memory of its own, as torchao makes them of weights and of states of optimizers."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError
+
+
+def test_the_memory_of_tensors_that_are_made_of_others():
+    made = Quantized(torch.zeros(512, dtype=torch.uint8), torch.zeros(2))
+    kept = flattened([[made, None], torch.zeros(3)])
+    assert [size for _, size, _ in storages({data.OPTIMIZER_STATES: kept}, "cpu")] == [512, 8, 12]

@@ -170,8 +170,8 @@ def compile_engines_of_other_kinds():
 REFUSED_ENGINES = {
     "optimizer": (
         "muon",
-        "optimizer Muon needs whole gradients, which no rank holds; use another optimizer or set compile.deepcompile "
-        "to false",
+        "optimizer Muon needs whole gradients, which no rank holds; use another optimizer, or DeepSpeed's own Muon "
+        "with compile.deepcompile set to false",
     ),
     "tensor_parallel": (
         "tensor",

@@ -19,6 +19,10 @@ OPTIMIZERS = {
     "RAdam": lambda p: torch.optim.RAdam(p, lr=0.1),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1, weight_decay=0.1),
+    # It averages from the third step on.
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1, lambd=0.1, t0=2),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
 }
 # With settings that lead to other code of theirs.
 MORE_OPTIMIZERS = {

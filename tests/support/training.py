@@ -173,7 +173,10 @@ def updates_compiled_from(numel, large=2**22):
 
 def as_recorded(runs):
     """Within it, recorded updates run as they are, without Inductor, if ``runs``."""
-    return mock.patch.object(compile_fx, "compile_fx", lambda graph, _: graph) if runs else contextlib.nullcontext()
+    if not runs:
+        return contextlib.nullcontext()
+    # So does what an optimizer itself compiles.
+    return mock.patch.object(compile_fx, "compile_fx", lambda graph, *_, **__: graph)
 
 
 @contextlib.contextmanager
@@ -220,9 +223,11 @@ def average_gradients(module):
             parameter.grad /= dist.get_world_size()
 
 
-def step_plain(plain, optimizer):
+def step_plain(plain, optimizer, clipping=0.0):
     """A plain loop's step: the optimizer gets the mean of the ranks' gradients, which are then dropped."""
     average_gradients(plain)
+    if clipping:
+        torch.nn.utils.clip_grad_norm_([each for each in plain.parameters() if each.requires_grad], clipping)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -314,11 +319,7 @@ def train_beside_plain_loop(case):
                 with torch.no_grad():
                     engine(ids)
                 engine.train()
-        average_gradients(plain)
-        if case.clipping:
-            torch.nn.utils.clip_grad_norm_([p for p in plain.parameters() if p.requires_grad], case.clipping)
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
+        step_plain(plain, plain_optimizer, case.clipping)
         if case.deepcompile:
             held_after_steps.append(held(gradient_counters(engine)))
     if case.deepcompile:

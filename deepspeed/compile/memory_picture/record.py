@@ -110,11 +110,17 @@ class Recording:
 
 
 def flattened(values: Iterable) -> List[torch.Tensor]:
-    """Returns the tensors in lists of tensors and other things; of a tensor that is spread over ranks, its shard."""
+    """Returns the tensors in lists of tensors and other things.
+
+    Of a tensor that is made of others, those: the shard of a tensor that is spread over ranks, and what a quantized
+    tensor keeps.
+    """
     tensors = []
     for value in values:
         if isinstance(value, (list, tuple)):
             tensors += flattened(value)
+        elif hasattr(value, "__tensor_flatten__"):
+            tensors += flattened(getattr(value, name) for name in value.__tensor_flatten__()[0])
         elif torch.is_tensor(value):
-            tensors.append(value.to_local() if hasattr(value, "to_local") else value)
+            tensors.append(value)
     return tensors

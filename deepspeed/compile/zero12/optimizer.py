@@ -14,9 +14,10 @@ import torch
 
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 
 from . import step
-from .layout import registered_parameters
+from .layout import pieces, registered_parameters
 from .monitoring import write_memory
 from .native import reducer_module
 from .offload import drop_unused_memory
@@ -141,6 +142,20 @@ class StepLocalGradients(_NextClass):
         self._hp_optimizer_states_linked = False
         keep_no_graph(self)
 
+    def _lazy_init_hp_params_optimizer_state(self):
+        """Links states with parameters after the first step, as the base does, but only states that can be cut.
+
+        The base raises in the middle of the step if a state is quantized in blocks and a parameter begins in a block.
+        """
+        if not self._hp_optimizer_states_linked:
+            for group, (parameters, master) in enumerate(zip(self.bit16_groups, self.single_partition_of_fp32_groups)):
+                # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
+                spans = [(piece.offset, piece.numel) for piece in pieces(self, group)]
+                state = self.optimizer.state[master].items()
+                cut = {name: value for name, value in state if _can_be_cut(value, spans)}
+                lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
+            self._hp_optimizer_states_linked = True
+
     def _get_offload_gradient_dict(self):
         """Does nothing: BackwardLife fills the dict when it hands gradients over."""
 
@@ -148,6 +163,16 @@ class StepLocalGradients(_NextClass):
         self._zero12.let_go()
         detach(self)
         self.destroy()
+
+
+def _can_be_cut(state, spans):
+    """Whether a state is a tensor that can be cut into ``spans``, each (offset, elements)."""
+    try:
+        for offset, numel in spans:
+            state.narrow(0, offset, numel)
+    except Exception:
+        return False
+    return True
 
 
 @functools.cache

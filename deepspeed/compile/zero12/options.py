@@ -9,6 +9,7 @@ one sentence. ``docs/options.md`` lists every option with what happens to it.
 
 import functools
 import inspect
+import math
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -240,8 +241,23 @@ def _without_effect(engine, compile_config, compile_kwargs):
             "comms_logger.enabled=true has no effect on the reductions of gradients, which the log leaves out; use "
             "torch.profiler for those"
         )
+    yield from _states_that_stay_in_fp32(engine.optimizer)
     if compile_kwargs.get("name"):
         yield "compile_kwargs['name'] has no effect, because torch gives it to its own backend only"
+
+
+def _states_that_stay_in_fp32(optimizer):
+    """Yields a sentence for each partition of which torchao quantizes no states, and says nothing."""
+    inner = optimizer.optimizer
+    if type(inner).__module__.startswith("torchao.") and hasattr(inner, "block_size"):
+        for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            # Of fewer elements than 4096 it quantizes none by design.
+            if master.numel() >= 4096 and master.numel() % inner.block_size:
+                yield (
+                    f"{type(inner).__name__} of torchao keeps states in fp32, because a partition of parameter group "
+                    f"{index} has {master.numel()} elements, which its block_size={inner.block_size} does not divide; "
+                    f"give it block_size={math.gcd(master.numel(), inner.block_size)}"
+                )
 
 
 def _unsupported_engines(engine):
@@ -277,8 +293,8 @@ def _unsupported_optimizers(engine):
         inner = type(optimizer.optimizer).__name__
         if "muon" in inner.lower():
             yield (
-                f"optimizer {inner} needs whole gradients, which no rank holds; use another optimizer or set "
-                "compile.deepcompile to false"
+                f"optimizer {inner} needs whole gradients, which no rank holds; use another optimizer, or DeepSpeed's "
+                "own Muon with compile.deepcompile set to false"
             )
         return
     name = type(optimizer).__name__

@@ -14,7 +14,8 @@ from .rule import Partition
 # Optimizers that treat each element by itself.
 _ELEMENTWISE = (
     *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
-    *(torch.optim.SGD, torch.optim.RMSprop, torch.optim.Adagrad, FusedAdam),
+    *(torch.optim.Adadelta, torch.optim.Adagrad, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop),
+    *(torch.optim.SGD, FusedAdam),
     DeepSpeedCPUAdam,
 )
 

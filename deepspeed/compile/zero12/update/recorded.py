@@ -97,8 +97,9 @@ class _Range(torch.nn.Module):
         master.grad = gradient if factor is None else gradient * factor
         before = master.clone()
         worker.step()
-        # With `capturable`, Adam divides by the learning rate, so a rate of zero makes NaN where moments are zero.
-        master.copy_(torch.where(learning_rate.abs() <= LEAST_RATE, before, master))
+        if isinstance(worker, torch.optim.Adam):
+            # With `capturable`, Adam divides by the learning rate, so a rate of zero makes NaN where moments are zero.
+            master.copy_(torch.where(learning_rate.abs() <= LEAST_RATE, before, master))
         new.copy_(master)
 
 

@@ -1,0 +1,373 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizers of torch and of other packages, trained without DeepCompile and with it.
+
+Some in every run; ``make optimizers`` trains all that are installed, takes times and peaks, and prints a table.
+"""
+
+import contextlib
+import time
+from typing import Any, Dict, List, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.compile.memory_picture.of_engine import tensors_of
+from deepspeed.compile.memory_picture.record import Recording, phase
+from deepspeed.compile.zero12.update import make_rules
+from deepspeed.compile.zero12.update.compiled import CompiledStep
+from deepspeed.compile.zero12.update.groups import StepOfGroups
+from deepspeed.compile.zero12.update.own_step import OwnStep
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from support.beside import warnings_logged
+from support.ids import case_ids
+from support.known_optimizers import IN_EVERY_RUN, KNOWN, ONE_PASS, RANGES, WHOLE, Known
+from support.optimizers_table import PROPERTY
+from support.training import (
+    BOUND,
+    as_recorded,
+    default_dtype,
+    device,
+    parameter_groups,
+    ranges_of,
+    step_plain,
+    total_error,
+    updates_compiled_from,
+)
+
+# RAdamScheduleFree leaves the parameters as they are for five steps.
+STEPS = 8
+CLIPPING = 1.0
+# Width and depth of a model whose partitions have more elements than a range has.
+LARGE = {"cpu": (2048, 8), "cuda": (8192, 16)}
+# What one step of a partition is, after the first steps -> how that is called.
+STEPPED = {CompiledStep: ONE_PASS, OwnStep: RANGES, type(None): WHOLE}
+
+
+def pytest_generate_tests(metafunc):
+    if "stage" in metafunc.fixturenames:
+        both = [(stage, name) for stage in (1, 2) for name in KNOWN]
+        few = [(1 + index % 2, name) for index, name in enumerate(IN_EVERY_RUN)]
+        cases = both if metafunc.config.option.every_optimizer else few
+        metafunc.parametrize("stage, name", cases, ids=case_ids("stage, name", cases))
+
+
+class Layers(torch.nn.Module):
+    """Matrices alone, because torch's Muon takes nothing else."""
+
+    def __init__(self, width=64, depth=6):
+        super().__init__()
+        torch.manual_seed(0)
+        self.width = width
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x.float() - 0.5).square().mean()
+
+
+def inputs(module, step):
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    batch = torch.randn(2, module.width, generator=generator)
+    return batch.to(device(), module.layers[0].weight.dtype)
+
+
+def engine_of(optimizer, module, deepcompile, stage):
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "steps_per_print": 10**9,
+        "gradient_clipping": CLIPPING,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": module.layers[0].weight.dtype == torch.bfloat16},
+        "compile": {"deepcompile": deepcompile},
+    }
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    if deepcompile:
+        engine.compile(backend="eager")
+        # As with the backend "inductor", which would take long to compile the model.
+        engine.optimizer._zero12.rules = make_rules(compiles=True)
+    return engine
+
+
+@contextlib.contextmanager
+def noted_steps():
+    """Yields a set that has how partitions were stepped in the last step, of :data:`STEPPED`."""
+    run, noted = StepOfGroups.run, set()
+
+    def run_and_note(self):
+        noted.clear()
+        noted.update(STEPPED[type(step)] for step in self._steps)
+        run(self)
+
+    with mock.patch.object(StepOfGroups, "run", run_and_note):
+        yield noted
+
+
+class Trained(NamedTuple):
+    masters: List[torch.Tensor]
+    stepped: str  # how; "" without DeepCompile
+
+
+def train(known, deepcompile, stage):
+    torch._dynamo.reset()
+    module = Layers().to(device())
+    engine = engine_of(known.make(parameter_groups(module, known.groups)), module, deepcompile, stage)
+    try:
+        with noted_steps() as stepped:
+            for step in range(STEPS):
+                engine.backward(engine(inputs(module, step)))
+                engine.step()
+        masters = [safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()]
+        return Trained(masters, " and ".join(stepped))
+    finally:
+        engine.destroy()
+
+
+def train_plain(known):
+    """Trains a plain loop; returns its parameters, and those with which it began."""
+    module = Layers().to(device())
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    optimizer = known.make(parameter_groups(module, known.groups))
+    for step in range(STEPS):
+        module(inputs(module, step)).backward()
+        step_plain(module, optimizer, CLIPPING)
+    return [parameter.detach() for parameter in module.parameters()], before
+
+
+class Beside(NamedTuple):
+    """What came of an optimizer with DeepCompile. Errors are those of the master weights, all together."""
+
+    stepped: str
+    error: float  # beside DeepCompile off
+    error_plain: float  # beside a plain loop
+    moved: float  # how far a plain loop moved the parameters
+
+
+def beside_off_and_plain(name, stage):
+    known = KNOWN[name]
+    with ranges_of(1000), updates_compiled_from(1024, 32), as_recorded(device().type == "cpu"):
+        off, on = (train(known, deepcompile, stage) for deepcompile in (False, True))
+        plain, before = train_plain(known)
+    return Beside(
+        on.stepped, total_error(on.masters, off.masters), total_error(on.masters, plain), total_error(plain, before)
+    )
+
+
+class Cost(NamedTuple):
+    """Of ``engine.step()``, on this rank."""
+
+    peak: int  # bytes, of parameters, states, gradients and what the step allocates
+    seconds: float  # the fastest step
+    stepped: str  # how; "" without DeepCompile
+
+
+def cost(name, deepcompile):
+    """Trains a model in bf16 that is large enough for each rule."""
+    torch._dynamo.reset()
+    with default_dtype(torch.bfloat16), torch.device(device()):
+        module = Layers(*LARGE[device().type])
+    engine = engine_of(KNOWN[name].make(parameter_groups(module, 1)), module, deepcompile, 1)
+    seconds = []
+    with noted_steps() as stepped:
+        for step in range(STEPS):
+            engine.backward(engine(inputs(module, step)))
+            recording = Recording(device(), tensors_of(engine)) if step == STEPS - 1 else None
+            dist.barrier()
+            begun = time.perf_counter()
+            with phase("step", device()):
+                engine.step()
+            seconds.append(time.perf_counter() - begun)
+    memory = recording.stop({})
+    engine.destroy()
+    # The first steps make states and compile, and the last one is slowed by the recording.
+    return Cost(memory.peak(*memory.phases["step"][-1]).bytes, min(seconds[2:-1]), " and ".join(stepped))
+
+
+def how_it_fails(name, deepcompile, stage):
+    try:
+        train(KNOWN[name], deepcompile, stage)
+    except Exception as error:
+        return str(error)
+
+
+@pytest.mark.quick
+@pytest.mark.table
+def test_trains_as_without_deepcompile(ranks, request, record_property, stage, name):
+    known = KNOWN[name]
+    if known.version is None:
+        pytest.skip(f"{known.package} is not installed")
+    found: Dict[str, Any] = {"name": name, "stage": stage}
+    record_property(PROPERTY, found)
+    if known.fails:
+        found["fails"] = "refused" if known.refused else "fails, as without"
+        for deepcompile, part in ((False, known.fails), (True, known.refused or known.fails)):
+            for said in ranks(2).run(how_it_fails, name, deepcompile, stage):
+                assert part in said
+        return
+    results = ranks(2).run(beside_off_and_plain, name, stage)
+    found["stepped"] = results[0].stepped
+    found["error"], found["error_plain"] = max(r.error for r in results), max(r.error_plain for r in results)
+    if request.config.option.every_optimizer and stage == 1:
+        # One after the other: the next call finds the first engine collected.
+        off, on = (ranks(2).run(cost, name, deepcompile) for deepcompile in (False, True))
+        found["peak"] = max(cost.peak for cost in on) / max(cost.peak for cost in off)
+        found["time"] = max(cost.seconds for cost in on) / max(cost.seconds for cost in off)
+        assert {cost.stepped for cost in on} == {known.stepped}
+    for result in results:
+        assert result.stepped == known.stepped
+        assert result.error < BOUND and result.moved > 1e-3, result
+        assert (result.error_plain < BOUND) == known.like_plain, result
+
+
+class Uncut(torch.Tensor):
+    """A tensor that is cut nowhere, as one that is quantized in blocks is cut only between blocks."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.narrow:
+            raise ValueError("not between blocks")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class Momentum(torch.optim.Optimizer):
+    """SGD with momentum that is never cut, and that counts the steps of each element."""
+
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["momentum"] = torch.zeros_like(parameter).as_subclass(Uncut)
+                    state["count"] = torch.zeros_like(parameter)
+                state["count"] += 1
+                state["momentum"].mul_(0.9).add_(parameter.grad)
+                parameter.sub_(group["lr"] * state["momentum"].as_subclass(torch.Tensor))
+
+
+# Blocks of 256 elements fill a partition of two ranks, and most of the parameters begin within one.
+ODD = (40, 16)
+UNCUT = {
+    "Momentum": (Known(__name__, "Momentum", {"lr": 0.1}), "momentum", "count"),
+    "AdamW8bit of torchao": (KNOWN["AdamW8bit of torchao"], "exp_avg", None),
+}
+
+
+class Uncuttable(NamedTuple):
+    error: float  # beside an engine without DeepCompile that links no states with parameters
+    kinds: List[str]  # of the states that cannot be cut
+    said: List[str]  # when somebody reads one of them
+    counts: List[float]  # what somebody reads of another state
+
+
+def states_that_cannot_be_cut(name, stage):
+    known, uncut, other = UNCUT[name]
+    linking = mock.patch.object(DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", lambda self: None)
+    masters, said, counts = [], set(), set()
+    for deepcompile in (False, True):
+        module = Layers(*ODD).to(device())
+        engine = engine_of(known.make(parameter_groups(module, 1)), module, deepcompile, stage)
+        with as_recorded(True), contextlib.nullcontext() if deepcompile else linking:
+            for step in range(3):
+                engine.backward(engine(inputs(module, step)))
+                engine.step()
+        masters.append([safe_get_full_fp32_param(parameter).clone() for parameter in module.parameters()])
+    for parameter in module.parameters():
+        if parameter._hp_mapping is not None:
+            # As of any state that DeepSpeed does not know. A rank without a part of the parameter would wait.
+            with pytest.raises(ValueError) as raised:
+                safe_get_full_optimizer_state(parameter, uncut)
+            said.add(str(raised.value))
+        if other:
+            counts.update(safe_get_full_optimizer_state(parameter, other).unique().tolist())
+    kinds = {type(state[uncut]).__name__ for state in engine.optimizer.optimizer.state.values()}
+    engine.destroy()
+    return Uncuttable(total_error(*masters), [*kinds], [*said], [*counts])
+
+
+@pytest.mark.parametrize("name", UNCUT)
+def test_states_that_cannot_be_cut(ranks, name):
+    """They stay whole, and the step goes on. Whoever reads one is told that it is not found; others can be read."""
+    known, uncut, other = UNCUT[name]
+    if known.version is None:
+        pytest.skip(f"{known.package} is not installed")
+    for result in (each for stage in (1, 2) for each in ranks(2).run(states_that_cannot_be_cut, name, stage)):
+        assert result.error < BOUND and result.kinds == ["OptimState8bit" if known.package == "torchao" else "Uncut"]
+        assert result.said == [f"{uncut} not found in optimizer state fragment"]
+        assert result.counts == ([3.0] if other else [])
+
+
+def quantized_with(block_size):
+    """Returns what is warned of when states of a partition of 7200 elements are quantized, and what they are."""
+    known = KNOWN["AdamW8bit of torchao"]
+    known = known._replace(settings={**known.settings, "block_size": block_size})
+    module = Layers(60, 4).to(device())
+    with warnings_logged() as lines, as_recorded(True):
+        engine = engine_of(known.make(parameter_groups(module, 1)), module, True, 1)
+        engine.backward(engine(inputs(module, 0)))
+        engine.step()
+    (state,) = engine.optimizer.optimizer.state.values()
+    engine.destroy()
+    return [line for line in lines if "AdamW8bit" in line], type(state["exp_avg"]).__name__
+
+
+def test_states_that_stay_in_fp32(ranks):
+    pytest.importorskip("torchao")
+    first, last = ranks(2).run(quantized_with, 256)
+    assert last == ([], "Tensor"), "rank 0 alone warns"
+    assert first[1] == "Tensor" and [line.partition(": ")[2] for line in first[0]] == [
+        "AdamW8bit of torchao keeps states in fp32, because a partition of parameter group 0 has 7200 elements, which "
+        "its block_size=256 does not divide; give it block_size=32"
+    ]
+    assert ranks(2).run(quantized_with, 32) == 2 * [([], "OptimState8bit")]
+
+
+class Averaged(NamedTuple):
+    """The errors of parameters beside a plain loop's."""
+
+    averages: float  # as they are evaluated
+    after: float  # when training went on
+    distance: float  # of the averages from the parameters that are trained
+
+
+def evaluate_averages():
+    known = KNOWN["AdamWScheduleFree"]
+    module, plain = Layers().to(device()), Layers().to(device())
+    optimizers = [known.make(parameter_groups(each, known.groups)) for each in (module, plain)]
+    engine = engine_of(optimizers[0], module, True, 1)
+    for step in range(2 * STEPS):
+        engine.backward(engine(inputs(module, step)))
+        engine.step()
+        plain(inputs(plain, step)).backward()
+        step_plain(plain, optimizers[1], CLIPPING)
+        if step == STEPS - 1:
+            trained = [parameter.detach().clone() for parameter in plain.parameters()]
+            for optimizer in optimizers:
+                optimizer.eval()
+            # The optimizer has changed the master weights.
+            engine.optimizer.update_lp_params()
+            averages = total_error(module.parameters(), plain.parameters())
+            distance = total_error(trained, plain.parameters())
+            for optimizer in optimizers:
+                optimizer.train()
+            engine.optimizer.update_lp_params()
+    after = total_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return Averaged(averages, after, distance)
+
+
+def test_averages_of_schedulefree(ranks):
+    """Its ``eval()`` turns master weights into averages, which ``update_lp_params()`` gives to the model."""
+    pytest.importorskip("schedulefree")
+    for result in ranks(2).run(evaluate_averages):
+        assert max(result.averages, result.after) < BOUND and result.distance > 1e-3, result
