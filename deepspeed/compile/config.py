@@ -6,7 +6,7 @@
 compiles itself before its first training forward.
 """
 
-from typing import ClassVar, List, Optional, Tuple, Union
+from typing import ClassVar, List, Literal, Optional, Tuple, Union
 
 from pydantic import Field, model_validator
 
@@ -36,6 +36,7 @@ class CompileConfig(BaseCompileConfig):
         "overlap_param_gather",
         "chunked_loss",
         "monitor_memory",
+        "optimizer_states",
     )
 
     regional_compilation: Union[bool, List[str], None] = None
@@ -52,6 +53,10 @@ class CompileConfig(BaseCompileConfig):
     chunked_loss: Optional[bool] = None
     """Whether the backward computes the gradient of a language model's logits in chunks, so that it never exists as a
     whole. By default (null), it does so from 2^30 logits on, where chunks save memory and cost little time."""
+
+    optimizer_states: Optional[Literal["8bit"]] = None
+    """The format of Adam's two states. "8bit" keeps them in a byte an element, with a scale for each 256 elements. By
+    default (null), the optimizer keeps them as it does without DeepCompile."""
 
     monitor_memory: bool = False
     """Whether rank 0 writes its counters of gradients, and its peaks of memory, to DeepSpeed's monitors every

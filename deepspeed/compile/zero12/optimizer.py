@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from . import step
+from . import eight_bit_states, step
 from .layout import registered_parameters
 from .monitoring import write_memory
 from .native import reducer_module
@@ -102,11 +102,13 @@ class StepLocalGradients(_NextClass):
     def state_dict(self) -> Dict[str, Any]:
         self._zero12.interrupted_step.refuse()
         self._zero12.gather.wait_all()
-        return super().state_dict()
+        return eight_bit_states.as_saved(super().state_dict())
 
     def load_state_dict(self, *args, **kwargs) -> None:
         self._zero12.gather.wait_all()
         super().load_state_dict(*args, **kwargs)
+        if self._zero12.optimizer_states is None:
+            eight_bit_states.make_plain(self)
         # All parameters have the checkpoint's values now, and a new step begins.
         self._zero12.interrupted_step.forget()
         self._zero12.backward.begin_anew()
@@ -141,6 +143,12 @@ class StepLocalGradients(_NextClass):
         self._hp_optimizer_states_linked = False
         keep_no_graph(self)
 
+    def _lazy_init_hp_params_optimizer_state(self):
+        is_new = not self._hp_optimizer_states_linked
+        super()._lazy_init_hp_params_optimizer_state()
+        if is_new:
+            eight_bit_states.link(self)
+
     def _get_offload_gradient_dict(self):
         """Does nothing: BackwardLife fills the dict when it hands gradients over."""
 
@@ -165,6 +173,8 @@ def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     if optimizer.cpu_offload:
         drop_unused_memory(optimizer)
     keep_no_graph(optimizer)
+    if zero12.optimizer_states is None:
+        eight_bit_states.make_plain(optimizer)
     optimizer._zero12 = zero12
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
     _attached.add(optimizer)

@@ -92,8 +92,8 @@ def set_up(
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
         is_off = compile_kwargs.get("disable") or torch._dynamo.config.disable  # the variable TORCH_COMPILE_DISABLE
-        rules = make_rules(compiles=plan.backend == "inductor" and not is_off)
-        zero12 = Zero12(engine, reducer, limit, waiting, rules, plan.monitors_memory)
+        rules = make_rules(plan.backend == "inductor" and not is_off, plan.optimizer_states)
+        zero12 = Zero12(engine, reducer, limit, waiting, rules, plan.optimizer_states, plan.monitors_memory)
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
         attach(optimizer, zero12)
         zero12.undo = undo.pop_all()

@@ -1,0 +1,119 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The dynamic 8-bit maps of optimizer states, and blocks of values in 8 bits.
+
+The maps are those of bitsandbytes and torchao (https://arxiv.org/abs/1511.04561, https://arxiv.org/abs/2110.02861).
+A code stands for a value from -1 to 1, or from 0 to 1: zero, one, or a value in one of seven decades from 1e-7 on.
+Each decade has twice as many codes as the decade below. A block of ``BLOCK`` values has a scale, its largest
+magnitude.
+
+To quantize is to find the code whose value is next. A search in the table takes eight steps, of which each waits for
+the step before. But the index of a code among those of its sign, as a function of the magnitude, is linear in each
+decade, and its slope falls from decade to decade. Such a function is the least of its lines, so seven products find
+the index, or the index before. One comparison with a threshold decides which, so that no rounding changes the code.
+"""
+
+import functools
+from typing import NamedTuple, Tuple
+
+import torch
+
+# Elements that share a scale.
+BLOCK = 256
+# A block of smaller values has this scale, as in torchao.
+LEAST_SCALE = 1e-12
+_DECADES = 7
+# The midpoint between the codes of two decades lies up to 0.2 behind the line's integer, and rounding adds little.
+_MARGIN = 0.3
+
+
+class Map(NamedTuple):
+    """A map from codes to values: both tensors are fp32 [256], on one device."""
+
+    values: torch.Tensor  # ascending
+    thresholds: torch.Tensor  # the code is at least i if the value is at least thresholds[i]
+
+
+@functools.cache
+def make_map(signed: bool, device: torch.device) -> Map:
+    """Returns the map of values from -1 to 1 if ``signed``, else from 0 to 1."""
+    # Inference tensors could not be used in graphs, and another default device may be set.
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        positive = []
+        for decade in range(_DECADES):
+            borders = torch.linspace(0.1, 1, _codes_of(decade, signed) + 1, dtype=torch.float32)
+            positive.append(10.0 ** (decade + 1 - _DECADES) * ((borders[:-1] + borders[1:]) / 2))
+        values = torch.cat([*positive, torch.zeros(1), torch.ones(1)])
+        values = torch.cat([values, *(-each for each in positive if signed)]).sort().values
+        return Map(values.to(device), _thresholds(values).to(device))
+
+
+def zero_code(signed: bool) -> int:
+    """Returns the code of zero."""
+    return 127 if signed else 0
+
+
+def _codes_of(decade, signed):
+    """Returns how many positive codes a decade has."""
+    return 2**decade if signed else 2 ** (decade + 1)
+
+
+def _thresholds(values):
+    """Returns, for each code, the least fp32 value that is rounded to this code or to a higher one.
+
+    Of two codes, the higher one is taken if the distance to the lower is at least half of the difference, all in fp32.
+    """
+    lower, upper = values[:-1], values[1:]
+    below, threshold = lower, upper
+    # Halve the span in which the threshold lies, until its ends are neighbours in fp32.
+    while True:
+        middle = ((below.double() + threshold.double()) / 2).float()
+        if ((middle == below) | (middle == threshold)).all():
+            break
+        rounds_up = middle - lower >= (upper - lower) * 0.5
+        below, threshold = torch.where(rounds_up, below, middle), torch.where(rounds_up, middle, threshold)
+    # Every value has code 0 at least.
+    return torch.cat([torch.full((1,), -torch.inf), threshold])
+
+
+@functools.cache
+def _lines(signed) -> Tuple[Tuple[float, float], ...]:
+    """Returns (slope, intercept) of the line of each decade, from a magnitude to the index of its code.
+
+    In a decade that ends at P and has n codes, the index is n * (1 + (x / P - 0.1) / 0.9), less 1 if there is no sign.
+    """
+    counts = [_codes_of(decade, signed) for decade in range(_DECADES)]
+    ends = [10.0 ** (decade + 1 - _DECADES) for decade in range(_DECADES)]
+    offset = -_MARGIN if signed else -1 - _MARGIN
+    return tuple((n / (0.9 * end), n * 8 / 9 + offset) for n, end in zip(counts, ends, strict=True))
+
+
+def codes_of(values: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> torch.Tensor:
+    """Returns the codes of values from -1 to 1 if ``signed``, else from 0 to 1: uint8, of the same shape.
+
+    Args:
+        values: fp32. NaN has some code.
+        thresholds: those of the :class:`Map`.
+        signed: whether the map has negative values.
+    """
+    magnitude = values.abs() if signed else values
+    (slope, intercept), *others = _lines(signed)
+    index = magnitude * slope + intercept
+    for slope, intercept in others:
+        line = magnitude * slope + intercept
+        index = torch.where(index < line, index, line)
+    # The bounds matter for NaN only, and tell the compiler that no lookup leaves its table.
+    found = index.to(torch.int32).clamp(0, 127 if signed else 254)
+    lower = torch.where(values < 0, 126 - found, 127 + found) if signed else found
+    return (lower + (values >= thresholds[lower + 1]).to(torch.int32)).to(torch.uint8)
+
+
+def encode(blocks: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes, uint8, and the scales, fp32 [blocks], of values: fp32 [blocks, BLOCK]."""
+    scales = blocks.abs().amax(-1).clamp(min=LEAST_SCALE)
+    return codes_of(blocks / scales.unsqueeze(-1), thresholds, signed), scales
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Returns the values, fp32 [blocks, BLOCK], of codes and scales. ``values`` are those of the :class:`Map`."""
+    return values[codes.to(torch.int32).clamp(0, 255)] * scales.unsqueeze(-1)
