@@ -23,15 +23,19 @@ BLOCK = 256
 # A block of smaller values has this scale, as in torchao.
 LEAST_SCALE = 1e-12
 _DECADES = 7
-# The midpoint between the codes of two decades lies up to 0.2 behind the line's integer, and rounding adds little.
-_MARGIN = 0.3
+# Added to a number, it makes quarters the last bits of the sum. So the sum, and the number that is added, are rounded
+# by up to an eighth each.
+_TO_QUARTERS = 2**21
+# If more than 0.2 and less than 1 is taken off the line, what is found is the index or one less: 0.2, because the
+# midpoint between the codes of two decades lies up to so much behind an integer. This leaves room for both roundings.
+_MARGIN = 0.6
 
 
 class Map(NamedTuple):
-    """A map from codes to values: both tensors are fp32 [256], on one device."""
+    """A map from codes to values. Both tensors are fp32, on one device."""
 
-    values: torch.Tensor  # ascending
-    thresholds: torch.Tensor  # the code is at least i if the value is at least thresholds[i]
+    values: torch.Tensor  # [256], ascending
+    thresholds: torch.Tensor  # [257]; the code is at least i if the value is at least thresholds[i]
 
 
 @functools.cache
@@ -59,7 +63,7 @@ def _codes_of(decade, signed):
 
 
 def _thresholds(values):
-    """Returns, for each code, the least fp32 value that is rounded to this code or to a higher one.
+    """Returns, for each code and for 256, the least fp32 value that is rounded to this code or to a higher one.
 
     Of two codes, the higher one is taken if the distance to the lower is at least half of the difference, all in fp32.
     """
@@ -72,19 +76,19 @@ def _thresholds(values):
             break
         rounds_up = middle - lower >= (upper - lower) * 0.5
         below, threshold = torch.where(rounds_up, below, middle), torch.where(rounds_up, middle, threshold)
-    # Every value has code 0 at least.
-    return torch.cat([torch.full((1,), -torch.inf), threshold])
+    # Every value has code 0 at least, and none has 256.
+    return torch.cat([torch.full((1,), -torch.inf), threshold, torch.full((1,), torch.inf)])
 
 
 @functools.cache
 def _lines(signed) -> Tuple[Tuple[float, float], ...]:
-    """Returns (slope, intercept) of the line of each decade, from a magnitude to the index of its code.
+    """Returns (slope, intercept) of each decade's line, from a magnitude to its code's index, in quarters at the end.
 
     In a decade that ends at P and has n codes, the index is n * (1 + (x / P - 0.1) / 0.9), less 1 if there is no sign.
     """
     counts = [_codes_of(decade, signed) for decade in range(_DECADES)]
     ends = [10.0 ** (decade + 1 - _DECADES) for decade in range(_DECADES)]
-    offset = -_MARGIN if signed else -1 - _MARGIN
+    offset = _TO_QUARTERS - _MARGIN - (0 if signed else 1)
     return tuple((n / (0.9 * end), n * 8 / 9 + offset) for n, end in zip(counts, ends, strict=True))
 
 
@@ -97,15 +101,17 @@ def codes_of(values: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> to
         signed: whether the map has negative values.
     """
     magnitude = values.abs() if signed else values
-    (slope, intercept), *others = _lines(signed)
-    index = magnitude * slope + intercept
-    for slope, intercept in others:
-        line = magnitude * slope + intercept
-        index = torch.where(index < line, index, line)
-    # The bounds matter for NaN only, and tell the compiler that no lookup leaves its table.
-    found = index.to(torch.int32).clamp(0, 127 if signed else 254)
-    lower = torch.where(values < 0, 126 - found, 127 + found) if signed else found
-    return (lower + (values >= thresholds[lower + 1]).to(torch.int32)).to(torch.uint8)
+    found = None
+    for slope, intercept in _lines(signed):
+        # The order of positive numbers is that of their bits, and a minimum of integers is a single instruction.
+        line = (magnitude * slope + intercept).view(torch.int32)
+        found = line if found is None else torch.minimum(found, line)
+    # Where the value is NaN, the bits are any. Then this keeps the lookup within its table.
+    lower = (found >> 2) & (127 if signed else 255)
+    if signed:
+        # 127 + lower, or 126 - lower where the sign bit is set.
+        lower = 127 + (lower ^ (values.view(torch.int32) >> 31))
+    return (lower + (values >= _lookup(thresholds, lower + 1)).to(torch.int32)).to(torch.uint8)
 
 
 def encode(blocks: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> Tuple[torch.Tensor, torch.Tensor]:
@@ -116,4 +122,9 @@ def encode(blocks: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> Tupl
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Returns the values, fp32 [blocks, BLOCK], of codes and scales. ``values`` are those of the :class:`Map`."""
-    return values[codes.to(torch.int32).clamp(0, 255)] * scales.unsqueeze(-1)
+    return _lookup(values, codes) * scales.unsqueeze(-1)
+
+
+def _lookup(table, index):
+    """Returns the entries of a table at indices that lie in it. A checked lookup would compare each with bounds."""
+    return torch.ops.aten._unsafe_index(table, [index.to(torch.int32)])

@@ -25,6 +25,8 @@ _OF_TORCH, _OF_DEEPSPEED = (torch.optim.Adam, torch.optim.AdamW), (FusedAdam, De
 # Parameter groups of fewer elements are stepped operator by operator. The number does not depend on that of ranks, and
 # so the rounding does not either.
 LEAST_NUMEL = 2**24
+# Elements of the example with which the pass is recorded. It takes any number of blocks.
+EXAMPLE_NUMEL = 2**24
 # Elements that are stepped at once where each operator writes its result to memory.
 EAGER_NUMEL = 2**22
 
@@ -120,7 +122,7 @@ class AdamOfBlocks(torch.nn.Module):
             new: the memory for the new parameters, [blocks, BLOCK].
             codes: of ``exp_avg`` and ``exp_avg_sq``, uint8 [blocks, BLOCK].
             scales: of the same, fp32 [blocks].
-            maps: values and thresholds of the map of ``exp_avg``, and those of ``exp_avg_sq``, fp32 [256].
+            maps: values and thresholds of the map of ``exp_avg``, and those of ``exp_avg_sq``.
             scalars: fp32 [] in the order of :class:`_Scalars`.
         """
         values, thresholds, values_sq, thresholds_sq = maps
@@ -198,15 +200,16 @@ def _is_aligned(tensor, first):
 
 def _example(partition, kind):
     """Returns examples for :class:`AdamOfBlocks`, and which of them have rows."""
-    blocks = 4
+    # Inductor chooses the size of a kernel's tiles by the example's.
+    blocks = EXAMPLE_NUMEL // BLOCK
 
     def rows(dtype, aligned=True):
         # On a GPU, Inductor copies inputs that are less aligned than the example, and copies them back.
-        memory = torch.zeros(blocks * BLOCK + 1, dtype=dtype, device=kind.device)
+        memory = torch.empty(blocks * BLOCK + 1, dtype=dtype, device=kind.device)
         return memory[0 if aligned else 1 :][: blocks * BLOCK].view(blocks, BLOCK)
 
     def tensors(count, *shape):
-        return [torch.zeros(shape, dtype=torch.float32, device=kind.device) for _ in range(count)]
+        return [torch.empty(shape, dtype=torch.float32, device=kind.device) for _ in range(count)]
 
     inputs = (
         rows(kind.gradient),

@@ -71,7 +71,8 @@ def compile_rows(module: torch.nn.Module, inputs: Tuple[Any, ...], rows: Tuple[A
 
     Args:
         module: what it returns is not used.
-        inputs: examples for its forward. None for what stays None: the compiled function does not take it.
+        inputs: examples for its forward: tensors, lists of tensors, and None for what stays None. The compiled
+            function does not take what is None.
         rows: for each input, whether it has rows.
 
     Returns:
@@ -81,8 +82,12 @@ def compile_rows(module: torch.nn.Module, inputs: Tuple[Any, ...], rows: Tuple[A
         Exception: whatever torch raises if it cannot record or compile the module.
     """
     dimension = {0: Dim("rows", min=2)}
+    shapes = [dimension if each else None for each in rows]
+    shapes = [
+        [shape] * len(each) if isinstance(each, list) else shape for each, shape in zip(inputs, shapes, strict=True)
+    ]
     with torch.no_grad():
-        return _compile(_cut(_export(module, inputs, tuple(dimension if each else None for each in rows))))
+        return _compile(_cut(_export(module, inputs, tuple(shapes))))
 
 
 def _export(module, inputs, shapes) -> ExportedProgram:
