@@ -124,6 +124,7 @@ def describe(result: Result) -> str:
     layers = f", {run['layers']} layers" if run["layers"] else ""
     nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""
     adam = "on the host" if run.get("offload") else run["adam"]
+    adam = f"with {run['states']} states" if run.get("states") else adam
     return (
         f"{run['shape']}{layers}, {result['parameters'] / 1e6:,.1f} million parameters in {run['dtype']}; "
         f"{where['world']} x {where['device']}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
