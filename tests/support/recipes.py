@@ -74,6 +74,7 @@ class Recipe:
         compiled_update: whether the optimizer's update is compiled, as that of a large partition is.
         chunked_loss: whether the loss is computed in chunks, as that of many logits is.
         adam: whether the optimizer is AdamW instead of SGD.
+        eight_bits: whether the optimizer's states are in 8 bits.
         rests: whether the learning rate of the second step is zero, as where a warm-up begins or a decay ends.
         penalized: whether a penalty on parameters has a backward of its own before that of each micro-batch.
         freezes: whether the first parameter is frozen between forward and backward in odd steps.
@@ -113,6 +114,7 @@ class Recipe:
     compiled_update: bool = False
     chunked_loss: bool = False
     adam: bool = False
+    eight_bits: bool = False
     rests: bool = False
     penalized: bool = False
     freezes: bool = False
