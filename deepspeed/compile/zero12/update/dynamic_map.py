@@ -101,11 +101,9 @@ def codes_of(values: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> to
         signed: whether the map has negative values.
     """
     magnitude = values.abs() if signed else values
-    found = None
-    for slope, intercept in _lines(signed):
-        # The order of positive numbers is that of their bits, and a minimum of integers is a single instruction.
-        line = (magnitude * slope + intercept).view(torch.int32)
-        found = line if found is None else torch.minimum(found, line)
+    # The order of positive numbers is that of their bits, and a minimum of integers is a single instruction.
+    lines = [(magnitude * slope + intercept).view(torch.int32) for slope, intercept in _lines(signed)]
+    found = functools.reduce(torch.minimum, lines)
     # Where the value is NaN, the bits are any. Then this keeps the lookup within its table.
     lower = (found >> 2) & (127 if signed else 255)
     if signed:

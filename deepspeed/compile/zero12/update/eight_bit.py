@@ -239,6 +239,7 @@ class EightBitStep:
 
     def __init__(self, partition: Partition, module: AdamOfBlocks, compiled: Optional[Callable]):
         self._partition, self._module, self._compiled = partition, module, compiled
+        self._optimizer = partition.optimizer
         self._master, self._numel = partition.master.data, partition.master.numel()
         # How many elements of the first block lie before the partition.
         self._before = partition.offset % BLOCK
@@ -321,10 +322,10 @@ class EightBitStep:
             del self._cut[block]
 
     def finish(self) -> None:
-        optimizer, states = self._partition.optimizer, self._states
+        states = self._states
         # What step() notes if a scheduler of torch has wrapped it: the scheduler warns if nothing calls step().
-        if "step" in vars(optimizer):
-            optimizer._opt_called = True
+        if "step" in vars(self._optimizer):
+            self._optimizer._opt_called = True
         if torch.is_tensor(states["step"]):
             states["step"].fill_(self._count)
         else:

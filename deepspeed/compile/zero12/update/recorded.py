@@ -82,12 +82,12 @@ def compile_rows(module: torch.nn.Module, inputs: Tuple[Any, ...], rows: Tuple[A
         Exception: whatever torch raises if it cannot record or compile the module.
     """
     dimension = {0: Dim("rows", min=2)}
-    shapes = [dimension if each else None for each in rows]
-    shapes = [
-        [shape] * len(each) if isinstance(each, list) else shape for each, shape in zip(inputs, shapes, strict=True)
-    ]
+    shapes = tuple(
+        [dimension if has_rows else None] * len(each) if isinstance(each, list) else dimension if has_rows else None
+        for each, has_rows in zip(inputs, rows, strict=True)
+    )
     with torch.no_grad():
-        return _compile(_cut(_export(module, inputs, tuple(shapes))))
+        return _compile(_cut(_export(module, inputs, shapes)))
 
 
 def _export(module, inputs, shapes) -> ExportedProgram:
