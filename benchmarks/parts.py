@@ -7,7 +7,8 @@ From the root of the repository::
     python -m benchmarks.parts                                     on a GPU: Qwen3-8B's sizes, 6 layers
     python -m benchmarks.parts --shape tiny --seq 64               on a CPU
 
-- The update: AdamW over a partition of the model's sizes, stepped in chunks and in one compiled pass.
+- The update: AdamW over a partition of the model's sizes, stepped in chunks and in one compiled pass, and with states
+  in 8 bits.
 - The norm of its gradients.
 - The loss: the head and the cross-entropy, in one chunk and in chunks of different sizes.
 - The model: forward and backward with compiled blocks and no communication.
@@ -25,6 +26,7 @@ from .devices import on_gpus, synchronize
 from .workload import SHAPES, Batches, Shape, build_model
 
 BYTES_OF_AN_UPDATE = 28  # a bf16 gradient and parameter, and three fp32 tensors that are read and written
+BYTES_WITH_8_BITS = 16  # the same with two states of a byte each
 
 
 def seconds(function: Callable[[], object], repetitions: int) -> float:
@@ -68,8 +70,10 @@ def bandwidth(device: str, repetitions: int) -> float:
 
 def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> None:
     """Prints the times of the update and of the norm of all parameters of a model."""
+    from deepspeed.compile.zero12.layout import Piece
     from deepspeed.compile.zero12.norm import sum_of_squares
     from deepspeed.compile.zero12.update import compiled
+    from deepspeed.compile.zero12.update.eight_bit import EightBitAdam
     from deepspeed.compile.zero12.update.own_step import OwnStep
     from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
     from deepspeed.compile.zero12.update.rule import Partition
@@ -90,7 +94,8 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
 
     def step(adam, updates):
         # Each step is given the gradients anew. Without an update, the optimizer steps range by range.
-        update = updates and updates.begin(Partition(adam, 0, 0, tuple, factor, torch.bfloat16, new))
+        pieces = [Piece(master, 0, 0, numel)]
+        update = updates and updates.begin(Partition(adam, 0, 0, lambda: pieces, factor, torch.bfloat16, new))
         given = PartitionGradient(_Views(gradients), factor, master.data, torch.bfloat16)
         update = update or OwnStep(adam, 0)
         Ranges(update, numel, given, lambda first, last: new[first:last], lambda *_: None).step_rest()
@@ -101,6 +106,11 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
             run = functools.partial(step, adam, updates)
             took = seconds(run, repetitions)
             print(f"AdamW {kind}, {name:11} {1e3 * took:8.2f} ms, {took / floor:.3f} of that{most_memory(run)}")
+    run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), EightBitAdam(compiles=True))
+    took, floor = seconds(run, repetitions), BYTES_WITH_8_BITS * numel / rate
+    print(
+        f"AdamW, 8-bit states        {1e3 * took:8.2f} ms, {took / floor:.3f} of {1e3 * floor:.2f}{most_memory(run)}"
+    )
     took = seconds(lambda: sum_of_squares([*gradients.values()]), repetitions)
     print(f"norm                       {1e3 * took:8.2f} ms, {took / (2 * numel / rate):.3f} of 2 bytes an element")
 

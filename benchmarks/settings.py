@@ -36,6 +36,8 @@ class Settings:
         offload: whether masters, optimizer states and the step are on the host.
         adam: torch's implementation of AdamW, "foreach" or "fused". With ``offload``, ZeRO has DeepSpeed's Adam for
             CPUs and FSDP2 has torch's fused one.
+        states: the format of AdamW's states, None for fp32 or "8bit": ``compile.optimizer_states`` of this fork,
+            bitsandbytes' AdamW8bit with ZeRO without DeepCompile, and torchao's AdamW8bit with FSDP2.
         backend: "inductor", or "eager" for graphs without generated code.
         bucket: ZeRO's ``reduce_bucket_size``, in elements. FSDP2 reduces whole blocks instead.
         learning_rate: of AdamW.
@@ -58,6 +60,7 @@ class Settings:
     activation_budget: float | None = None
     offload: bool = False
     adam: str = "foreach"
+    states: str | None = None
     backend: str = "inductor"
     bucket: int = 500_000_000
     learning_rate: float = 1e-5
@@ -105,6 +108,7 @@ def parse_command_line(description: str) -> CommandLine:
         "--offload", action="store_true", default=None, help="masters, optimizer states and the step on the host"
     )
     parser.add_argument("--adam", choices=("foreach", "fused"), help="which implementation of torch's AdamW")
+    parser.add_argument("--states", choices=("8bit",), help="the format of AdamW's states; fp32 if not given")
     parser.add_argument("--backend", choices=("inductor", "eager"), help="eager: graphs, but no generated code")
     parser.add_argument("--bucket", type=int, help="ZeRO's reduce_bucket_size, elements; FSDP2 sends blocks")
     parser.add_argument("--learning-rate", type=float)
@@ -132,6 +136,8 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--activation-budget goes with --system deepcompile")
     if settings.activation_budget is not None and not 0 <= settings.activation_budget <= 1:
         parser.error("--activation-budget must be from 0 to 1")
+    if settings.states and settings.offload:
+        parser.error("--states 8bit is for states on the device; leave --offload out")
     if settings.one_graph and settings.overlap_gather:
         parser.error("--overlap-gather needs the graphs of blocks; leave --one-graph out")
     if "RANK" not in os.environ:

@@ -55,6 +55,14 @@ def is_fork() -> bool:
 
 
 def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    if settings.states and settings.system == "fsdp2":
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(parameters, lr=settings.learning_rate)
+    if settings.states and settings.system == "zero":
+        from bitsandbytes.optim import AdamW8bit
+
+        return AdamW8bit(parameters, lr=settings.learning_rate)
     if not settings.offload:
         return torch.optim.AdamW(parameters, lr=settings.learning_rate, **{settings.adam: True})
     if settings.system == "fsdp2":
@@ -66,7 +74,15 @@ def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> 
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return record.flattened([list(state.values()) for state in optimizer.state.values()])
+    states = record.flattened([list(state.values()) for state in optimizer.state.values()])
+    return [part for state in states for part in _parts(state)]
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors that hold a tensor's memory: those within one of torchao's 8-bit states."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
 
 
 class DeepSpeed:
@@ -76,6 +92,7 @@ class DeepSpeed:
         import deepspeed
 
         budget = settings.activation_budget
+        in_engine = settings.states is not None and settings.system == "deepcompile"
         self._engine = deepspeed.initialize(
             model=model,
             optimizer=_optimizer(settings, model.parameters()),
@@ -97,6 +114,7 @@ class DeepSpeed:
                     **({"overlap_param_gather": True} if settings.overlap_gather else {}),
                     **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
                     **({"activation_memory_budget": budget} if budget is not None else {}),
+                    **({"optimizer_states": settings.states} if in_engine else {}),
                 },
                 "zero_allow_untested_optimizer": True,
                 "log_level": "warning",

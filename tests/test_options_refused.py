@@ -108,6 +108,12 @@ REFUSED = {
         config={"compile": {"overlap_param_gather": True}},
         amends={"regional_compilation": ["Linear"]},
     ),
+    "compile.optimizer_states": Refusal(
+        "compile.optimizer_states='8bit' is for Adam and AdamW of torch and DeepSpeed, not for SGD; use one of these, "
+        "or leave compile.optimizer_states out",
+        config={"compile": {"optimizer_states": "8bit"}},
+        amends={"optimizer_states": None},
+    ),
     "compile_kwargs.mode": of_compile_kwargs(
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",

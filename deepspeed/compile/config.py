@@ -6,7 +6,7 @@
 compiles itself before its first training forward.
 """
 
-from typing import Any, ClassVar, List, Optional, Tuple, Union
+from typing import Any, ClassVar, List, Literal, Optional, Tuple, Union
 
 from pydantic import Field, field_validator, model_validator
 
@@ -37,6 +37,7 @@ class CompileConfig(BaseCompileConfig):
         "chunked_loss",
         "activation_memory_budget",
         "monitor_memory",
+        "optimizer_states",
     )
 
     regional_compilation: Union[bool, List[str], None] = None
@@ -58,6 +59,10 @@ class CompileConfig(BaseCompileConfig):
     """How much of the activations that a graph would keep for its backward it may keep, from 0 to 1. The backward
     computes the rest again. By default (null), ``torch._functorch.config.activation_memory_budget`` says it, which is
     1 unless the caller has set it."""
+
+    optimizer_states: Optional[Literal["8bit"]] = None
+    """The format of Adam's two states. "8bit" keeps them in a byte an element, with a scale for each 256 elements. By
+    default (null), the optimizer keeps them as it does without DeepCompile."""
 
     monitor_memory: bool = False
     """Whether rank 0 writes its counters of gradients, and its peaks of memory, to DeepSpeed's monitors every

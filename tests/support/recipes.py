@@ -75,6 +75,7 @@ class Recipe:
         chunked_loss: whether the loss is computed in chunks, as that of many logits is.
         activation_budget: None, or how much of their activations graphs may keep, from 0 to 1.
         adam: whether the optimizer is AdamW instead of SGD.
+        eight_bits: whether the optimizer's states are in 8 bits.
         rests: whether the learning rate of the second step is zero, as where a warm-up begins or a decay ends.
         penalized: whether a penalty on parameters has a backward of its own before that of each micro-batch.
         freezes: whether the first parameter is frozen between forward and backward in odd steps.
@@ -115,6 +116,7 @@ class Recipe:
     chunked_loss: bool = False
     activation_budget: Optional[float] = None
     adam: bool = False
+    eight_bits: bool = False
     rests: bool = False
     penalized: bool = False
     freezes: bool = False

@@ -118,6 +118,11 @@ def runs(optimizer: DeepSpeedZeroOptimizer, parameters: Iterable[Parameter]) -> 
     return found
 
 
+def partition_offset(optimizer: DeepSpeedZeroOptimizer, group: int) -> int:
+    """Returns the offset of this rank's partition in a group's flat tensor, in elements."""
+    return dist.get_rank(group=optimizer.real_dp_process_group[group]) * int(optimizer.partition_size[group])
+
+
 def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:
     """Whether the data of each parameter of a group still lies at its place in the group's flat tensor."""
     flat = optimizer.bit16_groups_flat[group]

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 
-from . import step
+from . import eight_bit_states, step
 from .layout import pieces, registered_parameters
 from .monitoring import write_memory
 from .native import reducer_module
@@ -103,11 +103,13 @@ class StepLocalGradients(_NextClass):
     def state_dict(self) -> Dict[str, Any]:
         self._zero12.interrupted_step.refuse()
         self._zero12.gather.wait_all()
-        return super().state_dict()
+        return eight_bit_states.as_saved(super().state_dict())
 
     def load_state_dict(self, *args, **kwargs) -> None:
         self._zero12.gather.wait_all()
         super().load_state_dict(*args, **kwargs)
+        if self._zero12.optimizer_states is None:
+            eight_bit_states.make_plain(self)
         # All parameters have the checkpoint's values now, and a new step begins.
         self._zero12.interrupted_step.forget()
         self._zero12.backward.begin_anew()
@@ -155,6 +157,7 @@ class StepLocalGradients(_NextClass):
                 cut = {name: value for name, value in state if _can_be_cut(value, spans)}
                 lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
             self._hp_optimizer_states_linked = True
+            eight_bit_states.link(self)
 
     def _get_offload_gradient_dict(self):
         """Does nothing: BackwardLife fills the dict when it hands gradients over."""
@@ -190,6 +193,8 @@ def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     if optimizer.cpu_offload:
         drop_unused_memory(optimizer)
     keep_no_graph(optimizer)
+    if zero12.optimizer_states is None:
+        eight_bit_states.make_plain(optimizer)
     optimizer._zero12 = zero12
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
     _attached.add(optimizer)

@@ -25,6 +25,7 @@ from ..passes import zero_1_and_2_compile
 from .graph.choose_blocks import choose_blocks
 from .messages import warn
 from .state import state_of
+from .update.eight_bit import problem_with
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -70,6 +71,7 @@ class Plan(NamedTuple):
     dynamic: Optional[bool]  # the argument of this name of torch.compile
     chunked_loss: Optional[bool]  # whether losses are computed in chunks of logits; None: where there are many logits
     activation_budget: Optional[float]  # which part of the activations graphs may keep; None: as torch is configured
+    optimizer_states: Optional[str]  # the format of optimizer states; None: the optimizer's own
     debug_log: bool  # whether rewritten graphs are logged
     monitors_memory: bool  # whether monitors get the counters of gradients and the peaks of memory
 
@@ -104,6 +106,7 @@ def make_plan(
         dynamic=compile_kwargs.get("dynamic"),
         chunked_loss=compile_config.chunked_loss,
         activation_budget=compile_config.activation_memory_budget,
+        optimizer_states=compile_config.optimizer_states,
         debug_log=compile_config.debug_log,
         monitors_memory=compile_config.monitor_memory and engine.monitor.enabled and bool(engine.steps_per_print()),
     )
@@ -157,6 +160,7 @@ def _problems(engine, backend, compile_kwargs, schedule, choose):
     yield from _unsupported_zero_options(engine)
     yield from _unsupported_engines(engine)
     yield from _unsupported_optimizers(engine)
+    yield from _unsupported_states(engine)
     yield from _unsupported_reports(engine)
     yield from _unsupported_blocks(choose, engine._config.compile_config, compile_kwargs)
     yield from _unsupported_compile_kwargs(backend, compile_kwargs)
@@ -307,6 +311,29 @@ def _unsupported_optimizers(engine):
         yield "an earlier engine.compile() failed half-way; create the engine anew"
     else:
         yield f"optimizer wrapper {name} is not supported; set compile.deepcompile to false"
+
+
+def _unsupported_states(engine):
+    """Yields a sentence for each reason why an optimizer cannot have the states that ``optimizer_states`` asks for."""
+    wanted, optimizer = engine._config.compile_config.optimizer_states, engine.optimizer
+    if wanted is None or type(optimizer) is not DeepSpeedZeroOptimizer:
+        return
+    asked = f"compile.optimizer_states={wanted!r}"
+    problem = problem_with(optimizer.optimizer)
+    if problem is not None:
+        yield f"{asked} {problem}, or leave compile.optimizer_states out"
+    if optimizer.cpu_offload:
+        yield (
+            f"{asked} saves memory of the device, where zero_optimization.offload_optimizer keeps no states; leave "
+            "one of them out"
+        )
+    if any(master.dtype != torch.float32 for master in optimizer.single_partition_of_fp32_groups):
+        yield f"{asked} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
+    if optimizer.elastic_checkpoint:
+        yield (
+            f"{asked} has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint to false, or leave "
+            "compile.optimizer_states out"
+        )
 
 
 def _unsupported_reports(engine):

@@ -91,8 +91,8 @@ def set_up(
             compile_blocks.compile_blocks(module, plan.blocks, graphs, compile_kwargs, limit, undo, waiting)
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
-        rules = make_rules(compiles=plan.backend == "inductor" and plan.compiles)
-        zero12 = Zero12(engine, reducer, limit, waiting, rules, plan.monitors_memory)
+        rules = make_rules(plan.backend == "inductor" and plan.compiles, plan.optimizer_states)
+        zero12 = Zero12(engine, reducer, limit, waiting, rules, plan.optimizer_states, plan.monitors_memory)
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
         attach(optimizer, zero12)
         zero12.undo = undo.pop_all()

@@ -29,6 +29,7 @@ class Zero12:
         limit: the engine's ``CompilationLimit``.
         waiting: None, or the ``Waiting`` for parameters that are on their way.
         rules: the rules that step partitions, in the order in which they are asked.
+        optimizer_states: the format of optimizer states, or None for the optimizer's own.
         monitors_memory: whether monitors get the counters of gradients and the peaks of memory after a step.
 
     Attributes:
@@ -47,6 +48,7 @@ class Zero12:
         limit: "CompilationLimit",
         waiting: Optional[Waiting],
         rules: List[Rule],
+        optimizer_states: Optional[str],
         monitors_memory: bool,
     ):
         self._engine = weakref.ref(engine)
@@ -58,6 +60,7 @@ class Zero12:
         self.waiting = waiting
         self.gather: AllGather = AllGather(engine.optimizer) if waiting is None else waiting.gather
         self.rules = rules
+        self.optimizer_states = optimizer_states
         self.monitors_memory = monitors_memory
         self.undo = contextlib.ExitStack()
         self.taken_over = False

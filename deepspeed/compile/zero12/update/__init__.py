@@ -10,19 +10,25 @@ A rule (``rule.py``) steps the partitions that it serves. A new rule is one new 
 - ``ranges.py``: the pass over one partition, and its gradient, given range by range and dropped.
 - ``own_step.py``: the last rule, by which the optimizer itself steps ranges.
 - ``compiled.py``, ``recorded.py``: a rule that steps a range in one pass over memory, as recorded from the optimizer.
+- ``eight_bit.py``, ``blockwise.py``, ``dynamic_map.py``: the rule for Adam with states in 8 bits; how a partition's
+  states are kept in blocks; and what the codes stand for.
 """
 
-from typing import List
+from typing import List, Optional
 
 from .compiled import CompiledUpdates
+from .eight_bit import EightBitAdam
 from .own_step import OwnRanges
 from .rule import Rule
 
 
-def make_rules(compiles: bool) -> List[Rule]:
+def make_rules(compiles: bool, optimizer_states: Optional[str] = None) -> List[Rule]:
     """Returns the rules for the partitions of one engine, in the order in which they are asked for a step.
 
     Args:
         compiles: whether generated code may step partitions.
+        optimizer_states: the format of optimizer states, "8bit", or None for the optimizer's own.
     """
+    if optimizer_states == "8bit":
+        return [EightBitAdam(compiles)]
     return [*([CompiledUpdates()] if compiles else []), OwnRanges()]

@@ -10,7 +10,7 @@ import torch
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
 
-from ..layout import pieces
+from ..layout import partition_offset, pieces
 from ..monitoring import timed
 from ..offload import memory_for_new_parameters, send_to_device
 from .authors import is_replaced, steps_as_written
@@ -38,6 +38,13 @@ class StepOfGroups:
             and steps_as_written(optimizer.optimizer)
         )
         self._steps = [self._begin(group) if by_rules else None for group in range(len(optimizer.bit16_groups))]
+        if None in self._steps and optimizer._zero12.optimizer_states is not None:
+            raise RuntimeError(
+                f"compile.optimizer_states={optimizer._zero12.optimizer_states!r} leaves the optimizer's own step() "
+                f"out, which has hooks, was replaced, has options or states of parameter group "
+                f"{self._steps.index(None)} that have no such form, or works with a gradient scaler; undo that, or "
+                "leave compile.optimizer_states out"
+            )
 
     def _begin(self, group):
         """Returns the step of the first rule that serves a partition, or None if the optimizer must step it whole."""
@@ -47,7 +54,7 @@ class StepOfGroups:
         partition = Partition(
             optimizer.optimizer,
             group,
-            _rank(optimizer, group) * int(optimizer.partition_size[group]),
+            partition_offset(optimizer, group),
             functools.partial(pieces, optimizer, group),
             self._factor,
             optimizer.gradient_accumulation_dtype,

@@ -131,22 +131,40 @@ class PartitionGradient:
             self._scale(part, place)
         return gradient
 
-    def unscaled(self, first: int, limit: int) -> torch.Tensor:
+    def unscaled(self, first: int, limit: int, multiple: int = ALIGN_NUMEL) -> torch.Tensor:
         """Returns elements from ``first`` on, 1-D, not scaled, and in their own dtype. Padding is zero.
 
-        They begin at a multiple of 16 bytes, and are a multiple of ``ALIGN_NUMEL``. They may lie in the memory of a
+        They begin at a multiple of 16 bytes, and are a multiple of ``multiple``. They may lie in the memory of a
         gradient, or in memory that the next call overwrites: so few are returned that little is copied.
 
         Args:
-            first: a multiple of ``ALIGN_NUMEL``.
-            limit: where to end at the latest, at least ``ALIGN_NUMEL`` elements behind ``first``.
+            first: where to begin.
+            limit: where to end at the latest, at least ``multiple`` elements behind ``first``.
+            multiple: a multiple of ``ALIGN_NUMEL``.
         """
         if self._flat is not None:
-            return self._flat[first : limit - (limit - first) % ALIGN_NUMEL]
-        last = self._end(first, limit)
+            gradient = self._flat[first : limit - (limit - first) % multiple]
+            if _is_aligned(gradient):
+                return gradient
+            gradient = gradient[:GATHERED_NUMEL]
+            return self._gather([(first, gradient)], first, first + gradient.numel())
+        last = self._end(first, limit, multiple)
         parts = list(self._parts(first, last))
         if len(parts) == 1 and parts[0][1].numel() == last - first and _is_aligned(parts[0][1]):
             return parts[0][1]
+        return self._gather(parts, first, last)
+
+    def as_it_is(self, first: int, last: int) -> torch.Tensor:
+        """Returns the elements [first, last), 1-D, not scaled, and in their own dtype. Padding is zero.
+
+        The next call may overwrite what this call returns.
+        """
+        if self._flat is not None:
+            return self._flat[first:last]
+        return self._gather(list(self._parts(first, last)), first, last)
+
+    def _gather(self, parts, first, last):
+        """Copies parts together that lie in [first, last)."""
         self._gathered = _at_least(last - first, self._gathered)
         gradient = self._gathered[: last - first]
         laid_out = [*_laid_out(parts, gradient, first)]
@@ -158,18 +176,20 @@ class PartitionGradient:
         """Drops the memory of what the last calls have returned."""
         self._memory, self._gathered = self._memory.new_empty(0), self._gathered.new_empty(0)
 
-    def _end(self, first, limit):
-        """Returns where a range from ``first`` on begins or ends a large gradient, or has enough small ones."""
+    def _end(self, first, limit, multiple):
+        """Returns where a range from ``first`` on ends: where it comes to what is read in place of a large gradient,
+        behind that, or where it has enough small ones."""
         gathered = min(first + GATHERED_NUMEL, limit)
         for offset, gradient in itertools.islice(self._rest, self._index(first), None):
             if offset >= gathered:
                 break
+            # What is read in place has whole multiples, counted from `first`.
+            begin = max(first, offset + (first - offset) % multiple)
             end = min(offset + gradient.numel(), limit)
-            end -= end % ALIGN_NUMEL
-            lies_well = offset % ALIGN_NUMEL == 0 and _is_aligned(gradient)
-            if gradient.numel() >= IN_PLACE_NUMEL and lies_well and end > first:
-                return offset if offset > first else end
-        return gathered - gathered % ALIGN_NUMEL
+            end -= (end - first) % multiple
+            if gradient.numel() >= IN_PLACE_NUMEL and begin < end and _is_aligned(gradient[begin - offset :]):
+                return begin if begin > first else end
+        return gathered - (gathered - first) % multiple
 
     def _parts(self, first, last):
         """Yields (offset in the partition, elements) of the gradients in [first, last), and drops what is behind."""

@@ -1,0 +1,127 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Optimizer states in 8 bits: how a partition's states are kept, and how they become fp32 states and come from these.
+
+A state of Adam, such as ``exp_avg``, is kept as two tensors of the optimizer's state of the master weights:
+
+- ``exp_avg_codes``, uint8 [blocks, BLOCK];
+- ``exp_avg_scales``, fp32 [blocks].
+
+Blocks lie on the grid of the parameter group's flat tensor, so that they do not depend on the number of ranks. The
+first and the last block of a partition may lie in it in part: the rest of such a block stays zero.
+
+Torch's ``load_state_dict()`` casts every state to the dtype of the parameter, which would make four bytes of each
+code. So a saved optimizer has the codes' memory as fp32 [blocks, BLOCK / 4], which no cast changes.
+"""
+
+from typing import Any, Dict, Tuple
+
+import torch
+
+from .dynamic_map import BLOCK, Map, decode, encode, make_map, zero_code
+
+# Names of the states -> whether they have a sign.
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+# Blocks that are converted at once.
+_CONVERTED = 2**14
+
+
+def names_of(state: str) -> Tuple[str, str]:
+    """Returns the names of a state's codes and scales."""
+    return f"{state}_codes", f"{state}_scales"
+
+
+def is_blockwise(states: Dict[str, Any]) -> bool:
+    """Whether an optimizer's states of a parameter are kept in 8 bits."""
+    return all(name in states for state in SIGNED for name in names_of(state))
+
+
+def count_of_blocks(offset: int, numel: int) -> int:
+    """Returns in how many blocks a partition lies that has ``numel`` elements and begins at ``offset``."""
+    return -(-(offset % BLOCK + numel) // BLOCK)
+
+
+def map_of(state: str, like: torch.Tensor) -> Map:
+    """Returns the map of a state, on the device of ``like``."""
+    return make_map(SIGNED[state], like.device)
+
+
+def zeros(offset: int, like: torch.Tensor) -> Dict[str, torch.Tensor]:
+    """Returns the codes and scales before the first step of a partition.
+
+    Args:
+        offset: of the partition in the group's flat tensor.
+        like: the master weights of the partition.
+    """
+    blocks, states = count_of_blocks(offset, like.numel()), {}
+    for state, signed in SIGNED.items():
+        codes, scales = names_of(state)
+        states[codes] = torch.full((blocks, BLOCK), zero_code(signed), dtype=torch.uint8, device=like.device)
+        states[scales] = torch.zeros(blocks, dtype=torch.float32, device=like.device)
+    return states
+
+
+def to_blocks(states: Dict[str, Any], offset: int, like: torch.Tensor) -> None:
+    """Makes states 8-bit states that have been loaded, or that the optimizer's own step has made in fp32.
+
+    The arguments are those of :func:`zeros`, and ``states``, which are changed.
+
+    Raises:
+        ValueError: if 8-bit states are those of another partition.
+    """
+    if all(state in states for state in SIGNED):
+        new = zeros(offset, like)
+        for state in SIGNED:
+            _encode(state, states.pop(state), offset % BLOCK, *(new[name] for name in names_of(state)))
+        states.update(new)
+    blocks = count_of_blocks(offset, like.numel())
+    for state in SIGNED:
+        codes, scales = names_of(state)
+        if states[codes].numel() * states[codes].element_size() != blocks * BLOCK or states[scales].numel() != blocks:
+            raise ValueError(
+                "8-bit optimizer states were loaded that belong to another partition of the parameters; load them "
+                "with the number of ranks and the settings with which they were saved"
+            )
+        # These are views, or moves to the device at most.
+        states[codes] = states[codes].to(like.device).view(torch.uint8).view(blocks, BLOCK)
+        states[scales] = states[scales].to(like.device)
+
+
+def _encode(state, values, before, codes, scales):
+    """Writes the codes and scales of a state's values, 1-D, which begin ``before`` elements behind a block's begin."""
+    thresholds = map_of(state, codes).thresholds
+    for first in range(0, len(scales), _CONVERTED):
+        rows = slice(first, min(first + _CONVERTED, len(scales)))
+        begin, end = rows.start * BLOCK - before, rows.stop * BLOCK - before
+        part = values[max(begin, 0) : end].to(codes.device)
+        missing = max(-begin, 0)
+        part = torch.nn.functional.pad(part, (missing, end - begin - missing - part.numel())).view(-1, BLOCK)
+        codes[rows], scales[rows] = encode(part, thresholds, SIGNED[state])
+
+
+def fp32_values(states: Dict[str, Any], state: str, first: int, last: int) -> torch.Tensor:
+    """Returns elements [first, last) of a state, fp32 1-D, counted from the beginning of its first block."""
+    rows = slice(first // BLOCK, -(-last // BLOCK))
+    codes, scales = (states[name] for name in names_of(state))
+    values = decode(codes.view(torch.uint8).view(-1, BLOCK)[rows], scales[rows], map_of(state, codes).values)
+    return values.view(-1)[first - rows.start * BLOCK : last - rows.start * BLOCK]
+
+
+def to_fp32(states: Dict[str, Any], offset: int, numel: int) -> None:
+    """Makes 8-bit states those with which the optimizer itself goes on. Rounded values stay rounded."""
+    before = offset % BLOCK
+    for state in SIGNED:
+        codes, scales = names_of(state)
+        values = states[scales].new_empty(numel)
+        for first in range(0, numel, _CONVERTED * BLOCK):
+            last = min(first + _CONVERTED * BLOCK, numel)
+            values[first:last] = fp32_values(states, state, before + first, before + last)
+        states[state] = values
+        del states[codes], states[scales]
+
+
+def saved(states: Dict[str, Any]) -> Dict[str, Any]:
+    """Returns states as a checkpoint has them, without a copy."""
+    if not is_blockwise(states):
+        return states
+    return {**states, **{name: states[name].view(torch.float32) for name, _ in map(names_of, SIGNED)}}

@@ -1,0 +1,128 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The dynamic 8-bit maps of optimizer states, and blocks of values in 8 bits.
+
+The maps are those of bitsandbytes and torchao (https://arxiv.org/abs/1511.04561, https://arxiv.org/abs/2110.02861).
+A code stands for a value from -1 to 1, or from 0 to 1: zero, one, or a value in one of seven decades from 1e-7 on.
+Each decade has twice as many codes as the decade below. A block of ``BLOCK`` values has a scale, its largest
+magnitude.
+
+To quantize is to find the code whose value is next. A search in the table takes eight steps, of which each waits for
+the step before. But the index of a code among those of its sign, as a function of the magnitude, is linear in each
+decade, and its slope falls from decade to decade. Such a function is the least of its lines, so seven products find
+the index, or the index before. One comparison with a threshold decides which, so that no rounding changes the code.
+"""
+
+import functools
+from typing import NamedTuple, Tuple
+
+import torch
+
+# Elements that share a scale.
+BLOCK = 256
+# A block of smaller values has this scale, as in torchao.
+LEAST_SCALE = 1e-12
+_DECADES = 7
+# Added to a number, it makes quarters the last bits of the sum. So the sum, and the number that is added, are rounded
+# by up to an eighth each.
+_TO_QUARTERS = 2**21
+# If more than 0.2 and less than 1 is taken off the line, what is found is the index or one less: 0.2, because the
+# midpoint between the codes of two decades lies up to so much behind an integer. This leaves room for both roundings.
+_MARGIN = 0.6
+
+
+class Map(NamedTuple):
+    """A map from codes to values. Both tensors are fp32, on one device."""
+
+    values: torch.Tensor  # [256], ascending
+    thresholds: torch.Tensor  # [257]; the code is at least i if the value is at least thresholds[i]
+
+
+@functools.cache
+def make_map(signed: bool, device: torch.device) -> Map:
+    """Returns the map of values from -1 to 1 if ``signed``, else from 0 to 1."""
+    # Inference tensors could not be used in graphs, and another default device may be set.
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        positive = []
+        for decade in range(_DECADES):
+            borders = torch.linspace(0.1, 1, _codes_of(decade, signed) + 1, dtype=torch.float32)
+            positive.append(10.0 ** (decade + 1 - _DECADES) * ((borders[:-1] + borders[1:]) / 2))
+        values = torch.cat([*positive, torch.zeros(1), torch.ones(1)])
+        values = torch.cat([values, *(-each for each in positive if signed)]).sort().values
+        return Map(values.to(device), _thresholds(values).to(device))
+
+
+def zero_code(signed: bool) -> int:
+    """Returns the code of zero."""
+    return 127 if signed else 0
+
+
+def _codes_of(decade, signed):
+    """Returns how many positive codes a decade has."""
+    return 2**decade if signed else 2 ** (decade + 1)
+
+
+def _thresholds(values):
+    """Returns, for each code and for 256, the least fp32 value that is rounded to this code or to a higher one.
+
+    Of two codes, the higher one is taken if the distance to the lower is at least half of the difference, all in fp32.
+    """
+    lower, upper = values[:-1], values[1:]
+    below, threshold = lower, upper
+    # Halve the span in which the threshold lies, until its ends are neighbours in fp32.
+    while True:
+        middle = ((below.double() + threshold.double()) / 2).float()
+        if ((middle == below) | (middle == threshold)).all():
+            break
+        rounds_up = middle - lower >= (upper - lower) * 0.5
+        below, threshold = torch.where(rounds_up, below, middle), torch.where(rounds_up, middle, threshold)
+    # Every value has code 0 at least, and none has 256.
+    return torch.cat([torch.full((1,), -torch.inf), threshold, torch.full((1,), torch.inf)])
+
+
+@functools.cache
+def _lines(signed) -> Tuple[Tuple[float, float], ...]:
+    """Returns (slope, intercept) of each decade's line, from a magnitude to its code's index, in quarters at the end.
+
+    In a decade that ends at P and has n codes, the index is n * (1 + (x / P - 0.1) / 0.9), less 1 if there is no sign.
+    """
+    counts = [_codes_of(decade, signed) for decade in range(_DECADES)]
+    ends = [10.0 ** (decade + 1 - _DECADES) for decade in range(_DECADES)]
+    offset = _TO_QUARTERS - _MARGIN - (0 if signed else 1)
+    return tuple((n / (0.9 * end), n * 8 / 9 + offset) for n, end in zip(counts, ends, strict=True))
+
+
+def codes_of(values: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> torch.Tensor:
+    """Returns the codes of values from -1 to 1 if ``signed``, else from 0 to 1: uint8, of the same shape.
+
+    Args:
+        values: fp32. NaN has some code.
+        thresholds: those of the :class:`Map`.
+        signed: whether the map has negative values.
+    """
+    magnitude = values.abs() if signed else values
+    # The order of positive numbers is that of their bits, and a minimum of integers is a single instruction.
+    lines = [(magnitude * slope + intercept).view(torch.int32) for slope, intercept in _lines(signed)]
+    found = functools.reduce(torch.minimum, lines)
+    # Where the value is NaN, the bits are any. Then this keeps the lookup within its table.
+    lower = (found >> 2) & (127 if signed else 255)
+    if signed:
+        # 127 + lower, or 126 - lower where the sign bit is set.
+        lower = 127 + (lower ^ (values.view(torch.int32) >> 31))
+    return (lower + (values >= _lookup(thresholds, lower + 1)).to(torch.int32)).to(torch.uint8)
+
+
+def encode(blocks: torch.Tensor, thresholds: torch.Tensor, signed: bool) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes, uint8, and the scales, fp32 [blocks], of values: fp32 [blocks, BLOCK]."""
+    scales = blocks.abs().amax(-1).clamp(min=LEAST_SCALE)
+    return codes_of(blocks / scales.unsqueeze(-1), thresholds, signed), scales
+
+
+def decode(codes: torch.Tensor, scales: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Returns the values, fp32 [blocks, BLOCK], of codes and scales. ``values`` are those of the :class:`Map`."""
+    return _lookup(values, codes) * scales.unsqueeze(-1)
+
+
+def _lookup(table, index):
+    """Returns the entries of a table at indices that lie in it. A checked lookup would compare each with bounds."""
+    return torch.ops.aten._unsafe_index(table, [index.to(torch.int32)])

@@ -1,0 +1,371 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""``compile.optimizer_states: "8bit"`` in engines: training, numbers of ranks, overflows, checkpoints, refusals."""
+
+import dataclasses
+from typing import Any, Dict, List, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.zero12.update.blockwise import SIGNED, is_blockwise, names_of
+from deepspeed.compile.zero12.update.dynamic_map import BLOCK
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+
+from support.checkpoints import Run, assert_same, compared, differing, sequences, start, state, train
+from support.ids import vary
+from support.options import outcome
+from support.training import ROUNDING, Case, device, make_engine, relative_error, total_error
+from support.training import build as build_case
+
+EIGHT_BITS = {"compile": {"optimizer_states": "8bit"}}
+
+
+def run_of(**varied):
+    """Returns a run with 8-bit states. Only this fork's DeepCompile has these."""
+    config = {**EIGHT_BITS, **varied.pop("config", {})}
+    return Run(**{"model": "AlignedBlocksWithin", "config": config, **varied})
+
+
+def states_of(engine):
+    """Returns the optimizer's states of each parameter group, of this rank."""
+    optimizer = engine.optimizer
+    return [optimizer.optimizer.state[master] for master in optimizer.single_partition_of_fp32_groups]
+
+
+def start_uncompiled(run, seed=0):
+    """Makes a module and its engine, on which engine.compile() has not been called."""
+    config = {name: options for name, options in run.config.items() if name != "compile"}
+    started = start(dataclasses.replace(run, deepcompile=False, config=config), seed)
+    compile_config = started.engine._config.compile_config
+    compile_config.deepcompile, compile_config.optimizer_states = True, "8bit"
+    return started
+
+
+# Training -----------------------------------------------------------------------------------------------------------
+
+
+class BothWays(NamedTuple):
+    """A training with 8-bit states beside one with fp32 states."""
+
+    blockwise: bool  # whether all states of the first are in 8 bits
+    error: float  # of the master weights, relative to their norm
+    moved: float  # how far training moved them, relative to their norm
+    states: float  # the largest error of a state of a parameter
+
+
+def train_both_ways(run, between=None):
+    """Trains for five steps. ``between``: None, or "offload" to move states to the host and back before the fourth."""
+    seen, blockwise = [], False
+    for config in (run.config, {**run.config, "compile": {}}):
+        module, engine = start(dataclasses.replace(run, config=config))
+        trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
+        begin = [each.detach().float().clone() for each in trained]
+        train(engine, run, range(3))
+        if between == "offload":
+            engine.offload_states()
+            assert all(value.is_cpu for states in states_of(engine) for value in states.values())
+            engine.reload_states()
+        train(engine, run, range(3, 5))
+        blockwise = blockwise or all(map(is_blockwise, states_of(engine)))
+        seen.append([safe_get_full_fp32_param(each).clone() for each in trained])
+        seen.append([safe_get_full_optimizer_state(each, name).clone() for each in trained for name in SIGNED])
+        engine.destroy()
+    return BothWays(
+        blockwise, total_error(seen[0], seen[2]), total_error(seen[2], begin), total_error(seen[1], seen[3])
+    )
+
+
+@vary(
+    "varied",
+    [
+        {"stage": 2, "groups": 2},
+        {"stage": 1, "clipping": 0.05, "dtype": "bf16"},
+        {"dtype": "bf16", "stage": 2, "groups": 2, "accumulation": 3, "overlapped": True, "model": "BlocksWithin"},
+        {"model": "OddSizes", "groups": 2, "clipping": 0.05, "stage": 2},
+        # The first steps overflow.
+        {"dtype": "fp16", "config": {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}},
+        {"dtype": "bf16", "stage": 2, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
+        {"between": "offload", "stage": 2},
+    ],
+)
+def test_it_trains_as_with_states_in_fp32(ranks, varied):
+    between = varied.get("between")
+    run = run_of(**{name: value for name, value in varied.items() if name != "between"})
+    for both in ranks(2).run(train_both_ways, run, between):
+        assert both.blockwise
+        assert both.moved > 1e-2, both
+        # Values are rounded to some 1/64 of the largest one of their block at most, in each step.
+        assert both.error < 0.05 * both.moved + ROUNDING[run.dtype], both
+        assert both.states < 0.03, both
+
+
+def overflow(run):
+    """Returns what differs after a step that overflows, among all that a checkpoint has."""
+    _, engine = start(run)
+    train(engine, run, range(2))
+    before = state(engine)
+    engine.backward(engine(sequences(run, 2, 0)) * torch.inf)
+    engine.step()
+    after = state(engine)
+    engine.destroy()
+    return differing(after, before)
+
+
+@vary("stage", [1, 2])
+def test_an_overflow_leaves_states_as_they_are(ranks, stage):
+    for names in ranks(2).run(overflow, run_of(dtype="fp16", stage=stage, accumulation=1)):
+        assert names == ["global_samples", "global_steps", "skipped_steps"]
+
+
+# Ranks --------------------------------------------------------------------------------------------------------------
+
+
+def train_on_given_gradients(case):
+    """Trains on gradients that all numbers of ranks are given alike.
+
+    Returns, of this rank's partition, its offset, codes and scales of all blocks, and the master weights.
+    """
+    torch._dynamo.reset()
+    module = build_case(case)
+    engine = make_engine(module, case)
+    for step in range(4):
+        ids = torch.zeros((2, 4), dtype=torch.int64, device=device())
+        engine.backward(engine(ids))
+        for index, parameter in enumerate(module.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + index)
+            given = torch.randn(parameter.shape, generator=generator).to(device())
+            safe_set_full_grad(parameter, given)
+        engine.step()
+    (states,), (master,) = states_of(engine), engine.optimizer.single_partition_of_fp32_groups
+    offset = dist.get_rank() * master.numel()
+    found = {name: value.clone() for name, value in states.items() if torch.is_tensor(value)}
+    masters = torch.cat([safe_get_full_fp32_param(each).flatten() for each in module.parameters()])
+    engine.destroy()
+    return offset, found, masters
+
+
+@vary("stage", [1, 2])
+def test_bits_do_not_depend_on_the_number_of_ranks(ranks, stage):
+    """But for the blocks that a boundary of partitions cuts."""
+    case = Case(model="AlignedBlocksWithin", stage=stage, adam=True, config=EIGHT_BITS, dtype="bf16")
+    ((_, expected, masters),) = ranks(1).run(train_on_given_gradients, case)
+    count = len(expected["exp_avg_scales"])
+    assert count > 6, "too few blocks to compare"
+    for world in (2, 3):
+        results = ranks(world).run(train_on_given_gradients, case)
+        cut = {offset // BLOCK for offset, *_ in results[1:] if offset % BLOCK}
+        seen = set()
+        for offset, found, _ in results:
+            for row in range(len(found["exp_avg_scales"])):
+                block = offset // BLOCK + row
+                if block in cut or block >= count:
+                    continue
+                seen.add(block)
+                for names in map(names_of, SIGNED):
+                    for name in names:
+                        assert torch.equal(found[name][row], expected[name][block]), (world, block, name)
+        assert seen == {*range(count)} - cut
+        assert relative_error([results[0][2]], [masters]) < 1e-2
+
+
+# Checkpoints --------------------------------------------------------------------------------------------------------
+
+
+class Loaded(NamedTuple):
+    differing: List[str]  # what differs after loading
+    end: Any  # after two more steps, against the engine that went on
+    early: Any  # the same where the checkpoint was loaded before engine.compile()
+
+
+def save_and_load(run, folder):
+    _, engine = start(run)
+    train(engine, run, range(4))
+    before = state(engine)
+    engine.save_checkpoint(folder, tag="saved")
+    assert differing(state(engine), before) == []
+    train(engine, run, [4, 5])
+    later = state(engine)
+    engine.destroy()
+    ends = []
+    for early in (False, True):
+        _, engine = start_uncompiled(run, seed=1) if early else start(run, seed=1)
+        engine.load_checkpoint(folder, tag="saved")
+        if early:
+            engine.compile(backend=run.backend)
+        else:
+            loaded = state(engine)
+        train(engine, run, [4, 5])
+        ends.append(compared(state(engine), later, before))
+        engine.destroy()
+    return Loaded([name for name in differing(loaded, before) if "_codes" not in name], *ends)
+
+
+@vary("stage, dtype", [(2, "fp32"), (1, "bf16")])
+def test_saved_and_loaded(ranks, tmp_path, stage, dtype):
+    run = run_of(stage=stage, dtype=dtype, groups=2, schedule="LambdaLR")
+    for loaded in ranks(2).run(save_and_load, run, str(tmp_path)):
+        assert loaded.differing == []
+        assert_same(loaded.end, dtype)
+
+
+class There(NamedTuple):
+    kinds: List[List[str]]  # names of the states after loading and a step: with 8-bit states, and in fp32 again
+    errors: List[float]  # of the states after loading, against those that were saved
+    ends: List[float]  # of the master weights two steps later, against those of the engine that went on
+    moved: float
+
+
+def there_and_back(run, folder):
+    """Saves with states in fp32, loads with 8-bit states, saves with these, and loads with states in fp32."""
+    plain = dataclasses.replace(run, config={})
+
+    def values(engine):
+        return [
+            safe_get_full_optimizer_state(each, name).clone() for each in engine.module.parameters() for name in SIGNED
+        ]
+
+    def masters(engine):
+        return [safe_get_full_fp32_param(each).clone() for each in engine.module.parameters()]
+
+    _, engine = start(plain)
+    train(engine, run, range(4))
+    engine.save_checkpoint(folder, tag="fp32")
+    before = masters(engine)
+    train(engine, run, [4])
+    expected = values(engine)
+    train(engine, run, [5])
+    end, kinds, errors, ends = masters(engine), [], [], []
+    engine.destroy()
+    for kind, source, target in ((run, "fp32", "8bit"), (plain, "8bit", "last")):
+        _, engine = start(kind, seed=1)
+        engine.load_checkpoint(folder, tag=source)
+        if source == "8bit":
+            kinds.append(sorted(states_of(engine)[0]))
+            train(engine, run, [5])
+        else:
+            train(engine, run, [4])
+            kinds.append(sorted(states_of(engine)[0]))
+            errors.append(total_error(values(engine), expected))
+            engine.save_checkpoint(folder, tag=target)
+            train(engine, run, [5])
+        ends.append(total_error(masters(engine), end))
+        engine.destroy()
+    return There(kinds, errors, ends, total_error(end, before))
+
+
+def test_from_states_in_fp32_and_back(ranks, tmp_path):
+    for there in ranks(2).run(there_and_back, run_of(stage=2, dtype="bf16"), str(tmp_path)):
+        names = [name for each in map(names_of, SIGNED) for name in each]
+        assert there.kinds == [sorted([*names, "step"]), sorted([*SIGNED, "step"])]
+        assert max(there.errors) < 0.03 and max(there.ends) < 0.1 * there.moved, there
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def says_when_states_are_set(run):
+    module, engine = start(run)
+    train(engine, run, [0])
+    parameter = next(module.parameters())
+    value = safe_get_full_optimizer_state(parameter, "exp_avg")
+    safe_set_full_fp32_param(parameter, torch.ones_like(parameter, dtype=torch.float32))
+    kept = bool((safe_get_full_fp32_param(parameter) == 1).all())
+    said = outcome(safe_set_full_optimizer_state, parameter, value, "exp_avg")
+    engine.destroy()
+    return kept, said
+
+
+def test_states_cannot_be_set(ranks):
+    for kept, said in ranks(1).run(says_when_states_are_set, run_of()):
+        assert kept
+        assert said.startswith("RuntimeError: exp_avg is kept in 8 bits, and to set it would round other parameters'")
+
+
+def says_in_a_step(run):
+    """Returns what a step raises once the optimizer's step() has a hook, and whether it steps without the hook."""
+    _, engine = start(run)
+    train(engine, run, [0])
+    handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    said = outcome(train, engine, run, [1])
+    handle.remove()
+    before = state(engine)
+    train(engine, run, [1])
+    moved = differing(state(engine), before)
+    engine.destroy()
+    return said, moved
+
+
+def test_a_step_that_others_have_changed_is_refused(ranks):
+    for said, moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
+        assert said.startswith("RuntimeError: compile.optimizer_states='8bit' leaves the optimizer's own step() out")
+        assert "master 0" in moved
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    says: str
+    config: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    case: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    amsgrad: bool = False
+
+
+REFUSALS = {
+    "SGD": Refusal(
+        "compile.optimizer_states='8bit' is for Adam and AdamW of torch and DeepSpeed, not for SGD; use one of these, "
+        "or leave compile.optimizer_states out",
+        case={"optimizer": "SGD"},
+    ),
+    "amsgrad": Refusal(
+        "compile.optimizer_states='8bit' has no form for the third state of amsgrad=true; set amsgrad to false, or "
+        "leave compile.optimizer_states out",
+        amsgrad=True,
+    ),
+    "offload": Refusal(
+        "compile.optimizer_states='8bit' saves memory of the device, where zero_optimization.offload_optimizer keeps "
+        "no states; leave one of them out",
+        case={"offloaded": True},
+    ),
+    "elastic": Refusal(
+        "compile.optimizer_states='8bit' has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint "
+        "to false, or leave compile.optimizer_states out",
+        config={"zero_optimization": {"elastic_checkpoint": True}},
+    ),
+}
+
+
+def refused(run, amsgrad):
+    """Returns what engine.compile() says."""
+    _, engine = start_uncompiled(run)
+    for group in engine.optimizer.optimizer.param_groups:
+        group["amsgrad"] = amsgrad
+    said = outcome(engine.compile, backend="eager")
+    engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("name", [*REFUSALS])
+def test_refused_states(ranks, name):
+    refusal = REFUSALS[name]
+    run = run_of(config=refusal.config, **refusal.case)
+    assert ranks(1).run(refused, run, refusal.amsgrad) == [
+        f"ValueError: DeepCompile with ZeRO stage 1: {refusal.says}"
+    ]
+
+
+@pytest.mark.quick
+def test_the_key_names_a_format():
+    from deepspeed.compile.config import CompileConfig
+
+    assert CompileConfig(deepcompile=True).optimizer_states is None
+    with pytest.raises(ValueError, match="Input should be '8bit'"):
+        CompileConfig(deepcompile=True, optimizer_states="9bit")
+    with pytest.raises(ValueError, match="compile.optimizer_states belongs to DeepCompile"):
+        CompileConfig(optimizer_states="8bit")

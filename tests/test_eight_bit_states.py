@@ -1,0 +1,298 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Adam with 8-bit states: its maps, its blocks on the grid of the flat tensor, and its step beside torchao's."""
+
+import copy
+
+import pytest
+import torch
+
+from deepspeed.compile.zero12.update import eight_bit
+from deepspeed.compile.zero12.update import ranges as of_partition
+from deepspeed.compile.zero12.update.blockwise import SIGNED, fp32_values, names_of, saved, to_blocks, to_fp32, zeros
+from deepspeed.compile.zero12.update.dynamic_map import BLOCK, codes_of, make_map, zero_code
+from deepspeed.compile.zero12.update.eight_bit import EightBitAdam
+from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
+from deepspeed.compile.zero12.update.rule import Partition
+
+from support.ids import vary
+from support.optimizers import Views, deepspeed_adam
+from support.training import as_recorded, device, ranges_of, relative_error
+
+NUMEL = 20 * BLOCK + 100
+# Binary fractions, so that scalars that are computed in fp32 have the same bits as those computed in fp64.
+EXACT = {"lr": 2**-4, "betas": (0.75, 0.9375), "eps": 2**-20, "weight_decay": 0.25}
+
+
+# The maps -----------------------------------------------------------------------------------------------------------
+
+
+def searched(values, table):
+    """Returns the codes that a search in the table finds: the next value, of two the one that is not nearer."""
+    lower = (torch.searchsorted(table, values, right=True) - 1).clamp(min=0)
+    upper = (lower + 1).clamp(max=255)
+    rounds_up = values - table[lower] >= (table[upper] - table[lower]) * 0.5
+    return torch.where(rounds_up, upper, lower)
+
+
+@pytest.mark.quick
+@vary("signed", [True, False])
+def test_codes_are_those_of_the_table(signed):
+    """At each midpoint of the table and some roundings around it, at each value, and at random ones of all sizes."""
+    table, thresholds = (each.cpu() for each in make_map(signed, device()))
+    assert len(table) == 256 and table[zero_code(signed)] == 0 and table[-1] == 1
+    middle = ((table[1:].double() + table[:-1].double()) / 2).float()
+    torch.manual_seed(0)
+    given = [table, middle, thresholds[1:-1], torch.rand(100_000) ** 8]
+    for _ in range(3):
+        given += [torch.nextafter(given[-1 if _ else 1], torch.tensor(2.0))]
+    below = middle
+    for _ in range(3):
+        below = torch.nextafter(below, torch.tensor(-2.0))
+        given.append(below)
+    values = torch.cat([*given, *(-each for each in given if signed), torch.tensor([0.0, -0.0, 1.0])])
+    values = values.clamp(-1 if signed else 0, 1).to(device())
+    codes = codes_of(values, thresholds.to(device()), signed)
+    assert codes.dtype == torch.uint8
+    assert torch.equal(codes.cpu().long(), searched(values.cpu(), table))
+
+
+@vary("signed", [True, False])
+def test_maps_are_torchaos(signed):
+    quantization = pytest.importorskip("torchao.optim.quant_utils", reason="needs torchao")
+    table = make_map(signed, torch.device("cpu")).values
+    assert table.tolist() == torch.tensor(quantization.create_dynamic_map(signed=signed)).tolist()
+
+
+# A partition --------------------------------------------------------------------------------------------------------
+
+
+def draw(seed, numel=NUMEL):
+    """Draws gradients, bf16 1-D, of several sizes, and a block of zeros."""
+    torch.manual_seed(seed)
+    gradient = torch.randn(numel) * 10 ** torch.empty(numel).uniform_(-2, 0)
+    gradient[5 * BLOCK : 6 * BLOCK] = 0
+    return gradient.bfloat16().to(device())
+
+
+def views_of(gradient, cuts):
+    """Returns a gradient as the gradients of parameters that begin at ``cuts``."""
+    borders = sorted({0, *cuts, len(gradient)})
+    pairs = zip(borders, borders[1:], strict=False)
+    return Views({first: gradient[first:last].clone() for first, last in pairs})
+
+
+class OneRank:
+    """One rank's partition [first, last) of a flat tensor, with an optimizer of its master weights."""
+
+    def __init__(self, flat, first, last, make, compiles=False):
+        self.master = torch.nn.Parameter(flat[first:last].clone())
+        self.optimizer = make([self.master])
+        self.first, self.last, self.numel = first, last, len(flat)
+        self.rule = EightBitAdam(compiles)
+        # As in an engine, the new parameters lie in the group's flat tensor.
+        self.new = torch.zeros(len(flat), dtype=torch.bfloat16, device=flat.device)[first:last]
+
+    @property
+    def state(self):
+        return self.optimizer.state[self.master]
+
+    def step(self, gradient, factor=None, spans=(), cuts=(3 * BLOCK, 1000, 1500, 2000)):
+        """Steps on the whole flat tensor's gradient, ``spans`` of the flat tensor first."""
+        partition = Partition(
+            *(self.optimizer, 0, self.first, lambda: [self], factor, gradient.dtype, self.new),
+        )
+        step = self.rule.begin(partition)
+        views = views_of(gradient[self.first : self.last], [cut - self.first for cut in cuts if cut > self.first])
+        views = Views({offset: view for offset, view in views.items() if view.numel()})
+        taken = PartitionGradient(views, factor, self.master.data, gradient.dtype)
+        ranges = Ranges(
+            *(step, self.last - self.first, taken, lambda first, last: self.new[first:last], lambda *_: None)
+        )
+        cut = [(max(first, self.first), min(last, self.last)) for first, last in spans]
+        ranges.step_first([(first - self.first, last - self.first) for first, last in cut if first < last])
+        ranges.step_rest()
+
+    def fp32(self, state):
+        before = self.first % BLOCK
+        return fp32_values(self.state, state, before, before + self.master.numel())
+
+
+def adamw(parameters, **more):
+    return torch.optim.AdamW(parameters, **{"lr": 0.01, "weight_decay": 0.1, **more})
+
+
+def partitions(flat, ranks, make=adamw):
+    """Returns each rank's partition of a flat tensor that is padded to as many elements for each."""
+    size = -(-len(flat) // ranks)
+    flat = torch.cat([flat, flat.new_zeros(size * ranks - len(flat))])
+    return [OneRank(flat, rank * size, (rank + 1) * size, make) for rank in range(ranks)]
+
+
+def flat_weights():
+    torch.manual_seed(7)
+    return torch.randn(NUMEL).to(device())
+
+
+@vary("ranks_count", [2, 3, 4, 5])
+def test_bits_do_not_depend_on_the_number_of_ranks(monkeypatch, ranks_count):
+    """Only blocks that a boundary of partitions cuts may differ. Parameters that are stepped first change nothing."""
+    # Larger gradients are read where they lie, in whole blocks.
+    monkeypatch.setattr(of_partition, "IN_PLACE_NUMEL", 2 * BLOCK)
+    flat, (one,) = flat_weights(), partitions(flat_weights(), 1)
+    several = partitions(flat, ranks_count)
+    factor = torch.full((1,), 0.5, device=device())
+    for seed in range(4):
+        gradient = draw(seed)
+        one.step(gradient, factor)
+        padded = torch.cat([gradient, gradient.new_zeros(several[-1].last - NUMEL)])
+        for rank in several:
+            with ranges_of(3 * BLOCK):
+                rank.step(padded, factor, spans=[(1000, 1500), (2000, NUMEL)])
+    cut = {rank.first // BLOCK for rank in several[1:] if rank.first % BLOCK}
+    whole = [block for block in range(-(-NUMEL // BLOCK)) if block not in cut]
+    assert len(cut) == ranks_count - 1
+    for name in SIGNED:
+        codes, scales = names_of(name)
+        for block in whole:
+            (rank,) = (each for each in several if each.first <= block * BLOCK < each.last)
+            row = block - rank.first // BLOCK
+            assert torch.equal(rank.state[codes][row], one.state[codes][block]), block
+            assert torch.equal(rank.state[scales][row], one.state[scales][block]), block
+        together = torch.cat([rank.fp32(name) for rank in several])[:NUMEL]
+        # Where a block is cut, each part has its own scale.
+        assert relative_error([together], [one.fp32(name)]) < 0.02
+    masters = torch.cat([rank.master.data for rank in several])[:NUMEL]
+    kept = torch.tensor([block not in cut for block in range(-(-NUMEL // BLOCK))]).repeat_interleave(BLOCK)[:NUMEL]
+    assert torch.equal(masters[kept], one.master.data[kept])
+    assert torch.equal(torch.cat([rank.new for rank in several])[:NUMEL][kept], one.master.data.bfloat16()[kept])
+    assert relative_error([masters], [one.master.data]) < 1e-3
+    assert relative_error([masters], [flat]) > 1e-2
+
+
+KINDS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1),
+    "Adam decoupled": lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "AdamW maximize": lambda p: torch.optim.AdamW(p, lr=0.01, maximize=True),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "AdamW with a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
+    "DeepSpeed's AdamW": lambda p: deepspeed_adam(p, adamw=True, lr=0.01, weight_decay=0.1),
+    "DeepSpeed's Adam": lambda p: deepspeed_adam(p, adamw=False, lr=0.01, weight_decay=0.1),
+    "DeepSpeed's Adam uncorrected": lambda p: deepspeed_adam(p, adamw=False, lr=0.01, bias_correction=False),
+}
+
+
+@pytest.mark.parametrize("name", [*KINDS])
+def test_it_is_the_optimizers_own_step_but_for_rounding(name):
+    """With schedules of everything, of which the optimizer's own step knows nothing."""
+    flat, make = flat_weights(), KINDS[name]
+    expected = torch.nn.Parameter(flat.clone())
+    own = make([expected])
+    rank = OneRank(flat, 0, NUMEL, make)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        gradient = torch.randn(NUMEL).bfloat16().to(device())
+        for optimizer in (own, rank.optimizer):
+            (group,) = optimizer.param_groups
+            if not torch.is_tensor(group["lr"]):
+                group["lr"] = 0.01 / (1 + seed)
+            group["betas"] = (0.8 + 0.01 * seed, 0.95 + 0.005 * seed)
+        expected.grad = gradient.float()
+        own.step()
+        rank.step(gradient)
+    error = relative_error([rank.master], [expected])
+    moved = relative_error([expected], [flat])
+    # The first step has no rounded states. A value has a rounding of 1/128 of the largest one at most.
+    assert error < 0.01 * moved and moved > 1e-3, (error, moved)
+    for state in SIGNED:
+        assert relative_error([rank.fp32(state)], [own.state[expected][state]]) < 0.02
+    assert int(rank.state["step"]) == int(own.state[expected]["step"]) == 5
+    assert type(rank.state["step"]) is type(own.state[expected]["step"])
+
+
+@vary("adamw", [True, False])
+def test_beside_torchao(adamw):
+    """The same codes, scales and weights as torchao's optimizer has, where its scalars have the same bits.
+
+    From the third step on, its root of the correction is rounded otherwise, and with it the weights. Without decoupled
+    decay, the states depend on the weights.
+    """
+    torchao = pytest.importorskip("torchao.optim", reason="needs torchao")
+    flat = flat_weights()[: 16 * BLOCK]
+    expected = torch.nn.Parameter(flat.clone())
+    own = (torchao.AdamW8bit if adamw else torchao.Adam8bit)([expected], **EXACT)
+    kind = torch.optim.AdamW if adamw else torch.optim.Adam
+    rank = OneRank(flat, 0, len(flat), lambda parameters: kind(parameters, **EXACT))
+    for seed in range(5 if adamw else 3):
+        gradient = draw(seed, len(flat))
+        expected.grad = gradient.float()
+        # Torchao's step compiles itself, which takes long on a CPU.
+        with torch.compiler.set_stance("force_eager"):
+            own.step()
+        rank.step(gradient)
+        theirs = own.state[expected]
+        for state in SIGNED:
+            codes, scales = names_of(state)
+            assert torch.equal(rank.state[codes].view(-1), theirs[state].codes), (seed, state)
+            assert torch.equal(rank.state[scales], theirs[state].scale), (seed, state)
+        if seed < 2:
+            assert torch.equal(rank.master.data, expected.data), seed
+        assert relative_error([rank.master], [expected]) < 1e-7
+
+
+@pytest.mark.parametrize("recorded", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compiled(monkeypatch, recorded):
+    """The compiled pass is the pass that runs operator by operator, on a CPU with the same bits of states."""
+    monkeypatch.setattr(eight_bit, "LEAST_NUMEL", 1)
+    flat, found = flat_weights(), []
+    for compiles in (False, True):
+        rank = OneRank(flat, 130, NUMEL, adamw, compiles)
+        with as_recorded(recorded):
+            for seed in range(4):
+                rank.optimizer.param_groups[0].update(lr=0.01 / (1 + seed), weight_decay=0.1 * seed)
+                rank.step(draw(seed), torch.full((1,), 0.5, device=device()), spans=[(1000, 1500)])
+        assert len(rank.rule._compiled) == (1 if compiles else 0), "a schedule must not compile another pass"
+        assert all(each is not None for each in rank.rule._compiled.values())
+        found.append([rank.master.data, rank.new, *rank.state.values()])
+    # Roots, on which no state depends, may be rounded otherwise.
+    assert relative_error(found[0][:1], found[1][:1]) < 1e-7
+    assert relative_error(found[0][1:2], found[1][1:2]) < 1e-3
+    for ours, theirs in zip(*(each[2:] for each in found), strict=True):
+        assert torch.equal(ours, theirs) if device().type == "cpu" else relative_error([ours], [theirs]) < 1e-2
+
+
+def test_states_that_are_saved_and_loaded():
+    """A load by torch keeps the bits, and states in fp32 become 8-bit states and come from them."""
+    flat = flat_weights()
+    rank = OneRank(flat, 130, NUMEL - 7, adamw)
+    for seed in range(3):
+        rank.step(draw(seed))
+    held = copy.deepcopy(rank.state)
+    state_dict = rank.optimizer.state_dict()
+    state_dict["state"] = {0: saved(state_dict["state"][0])}
+    assert all(torch.equal(value, rank.state[name]) for name, value in held.items()), "saving changed the states"
+    other = OneRank(flat, 130, NUMEL - 7, adamw)
+    other.master.data.copy_(rank.master.data)
+    other.optimizer.load_state_dict(copy.deepcopy(state_dict))
+    loaded = dict(other.state)
+    to_blocks(loaded, 130, other.master)
+    assert {name: value.dtype for name, value in loaded.items()} == {name: each.dtype for name, each in held.items()}
+    assert all(torch.equal(loaded[name], held[name]) for name in held)
+    for each in (rank, other):
+        each.step(draw(9))
+    assert all(torch.equal(other.state[name], rank.state[name]) for name in held)
+
+    plain = dict(rank.state)
+    to_fp32(plain, 130, rank.master.numel())
+    assert {*plain} == {"step", *SIGNED} and plain["exp_avg"].shape == rank.master.shape
+    assert torch.equal(plain["exp_avg"], rank.fp32("exp_avg"))
+    to_blocks(plain, 130, rank.master)
+    for state in SIGNED:
+        codes, scales = names_of(state)
+        before = 130 % BLOCK
+        again = fp32_values(plain, state, before, before + rank.master.numel())
+        assert relative_error([again], [rank.fp32(state)]) < 0.02
+        assert plain[codes].shape == zeros(130, rank.master)[codes].shape
+    with pytest.raises(ValueError, match="8-bit optimizer states were loaded that belong to another partition"):
+        to_blocks(dict(rank.state), 0, other.master[: 5 * BLOCK])
