@@ -3,6 +3,7 @@
 """Adam with 8-bit states: its maps, its blocks on the grid of the flat tensor, and its step beside torchao's."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -110,8 +111,9 @@ class OneRank:
             *(step, self.last - self.first, taken, lambda first, last: self.new[first:last], lambda *_: None)
         )
         cut = [(max(first, self.first), min(last, self.last)) for first, last in spans]
-        ranges.step_first([(first - self.first, last - self.first) for first, last in cut if first < last])
-        ranges.step_rest()
+        with mock.patch.object(of_partition, "SMALL_NUMEL", 0):
+            ranges.step_first([(first - self.first, last - self.first) for first, last in cut if first < last])
+            ranges.step_rest()
 
     def fp32(self, state):
         before = self.first % BLOCK
