@@ -10,16 +10,19 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from test_options_warned import ALSO_WARNED
 from torch._functorch import config as functorch_config
 from torch.fx import Graph
+from torch.nn.utils.parametrizations import spectral_norm
 
 from deepspeed.compile.config import CompileConfig
-from deepspeed.compile.zero12.graph.budget import draws_anew
+from deepspeed.compile.zero12.graph.split import draws_anew
 
 from support.beside import Beside
 from support.ids import vary
 from support.lifetime import allocated_bytes
+from support.models import Block, OneGraph
 from support.options import SMALL, train_and_collect_output
 from support.training import BOUND, Case, batch, build
 
@@ -107,6 +110,60 @@ def test_within_checkpointed_layers(ranks, stage, backend, model):
     cases = [case_of(budget, stage=stage, backend=backend, model=model) for budget in (1, 0.5, 0)]
     all_, half, none = kept_by(ranks, cases)
     assert none < half + SLACK < all_ + 2 * SLACK
+
+
+class ChangesABuffer(Block):
+    """A block that scales by a function of a buffer, and then changes the buffer."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x):
+        x = super().forward(x) * self.scale.sin()
+        with torch.no_grad():
+            self.scale.add_(0.3)
+        return x
+
+
+class NormsItsWeight(Block):
+    """A block that iterates on the buffers of a spectral norm before it reads them."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        spectral_norm(self.up)
+
+
+class NormsBatches(Block):
+    """A block that moves the running statistics of a norm over the batch."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.batch_norm = nn.BatchNorm1d(width)
+
+    def forward(self, x):
+        return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def train_what_changes(block, regional, backend):
+    """Trains models whose blocks change their buffers, one for each budget; returns the errors."""
+    errors = []
+    for budget in (None, 0.5, 0):
+        torch.manual_seed(0)
+        module = OneGraph()
+        module.blocks = nn.ModuleList(block(8) for _ in range(2))
+        loop = Beside(module, case_of(budget, regional, backend=backend))
+        for step in range(3):
+            loop.step(batch(step, 0, dist.get_rank(), 4))
+        errors.append(loop.end().error)
+    return errors
+
+
+@vary("backend, regional", [("eager", True), ("inductor", True), ("inductor", False)])
+@vary("block", [ChangesABuffer, NormsItsWeight, NormsBatches])
+def test_what_a_forward_changes_is_not_read_again(ranks, block, backend, regional):
+    for errors in ranks(2).run(train_what_changes, block, regional, backend):
+        assert max(errors) < BOUND
 
 
 @vary("torchs", [1.0, 0.0])

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark measures what it says: gradients apart from all else, all systems on the same training."""
 
+import dataclasses
 import json
 import os
 import re
@@ -213,6 +214,7 @@ def test_systems_train_alike(tmp_path):
         (["--base", "/nowhere"], "--base /nowhere has no deepspeed in it"),
         (["--systems", "fork", "--", "--steps", "1"], "--warm must be at least 1 and less than --steps"),
         (["--systems", "fork", "--", "--seq", "0"], "--seq must be at least 1"),
+        (["--", "--activation-budget", "0.5"], "--activation-budget is chosen for each system here"),
         (["--", "--system", "fsdp2"], "--system is chosen for each system here"),
         (["--systems", "base"], "base: --base was not given"),
     ],
@@ -223,3 +225,27 @@ def test_the_benchmark_refuses_in_a_sentence(tmp_path, arguments, sentence):
     logs = "".join(log.read_text() for log in tmp_path.glob("*.log"))
     assert sentence in finished.stdout + logs
     assert "Traceback" not in finished.stdout + logs
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--system", "fsdp2", "--activation-budget", "0"], "--activation-budget goes with --system deepcompile"),
+        (["--system", "deepcompile", "--activation-budget", "1.5"], "--activation-budget must be from 0 to 1"),
+    ],
+)
+def test_a_run_refuses_in_a_sentence(package, monkeypatch, capsys, arguments, sentence):
+    monkeypatch.setattr(sys, "argv", ["measure", *arguments])
+    with pytest.raises(SystemExit):
+        package("settings").parse_command_line("")
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_run_within_a_budget_for_activations(package, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["measure", "--activation-budget", "0"])
+    monkeypatch.setenv("RANK", "0")
+    given = {}
+    monkeypatch.setattr("deepspeed.initialize", lambda **arguments: given.update(arguments) or [None])
+    settings = dataclasses.replace(package("settings").parse_command_line("").settings, system="zero")
+    package("systems").DeepSpeed(settings, torch.nn.Linear(1, 1))
+    assert given["config"]["compile"] == {"deepcompile": False, "activation_memory_budget": 0}

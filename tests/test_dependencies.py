@@ -108,6 +108,10 @@ torch.nn:Parameter._backward_hooks torch.nn:Parameter._post_accumulate_grad_hook
 BEHAVIOUR = [
     ("torch._functorch._aot_autograd.fx_utils:get_all_input_and_grad_nodes", r'meta\["desc"\][\s\S]*\.grad_of\b'),
     ("torch._functorch._aot_autograd.descriptors:PlainAOTInput", r"idx: int"),
+    (
+        "torch._functorch.partitioners:min_cut_rematerialization_partition",
+        r"config\.activation_memory_budget[\s\S]* choose_saved_values_set\(\s+joint_graph,\s+node_info,\s+memory_budget=",
+    ),
     ("torch._inductor.codegen.wrapper:PythonWrapperCodegen", r"self\.freed\b[\s\S]*name in self\.freed"),
     ("torch._inductor.codegen.wrapper:PythonWrapperCodegen.generate_fallback_kernel", r"codegen_args|ExternKernel"),
     ("torch._inductor.compile_fx:partition_fn", r'compiler="inductor"'),

@@ -16,11 +16,11 @@ from deepspeed.utils import logger
 
 from ...fx import should_release_reduce_buckets
 from . import find_loss, guards, loss, lowering
-from .budget import split_within
 from .compilation_limit import CompilationLimit
 from .frames import Registrations, one_more_input, traced_registrations
 from .progress import Progress
 from .reductions import donate_gradients, finish_backward_graph, index_of, insert_reductions
+from .split import split_joint
 
 if TYPE_CHECKING:
     from ..gather_hooks import Waiting
@@ -44,7 +44,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         release_reduce_buckets: whether the backward of this graph is the last that reduces.
         debug_log: whether to log the split graphs.
         lies_anywhere: for each input of the graph, whether it may lie at an address of any alignment.
-        budget: as in :func:`split_within`.
+        budget: as in :func:`split_joint`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         primals = gm.graph.find_nodes(op="placeholder")
         self.names_lying_anywhere = self.names_among(primals)
         insert_reductions(gm, self.slots)
-        forward, backward = split_within(self.budget, gm, joint_inputs, **kwargs)
+        forward, backward = split_joint(gm, joint_inputs, self.budget, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
         if kwargs.get("compiler") != "inductor":
             donate_gradients(backward)
