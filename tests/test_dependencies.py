@@ -110,7 +110,7 @@ BEHAVIOUR = [
     ("torch._functorch._aot_autograd.descriptors:PlainAOTInput", r"idx: int"),
     (
         "torch._functorch.partitioners:min_cut_rematerialization_partition",
-        r"config\.activation_memory_budget[\s\S]* choose_saved_values_set\(\s+joint_graph,\s+node_info,\s+memory_budget=",
+        r"config\.activation_memory_budget[\s\S]* choose_saved_values_set\(\s+joint_graph,\s+node_info,\s+memory_b",
     ),
     ("torch._inductor.codegen.wrapper:PythonWrapperCodegen", r"self\.freed\b[\s\S]*name in self\.freed"),
     ("torch._inductor.codegen.wrapper:PythonWrapperCodegen.generate_fallback_kernel", r"codegen_args|ExternKernel"),
