@@ -207,6 +207,16 @@ def test_a_graph_of_another_budget_is_not_taken_from_torchs_caches(ranks, tmp_pa
 
 
 @pytest.mark.quick
+def test_the_key_of_torchs_caches_has_the_budget():
+    from deepspeed.compile.zero12.graph.backend import ReduceGradPartitioner
+    from deepspeed.compile.zero12.native import reducer_module
+
+    reducer_module()
+    keys = [ReduceGradPartitioner({}, 0, False, False, [], budget).uuid() for budget in (None, 0.0, 0.5, 1.0, 0.5)]
+    assert len(set(keys)) == 4 and keys[2] == keys[4]
+
+
+@pytest.mark.quick
 @vary("value", [True, "0.5", -0.1, 1.5, float("nan")])
 def test_a_budget_is_a_number_from_0_to_1(value):
     with pytest.raises(ValueError) as raised:
