@@ -164,7 +164,7 @@ class Cost(NamedTuple):
     """Of ``engine.step()``, on this rank."""
 
     peak: int  # bytes, of parameters, states, gradients and what the step allocates
-    seconds: float  # the fastest step
+    seconds: float  # the fastest step; on a CPU, what this process has computed, because other processes may run
     stepped: str  # how; "" without DeepCompile
 
 
@@ -174,16 +174,22 @@ def cost(name, deepcompile):
     with default_dtype(torch.bfloat16), torch.device(device()):
         module = Layers(*LARGE[device().type])
     engine = engine_of(KNOWN[name].make(parameter_groups(module, 1)), module, deepcompile, 1)
+    now = time.process_time if device().type == "cpu" else time.perf_counter
     seconds = []
     with noted_steps() as stepped:
         for step in range(STEPS):
-            engine.backward(engine(inputs(module, step)))
-            recording = Recording(device(), tensors_of(engine)) if step == STEPS - 1 else None
+            if step == STEPS - 1:
+                # On a CPU the profiler does not see the release of what was allocated before it began.
+                recording = Recording(device(), tensors_of(engine))
+            with phase("forward", device()):
+                loss = engine(inputs(module, step))
+            with phase("backward", device()):
+                engine.backward(loss)
             dist.barrier()
-            begun = time.perf_counter()
+            begun = now()
             with phase("step", device()):
                 engine.step()
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(now() - begun)
     memory = recording.stop({})
     engine.destroy()
     # The first steps make states and compile, and the last one is slowed by the recording.
@@ -217,9 +223,10 @@ def test_trains_as_without_deepcompile(ranks, request, record_property, stage, n
     if request.config.option.every_optimizer and stage == 1:
         # One after the other: the next call finds the first engine collected.
         off, on = (ranks(2).run(cost, name, deepcompile) for deepcompile in (False, True))
-        found["peak"] = max(cost.peak for cost in on) / max(cost.peak for cost in off)
-        found["time"] = max(cost.seconds for cost in on) / max(cost.seconds for cost in off)
-        assert {cost.stepped for cost in on} == {known.stepped}
+        # Ranks hold as much as each other, and what a thread of gloo frees is not seen.
+        found["peak"] = min(each.peak for each in on) / min(each.peak for each in off)
+        found["time"] = max(each.seconds for each in on) / max(each.seconds for each in off)
+        assert {each.stepped for each in on} == {known.stepped}
     for result in results:
         assert result.stepped == known.stepped
         assert result.error < BOUND and result.moved > 1e-3, result
