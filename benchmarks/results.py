@@ -124,10 +124,11 @@ def describe(result: Result) -> str:
     layers = f", {run['layers']} layers" if run["layers"] else ""
     nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""
     adam = "on the host" if run.get("offload") else run["adam"]
+    float8 = f", float8 {run['float8']} by torchao {where['torchao']}" if run.get("float8") else ""
     return (
         f"{run['shape']}{layers}, {result['parameters'] / 1e6:,.1f} million parameters in {run['dtype']}; "
         f"{where['world']} x {where['device']}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
-        f"{run['accumulation']}, {'every layer checkpointed' if run['checkpoint'] else 'no checkpointing'}, "
+        f"{run['accumulation']}, {'every layer checkpointed' if run['checkpoint'] else 'no checkpointing'}{float8}, "
         f"ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {adam}; steps {run['warm']} to "
         f"{run['steps'] - 1} timed; torch {where['torch']}{nccl}, transformers {where['transformers']}; "
         f"{where['host']}, {where['date']}"
