@@ -174,7 +174,7 @@ $(DEMO): $(TOOLS)
 	rm -f $(VENV)/.demo-* && touch $@
 
 $(FRONTS): $(TOOLS)
-	echo "Installing Accelerate, Trainer, Lightning and TRL ..."
+	echo "Installing Accelerate, Trainer, Lightning, TRL and torchao ..."
 	$(PIP) install -r requirements/front_doors.txt
 	rm -f $(VENV)/.fronts-* && touch $@
 

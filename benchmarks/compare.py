@@ -34,6 +34,7 @@ CASES = {
 }
 FORK, OVERLAPPED, ONE_GRAPH = "fork", "fork, gather overlapped", "fork as one graph"
 BASE, ZERO, FSDP2 = "base", "fork without DeepCompile", "FSDP2"
+FLOAT8_GATHERED = "FSDP2, float8 gathered"
 COLUMNS = {
     FORK: ["--system", "deepcompile"],
     OVERLAPPED: ["--system", "deepcompile", "--overlap-gather"],
@@ -41,11 +42,15 @@ COLUMNS = {
     BASE: ["--system", "deepcompile"],
     ZERO: ["--system", "zero"],
     FSDP2: ["--system", "fsdp2"],
+    FLOAT8_GATHERED: ["--system", "fsdp2", "--float8-gather"],
 }
 ON_CPU = "--shape tiny --dtype fp32 --seq 64 --bucket 200000 --steps 12 --warm 4".split()
 ON_GPUS = "--shape qwen3-8b".split()
 # These arguments follow from the system, or belong to benchmarks.measure alone.
-NOT_FOR_ALL = set("--system --one-graph --overlap-gather --chunked-loss --activation-budget --json --trace".split())
+NOT_FOR_ALL = {
+    *("--system", "--one-graph", "--overlap-gather", "--chunked-loss", "--activation-budget", "--float8-gather"),
+    *("--json", "--trace"),
+}
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
@@ -126,6 +131,8 @@ def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict
         for case in options.cases:
             # On GPUs the base with its DeepCompile is the peer, where that works.
             default = [name for name in COLUMNS if name != ZERO or not gpus or case == "offload"]
+            # The recipe of float8 for which FSDP2 can gather weights in float8.
+            default = [name for name in default if name != FLOAT8_GATHERED or "tensorwise" in rest]
             for system in options.systems or default:
                 reason = reason_against(system, case, gpus, options)
                 if reason:
@@ -160,7 +167,7 @@ def main() -> int:
     tables = []
     for case, of_case in results.items():
         if any(map(is_measured, of_case.values())):
-            tables.append(f"## {case}\n\n{markdown(of_case, beside=(BASE, ZERO, FSDP2))}")
+            tables.append(f"## {case}\n\n{markdown(of_case, beside=(BASE, ZERO, FSDP2, FLOAT8_GATHERED))}")
         else:
             tables.append(f"## {case}\n\n" + "\n".join(f"{name}: {of['why']}" for name, of in of_case.items()) + "\n")
     table = "\n".join(tables)

@@ -13,6 +13,8 @@ It measures whichever DeepSpeed is installed. benchmarks.compare runs it once fo
 import dataclasses
 import datetime
 import gc
+import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -65,6 +67,7 @@ def environment() -> dict[str, Any]:
         "fork": is_fork(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpus() else None,
         "transformers": transformers.__version__,
+        "torchao": importlib.metadata.version("torchao") if importlib.util.find_spec("torchao") else None,
         "command": " ".join(["-m", f"{__package__}.measure", *sys.argv[1:]]),
     }
 

@@ -127,6 +127,8 @@ def describe(result: Result) -> str:
     kept = "every layer checkpointed" if run["checkpoint"] else "no checkpointing"
     if run.get("activation_budget") is not None:
         kept += f", activation budget {run['activation_budget']:g}"
+    if run.get("float8"):
+        kept += f", float8 {run['float8']} by torchao {where['torchao']}"
     adam = f"with {run['states']} states" if run.get("states") else adam
     return (
         f"{run['shape']}{layers}, {result['parameters'] / 1e6:,.1f} million parameters in {run['dtype']}; "

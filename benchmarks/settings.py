@@ -7,7 +7,7 @@ import dataclasses
 import os
 from typing import NamedTuple
 
-from .workload import SHAPES
+from .workload import RECIPES, SHAPES
 
 # "deepcompile" and "zero" are the installed DeepSpeed with and without DeepCompile.
 SYSTEMS = ("deepcompile", "zero", "fsdp2")
@@ -27,6 +27,10 @@ class Settings:
         accumulation: micro-batches in an optimizer step.
         stage: of ZeRO, 1 or 2. With 2, FSDP2 reduces gradients in every micro-batch; with 1, in the last one only.
         checkpoint: whether every layer keeps only its input and the backward computes the rest again.
+        float8: the recipe of torchao by which the linear layers of the blocks multiply in float8, one of
+            ``workload.RECIPES``; None: they multiply in ``dtype``.
+        float8_gather: whether FSDP2 casts its shards to float8 before it gathers them, with scales that are computed
+            after each step. Only for the recipe "tensorwise".
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
         overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
         chunked_loss: whether DeepCompile computes the loss in chunks of logits, "on", "off" or by "size"; None: as by
@@ -54,6 +58,8 @@ class Settings:
     accumulation: int = 1
     stage: int = 1
     checkpoint: bool = False
+    float8: str | None = None
+    float8_gather: bool = False
     one_graph: bool = False
     overlap_gather: bool = False
     chunked_loss: str | None = None
@@ -94,6 +100,10 @@ def parse_command_line(description: str) -> CommandLine:
     parser.add_argument("--accumulation", type=int, help="micro-batches in a step")
     parser.add_argument("--stage", type=int, choices=(1, 2), help="of ZeRO; 2: FSDP2 reduces in every micro-batch too")
     parser.add_argument("--checkpoint", action="store_true", default=None, help="activations of every layer")
+    parser.add_argument("--float8", choices=RECIPES, help="torchao's recipe for the linear layers of the blocks")
+    parser.add_argument(
+        "--float8-gather", action="store_true", default=None, help="FSDP2 gathers weights in float8, tensorwise only"
+    )
     parser.add_argument(
         "--one-graph", action="store_true", default=None, help="DeepCompile with one graph for the whole model"
     )
@@ -138,6 +148,8 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--activation-budget must be from 0 to 1")
     if settings.states and settings.offload:
         parser.error("--states 8bit is for states on the device; leave --offload out")
+    if settings.float8_gather and (settings.system, settings.float8) != ("fsdp2", "tensorwise"):
+        parser.error("--float8-gather goes with --system fsdp2 and --float8 tensorwise")
     if settings.one_graph and settings.overlap_gather:
         parser.error("--overlap-gather needs the graphs of blocks; leave --one-graph out")
     if "RANK" not in os.environ:

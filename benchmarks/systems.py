@@ -160,7 +160,8 @@ class FSDP2:
 
     Parameters are kept from the first forward of a step to its last backward, so that each is gathered once a step, as
     ZeRO-1 and ZeRO-2 do. Gradients are reduced in ``settings.dtype``: once a step if ``settings.stage`` is 1, and in
-    every micro-batch if it is 2.
+    every micro-batch if it is 2. With ``settings.float8_gather``, one all-reduce after each step computes the scales
+    of all weights.
     """
 
     def __init__(self, settings: Settings, model: torch.nn.Module):
@@ -168,7 +169,7 @@ class FSDP2:
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         self._model, self._accumulation = model, settings.accumulation
-        self._reduces_always = settings.stage == 2
+        self._reduces_always, self._gathers_float8 = settings.stage == 2, settings.float8_gather
         self._vocabulary = model.config.vocab_size
         precision = MixedPrecisionPolicy()
         if settings.dtype == "bf16":
@@ -210,12 +211,15 @@ class FSDP2:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIPPING)
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
+            if self._gathers_float8:
+                from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+                precompute_float8_dynamic_scale_for_fsdp(self._model)
 
     def tensors(self):
-        # The sharded parameters are the master weights.
-        return {
-            data.OPTIMIZER_STATES: [*record.flattened(self._model.parameters()), *_states(self._optimizer)],
-        }
+        # The sharded parameters are the master weights. A shard that is gathered in float8 wraps the tensor in memory.
+        shards = [getattr(shard, "_tensor", shard) for shard in record.flattened(self._model.parameters())]
+        return {data.OPTIMIZER_STATES: [*shards, *_states(self._optimizer)]}
 
     def counters(self):
         return None

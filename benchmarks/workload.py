@@ -32,6 +32,10 @@ SHAPES = {
     "tiny": Shape(2, 128, 384, 4, 2, 32, 1024, tie_word_embeddings=False),
 }
 
+# Of torchao's float8. "tensorwise" has one scale for a tensor and is the fastest; "rowwise" has one for each row;
+# "rowwise_with_gw_hp" also multiplies the gradients of weights in high precision.
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
 
 def build_model(shape: Shape, dtype: torch.dtype, device: str, checkpoint: bool) -> torch.nn.Module:
     """Returns a causal language model whose weights are the same on every rank, for every system.
@@ -56,6 +60,25 @@ def build_model(shape: Shape, dtype: torch.dtype, device: str, checkpoint: bool)
     if checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()
+
+
+def multiply_in_float8(model: torch.nn.Module, recipe: str, gathered: bool) -> None:
+    """Has torchao replace the linear layers of the blocks by layers that multiply in float8; the head stays.
+
+    On a CPU the layers emulate that. The parameters stay, in their dtype.
+
+    Args:
+        model: what :func:`build_model` returned.
+        recipe: one of ``RECIPES``.
+        gathered: whether FSDP2 shall cast the shards of these layers to float8 before it gathers them.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    emulated = next(model.parameters()).device.type == "cpu"
+    config = dataclasses.replace(
+        Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathered, emulate=emulated
+    )
+    convert_to_float8_training(model.model.layers, config=config)
 
 
 def text(limit: int) -> str:

@@ -208,6 +208,32 @@ def test_systems_train_alike(tmp_path):
         assert (tmp_path / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
+def test_systems_train_alike_in_float8(tmp_path):
+    pytest.importorskip("torchao", reason="float8 needs torchao: requirements/benchmarks.txt")
+    options = ["--systems", "fork", "FSDP2, float8 gathered", "--cases", "checkpoint", "--out", str(tmp_path)]
+    settings = "--backend eager --layers 1 --steps 3 --warm 1 --float8 tensorwise"
+    finished = compare(*options, "--limit", "400", "--", *settings.split())
+    assert finished.returncode == 0, finished.stdout
+    assert "every layer checkpointed, float8 tensorwise by torchao" in finished.stdout
+    fork, gathered = json.loads((tmp_path / "results.json").read_text())["checkpoint"].values()
+    # A rounding of the last bit may round a float8 number the other way.
+    assert fork["losses"] == pytest.approx(gathered["losses"], rel=1e-3)
+
+
+def test_float8_is_for_the_layers_of_blocks(package):
+    pytest.importorskip("torchao", reason="float8 needs torchao: requirements/benchmarks.txt")
+    workload = package("workload")
+    model = workload.build_model(workload.SHAPES["tiny"], torch.float32, "cpu", checkpoint=False)
+    parameters = list(model.parameters())
+    workload.multiply_in_float8(model, "rowwise", gathered=False)
+    assert all(now is before for now, before in zip(model.parameters(), parameters, strict=True))
+    layers = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    converted = {name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"}
+    assert layers - converted == {"lm_head"}
+    assert type(model.lm_head) is torch.nn.Linear
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
@@ -216,6 +242,11 @@ def test_systems_train_alike(tmp_path):
         (["--systems", "fork", "--", "--seq", "0"], "--seq must be at least 1"),
         (["--", "--activation-budget", "0.5"], "--activation-budget is chosen for each system here"),
         (["--", "--system", "fsdp2"], "--system is chosen for each system here"),
+        (["--", "--float8-gather"], "--float8-gather is chosen for each system here"),
+        (
+            ["--systems", "FSDP2, float8 gathered", "--", "--float8", "rowwise"],
+            "--float8-gather goes with --system fsdp2 and --float8 tensorwise",
+        ),
         (["--systems", "base"], "base: --base was not given"),
     ],
 )

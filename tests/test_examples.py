@@ -20,6 +20,7 @@ SUMS = [f"{a} plus {b} is {a + b}." for a in range(8) for b in range(8)]
 # The packages that each needs besides transformers.
 PROGRAMS = {
     "plain_loop.py": [],
+    "float8_loop.py": ["torchao"],
     "hf_trainer.py": ["accelerate"],
     "accelerate_loop.py": ["accelerate"],
     "trl_lora.py": ["accelerate", "datasets", "peft", "trl"],

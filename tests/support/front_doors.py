@@ -138,8 +138,10 @@ class _Collector(logging.Handler):
         self._messages = messages
 
     def emit(self, record):
-        if "ompile" in record.getMessage():
-            self._messages.append(record.getMessage())
+        text = record.getMessage()
+        # torchao, which peft imports, calls what torch 2.13 deprecates.
+        if "ompile" in text and "register_constant" not in text:
+            self._messages.append(text)
 
 
 @contextlib.contextmanager

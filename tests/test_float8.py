@@ -1,0 +1,351 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers that torchao converted multiply in float8. Under DeepCompile they train as they do without it.
+
+GPUs with float8 run torchao's kernels. Elsewhere torchao emulates them: it multiplies the same float8 numbers in fp32.
+"""
+
+import copy
+import dataclasses
+import importlib.util
+from typing import List, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters, wait_for_parameters
+from deepspeed.compile.zero12.graph import backend as reduce_backend
+from deepspeed.utils import safe_get_full_fp32_param
+
+from support.beside import warnings_logged
+from support.checkpoints import EXACT
+from support.ids import vary
+from support.models import VOCABULARY, BlocksWithin, Model, qwen3_config
+from support.training import (
+    BOUND,
+    OVERLAPPED,
+    Case,
+    batch,
+    default_dtype,
+    device,
+    make_engine,
+    make_optimizer,
+    relative_error,
+    step_plain,
+    total_error,
+)
+
+# Not imported here: torchao takes seconds, and prints which of its files for GPUs it cannot load.
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="pip install -r requirements/front_doors.txt"
+)
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+# Kernels for float8 multiply matrices whose sides are multiples of 16. A batch has two rows.
+WIDTH, LENGTH = 32, 8
+# How far parameters may be from those of another training, relative to the distance that they have moved, where the
+# two round differently. A rounding of the last bit may round a float8 number, which has 2 or 3 bits, the other way.
+CLOSE = 0.15
+CHUNKED = {"compile": {"chunked_loss": True}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+
+
+class OwnModel(BlocksWithin):
+    @property
+    def blocks(self):
+        return self.body.blocks
+
+
+class OneGraph(Model):
+    """Compiled as a whole, because its own forward calls the blocks."""
+
+
+class Qwen3(nn.Module):
+    """A small Qwen3 of transformers; ``forward(ids)`` returns the loss of predicting the ids."""
+
+    def __init__(self, width):
+        transformers = pytest.importorskip("transformers")
+        super().__init__()
+        self.model = transformers.Qwen3ForCausalLM(qwen3_config(VOCABULARY, width=width, use_cache=False))
+
+    @property
+    def blocks(self):
+        return self.model.get_decoder().layers
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, labels=ids).loss
+
+
+class CheckpointedQwen3(Qwen3):
+    def __init__(self, width):
+        super().__init__(width)
+        self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+class AdaptedQwen3(Qwen3):
+    """With LoRA adapters, which are too narrow for float8, beside frozen layers in float8."""
+
+    def __init__(self, width):
+        peft = pytest.importorskip("peft")
+        super().__init__(width)
+        self.model = peft.get_peft_model(self.model, peft.LoraConfig(r=4, target_modules="all-linear"))
+
+    @property
+    def blocks(self):
+        return self.model.base_model.model.model.layers
+
+
+MODELS = {cls.__name__: cls for cls in (OwnModel, OneGraph, Qwen3, CheckpointedQwen3, AdaptedQwen3)}
+
+
+def build(model):
+    torch.manual_seed(0)
+    with default_dtype(torch.float32):
+        return MODELS[model](width=WIDTH).to(device())
+
+
+def no_head_nor_adapter(module, name):
+    return "head" not in name and "lora" not in name
+
+
+def everything(module, name):
+    return True
+
+
+def convert(module, recipe, which=no_head_nor_adapter, **options):
+    """Converts the linear layers of which ``which(module, name)`` is true; ``options`` of torchao's configuration."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    has_kernels = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    options = {"emulate": not has_kernels, **options}
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+    return convert_to_float8_training(module, config=config, module_filter_fn=which)
+
+
+def trained_in(module):
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def masters(module):
+    return [safe_get_full_fp32_param(parameter) for parameter in trained_in(module).values()]
+
+
+def train_batch(engine, ids):
+    """Trains an engine on a micro-batch; returns the loss."""
+    loss = engine(ids)
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
+class Trained(NamedTuple):
+    """What came of an engine with DeepCompile, beside one without and a plain loop with compiled blocks.
+
+    Attributes:
+        losses: of each forward: of the engine, of the engine without DeepCompile, and of the plain loop.
+        error: how far the master parameters are from those of the engine without DeepCompile.
+        error_of_plain: how far they are from those of the plain loop, which is in fp32.
+        moved: how far training moved them.
+        from_graphs: how many gradients graphs reduced in the last backward.
+        converted: how many gradients are those of converted layers.
+        warnings: what the engine with DeepCompile warned of.
+    """
+
+    losses: List[List[float]]
+    error: float
+    error_of_plain: float
+    moved: float
+    from_graphs: int
+    converted: int
+    warnings: List[str]
+
+
+def check_parameters(module, engine, before):
+    """Asserts that the parameters are those that the model had before it was converted, within the flat tensors."""
+    flat = engine.optimizer.bit16_groups_flat
+    storages = {tensor.untyped_storage().data_ptr() for tensor in flat}
+    for name, parameter in trained_in(module).items():
+        assert parameter is before[name] and type(parameter) is nn.Parameter and parameter.dtype == flat[0].dtype
+        assert parameter.untyped_storage().data_ptr() in storages
+        assert torch.equal(parameter, safe_get_full_fp32_param(parameter).to(parameter.dtype))
+
+
+def rounds_alike(case):
+    """Whether the engines and the plain loop of a case compute the same bits, but for sums in another order."""
+    return EXACT and case.backend == "eager" and case.dtype == "fp32" and case.config in (None, OVERLAPPED)
+
+
+def train(model, recipe, case, which=no_head_nor_adapter):
+    torch._dynamo.reset()
+    module = build(model)
+    before = dict(module.named_parameters())
+    convert(module, recipe, which)
+    without, plain, initial = (copy.deepcopy(module) for _ in range(3))
+    for block in plain.blocks:
+        block.compile(backend="aot_eager" if case.backend == "eager" else case.backend)
+    config = {section: options for section, options in (case.config or {}).items() if section != "compile"}
+    uncompiled = make_engine(without, dataclasses.replace(case, deepcompile=False, config=config))
+    optimizer = make_optimizer(plain, case)
+    losses, rank = [], dist.get_rank()
+    with warnings_logged() as warnings:
+        engine = make_engine(module, case)
+        for step in range(case.steps):
+            for micro_step in range(case.accumulation):
+                ids = batch(step, micro_step, rank, LENGTH)
+                reset_gradient_counters(engine)
+                losses.append([train_batch(engine, ids), train_batch(uncompiled, ids)])
+                loss = plain(ids)
+                (loss / case.accumulation).backward()
+                losses[-1].append(loss.item())
+            step_plain(plain, optimizer)
+            ways = (engine, uncompiled, plain)
+            for each in ways:
+                each.eval()
+            with torch.no_grad():
+                losses.append([each(ids).item() for each in ways])
+            for each in ways:
+                each.train()
+    wait_for_parameters(engine)
+    check_parameters(module, engine, before)
+    trained, distance = masters(module), relative_error if rounds_alike(case) else total_error
+    converted = [each for each in module.modules() if type(each).__name__ == "Float8Linear"]
+    assert converted
+    result = Trained(
+        losses=losses,
+        error=distance(trained, masters(without)),
+        error_of_plain=distance(trained, trained_in(plain).values()),
+        moved=total_error(trained, trained_in(initial).values()),
+        from_graphs=gradient_counters(engine)["from_graphs"],
+        converted=sum(parameter.requires_grad for each in converted for parameter in each.parameters()),
+        warnings=[text for text in warnings if "chunked" in text],
+    )
+    engine.destroy()
+    uncompiled.destroy()
+    return result
+
+
+def check(results, case):
+    for result in results:
+        assert result.moved > 1e-2, "the parameters hardly changed, so agreement shows nothing"
+        bound = BOUND if rounds_alike(case) else CLOSE * result.moved
+        assert max(result.error, result.error_of_plain) < bound, result
+        for loss, *others in result.losses:
+            assert others == pytest.approx([loss] * len(others), rel=1e-2)
+        assert result.from_graphs >= max(result.converted, 1)
+
+
+@pytest.mark.table
+@vary(
+    "recipe, model, stage, accumulation, varied",
+    [
+        pytest.param("tensorwise", "OwnModel", 1, 3, {}, marks=pytest.mark.quick),
+        ("rowwise", "OneGraph", 2, 1, {}),
+        ("rowwise_with_gw_hp", "Qwen3", 1, 2, {"config": OVERLAPPED}),
+        ("rowwise", "CheckpointedQwen3", 2, 2, {}),
+        ("tensorwise", "CheckpointedQwen3", 1, 1, {"dtype": "bf16"}),
+        ("tensorwise", "AdaptedQwen3", 1, 2, {}),
+        ("rowwise", "Qwen3", 1, 1, {"config": AUTOCAST}),
+        pytest.param("tensorwise", "Qwen3", 2, 1, {"backend": "inductor"}, marks=pytest.mark.slow),
+        pytest.param("rowwise", "OwnModel", 1, 2, {"backend": "inductor", "dtype": "bf16"}, marks=pytest.mark.slow),
+    ],
+)
+def test_trains_as_without_deepcompile(ranks, recipe, model, stage, accumulation, varied):
+    case = Case(stage=stage, accumulation=accumulation, adam=model == "AdaptedQwen3", **varied)
+    check(ranks(2).run(train, model, recipe, case), case)
+
+
+@vary("which", [no_head_nor_adapter, everything])
+def test_loss_in_chunks_where_the_head_is_left_out(ranks, which):
+    case = Case(config=CHUNKED)
+    results = ranks(2).run(train, "Qwen3", "tensorwise", case, which)
+    check(results, case)
+    # A head in float8 is not computed in chunks, and a warning says so.
+    assert any(result.warnings for result in results) == (which is everything), results
+
+
+def parts_kept(model, recipe):
+    """Lists the shapes of float8 tensors that forwards keep for their backward, of graphs with kernels for float8."""
+    torch._dynamo.reset()
+    kept, partition = [], reduce_backend.min_cut_rematerialization_partition
+
+    def recording(joint, inputs, **kwargs):
+        forward, backward = partition(joint, inputs, **kwargs)
+        values = [node.meta.get("val") for node in backward.graph.find_nodes(op="placeholder")]
+        kept.extend(list(value.shape) for value in values if getattr(value, "dtype", None) == torch.float8_e4m3fn)
+        return forward, backward
+
+    engine = make_engine(convert(build(model), recipe, emulate=False), Case(model, dtype="bf16"))
+    with mock.patch.object(reduce_backend, "min_cut_rematerialization_partition", recording):
+        train_batch(engine, batch(0, 0, dist.get_rank(), 8 * LENGTH))
+    engine.destroy()
+    return kept
+
+
+@vary("recipe", RECIPES)
+@vary("model", ["OneGraph", "Qwen3"])
+def test_forward_keeps_no_copy_of_a_weight(ranks, model, recipe):
+    # A copy in float8 is smaller than the weight, but the weight stays in any case.
+    for kept in ranks(2).run(parts_kept, model, recipe):
+        assert all(2 * 8 * LENGTH in shape for shape in kept), kept
+        assert bool(kept) == (recipe != "rowwise_with_gw_hp")
+
+
+def train_and_resume(recipe, case, folder):
+    """Trains, saves, and goes on with the same engine, with a new one, and with one whose layers are not converted."""
+
+    def start():
+        torch._dynamo.reset()
+        return make_engine(convert(build("Qwen3"), recipe), case)
+
+    def go_on(engine):
+        losses = [train_batch(engine, batch(step, 0, dist.get_rank(), LENGTH)) for step in range(2, 4)]
+        engine.destroy()
+        return losses
+
+    engine = start()
+    for step in range(2):
+        train_batch(engine, batch(step, 0, dist.get_rank(), LENGTH))
+    engine.save_checkpoint(folder, tag="saved")
+    ways = [go_on(engine)]
+    for resumed in (start(), make_engine(build("Qwen3"), case)):
+        resumed.load_checkpoint(folder, tag="saved")
+        ways.append(go_on(resumed))
+    return ways
+
+
+@vary("recipe, dtype", [("tensorwise", "fp32"), ("rowwise", "bf16"), ("rowwise_with_gw_hp", "fp32")])
+@vary("stage", [1, 2])
+def test_resumes(ranks, tmp_path, stage, recipe, dtype):
+    case = Case(stage=stage, dtype=dtype, adam=True)
+    for going_on, resumed, without in ranks(2).run(train_and_resume, recipe, case, str(tmp_path)):
+        assert resumed == (going_on if EXACT else pytest.approx(going_on, rel=1e-2))
+        # A checkpoint does not say that layers multiply in float8.
+        assert without == pytest.approx(going_on, rel=2e-2)
+
+
+def convert_later(step_of_conversion):
+    """Converts the layers of an engine between steps; returns how far it is from a plain loop."""
+    torch._dynamo.reset()
+    case, module = Case(steps=4), build("Qwen3")
+    plain = copy.deepcopy(module)
+    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
+    for step in range(case.steps):
+        if step == step_of_conversion:
+            convert(module, "tensorwise")
+            convert(plain, "tensorwise")
+        ids = batch(step, 0, dist.get_rank(), LENGTH)
+        train_batch(engine, ids)
+        plain(ids).backward()
+        step_plain(plain, optimizer)
+    error = total_error(masters(module), plain.parameters())
+    engine.destroy()
+    return error
+
+
+@vary("step_of_conversion", [0, 2])
+def test_converted_when_the_engine_is_there(ranks, step_of_conversion):
+    for error in ranks(2).run(convert_later, step_of_conversion):
+        assert error < (BOUND if EXACT else CLOSE)
