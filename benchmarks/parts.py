@@ -70,7 +70,6 @@ def bandwidth(device: str, repetitions: int) -> float:
 
 def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> None:
     """Prints the times of the update and of the norm of all parameters of a model."""
-    from deepspeed.compile.zero12.layout import Piece
     from deepspeed.compile.zero12.norm import sum_of_squares
     from deepspeed.compile.zero12.update import compiled
     from deepspeed.compile.zero12.update.eight_bit import EightBitAdam
@@ -94,8 +93,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
 
     def step(adam, updates):
         # Each step is given the gradients anew. Without an update, the optimizer steps range by range.
-        pieces = [Piece(master, 0, 0, numel)]
-        update = updates and updates.begin(Partition(adam, 0, 0, lambda: pieces, factor, torch.bfloat16, new))
+        update = updates and updates.begin(Partition(adam, 0, 0, factor, torch.bfloat16, new))
         given = PartitionGradient(_Views(gradients), factor, master.data, torch.bfloat16)
         update = update or OwnStep(adam, 0)
         Ranges(update, numel, given, lambda first, last: new[first:last], lambda *_: None).step_rest()
@@ -106,7 +104,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
             run = functools.partial(step, adam, updates)
             took = seconds(run, repetitions)
             print(f"AdamW {kind}, {name:11} {1e3 * took:8.2f} ms, {took / floor:.3f} of that{most_memory(run)}")
-    run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), EightBitAdam(compiles=True))
+    run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), EightBitAdam())
     took, floor = seconds(run, repetitions), BYTES_WITH_8_BITS * numel / rate
     print(
         f"AdamW, 8-bit states        {1e3 * took:8.2f} ms, {took / floor:.3f} of {1e3 * floor:.2f}{most_memory(run)}"

@@ -20,7 +20,7 @@ import deepspeed
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.update import compiled, eight_bit, ranges
+from deepspeed.compile.zero12.update import compiled, ranges
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -163,7 +163,6 @@ def updates_compiled_from(numel, large=2**22):
     """Within it, updates of partitions of so many elements are compiled. They read ``large`` gradients in place."""
     with (
         mock.patch.object(compiled, "LEAST_NUMEL", numel),
-        mock.patch.object(eight_bit, "LEAST_NUMEL", numel),
         mock.patch.object(ranges, "IN_PLACE_NUMEL", large),
         mock.patch.object(ranges, "SMALL_NUMEL", numel),
         # On CPUs too, whatever an optimizer has of its own.

@@ -12,6 +12,7 @@ A rule (``rule.py``) steps the partitions that it serves. A new rule is one new 
 - ``compiled.py``, ``recorded.py``: a rule that steps a range in one pass over memory, as recorded from the optimizer.
 - ``eight_bit.py``, ``blockwise.py``, ``dynamic_map.py``: the rule for Adam with states in 8 bits; how a partition's
   states are kept in blocks; and what the codes stand for.
+- ``adam_of_blocks.py``, ``adam_kernel.py``: what that rule does to a block, in torch's operators and as a kernel.
 """
 
 from typing import List, Optional
@@ -30,5 +31,5 @@ def make_rules(compiles: bool, optimizer_states: Optional[str] = None) -> List[R
         optimizer_states: the format of optimizer states, "8bit", or None for the optimizer's own.
     """
     if optimizer_states == "8bit":
-        return [EightBitAdam(compiles)]
+        return [EightBitAdam()]
     return [*([CompiledUpdates()] if compiles else []), OwnRanges()]

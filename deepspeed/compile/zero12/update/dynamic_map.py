@@ -7,6 +7,9 @@ A code stands for a value from -1 to 1, or from 0 to 1: zero, one, or a value in
 Each decade has twice as many codes as the decade below. A block of ``BLOCK`` values has a scale, its largest
 magnitude.
 
+A value that is not zero does not become zero where there is no sign. Adam divides by the root of the second moment: if
+that became zero before the first moment did, a small gradient would move a weight by hundreds of learning rates.
+
 To quantize is to find the code whose value is next. A search in the table takes eight steps, of which each waits for
 the step before. But the index of a code among those of its sign, as a function of the magnitude, is linear in each
 decade, and its slope falls from decade to decade. Such a function is the least of its lines, so seven products find
@@ -25,10 +28,10 @@ LEAST_SCALE = 1e-12
 _DECADES = 7
 # Added to a number, it makes quarters the last bits of the sum. So the sum, and the number that is added, are rounded
 # by up to an eighth each.
-_TO_QUARTERS = 2**21
+TO_QUARTERS = 2**21
 # If more than 0.2 and less than 1 is taken off the line, what is found is the index or one less: 0.2, because the
 # midpoint between the codes of two decades lies up to so much behind an integer. This leaves room for both roundings.
-_MARGIN = 0.6
+MARGIN = 0.6
 
 
 class Map(NamedTuple):
@@ -49,7 +52,10 @@ def make_map(signed: bool, device: torch.device) -> Map:
             positive.append(10.0 ** (decade + 1 - _DECADES) * ((borders[:-1] + borders[1:]) / 2))
         values = torch.cat([*positive, torch.zeros(1), torch.ones(1)])
         values = torch.cat([values, *(-each for each in positive if signed)]).sort().values
-        return Map(values.to(device), _thresholds(values).to(device))
+        thresholds = _thresholds(values)
+        if not signed:
+            thresholds[1] = torch.finfo(torch.float32).tiny
+        return Map(values.to(device), thresholds.to(device))
 
 
 def zero_code(signed: bool) -> int:
@@ -88,7 +94,7 @@ def _lines(signed) -> Tuple[Tuple[float, float], ...]:
     """
     counts = [_codes_of(decade, signed) for decade in range(_DECADES)]
     ends = [10.0 ** (decade + 1 - _DECADES) for decade in range(_DECADES)]
-    offset = _TO_QUARTERS - _MARGIN - (0 if signed else 1)
+    offset = TO_QUARTERS - MARGIN - (0 if signed else 1)
     return tuple((n / (0.9 * end), n * 8 / 9 + offset) for n, end in zip(counts, ends, strict=True))
 
 

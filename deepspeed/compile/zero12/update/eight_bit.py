@@ -1,32 +1,26 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Steps partitions by Adam with states in 8 bits, in one pass over memory: ``compile.optimizer_states: "8bit"``.
+"""Steps partitions by Adam with states in 8 bits: ``compile.optimizer_states: "8bit"``.
 
-The pass reads gradient, master weights, codes and scales of whole blocks, and writes all but the gradient, and the new
-parameters. No state exists in fp32 outside the pass. Inductor compiles it; with the backend "eager", torch runs it
-operator by operator over short ranges.
+On a GPU, one pass over memory reads gradient, master weights, codes and scales of whole blocks, and writes all but the
+gradient, and the new parameters. No state exists in fp32 outside the pass. Elsewhere, torch steps short ranges
+operator by operator.
 """
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+import importlib
+from typing import Any, Callable, Dict, Optional
 
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.utils import logger
 
-from ..messages import inform
+from .adam_of_blocks import Blocks, Scalars, Settings
 from .blockwise import SIGNED, is_blockwise, map_of, names_of, to_blocks, zeros
-from .dynamic_map import BLOCK, decode, encode
+from .dynamic_map import BLOCK
 from .ranges import PartitionGradient, end_of_range
-from .recorded import compile_rows
 from .rule import Partition
 
 _OF_TORCH, _OF_DEEPSPEED = (torch.optim.Adam, torch.optim.AdamW), (FusedAdam, DeepSpeedCPUAdam)
-# Parameter groups of fewer elements are stepped operator by operator. The number does not depend on that of ranks, and
-# so the rounding does not either.
-LEAST_NUMEL = 2**24
-# Elements of the example with which the pass is recorded. It takes any number of blocks.
-EXAMPLE_NUMEL = 2**24
 # Elements that are stepped at once where each operator writes its result to memory.
 EAGER_NUMEL = 2**22
 
@@ -43,18 +37,7 @@ def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
 
 
 class EightBitAdam:
-    """The rule for all partitions of an engine.
-
-    Args:
-        compiles: whether generated code may step partitions.
-    """
-
-    def __init__(self, compiles: bool):
-        self._compiles = compiles
-        # Index of a parameter group -> how many elements it has, over all ranks.
-        self._numel: Dict[int, int] = {}
-        # What a pass depends on -> the compiled pass, or None if it cannot be compiled.
-        self._compiled: Dict[_Kind, Optional[Callable]] = {}
+    """The rule for all partitions of an engine."""
 
     def begin(self, partition: Partition) -> Optional["EightBitStep"]:
         if problem_with(partition.optimizer) is not None or partition.master.dtype != torch.float32:
@@ -62,185 +45,23 @@ class EightBitAdam:
         state = partition.state
         if state and not is_blockwise(state) and not all(name in state for name in SIGNED):
             return None
-        kind, compiled = _kind_of(partition), None
-        if self._compiles and self._count(partition) >= LEAST_NUMEL:
-            if kind not in self._compiled:
-                self._compiled[kind] = self._compile(partition, kind)
-            compiled = self._compiled[kind]
-        return EightBitStep(partition, AdamOfBlocks(kind.decoupled, kind.maximize), compiled)
-
-    def _count(self, partition):
-        """Returns how many elements a parameter group has, over all ranks."""
-        if partition.index not in self._numel:
-            self._numel[partition.index] = sum(piece.numel for piece in partition.pieces())
-        return self._numel[partition.index]
-
-    def _compile(self, partition, kind):
-        """Returns the compiled pass, or None with a warning if it cannot be compiled."""
-        inform(f"DeepCompile compiles the update of {type(partition.optimizer).__name__} with 8-bit states")
-        try:
-            return compile_rows(AdamOfBlocks(kind.decoupled, kind.maximize), *_example(partition, kind))
-        except Exception as error:
-            # Other ranks may be able to.
-            logger.warning(
-                f"DeepCompile cannot compile the update of {type(partition.optimizer).__name__} with 8-bit states, so "
-                f"every step takes many passes over memory ({type(error).__name__}: "
-                f"{str(error).partition(chr(10))[0]})"
-            )
-            return None
+        return EightBitStep(partition)
 
 
-class AdamOfBlocks(torch.nn.Module):
-    """Steps whole blocks by Adam. The arithmetic is torchao's, in its order, so that codes have the same bits.
-
-    Args:
-        decoupled: whether weight decay is AdamW's.
-        maximize: whether to go up the gradient.
-    """
-
-    def __init__(self, decoupled: bool, maximize: bool):
-        super().__init__()
-        self._decoupled, self._maximize = decoupled, maximize
-
-    def forward(
-        self,
-        gradient: torch.Tensor,
-        factor: Optional[torch.Tensor],
-        master: torch.Tensor,
-        new: torch.Tensor,
-        codes: List[torch.Tensor],
-        scales: List[torch.Tensor],
-        maps: List[torch.Tensor],
-        scalars: List[torch.Tensor],
-    ) -> None:
-        """Changes ``master``, ``new``, ``codes`` and ``scales`` in place.
-
-        Args:
-            gradient: [blocks, BLOCK], in any dtype.
-            factor: fp32 [1], by which to multiply the gradient, or None.
-            master: fp32 [blocks, BLOCK].
-            new: the memory for the new parameters, [blocks, BLOCK].
-            codes: of ``exp_avg`` and ``exp_avg_sq``, uint8 [blocks, BLOCK].
-            scales: of the same, fp32 [blocks].
-            maps: values and thresholds of the map of ``exp_avg``, and those of ``exp_avg_sq``.
-            scalars: fp32 [] in the order of :class:`_Scalars`.
-        """
-        values, thresholds, values_sq, thresholds_sq = maps
-        s = _Scalars(*scalars)
-        gradient = gradient.to(torch.float32)
-        if factor is not None:
-            gradient = gradient * factor
-        if self._maximize:
-            gradient = -gradient
-        weights = master
-        if self._decoupled:
-            weights = master - s.decay * master
-        else:
-            gradient = gradient + s.decay * master
-        mean, mean_sq = decode(codes[0], scales[0], values), decode(codes[1], scales[1], values_sq)
-        mean = mean + s.weight * (gradient - mean)
-        mean_sq = mean_sq + s.weight_sq * (gradient * gradient - mean_sq)
-        weights = weights - s.rate * (mean / s.correction) / (mean_sq.sqrt() / s.root_of_correction_sq + s.epsilon)
-        new_codes, new_scales = encode(mean, thresholds, signed=True)
-        new_codes_sq, new_scales_sq = encode(mean_sq, thresholds_sq, signed=False)
-        master.copy_(weights)
-        new.copy_(weights)
-        codes[0].copy_(new_codes)
-        codes[1].copy_(new_codes_sq)
-        scales[0].copy_(new_scales)
-        scales[1].copy_(new_scales_sq)
-
-
-class _Scalars(NamedTuple):
-    """What one step of a parameter group has for all elements, as numbers or tensors []."""
-
-    decay: Any  # rate * weight_decay if weight decay is decoupled, else weight_decay
-    weight: Any  # 1 - beta1
-    weight_sq: Any  # 1 - beta2
-    rate: Any
-    correction: Any  # 1 - beta1**step
-    root_of_correction_sq: Any  # (1 - beta2**step)**0.5
-    epsilon: Any
-
-
-class _Kind(NamedTuple):
-    """What a pass depends on."""
-
-    decoupled: bool
-    maximize: bool
-    gradient: torch.dtype
-    new: torch.dtype
-    scaled: bool  # whether gradients are multiplied by a factor
-    device: torch.device
-    # Whether the first whole block begins at a multiple of 16 bytes, in master weights and new parameters.
-    aligned: bool
-    new_aligned: bool
-
-
-def _kind_of(partition):
-    group, optimizer, new = partition.group, partition.optimizer, partition.new_like
-    of_deepspeed = getattr(optimizer, "adam_w_mode", None)
-    decoupled = group.get("decoupled_weight_decay", False) if of_deepspeed is None else of_deepspeed
-    before = -partition.offset % BLOCK
-    return _Kind(
-        bool(decoupled),
-        bool(group.get("maximize", False)),
-        partition.gradient_dtype,
-        new.dtype,
-        partition.factor is not None,
-        partition.master.device,
-        _is_aligned(partition.master, before),
-        _is_aligned(new, before),
-    )
-
-
-def _is_aligned(tensor, first):
-    return (tensor.data_ptr() + first * tensor.element_size()) % 16 == 0
-
-
-def _example(partition, kind):
-    """Returns examples for :class:`AdamOfBlocks`, and which of them have rows."""
-    # Inductor chooses the size of a kernel's tiles by the example's.
-    blocks = EXAMPLE_NUMEL // BLOCK
-
-    def rows(dtype, aligned=True):
-        # On a GPU, Inductor copies inputs that are less aligned than the example, and copies them back.
-        memory = torch.empty(blocks * BLOCK + 1, dtype=dtype, device=kind.device)
-        return memory[0 if aligned else 1 :][: blocks * BLOCK].view(blocks, BLOCK)
-
-    def tensors(count, *shape):
-        return [torch.empty(shape, dtype=torch.float32, device=kind.device) for _ in range(count)]
-
-    inputs = (
-        rows(kind.gradient),
-        *(tensors(1, 1) if kind.scaled else [None]),
-        rows(torch.float32, kind.aligned),
-        rows(kind.new, kind.new_aligned),
-        [rows(torch.uint8) for _ in SIGNED],
-        tensors(len(SIGNED), blocks),
-        _maps(partition.master),
-        tensors(len(_Scalars._fields)),
-    )
-    return inputs, (True, False, True, True, True, True, False, False)
-
-
-def _maps(like):
-    return [each for state in SIGNED for each in map_of(state, like)]
+def step_blocks_on(device: torch.device) -> Callable[[Blocks, Settings], None]:
+    """Returns what steps blocks on a device."""
+    # Triton may be missing where there is no GPU.
+    name = "adam_kernel" if device.type == "cuda" else "adam_of_blocks"
+    return importlib.import_module(f"{__package__}.{name}").step_blocks
 
 
 class EightBitStep:
-    """One step of one partition. The methods are those of ``Step`` in ``rule.py``.
+    """One step of one partition. The methods are those of ``Step`` in ``rule.py``."""
 
-    Args:
-        partition: to step.
-        module: steps blocks operator by operator.
-        compiled: steps blocks in one pass, or None.
-    """
-
-    def __init__(self, partition: Partition, module: AdamOfBlocks, compiled: Optional[Callable]):
-        self._partition, self._module, self._compiled = partition, module, compiled
-        self._optimizer = partition.optimizer
-        self._master, self._numel = partition.master.data, partition.master.numel()
+    def __init__(self, partition: Partition):
+        self._partition, self._optimizer = partition, partition.optimizer
+        self._master = partition.master.data
+        self._step_blocks = step_blocks_on(self._master.device)
         # How many elements of the first block lie before the partition.
         self._before = partition.offset % BLOCK
         self._states: Dict[str, Any] = {}
@@ -254,13 +75,12 @@ class EightBitStep:
             last = min(first + BLOCK - inside, limit)
             self._run_part(gradient, block, first, last, new)
             return last
-        end = end_of_range(self._master, first, limit)
-        if self._compiled is None:
-            end = min(end, first + EAGER_NUMEL)
-        elements = gradient.unscaled(first, max(end, first + BLOCK), BLOCK)
+        end = end_of_range(self._master, first, limit if self._master.is_cuda else min(limit, first + EAGER_NUMEL))
+        elements = gradient.unscaled(first, end, BLOCK)
         last = first + elements.numel()
-        codes, scales = self._blocks(slice(block, block + elements.numel() // BLOCK))
-        self._step(_rows(elements), _rows(self._master[first:last]), _rows(new(first, last)), codes, scales)
+        states = self._blocks(slice(block, block + elements.numel() // BLOCK))
+        of_elements = (_rows(each) for each in (elements, self._master[first:last], new(first, last)))
+        self._step_blocks(Blocks(*of_elements, *states), self._settings)
         return last
 
     def _begin(self):
@@ -276,21 +96,12 @@ class EightBitStep:
             state["step"] = state["step"].cpu()
         partition.optimizer.state[master] = self._states = state
         self._count = int(state["step"]) + 1
-        self._scalars = _scalars(partition.group, self._count, self._module._decoupled, master.device)
-        self._maps = _maps(master)
+        self._settings = _settings(partition, self._count)
 
     def _blocks(self, rows):
         """Returns codes and scales of some blocks, each a list with an entry for each state."""
         named = [names_of(state) for state in SIGNED]
         return [self._states[name][rows] for name, _ in named], [self._states[name][rows] for _, name in named]
-
-    def _step(self, gradient, master, new, codes, scales):
-        factor = self._partition.factor
-        if self._compiled is None:
-            self._module(gradient, factor, master, new, codes, scales, self._maps, self._scalars)
-            return
-        factors = [] if factor is None else [factor]
-        self._compiled(gradient, *factors, master, new, *codes, *scales, *self._maps, *self._scalars)
 
     def _run_part(self, gradient, block, first, last, new):
         """Steps some elements of a block, whose scale depends on other elements that are stepped at another time.
@@ -306,20 +117,15 @@ class EightBitStep:
         values = gradient.as_it_is(first, last)
         memory = new(first, last)
         cut.take(part, values)
-        master, new_rows = cut.master.clone(), torch.zeros_like(cut.master, dtype=memory.dtype)
-        # Two rows, because a compiled pass takes at least as many.
-        codes, scales = (
-            [each.expand(2, *each.shape[1:]).clone() for each in of_block]
-            for of_block in self._blocks(slice(block, block + 1))
-        )
-        self._step(cut.gradient, master, new_rows, codes, scales)
-        self._master[first:last] = master[0, part]
-        memory.copy_(new_rows[0, part])
+        master, new_row = cut.master.clone(), torch.empty_like(cut.master, dtype=memory.dtype)
+        states = self._blocks(slice(block, block + 1))
         if cut.missing == 0:
-            for kept, stepped in zip(self._blocks(block), (codes, scales), strict=True):
-                for row, rows in zip(kept, stepped, strict=True):
-                    row.copy_(rows[0])
             del self._cut[block]
+        else:
+            states = [[each.clone() for each in of_state] for of_state in states]
+        self._step_blocks(Blocks(cut.gradient, master, new_row, *states), self._settings)
+        self._master[first:last] = master[0, part]
+        memory.copy_(new_row[0, part])
 
     def finish(self) -> None:
         states = self._states
@@ -333,7 +139,7 @@ class EightBitStep:
 
 
 class _CutBlock:
-    """A block of which parts are stepped one by one: what it had before the step. All tensors are [2, BLOCK].
+    """A block of which parts are stepped one by one: what it had before the step. All tensors are [1, BLOCK].
 
     Args:
         master: the master weights of the block that lie in the partition.
@@ -342,7 +148,7 @@ class _CutBlock:
 
     def __init__(self, master: torch.Tensor, before: int):
         self.missing = master.numel()  # elements whose gradient is not known yet
-        self.master = master.new_zeros(2, BLOCK)
+        self.master = master.new_zeros(1, BLOCK)
         self.master[0, before : before + master.numel()] = master
         self.gradient = master.new_empty(0)
 
@@ -365,13 +171,16 @@ def _new_state(partition):
     return {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
 
 
-def _scalars(group, count, decoupled, device):
-    """Returns the scalars of a step as fp32 tensors [] on ``device``, computed in fp64."""
+def _settings(partition, count):
+    """Returns the settings of step ``count`` of a partition, with scalars that are computed in fp64."""
+    group, optimizer, master = partition.group, partition.optimizer, partition.master
+    of_deepspeed = getattr(optimizer, "adam_w_mode", None)
+    decoupled = bool(group.get("decoupled_weight_decay", False) if of_deepspeed is None else of_deepspeed)
     rate, beta, beta_sq, decay, epsilon = (
         _number(each) for each in (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
     )
     corrects = group.get("bias_correction", True)
-    scalars = _Scalars(
+    scalars = Scalars(
         decay=rate * decay if decoupled else decay,
         weight=1 - beta,
         weight_sq=1 - beta_sq,
@@ -380,13 +189,23 @@ def _scalars(group, count, decoupled, device):
         root_of_correction_sq=(1 - beta_sq**count) ** 0.5 if corrects else 1.0,
         epsilon=epsilon,
     )
-    return [
-        each.to(device, torch.float32)
-        if torch.is_tensor(each)
-        # A fill passes the number to the kernel as an argument. Copying it from the host would make the host wait.
-        else torch.full((), each, dtype=torch.float32, device=device)
-        for each in scalars
-    ]
+    maps = [map_of(state, master) for state in SIGNED]
+    maximize = bool(group.get("maximize", False))
+    return Settings(decoupled, maximize, partition.factor, _on_device(scalars, master.device), maps)
+
+
+def _on_device(numbers, device):
+    """Returns numbers, of which some may be tensors [] on the device, as an fp32 tensor. The host does not wait."""
+    if any(map(torch.is_tensor, numbers)):
+        # A fill passes the number to the kernel as an argument.
+        return torch.stack(
+            [
+                each.to(device, torch.float32) if torch.is_tensor(each) else torch.full((), each, device=device)
+                for each in numbers
+            ]
+        )
+    # From other memory than pinned memory, the host would wait for the copy.
+    return torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _number(value):

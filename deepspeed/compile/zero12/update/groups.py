@@ -10,7 +10,7 @@ import torch
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
 
-from ..layout import partition_offset, pieces
+from ..layout import partition_offset
 from ..monitoring import timed
 from ..offload import memory_for_new_parameters, send_to_device
 from .authors import is_replaced, steps_as_written
@@ -55,7 +55,6 @@ class StepOfGroups:
             optimizer.optimizer,
             group,
             partition_offset(optimizer, group),
-            functools.partial(pieces, optimizer, group),
             self._factor,
             optimizer.gradient_accumulation_dtype,
             _partition(optimizer, group),

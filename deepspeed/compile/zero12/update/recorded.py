@@ -58,56 +58,22 @@ def compile_update(
     Raises:
         Exception: whatever torch raises if it cannot record or compile the update.
     """
-    with torch.no_grad():
+    # No function of torch's own compiles a graph for inputs of varying length without Dynamo's guards in each call.
+    from torch._inductor.compile_fx import compile_fx
+
+    with torch.no_grad(), warnings.catch_warnings():
+        # Torch 2.13 warns of a name that torch.export itself still uses.
+        warnings.simplefilter("ignore", FutureWarning)
         module = _Range(_worker(optimizer), settings, [*states, *scalars])
         parts = _cut(_record(module, master, [*states.values()], learning_rate, [*scalars.values()], kind))
         if len(parts.given_scalars) != 1 + len(scalars):
             raise RuntimeError("the optimizer's step uses tensors that are neither its states nor settings")
-        return Update(GraphModule({}, _graph_of_scalars(parts)), _compile(parts))
-
-
-def compile_rows(module: torch.nn.Module, inputs: Tuple[Any, ...], rows: Tuple[Any, ...]) -> Callable:
-    """Compiles a module that changes tensors [rows, columns], of any number of rows, by scalars.
-
-    Args:
-        module: what it returns is not used.
-        inputs: examples for its forward: tensors, lists of tensors, and None for what stays None. The compiled
-            function does not take what is None.
-        rows: for each input, whether it has rows.
-
-    Returns:
-        a function of the inputs that have dimensions, and then of the scalars, each in the order of ``inputs``.
-
-    Raises:
-        Exception: whatever torch raises if it cannot record or compile the module.
-    """
-    dimension = {0: Dim("rows", min=2)}
-    shapes = tuple(
-        [dimension if has_rows else None] * len(each) if isinstance(each, list) else dimension if has_rows else None
-        for each, has_rows in zip(inputs, rows, strict=True)
-    )
-    with torch.no_grad():
-        return _compile(_cut(_export(module, inputs, shapes)))
-
-
-def _export(module, inputs, shapes) -> ExportedProgram:
-    with warnings.catch_warnings():
-        # Torch 2.13 warns of a name that torch.export itself still uses.
-        warnings.simplefilter("ignore", FutureWarning)
-        program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
-        return program.run_decompositions({})
-
-
-def _compile(parts):
-    """Returns the compiled ``Update.elements``."""
-    # No function of torch's own compiles a graph for inputs of varying length without Dynamo's guards in each call.
-    from torch._inductor.compile_fx import compile_fx
-
-    elements, examples = _graph_of_elements(parts)
-    # The key of AOTAutograd's cache lacks the alignment of inputs, so the cache may return a kernel that needs aligned
-    # memory. Inductor's own cache stays on, because its key has the alignment.
-    with torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
-        return compile_fx(GraphModule({}, elements), examples)
+        elements, examples = _graph_of_elements(parts)
+        # The key of AOTAutograd's cache lacks the alignment of inputs, so the cache may return a kernel that needs
+        # aligned memory. Inductor's own cache stays on, because its key has the alignment.
+        with torch._functorch.config.patch(enable_autograd_cache=False, enable_remote_autograd_cache=False):
+            compiled = compile_fx(GraphModule({}, elements), examples)
+        return Update(GraphModule({}, _graph_of_scalars(parts)), compiled)
 
 
 # Recording ----------------------------------------------------------------------------------------------------------
@@ -169,7 +135,7 @@ def _record(module, master, states, learning_rate, scalars, kind) -> ExportedPro
     )
     rows = {0: Dim("rows", min=2)}
     shapes = (rows, None, rows, rows, [rows] * len(states), None, [None] * len(scalars))
-    program = _export(module, inputs, shapes)
+    program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False).run_decompositions({})
     _keep_scalars_as_tensors(program.graph)
     return program
 

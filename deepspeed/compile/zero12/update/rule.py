@@ -3,12 +3,11 @@
 """What a rule is: a way to step the elements of a partition."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from ..layout import Piece
     from .ranges import PartitionGradient
 
 
@@ -19,7 +18,6 @@ class Partition:
     optimizer: torch.optim.Optimizer  # the optimizer that the ZeRO-1/2 optimizer wraps
     index: int  # of the parameter group, whose only parameter is the master weights of the partition
     offset: int  # of the partition in the group's flat tensor, in elements
-    pieces: Callable[[], Iterable["Piece"]]  # lists where the group's parameters lie, in the partitions of all ranks
     factor: Optional[torch.Tensor]  # an fp32 tensor [1] with which to multiply gradients, or None for 1
     gradient_dtype: torch.dtype
     new_like: torch.Tensor  # has the dtype of the parameters' new values, and begins where their memory begins
