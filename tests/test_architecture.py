@@ -24,14 +24,15 @@ zero12.subclasses zero12.native zero12.interrupted
 zero12.collectives zero12.key_value_cache zero12.layout zero12.offload
 zero12.update.recorded zero12.update.authors zero12.update.rule zero12.update.dynamic_map zero12.norm
 zero12.update.ranges
-zero12.update.own_step zero12.update.blockwise
+zero12.update.own_step zero12.update.blockwise zero12.update.adam_of_blocks
+zero12.update.adam_kernel
 zero12.update.*
 zero12.update zero12.update.groups
 zero12.backward zero12.gather zero12.step
 zero12.gather_hooks
 zero12.state zero12.eight_bit_states
 zero12.optimizer
-zero12.graph.block_calls zero12.graph.guards
+zero12.graph.block_calls zero12.graph.guards zero12.graph.liger
 zero12.graph.compilation_limit zero12.graph.frames zero12.graph.loss zero12.graph.lowering
 zero12.graph.progress zero12.graph.reductions zero12.graph.split zero12.graph.choose_blocks
 zero12.graph.chunked_loss

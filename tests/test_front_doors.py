@@ -150,6 +150,10 @@ def transformers_trainer_with_torch_compile(case, resumes):
     return transformers_trainer(case, resumes, torch_compile=True, torch_compile_backend=case.backend)
 
 
+def transformers_trainer_with_liger(case, resumes):
+    return transformers_trainer(case, resumes, use_liger_kernel=True)
+
+
 def make_tokenizer():
     """Returns a tokenizer that has a word for each token of the model."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -176,7 +180,7 @@ def make_datasets(convert):
     ]
 
 
-def sft(case, resumes, **others):
+def sft(case, resumes, liger=False, **others):
     """``SFTTrainer`` with further arguments. TRL's defaults stay, gradient checkpointing among them."""
     from trl import SFTConfig, SFTTrainer
 
@@ -184,7 +188,7 @@ def sft(case, resumes, **others):
     trainer = SFTTrainer(
         make_model(),
         # But bf16, which is the default, transformers refuses on CPU.
-        SFTConfig(**trainer_arguments(case, bf16=False)),
+        SFTConfig(**trainer_arguments(case, bf16=False, use_liger_kernel=liger)),
         train_dataset=training,
         eval_dataset=evaluation,
         processing_class=make_tokenizer(),
@@ -197,6 +201,10 @@ def sft_with_lora(case, resumes):
     from peft import LoraConfig
 
     return sft(case, resumes, peft_config=LoraConfig(r=4, lora_alpha=64, target_modules="all-linear"))
+
+
+def sft_with_liger(case, resumes):
+    return sft(case, resumes, liger=True)
 
 
 def dpo(case, resumes):
@@ -302,6 +310,8 @@ DOORS = {
     "SFTTrainer": sft,
     "SFTTrainer with LoRA": sft_with_lora,
     "DPOTrainer": dpo,
+    "Trainer with Liger": transformers_trainer_with_liger,
+    "SFTTrainer with Liger": sft_with_liger,
 }
 
 
@@ -391,6 +401,19 @@ def test_trains_with_the_line_in_the_configuration(ranks, tmp_path, door, stage,
         assert len(told) == 2 and all("compiled before" in message for message in told), told
     else:
         assert not told
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Liger's kernels need a GPU")
+@pytest.mark.parametrize("door", ["Trainer with Liger", "SFTTrainer with Liger"])
+def test_trains_with_ligers_kernels(ranks, tmp_path, door):
+    for package in (*packages(door), "liger_kernel"):
+        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt liger-kernel")
+    for off, on, resumed in ranks(2).run(off_on_resumed, Case(door, str(tmp_path), backend="inductor")):
+        assert on.losses == pytest.approx(off.losses, rel=1e-4)
+        assert on.evaluations == pytest.approx(off.evaluations, rel=1e-4)
+        assert resumed.losses == pytest.approx(on.losses[HALF:], rel=1e-4)
+        assert on.losses[-1] < on.losses[0] - 0.05, "the model hardly learned, so agreement shows nothing"
+        assert on.counters["from_graphs"] > 0
 
 
 @pytest.mark.parametrize("door", ["Trainer", "Lightning"])

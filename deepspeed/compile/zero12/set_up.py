@@ -15,7 +15,7 @@ from deepspeed.utils import logger
 from .collectives import collective
 from .forward import switch_off_flops_profiler
 from .gather_hooks import Waiting
-from .graph import compile_blocks
+from .graph import compile_blocks, liger
 from .graph.backend import Backend
 from .graph.compilation_limit import CompilationLimit
 from .graph.progress import Progress
@@ -70,6 +70,7 @@ def set_up(
         undo.callback(_note_end, weakref.ref(engine))
         compile_blocks.take_over_compiled(each for each in module.modules() if each is not module)
         train_without_cache(module, undo)
+        liger.keep_out_of_graphs(module)
         waiting = None
         if plan.overlaps_gather:
             waiting = Waiting(optimizer, module, plan.blocks)
