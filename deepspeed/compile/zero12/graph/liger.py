@@ -13,21 +13,27 @@ from torch.nn import Module
 
 from ..messages import warn
 
-# Files of kernels with which liger-kernel 0.8.5 and torch 2.11 go wrong in graphs, with torch.compile alone too. The
-# backward of RMSNorm reads other memory or gives wrong gradients. The fused loss is wrong where a label is ignored.
-# tests/test_liger.py fails for a file that has become right.
-FILES = ("liger_kernel.ops.rms_norm", "liger_kernel.ops.fused_linear_cross_entropy")
+# The autograd functions with which liger-kernel 0.8.5 and torch 2.11 go wrong in graphs, with torch.compile alone too.
+# Torch cannot analyse the kernels of RMSNorm, and takes every input for changed: gradients are wrong, or memory of
+# others is read. The fused loss is wrong where a label is ignored. tests/test_liger.py fails for one that was mended.
+_FUNCTIONS = (
+    ("liger_kernel.ops.rms_norm", "LigerRMSNormFunction"),
+    ("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"),
+)
 
 
 def keep_out_of_graphs(module: Module) -> None:
-    """Has Dynamo leave out the files if a model calls Liger's code, in this process from then on."""
+    """Has Dynamo leave these functions out, in this process from then on, if a model calls Liger's code."""
     if any((getattr(each.forward, "__module__", None) or "").startswith("liger_kernel.") for each in module.modules()):
-        for name in FILES:
-            _leave_out(name)
+        for file, name in _FUNCTIONS:
+            _keep_out(file, name)
 
 
 @functools.cache
-def _leave_out(name):
-    if name in sys.modules:
-        torch._dynamo.trace_rules.add(name)
-        warn(f"DeepCompile keeps {name} out of its graphs, in which it would compute wrong numbers")
+def _keep_out(file, name):
+    function = getattr(sys.modules.get(file), name, None)
+    if function is not None:
+        why = "it computes wrong numbers there with this torch and this Liger"
+        # Dynamo breaks the graph at a call of the function, and compiles nothing of what the call runs.
+        function.forward = staticmethod(torch.compiler.disable(function.forward, reason=why))
+        warn(f"DeepCompile keeps {name} out of its graphs, because {why}")
