@@ -114,6 +114,6 @@ sys.exit(0 if worst < 0.05 else 7)
 
 @pytest.mark.parametrize("kernel", ["rms_norm", "fused_linear_cross_entropy"])
 def test_what_is_kept_out_still_goes_wrong(kernel):
-    """If this fails, torch or Liger was mended: take the function out of ``_FUNCTIONS`` in ``zero12/graph/liger.py``."""
+    """If this fails, it was mended: take the function out of ``_FUNCTIONS`` in ``zero12/graph/liger.py``."""
     result = subprocess.run([sys.executable, "-c", ALONE, kernel], capture_output=True, text=True, timeout=240)
     assert result.returncode == 7 or "illegal memory access" in result.stderr, result.stderr[-2000:]
