@@ -1,10 +1,14 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Draws what benchmarks.compare measured: memory through one step, and losses.
+"""Draws what benchmarks.compare measured: memory through one step, and losses. Compares runs of benchmarks.measure.
 
 From the root of the repository::
 
     python -m benchmarks.pictures FOLDER    reads FOLDER/results.json and writes pictures beside it
+    python -m benchmarks.pictures losses PICTURE FILE...      the losses of runs, from what --json has written
+    python -m benchmarks.pictures frontier PICTURE FILE...    time of a step against memory of activations
+
+A run of the second and third command has the name of its file.
 """
 
 import json
@@ -19,7 +23,7 @@ from matplotlib import pyplot  # noqa: E402
 from matplotlib.patches import Patch  # noqa: E402
 
 from .recorder import data, panel_drawer  # noqa: E402
-from .results import Result, describe, is_measured, unit_of  # noqa: E402
+from .results import Result, describe, highest, is_measured, unit_of  # noqa: E402
 
 draw_png = panel_drawer()
 
@@ -100,6 +104,29 @@ def draw_losses(results: Mapping[str, Result], title: str, file: Path) -> None:
     pyplot.close(figure)
 
 
+def draw_frontier(results: Mapping[str, Result], title: str, file: Path) -> None:
+    """Draws the time of a step against the memory that activations hold after the forward, a point for each result.
+
+    Args:
+        results: name of a run -> its result, measured on GPUs.
+        title: above the points.
+        file: to write.
+    """
+    figure, panel = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, result in results.items():
+        kept = highest(result, "phases", "forward", "after") - highest(result, "phases", "step", "after")
+        point, above = (kept / 2**30, 1e3 * result["step_s"]), result["run"]["checkpoint"]
+        panel.scatter(*point, color=COLOURS[0 if above else 1])
+        panel.annotate(name, point, xytext=(6, 6 if above else -12), textcoords="offset points", fontsize=8)
+    panel.set_xlabel("activations after the forward, GiB")
+    panel.set_ylabel("step, ms")
+    panel.margins(x=0.15, y=0.12)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=8, wrap=True)
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
 def draw(folder: Path) -> list[Path]:
     """Draws everything in ``folder``/results.json; returns the files written."""
     files = []
@@ -117,7 +144,19 @@ def draw(folder: Path) -> list[Path]:
     return files
 
 
+def main(arguments: list[str]) -> None:
+    kinds = {"losses": draw_losses, "frontier": draw_frontier}
+    if len(arguments) > 2 and arguments[0] in kinds:
+        results = {Path(name).stem: json.loads(Path(name).read_text()) for name in arguments[2:]}
+        kinds[arguments[0]](results, describe(next(iter(results.values()))), Path(arguments[1]))
+    elif len(arguments) == 1 and (Path(arguments[0]) / "results.json").is_file():
+        print("\n".join(map(str, draw(Path(arguments[0])))))
+    else:
+        raise SystemExit(
+            "usage: python -m benchmarks.pictures FOLDER, where benchmarks.compare has left results.json; or losses "
+            "or frontier in place of FOLDER, the picture to write, and files of benchmarks.measure --json"
+        )
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not (Path(sys.argv[1]) / "results.json").is_file():
-        raise SystemExit("usage: python -m benchmarks.pictures FOLDER, where benchmarks.compare has left results.json")
-    print("\n".join(map(str, draw(Path(sys.argv[1])))))
+    main(sys.argv[1:])

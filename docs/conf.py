@@ -23,6 +23,7 @@ Programs to copy <examples/README>
 Upgrading and going back <docs/going_back>
 Options <docs/options>
 Models <docs/models>
+What people train with <docs/what_people_train_with>
 """,
     "What to expect": """
 A picture of a step <docs/memory_picture>

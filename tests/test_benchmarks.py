@@ -182,6 +182,11 @@ def test_systems_train_alike(tmp_path):
     assert results["base"] == {"why": "--base was not given", "failed": False}
     fork = results["fork"]
     assert len(fork["losses"]) == 3
+    (tmp_path / "fork.json").write_text(json.dumps(fork))
+    for kind in ("losses", "frontier"):
+        picture = tmp_path / f"{kind}.png"
+        draw = [sys.executable, "-m", "benchmarks.pictures", kind, picture, tmp_path / "fork.json"]
+        assert subprocess.run(draw, cwd=ROOT).returncode == 0 and picture.stat().st_size > 5000
     for other in ("fork as one graph", "FSDP2"):
         assert fork["losses"] == pytest.approx(results[other]["losses"], rel=1e-5)
     bucket, whole = 4 * fork["run"]["bucket"], 4 * fork["parameters"]
