@@ -34,6 +34,7 @@ from support.front_doors import (
     ds_config,
     evaluation_rows,
     make_model,
+    make_quantized_model,
     on_cpu,
     process_as_it_was,
     training_rows,
@@ -176,13 +177,13 @@ def make_datasets(convert):
     ]
 
 
-def sft(case, resumes, **others):
+def sft(case, resumes, model=None, **others):
     """``SFTTrainer`` with further arguments. TRL's defaults stay, gradient checkpointing among them."""
     from trl import SFTConfig, SFTTrainer
 
     training, evaluation = make_datasets(lambda ids: {"text": text(ids)})
     trainer = SFTTrainer(
-        make_model(),
+        model or make_model(),
         # But bf16, which is the default, transformers refuses on CPU.
         SFTConfig(**trainer_arguments(case, bf16=False)),
         train_dataset=training,
@@ -197,6 +198,14 @@ def sft_with_lora(case, resumes):
     from peft import LoraConfig
 
     return sft(case, resumes, peft_config=LoraConfig(r=4, lora_alpha=64, target_modules="all-linear"))
+
+
+def sft_with_nf4(case, resumes):
+    """The same with weights that bitsandbytes has quantized. TRL trains the adapters in bf16 then."""
+    from peft import LoraConfig
+
+    adapters = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear")
+    return sft(case, resumes, make_quantized_model(case.folder), peft_config=adapters)
 
 
 def dpo(case, resumes):
@@ -301,6 +310,7 @@ DOORS = {
     "Lightning": lightning_trainer,
     "SFTTrainer": sft,
     "SFTTrainer with LoRA": sft_with_lora,
+    "SFTTrainer with LoRA on NF4": sft_with_nf4,
     "DPOTrainer": dpo,
 }
 
@@ -345,7 +355,8 @@ def packages(door):
     if door == "Lightning":
         return "transformers", "lightning"
     trainer = ("transformers", "accelerate")
-    return (*trainer, "trl", "peft", "datasets") if "SFT" in door or "DPO" in door else trainer
+    quantizer = ("bitsandbytes",) if "NF4" in door else ()
+    return (*trainer, "trl", "peft", "datasets", *quantizer) if "SFT" in door or "DPO" in door else trainer
 
 
 @pytest.mark.table
@@ -362,6 +373,7 @@ def packages(door):
         ("Lightning", 2, "eager"),
         ("SFTTrainer", 1, "eager"),
         ("SFTTrainer with LoRA", 2, "eager"),
+        ("SFTTrainer with LoRA on NF4", 1, "eager"),
         ("DPOTrainer", 1, "eager"),
     ],
 )
