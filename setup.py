@@ -151,6 +151,13 @@ EDITS = (
         "self.module.compile(**{**compile_kwargs, 'backend': backend})",
         "zero12.self_compile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
     ),
+    # DeepSpeed gives a function that leaves tensors on the host. torch cannot call one for a tensor made of others.
+    (
+        "deepspeed/runtime/checkpoint_engine/torch_checkpoint_engine.py",
+        "load()",
+        "torch.load(path, map_location=map_location, weights_only=False)",
+        "torch.load(path, map_location='cpu' if callable(map_location) else map_location, weights_only=False)",
+    ),
     (
         "deepspeed/utils/debug.py",
         "names of parameters",

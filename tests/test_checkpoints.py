@@ -116,6 +116,12 @@ def test_saved_while_parameters_are_on_their_way(ranks, tmp_path, stage, dtype):
     assert_saved_and_loaded(results, dtype)
 
 
+@vary("stage", [1, 2])
+def test_saved_and_loaded_with_weights_made_of_others(ranks, tmp_path, stage):
+    run = Run(stage=stage, model="FrozenSubclass")
+    assert_saved_and_loaded(ranks(2).run(save_and_load, run, str(tmp_path)), "fp32")
+
+
 def test_saved_and_loaded_with_generated_code(ranks, tmp_path):
     run = Run(stage=2, backend="inductor", model="RepeatedLayers")
     for result in ranks(2).run(save_and_load, run, str(tmp_path)):

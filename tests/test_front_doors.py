@@ -34,6 +34,7 @@ from support.front_doors import (
     ds_config,
     evaluation_rows,
     make_model,
+    make_quantized_model,
     on_cpu,
     process_as_it_was,
     training_rows,
@@ -180,13 +181,13 @@ def make_datasets(convert):
     ]
 
 
-def sft(case, resumes, liger=False, **others):
+def sft(case, resumes, model=None, liger=False, **others):
     """``SFTTrainer`` with further arguments. TRL's defaults stay, gradient checkpointing among them."""
     from trl import SFTConfig, SFTTrainer
 
     training, evaluation = make_datasets(lambda ids: {"text": text(ids)})
     trainer = SFTTrainer(
-        make_model(),
+        model or make_model(),
         # But bf16, which is the default, transformers refuses on CPU.
         SFTConfig(**trainer_arguments(case, bf16=False, use_liger_kernel=liger)),
         train_dataset=training,
@@ -205,6 +206,14 @@ def sft_with_lora(case, resumes):
 
 def sft_with_liger(case, resumes):
     return sft(case, resumes, liger=True)
+
+
+def sft_with_nf4(case, resumes):
+    """The same with weights that bitsandbytes has quantized. TRL trains the adapters in bf16 then."""
+    from peft import LoraConfig
+
+    adapters = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear")
+    return sft(case, resumes, make_quantized_model(case.folder), peft_config=adapters)
 
 
 def dpo(case, resumes):
@@ -309,6 +318,7 @@ DOORS = {
     "Lightning": lightning_trainer,
     "SFTTrainer": sft,
     "SFTTrainer with LoRA": sft_with_lora,
+    "SFTTrainer with LoRA on NF4": sft_with_nf4,
     "DPOTrainer": dpo,
     "Trainer with Liger": transformers_trainer_with_liger,
     "SFTTrainer with Liger": sft_with_liger,
@@ -355,7 +365,8 @@ def packages(door):
     if door == "Lightning":
         return "transformers", "lightning"
     trainer = ("transformers", "accelerate")
-    return (*trainer, "trl", "peft", "datasets") if "SFT" in door or "DPO" in door else trainer
+    quantizer = ("bitsandbytes",) if "NF4" in door else ()
+    return (*trainer, "trl", "peft", "datasets", *quantizer) if "SFT" in door or "DPO" in door else trainer
 
 
 @pytest.mark.table
@@ -372,6 +383,7 @@ def packages(door):
         ("Lightning", 2, "eager"),
         ("SFTTrainer", 1, "eager"),
         ("SFTTrainer with LoRA", 2, "eager"),
+        ("SFTTrainer with LoRA on NF4", 1, "eager"),
         ("DPOTrainer", 1, "eager"),
     ],
 )

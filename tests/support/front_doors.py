@@ -8,6 +8,7 @@ Runs in the processes of ``support.pool``.
 import contextlib
 import dataclasses
 import gc
+import importlib
 import logging
 import os
 import warnings
@@ -21,6 +22,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from support.models import qwen3_config
+from support.quantized import keep_gradients
+from support.training import device
 
 VOCABULARY, LENGTH = 64, 12
 # Tokens. Rows are made of few of them, so that the model learns something in few steps.
@@ -77,6 +80,21 @@ def make_model():
     torch.manual_seed(SEED)
     config = qwen3_config(VOCABULARY, pad_token_id=PAD, eos_token_id=EOS, tie_word_embeddings=True)
     return AutoModelForCausalLM.from_config(config).float()
+
+
+def make_quantized_model(folder):
+    """Returns the model with the weights of its linear layers in 4 bits."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    # Only a model that is loaded can be quantized.
+    folder = os.path.join(folder, f"base{dist.get_rank()}")
+    make_model().save_pretrained(folder)
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=nf4, dtype=torch.float32, device_map={"": device()}
+    )
+    keep_gradients(model)
+    return model
 
 
 def make_rows(count, seed):
@@ -147,6 +165,9 @@ class _Collector(logging.Handler):
 @contextlib.contextmanager
 def warnings_told():
     """Yields a list to which warnings about compilation are added, by DeepSpeed's logger and by torch's."""
+    with contextlib.suppress(ImportError):
+        # Where torchao is installed, peft imports it, and torch then warns of how torchao uses torch.compile.
+        importlib.import_module("torchao.quantization")
     messages = []
     collector = _Collector(messages)
     loggers = (deepspeed_logger, logging.getLogger("torch"))

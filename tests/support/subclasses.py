@@ -36,5 +36,9 @@ class Scaled(torch.Tensor):
         moves = function is torch.ops.aten._to_copy.default and kwargs.get("dtype") is None
         if moves or function in _AS_THEY_ARE:
             return cls(*(function(part, **kwargs) for part in (args[0].rows, args[0].scales)))
+        if function is torch.ops.aten.copy_.default:
+            args[0].rows.copy_(args[1].rows)
+            args[0].scales.copy_(args[1].scales)
+            return args[0]
         args, kwargs = tree_map_only(cls, lambda each: each.rows * each.scales, (args, kwargs))
         return function(*args, **kwargs)
