@@ -151,6 +151,24 @@ EDITS = (
         "self.module.compile(**{**compile_kwargs, 'backend': backend})",
         "zero12.self_compile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
     ),
+    (
+        ENGINE,
+        "end of loading a ZeRO checkpoint",
+        "            else:\n                success = False\n            if not success:\n"
+        "                self.optimizer._restore_from_bit16_weights()\n",
+        "            else:\n                success = False\n            if not success:\n"
+        "                self.optimizer._restore_from_bit16_weights()\n"
+        "            zero12.eight_bit_states.after_load(self)\n",
+    ),
+    (
+        "deepspeed/checkpoint/ds_to_universal.py",
+        "states of a rank",
+        "    fp32_groups = optim_sd[SINGLE_PARTITION_OF_FP32_GROUPS]\n    param_groups_cnt = len(state_groups)\n",
+        "    fp32_groups = optim_sd[SINGLE_PARTITION_OF_FP32_GROUPS]\n"
+        "    from deepspeed.compile import zero12\n"
+        "    state_groups = zero12.eight_bit_states.for_universal(state_groups, fp32_groups)\n"
+        "    param_groups_cnt = len(state_groups)\n",
+    ),
     # DeepSpeed gives a function that leaves tensors on the host. torch cannot call one for a tensor made of others.
     (
         "deepspeed/runtime/checkpoint_engine/torch_checkpoint_engine.py",

@@ -3,13 +3,15 @@
 """``compile.optimizer_states: "8bit"`` in engines: training, numbers of ranks, overflows, checkpoints, refusals."""
 
 import dataclasses
+import subprocess
+import sys
 from typing import Any, Dict, List, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12.update.blockwise import SIGNED, is_blockwise, names_of
+from deepspeed.compile.zero12.update.blockwise import FORM, SIGNED, is_blockwise, names_of
 from deepspeed.compile.zero12.update.dynamic_map import BLOCK
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -214,6 +216,7 @@ def test_saved_and_loaded(ranks, tmp_path, stage, dtype):
     for loaded in ranks(2).run(save_and_load, run, str(tmp_path)):
         assert loaded.differing == []
         assert_same(loaded.end, dtype)
+        assert_same(loaded.early, dtype)
 
 
 class There(NamedTuple):
@@ -266,6 +269,100 @@ def test_from_states_in_fp32_and_back(ranks, tmp_path):
         names = [name for each in map(names_of, SIGNED) for name in each]
         assert there.kinds == [sorted([*names, "step"]), sorted([*SIGNED, "step"])]
         assert max(there.errors) < 0.03 and max(there.ends) < 0.1 * there.moved, there
+
+
+def kinds_of(engine):
+    """Returns the names of the states of the first parameter group, as a checkpoint has them."""
+    return sorted(engine.optimizer.state_dict()["base_optimizer_state"]["state"][0])
+
+
+def reload(run, folder):
+    """Saves 8-bit states, and loads these into engines that do not train before they save again.
+
+    Returns the names of states in each engine, and how far states that the engine with 8-bit states has are from those
+    that it had when it saved, right after a load and after a move to the host and back.
+    """
+    plain, names = dataclasses.replace(run, config={}), []
+
+    def values(engine):
+        return [
+            safe_get_full_optimizer_state(each, name).clone() for each in engine.module.parameters() for name in SIGNED
+        ]
+
+    _, engine = start(run)
+    train(engine, run, range(3))
+    expected = values(engine)
+    engine.save_checkpoint(folder, tag="8bit")
+    engine.offload_states()
+    engine.reload_states()
+    moved = total_error(values(engine), expected)
+    train(engine, run, [3])
+    engine.load_checkpoint(folder, tag="8bit")
+    loaded = total_error(values(engine), expected)
+    engine.destroy()
+    for kind in (dataclasses.replace(plain, deepcompile=False), plain, run):
+        _, engine = start(kind, seed=1)
+        engine.load_checkpoint(folder, tag="8bit")
+        names.append(kinds_of(engine))
+        engine.save_checkpoint(folder, tag="again")
+        train(engine, kind, [3])
+        engine.destroy()
+    return names, moved, loaded
+
+
+def test_loaded_and_saved_again(ranks, tmp_path):
+    blocks = sorted([*(name for each in map(names_of, SIGNED) for name in each), FORM, "step"])
+    for names, moved, loaded in ranks(2).run(reload, run_of(stage=2), str(tmp_path)):
+        assert names == [sorted([*SIGNED, "step"])] * 2 + [blocks]
+        assert moved == loaded == 0
+
+
+def to_universal(folder):
+    """Converts a checkpoint, and returns what the converter raised."""
+    arguments = ["--input_folder", f"{folder}/8bit", "--output_folder", f"{folder}/universal"]
+    arguments += ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True)
+    return finished.stderr[-2000:] if finished.returncode else ""
+
+
+def save_for_others(run, folder):
+    _, engine = start(run)
+    train(engine, run, range(3))
+    engine.save_checkpoint(folder, tag="8bit")
+    values = [
+        safe_get_full_optimizer_state(each, name).clone() for each in engine.module.parameters() for name in SIGNED
+    ]
+    engine.destroy()
+    return values
+
+
+def load_universal(run, folder, begins):
+    """Loads a universal checkpoint, after a step of its own if ``begins``. Returns the states then."""
+    config = {**run.config, "checkpoint": {"load_universal": True}}
+    _, engine = start(dataclasses.replace(run, config=config), seed=1)
+    if begins:
+        train(engine, run, [0])
+    engine.load_checkpoint(folder, tag="universal")
+    names = kinds_of(engine)
+    values = [
+        safe_get_full_optimizer_state(each, name).clone() for each in engine.module.parameters() for name in SIGNED
+    ]
+    train(engine, run, [3])
+    engine.destroy()
+    return names, values
+
+
+def test_universal_checkpoints(ranks, tmp_path):
+    """8-bit states become fp32 states in a universal checkpoint, for any number of ranks."""
+    run = run_of(stage=1)
+    expected = ranks(2).run(save_for_others, run, str(tmp_path))[0]
+    assert to_universal(tmp_path) == ""
+    for world, kind, begins in ((1, run, False), (2, run, True), (1, dataclasses.replace(run, config={}), True)):
+        for names, values in ranks(world).run(load_universal, kind, str(tmp_path), begins):
+            assert ("exp_avg" in names) == (kind is not run) and ("exp_avg_codes" in names) == (kind is run)
+            # 8-bit states are rounded anew.
+            assert total_error(values, expected) < (0.02 if kind is run else 1e-6)
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
@@ -327,6 +424,11 @@ REFUSALS = {
         "compile.optimizer_states='8bit' has no form for the third state of amsgrad=true; set amsgrad to false, or "
         "leave compile.optimizer_states out",
         amsgrad=True,
+    ),
+    "autocast": Refusal(
+        "compile.optimizer_states='8bit' leaves out the optimizer's own step(), which torch_autocast in fp16 scales "
+        "gradients for; set torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out",
+        config={"torch_autocast": {"enabled": True, "dtype": "float16"}},
     ),
     "offload": Refusal(
         "compile.optimizer_states='8bit' saves memory of the device, where zero_optimization.offload_optimizer keeps "

@@ -229,8 +229,9 @@ def test_beside_torchao(adamw):
     own = (torchao.AdamW8bit if adamw else torchao.Adam8bit)([expected], **EXACT)
     kind = torch.optim.AdamW if adamw else torch.optim.Adam
     rank = OneRank(flat, 0, len(flat), lambda parameters: kind(parameters, **EXACT))
+    small = torch.zeros(len(flat), dtype=torch.bool, device=device())
     for seed in range(5 if adamw else 3):
-        # Torchao rounds small second moments to zero, so none is as small.
+        # With decay that is not decoupled, some elements are small all the same.
         gradient = draw(seed, len(flat))
         gradient = gradient.sign() * gradient.abs().clamp(min=0.01, max=1)
         expected.grad = gradient.float()
@@ -241,15 +242,20 @@ def test_beside_torchao(adamw):
         theirs = own.state[expected]
         for state in SIGNED:
             codes, scales = names_of(state)
-            differ = (rank.state[codes].view(-1) != theirs[state].codes).float().mean()
+            # Torchao rounds small second moments to zero.
+            small |= (theirs[state].codes == 0) & (rank.state[codes].view(-1) == 1) & (not SIGNED[state])
+            differ = (rank.state[codes].view(-1) != theirs[state].codes)[~small].float().mean()
             if device().type == "cpu":
                 assert differ == 0 and torch.equal(rank.state[scales], theirs[state].scale), (seed, state)
             else:
                 # The kernel multiplies by 1 / scale, which may round what lies in the middle of two codes otherwise.
                 assert differ < 1e-3 and relative_error([rank.state[scales]], [theirs[state].scale]) < 1e-3
+        masters = rank.master.data[~small], expected.data[~small]
         if seed < 2 and device().type == "cpu":
-            assert torch.equal(rank.master.data, expected.data), seed
-        assert relative_error([rank.master], [expected]) < (1e-7 if device().type == "cpu" else 1e-4)
+            assert torch.equal(*masters), seed
+        assert small.float().mean() < 0.01 and relative_error([masters[0]], [masters[1]]) < (
+            1e-7 if device().type == "cpu" else 1e-4
+        )
 
 
 def test_no_step_is_long_where_gradients_of_a_block_differ_much():
@@ -295,7 +301,7 @@ def test_states_that_are_saved_and_loaded():
         rank.step(draw(seed))
     held = copy.deepcopy(rank.state)
     state_dict = rank.optimizer.state_dict()
-    state_dict["state"] = {0: saved(state_dict["state"][0])}
+    state_dict["state"] = {0: saved(state_dict["state"][0], 130)}
     assert all(torch.equal(value, rank.state[name]) for name, value in held.items()), "saving changed the states"
     other = OneRank(flat, 130, NUMEL - 7, adamw)
     other.master.data.copy_(rank.master.data)
@@ -321,3 +327,7 @@ def test_states_that_are_saved_and_loaded():
         assert plain[codes].shape == zeros(130, rank.master)[codes].shape
     with pytest.raises(ValueError, match="8-bit optimizer states were loaded that belong to another partition"):
         to_blocks(dict(rank.state), 0, other.master[: 5 * BLOCK])
+    with pytest.raises(
+        ValueError, match="8-bit optimizer states were loaded of the form {'version': 1, 'elements of a"
+    ):
+        to_blocks(saved(rank.state, 130), 131, rank.master)

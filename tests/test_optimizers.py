@@ -333,8 +333,8 @@ def test_states_that_stay_in_fp32(ranks):
     first, last = ranks(2).run(quantized_with, 256)
     assert last == ([], "Tensor"), "rank 0 alone warns"
     assert first[1] == "Tensor" and [line.partition(": ")[2] for line in first[0]] == [
-        "AdamW8bit of torchao keeps states in fp32, because a partition of parameter group 0 has 7200 elements, which "
-        "its block_size=256 does not divide; give it block_size=32"
+        "AdamW8bit of torchao keeps states in fp32, because its block_size=256 does not divide partitions of 7200 "
+        "elements; give it block_size=32"
     ]
     assert ranks(2).run(quantized_with, 32) == 2 * [([], "OptimState8bit")]
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepspeed.compile.zero12.subclasses import plain_tensors, to_broadcast
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils.debug import debug_param2name
 
 from support.ids import vary
@@ -30,6 +31,16 @@ def test_all_that_is_broadcast_can_be_viewed_as_bytes():
         assert name == "weight"
         tensor.view(torch.uint8).zero_()
     assert scale == 0 and module.weight.rows.sum() == 0
+
+
+def test_what_is_broadcast_goes_where_its_parameter_goes():
+    module = torch.nn.Linear(2, 3, bias=False)
+    module.weight = torch.nn.Parameter(Scaled.of(torch.ones(3, 2)), requires_grad=False)
+    module.scale = torch.nn.Parameter(torch.tensor(1.0))
+    for parameter in module.parameters():
+        parameter.allreduce, parameter.group_name = False, "experts"
+    sent = [tensor for _, tensor in to_broadcast(module)]
+    assert len(sent) == 3 and all(is_moe_param(tensor) and tensor.group_name == "experts" for tensor in sent)
 
 
 def weights_at_the_beginning(case):

@@ -1,4 +1,4 @@
-# bitsandbytes 0.50.2: a tensor of 2^31 elements or more is stepped in part. Needs a GPU with 48 GB.
+# bitsandbytes 0.50.2: a tensor of 2^31 elements or more ends the process with "invalid argument". Needs 48 GB of a GPU.
 import torch
 from bitsandbytes.optim import AdamW8bit
 

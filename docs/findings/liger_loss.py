@@ -2,8 +2,8 @@
 import torch
 from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-head, hidden = torch.randn(4096, 64, device="cuda"), torch.randn(256, 64, device="cuda")
-labels = torch.randint(0, 4096, (256,), device="cuda")
+head, hidden = torch.randn(4096, 1024, device="cuda"), torch.randn(512, 1024, device="cuda")
+labels = torch.randint(0, 4096, (512,), device="cuda")
 labels[::4] = -100
 loss = LigerFusedLinearCrossEntropyLoss()
 print(float(loss(head, hidden, labels)), float(torch.compile(loss)(head, hidden, labels)))

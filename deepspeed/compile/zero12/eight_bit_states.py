@@ -2,44 +2,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """8-bit optimizer states in what DeepSpeed does with states: checkpoints, and ``safe_get_full_optimizer_state()``.
 
-States that are loaded become 8-bit states when the next step begins (``update/eight_bit.py``). An engine without
-``compile.optimizer_states`` that loads 8-bit states goes on with their values in fp32.
+A checkpoint has the codes, and an engine that loads it goes on with the same bits. fp32 states that are loaded become
+8-bit states. An engine without ``compile.optimizer_states`` that loads 8-bit states goes on with their values in fp32.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, Dict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List
 
 import torch
 
 from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .layout import partition_offset
-from .update.blockwise import SIGNED, fp32_values, is_blockwise, saved, to_fp32
+from .update.blockwise import FORM, SIGNED, fp32_values, is_blockwise, saved, to_blocks, to_fp32
 from .update.dynamic_map import BLOCK
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-def as_saved(state_dict: Dict[str, Any]) -> Dict[str, Any]:
+def as_saved(optimizer: DeepSpeedZeroOptimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
     """Returns a state dict of the ZeRO-1/2 optimizer with 8-bit states in the form that torch's load keeps."""
     inner = state_dict[BASE_OPTIMIZER_STATE]
     # An elastic checkpoint has a list instead, and no 8-bit states.
     if isinstance(inner, dict):
-        states = {index: saved(each) for index, each in inner["state"].items()}
+        states = {index: saved(each, partition_offset(optimizer, index)) for index, each in inner["state"].items()}
         state_dict[BASE_OPTIMIZER_STATE] = {**inner, "state": states}
     return state_dict
 
 
-def make_plain(optimizer: "DeepSpeedZeroOptimizer") -> None:
-    """Makes 8-bit states that an optimizer has loaded fp32 states, with which its own ``step()`` can go on."""
+def adopt(optimizer: DeepSpeedZeroOptimizer, in_8_bits: bool) -> None:
+    """Makes loaded states 8-bit states or fp32 states, whichever the optimizer is to go on with."""
     for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
-        states = optimizer.optimizer.state.get(master, {})
-        if is_blockwise(states):
-            to_fp32(states, partition_offset(optimizer, group), master.numel())
+        states, offset = optimizer.optimizer.state.get(master, {}), partition_offset(optimizer, group)
+        if in_8_bits and (is_blockwise(states) or SIGNED.keys() <= states.keys()):
+            to_blocks(states, offset, master)
+        elif not in_8_bits and is_blockwise(states):
+            to_fp32(states, offset, master.numel())
 
 
-def link(optimizer: "DeepSpeedZeroOptimizer") -> None:
+def link(optimizer: DeepSpeedZeroOptimizer) -> None:
     """Lets ``safe_get_full_optimizer_state()`` find 8-bit states, and ``safe_set_full_optimizer_state()`` refuse them.
 
     Called when the base has linked the parameters with the states that have the shape of the master weights.
@@ -58,7 +62,7 @@ def link(optimizer: "DeepSpeedZeroOptimizer") -> None:
             parameter.set_full_hp_param = functools.partial(_set, parameter.set_full_hp_param)
 
 
-class _Fragments(dict):
+class _Fragments(Mapping):
     """State -> its values for one parameter in this rank's partition, fp32 1-D, computed when they are asked for.
 
     Args:
@@ -68,12 +72,23 @@ class _Fragments(dict):
     """
 
     def __init__(self, states: Dict[str, Any], first: int, last: int):
-        super().__init__(dict.fromkeys(SIGNED))
-        self._states, self._first, self._last = states, first, last
+        self._states, self._first, self._last, self._names = states, first, last, tuple(SIGNED)
 
     def __getitem__(self, state: str) -> torch.Tensor:
+        if state not in self._names:
+            raise KeyError(state)
         # States may have moved to the host and back since.
         return fp32_values(self._states, state, self._first, self._last)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def clear(self) -> None:
+        """Called when states move. The base links parameters anew afterwards."""
+        self._names = ()
 
 
 def _set(function, value, optim_state_key=None):
@@ -84,3 +99,22 @@ def _set(function, value, optim_state_key=None):
             "anew; leave compile.optimizer_states out to set states"
         )
     function(value)
+
+
+# What DeepSpeed's engine and converter call -----------------------------------------------------------------------
+
+
+def after_load(engine: "DeepSpeedEngine") -> None:
+    """Called when an engine has loaded a checkpoint. Makes 8-bit states fp32 states if the engine is to have these."""
+    optimizer, config = engine.optimizer, engine._config.compile_config
+    # An engine that has begun to train has done so itself.
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and not (config.deepcompile and config.optimizer_states):
+        adopt(optimizer, in_8_bits=False)
+
+
+def for_universal(states: Dict[int, Dict[str, Any]], masters: List[torch.Tensor]) -> Dict[int, Dict[str, Any]]:
+    """Called when a checkpoint is converted. Returns the states of a rank's partitions with 8-bit states in fp32."""
+    for index, of_group in states.items():
+        if is_blockwise(of_group):
+            to_fp32(of_group, of_group[FORM]["elements before the partition"], masters[index].numel())
+    return states

@@ -103,13 +103,13 @@ class StepLocalGradients(_NextClass):
     def state_dict(self) -> Dict[str, Any]:
         self._zero12.interrupted_step.refuse()
         self._zero12.gather.wait_all()
-        return eight_bit_states.as_saved(super().state_dict())
+        return eight_bit_states.as_saved(self, super().state_dict())
 
     def load_state_dict(self, *args, **kwargs) -> None:
         self._zero12.gather.wait_all()
         super().load_state_dict(*args, **kwargs)
-        if self._zero12.optimizer_states is None:
-            eight_bit_states.make_plain(self)
+        eight_bit_states.adopt(self, self._zero12.optimizer_states is not None)
+        _link_states(self)
         # All parameters have the checkpoint's values now, and a new step begins.
         self._zero12.interrupted_step.forget()
         self._zero12.backward.begin_anew()
@@ -137,10 +137,11 @@ class StepLocalGradients(_NextClass):
         # because each step would have to wait for counts on the device.
         for state, name in self._zero12.states_on_host:
             state[name] = state[name].cpu()
+        _link_states(self)
 
     def _link_all_hp_params(self):
         super()._link_all_hp_params()
-        # After a load or a move of states, the new links lead to no states. The next step links these, too.
+        # The new links lead to no states.
         self._hp_optimizer_states_linked = False
         keep_no_graph(self)
 
@@ -168,6 +169,13 @@ class StepLocalGradients(_NextClass):
         self.destroy()
 
 
+def _link_states(optimizer):
+    """Links parameters with the states that there are after a load or a move of states."""
+    optimizer._hp_optimizer_states_linked = False
+    if all(optimizer.optimizer.state.get(master) for master in optimizer.single_partition_of_fp32_groups):
+        optimizer._lazy_init_hp_params_optimizer_state()
+
+
 def _can_be_cut(state, spans):
     """Whether a state is a tensor that can be cut into ``spans``, each (offset, elements)."""
     try:
@@ -193,8 +201,7 @@ def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     if optimizer.cpu_offload:
         drop_unused_memory(optimizer)
     keep_no_graph(optimizer)
-    if zero12.optimizer_states is None:
-        eight_bit_states.make_plain(optimizer)
+    eight_bit_states.adopt(optimizer, zero12.optimizer_states is not None)
     optimizer._zero12 = zero12
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
     _attached.add(optimizer)

@@ -251,17 +251,20 @@ def _without_effect(engine, compile_config, compile_kwargs):
 
 
 def _states_that_stay_in_fp32(optimizer):
-    """Yields a sentence for each partition of which torchao quantizes no states, and says nothing."""
+    """Yields a sentence if there are partitions of which torchao quantizes no states, and says nothing."""
     inner = optimizer.optimizer
     if type(inner).__module__.startswith("torchao.") and hasattr(inner, "block_size"):
-        for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
-            # Of fewer elements than 4096 it quantizes none by design.
-            if master.numel() >= 4096 and master.numel() % inner.block_size:
-                yield (
-                    f"{type(inner).__name__} of torchao keeps states in fp32, because a partition of parameter group "
-                    f"{index} has {master.numel()} elements, which its block_size={inner.block_size} does not divide; "
-                    f"give it block_size={math.gcd(master.numel(), inner.block_size)}"
-                )
+        sizes = sorted({master.numel() for master in optimizer.single_partition_of_fp32_groups})
+        # Of fewer elements than 4096 it quantizes none by design.
+        sizes = [size for size in sizes if size >= 4096 and size % inner.block_size]
+        if sizes:
+            block = math.gcd(inner.block_size, *sizes)
+            # Each block has a scale, so that smaller blocks take as much memory as states in bf16.
+            remedy = f"give it block_size={block}" if block >= 16 else "use AdamW with compile.optimizer_states='8bit'"
+            yield (
+                f"{type(inner).__name__} of torchao keeps states in fp32, because its block_size={inner.block_size} "
+                f"does not divide partitions of {', '.join(map(str, sizes))} elements; {remedy}"
+            )
 
 
 def _unsupported_engines(engine):
@@ -329,6 +332,11 @@ def _unsupported_states(engine):
         )
     if any(master.dtype != torch.float32 for master in optimizer.single_partition_of_fp32_groups):
         yield f"{asked} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
+    if optimizer.torch_autocast_gradscaler:
+        yield (
+            f"{asked} leaves out the optimizer's own step(), which torch_autocast in fp16 scales gradients for; set "
+            "torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out"
+        )
     if optimizer.elastic_checkpoint:
         yield (
             f"{asked} has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint to false, or leave "

@@ -5,6 +5,7 @@
 from typing import Iterable, Iterator, Tuple
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -21,12 +22,20 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 # What DeepSpeed's engine calls ------------------------------------------------------------------------------------
 
 
+# By what DeepSpeed chooses the process group of a parameter, or leaves it out.
+_MARKS = ("allreduce", "group_name", "ds_status", "ds_optim_param")
+
+
 def to_broadcast(module: Module) -> Iterator[Tuple[str, torch.Tensor]]:
     """Called when an engine begins. Yields (name of a parameter, tensor), which DeepSpeed broadcasts as bytes."""
     for name, parameter in module.named_parameters():
-        for tensor in plain_tensors([parameter]):
+        # Each rank has a part of its own of a DTensor.
+        for tensor in [parameter] if isinstance(parameter, DTensor) else plain_tensors([parameter]):
             # Only a tensor with a dimension can be viewed as bytes.
-            yield name, tensor if tensor.dim() else tensor.view(1)
+            sent = tensor if tensor.dim() else tensor.view(1)
+            if sent is not parameter:
+                vars(sent).update({mark: getattr(parameter, mark) for mark in _MARKS if hasattr(parameter, mark)})
+            yield name, sent
 
 
 def named_parameters(module: Module) -> Iterator[Tuple[str, Parameter]]:

@@ -22,6 +22,8 @@ from .dynamic_map import BLOCK, Map, decode, encode, make_map, zero_code
 
 # Names of the states -> whether they have a sign.
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+# The name under which a checkpoint has the form of 8-bit states.
+FORM = "blockwise"
 # Blocks that are converted at once.
 _CONVERTED = 2**14
 
@@ -33,7 +35,10 @@ def names_of(state: str) -> Tuple[str, str]:
 
 def is_blockwise(states: Dict[str, Any]) -> bool:
     """Whether an optimizer's states of a parameter are kept in 8 bits."""
-    return all(name in states for state in SIGNED for name in names_of(state))
+    # What an fp32 state was loaded beside is what the state was before.
+    return not any(state in states for state in SIGNED) and all(
+        name in states for state in SIGNED for name in names_of(state)
+    )
 
 
 def count_of_blocks(offset: int, numel: int) -> int:
@@ -67,13 +72,19 @@ def to_blocks(states: Dict[str, Any], offset: int, like: torch.Tensor) -> None:
     The arguments are those of :func:`zeros`, and ``states``, which are changed.
 
     Raises:
-        ValueError: if 8-bit states are those of another partition.
+        ValueError: if 8-bit states are those of another partition, or have another format.
     """
+    form, expected = states.pop(FORM, None), form_of(offset)
     if all(state in states for state in SIGNED):
         new = zeros(offset, like)
         for state in SIGNED:
             _encode(state, states.pop(state), offset % BLOCK, *(new[name] for name in names_of(state)))
         states.update(new)
+    elif form is not None and form != expected:
+        raise ValueError(
+            f"8-bit optimizer states were loaded of the form {form}, where {expected} is needed; load them with the "
+            "edition, the number of ranks and the settings with which they were saved"
+        )
     blocks = count_of_blocks(offset, like.numel())
     for state in SIGNED:
         codes, scales = names_of(state)
@@ -101,27 +112,43 @@ def _encode(state, values, before, codes, scales):
 
 def fp32_values(states: Dict[str, Any], state: str, first: int, last: int) -> torch.Tensor:
     """Returns elements [first, last) of a state, fp32 1-D, counted from the beginning of its first block."""
-    rows = slice(first // BLOCK, -(-last // BLOCK))
     codes, scales = (states[name] for name in names_of(state))
-    values = decode(codes.view(torch.uint8).view(-1, BLOCK)[rows], scales[rows], map_of(state, codes).values)
-    return values.view(-1)[first - rows.start * BLOCK : last - rows.start * BLOCK]
+    codes, table, values = (
+        codes.view(torch.uint8).view(-1, BLOCK),
+        map_of(state, codes).values,
+        scales.new_empty(last - first),
+    )
+    # Some blocks at a time, because a value in the making takes three times the memory of what is returned.
+    for begin in range(first, last, _CONVERTED * BLOCK):
+        end = min(begin + _CONVERTED * BLOCK, last)
+        rows = slice(begin // BLOCK, -(-end // BLOCK))
+        decoded = decode(codes[rows], scales[rows], table).view(-1)
+        values[begin - first : end - first] = decoded[begin - rows.start * BLOCK : end - rows.start * BLOCK]
+    return values
 
 
 def to_fp32(states: Dict[str, Any], offset: int, numel: int) -> None:
     """Makes 8-bit states those with which the optimizer itself goes on. Rounded values stay rounded."""
     before = offset % BLOCK
     for state in SIGNED:
-        codes, scales = names_of(state)
-        values = states[scales].new_empty(numel)
-        for first in range(0, numel, _CONVERTED * BLOCK):
-            last = min(first + _CONVERTED * BLOCK, numel)
-            values[first:last] = fp32_values(states, state, before + first, before + last)
+        values = fp32_values(states, state, before, before + numel)
+        for name in names_of(state):
+            del states[name]
         states[state] = values
-        del states[codes], states[scales]
+    states.pop(FORM, None)
 
 
-def saved(states: Dict[str, Any]) -> Dict[str, Any]:
-    """Returns states as a checkpoint has them, without a copy."""
+def form_of(offset: int) -> Dict[str, int]:
+    """Returns what a checkpoint says of the 8-bit states of a partition that begins at ``offset``.
+
+    All values are numbers, because torch's load cannot pass on text.
+    """
+    return {"version": 1, "elements of a block": BLOCK, "elements before the partition": offset % BLOCK}
+
+
+def saved(states: Dict[str, Any], offset: int) -> Dict[str, Any]:
+    """Returns the states of a partition that begins at ``offset`` as a checkpoint has them, without a copy."""
     if not is_blockwise(states):
         return states
-    return {**states, **{name: states[name].view(torch.float32) for name, _ in map(names_of, SIGNED)}}
+    codes = {name: states[name].view(torch.float32) for name, _ in map(names_of, SIGNED)}
+    return {**states, **codes, FORM: form_of(offset)}
