@@ -6,8 +6,10 @@ Liger needs Triton, so all of this needs a GPU.
 """
 
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="Liger's kernels need a GPU"),
     pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel"),
 ]
+ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")
 VOCABULARY, WIDTH, LENGTH, STEPS = 512, 512, 256, 5
 
@@ -65,55 +68,15 @@ def test_trains_as_without_deepcompile(ranks, kernels, checkpoints):
         assert error < 1e-4
 
 
-# In a process of its own, since a kernel that reads other memory ends all work on the GPU.
-ALONE = """
-import copy
-import sys
-import torch
-from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
-
-
-class WithNorm(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = (torch.nn.Linear(1024, 1024, bias=False) for _ in range(2))
-        self.norm = LigerRMSNorm(1024)
-
-    def forward(self, x):
-        y = x + self.down(self.norm(self.up(x)))
-        return (y.float() * torch.linspace(-1, 1, 1024, device=y.device)).mean()
-
-
-class WithLoss(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head, self.loss = torch.nn.Linear(1024, 4096, bias=False), LigerFusedLinearCrossEntropyLoss()
-
-    def forward(self, x):
-        x = x.flatten(0, 1)
-        labels = (torch.arange(len(x), device=x.device) * 7919) % 4096
-        labels[::4] = -100
-        return self.loss(self.head.weight, x, labels)
-
-
-torch.manual_seed(0)
-plain = {"rms_norm": WithNorm, "fused_linear_cross_entropy": WithLoss}[sys.argv[1]]().cuda().bfloat16()
-compiled = torch.compile(copy.deepcopy(plain))
-worst = 0.0
-for tokens in (512, 512, 512, 2048, 2048):
-    x = torch.randn(1, tokens, 1024, device="cuda", dtype=torch.bfloat16)
-    found = []
-    for model in (plain, compiled):
-        leaf = x.clone().requires_grad_()
-        loss = model(leaf)
-        found.append([loss, *torch.autograd.grad(loss, [leaf, *model.parameters()])])
-    worst = max([worst, *(float((a - b).norm() / a.norm()) for a, b in zip(*found))])
-sys.exit(0 if worst < 0.05 else 7)
-"""
-
-
-@pytest.mark.parametrize("kernel", ["rms_norm", "fused_linear_cross_entropy"])
-def test_what_is_kept_out_still_goes_wrong(kernel):
+@pytest.mark.parametrize("name", ["liger_rms_norm", "liger_loss"])
+def test_what_is_kept_out_still_goes_wrong(name):
     """If this fails, it was mended: take the function out of ``_FUNCTIONS`` in ``zero12/graph/liger.py``."""
-    result = subprocess.run([sys.executable, "-c", ALONE, kernel], capture_output=True, text=True, timeout=240)
-    assert result.returncode == 7 or "illegal memory access" in result.stderr, result.stderr[-2000:]
+    # In a process of its own, since a kernel that reads other memory ends all work on the GPU.
+    program = [sys.executable, ROOT / "docs" / "findings" / f"{name}.py"]
+    finished = subprocess.run(program, capture_output=True, text=True, timeout=240)
+    if finished.returncode:
+        assert "illegal memory access" in finished.stderr, finished.stderr[-2000:]
+        return
+    numbers = [float(each) for each in re.findall(r"[-+.\de]*\d", finished.stdout)]
+    wrong = abs(numbers[0] - numbers[1]) > 1e-3 * abs(numbers[0]) if name == "liger_loss" else max(numbers) > 0.05
+    assert wrong, finished.stdout

@@ -1,4 +1,4 @@
-# bitsandbytes 0.50.2: a tensor of 2^31 elements or more ends the process with "invalid argument". Needs 48 GB of a GPU.
+# bitsandbytes 0.50.2: a tensor of 2^31 elements or more ends the process. Needs a GPU with 48 GB.
 import torch
 from bitsandbytes.optim import AdamW8bit
 
