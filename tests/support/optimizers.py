@@ -46,7 +46,7 @@ def partition_of(optimizer, index=0, factor=None, new_like=None):
     """Returns a parameter group as the partition of one rank, with bf16 gradients and an aligned one of new values."""
     (parameter,) = optimizer.param_groups[index]["params"]
     new_like = torch.empty(16, dtype=torch.bfloat16, device=parameter.device) if new_like is None else new_like
-    return Partition(optimizer, index, 0, tuple, factor, torch.bfloat16, new_like)
+    return Partition(optimizer, index, 0, factor, torch.bfloat16, new_like)
 
 
 class Views(dict):
