@@ -198,12 +198,10 @@ def _on_device(numbers, device):
     """Returns numbers, of which some may be tensors [] on the device, as an fp32 tensor. The host does not wait."""
     if any(map(torch.is_tensor, numbers)):
         # A fill passes the number to the kernel as an argument.
-        return torch.stack(
-            [
-                each.to(device, torch.float32) if torch.is_tensor(each) else torch.full((), each, device=device)
-                for each in numbers
-            ]
-        )
+        fp32 = torch.zeros(len(numbers), dtype=torch.float32, device=device)
+        for place, each in zip(fp32, numbers, strict=True):
+            place.fill_(each)
+        return fp32
     # From other memory than pinned memory, the host would wait for the copy.
     return torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
