@@ -5,6 +5,8 @@
 tests/test_randomness.py holds what is computed again to the random numbers of the forward.
 """
 
+import functools
+import operator
 from typing import NamedTuple
 
 import pytest
@@ -12,20 +14,23 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from test_options_warned import ALSO_WARNED
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
 from torch.fx import Graph
 from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import CheckpointPolicy
 
 from deepspeed.compile.config import CompileConfig
-from deepspeed.compile.zero12.graph.split import runs_once
-from deepspeed.utils import safe_get_full_grad
+from deepspeed.compile.zero12.graph.split import runs_once, split_joint
 
 from support.beside import Beside
 from support.ids import vary
 from support.lifetime import allocated_bytes
 from support.models import Block, OneGraph
 from support.options import SMALL, train_and_collect_output
-from support.training import BOUND, Case, batch, build, compile_backend, device, engine_by_configuration
+from support.training import BOUND, Case, batch, build
 
 # So long that an activation of a block is larger than what else may come and go in a forward.
 LENGTH = 512
@@ -243,6 +248,22 @@ def test_a_budget_of_what_is_not_compiled(ranks):
 
 
 @pytest.mark.quick
+def test_others_find_torchs_partitioner_as_it_is(monkeypatch):
+    """Also while a graph is being split: another thread may compile without an engine."""
+    chooses, cuts, found = partitioners.choose_saved_values_set, partitioners.solve_min_cut, []
+
+    def cut(*args, **kwargs):
+        found.append(partitioners.choose_saved_values_set)
+        return cuts(*args, **kwargs)
+
+    monkeypatch.setattr(partitioners, "solve_min_cut", cut)
+    split = functools.partial(split_joint, budget=0.5)
+    backend = aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=split)
+    torch.compile(torch.sin, backend=backend)(torch.ones(2, requires_grad=True)).sum().backward()
+    assert set(found) == {chooses}
+
+
+@pytest.mark.quick
 @vary("drops, random", [(None, False), (0.0, False), (0.1, True)], expects="random")
 def test_attention_draws_if_it_drops(drops, random):
     graph = Graph()
@@ -256,47 +277,20 @@ def test_attention_draws_if_it_drops(drops, random):
     assert not runs_once(graph.call_function(torch.ops.aten.mm.default, (query, key)))
 
 
-@torch.library.custom_op("budget::draw", mutates_args=())
-def draw(x: torch.Tensor) -> torch.Tensor:
-    """Draws, and does not say so."""
-    draw.calls += 1
-    return torch.bernoulli(torch.full_like(x, 0.5))
-
-
-@draw.register_fake
-def _(x):
-    return torch.empty_like(x)
-
-
-class DrawsItself(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(33, 33, bias=False), torch.nn.Linear(33, 1, bias=False)
-
-    def forward(self, x):
-        h = self.up(x)
-        return self.down(h * draw(h.detach())).sum()
-
-
-def train_with_draws(budget):
-    """Returns how often the operator ran in a step, and whether gradients are those of what it drew."""
-    torch._dynamo.reset()
-    draw.calls = 0
-    module = DrawsItself().to(device())
-    engine = engine_by_configuration(module, True, lr=0.0, compile={"activation_memory_budget": budget})
-    x = torch.randn(2, 33, generator=torch.Generator().manual_seed(0)).to(device())
-    with compile_backend("eager"):
-        torch.manual_seed(1)
-        engine.backward(engine(x))
-    torch.manual_seed(1)
-    drawn = torch.bernoulli(torch.full((2, 33), 0.5, device=device()))
-    expected = (drawn * module.down.weight.detach()).T @ x
-    found = safe_get_full_grad(module.up.weight)
-    engine.step()
-    engine.destroy()
-    return draw.calls, torch.allclose(found, expected, atol=1e-5)
-
-
-@vary("budget", [0, 0.5])
-def test_operators_of_others_run_once(ranks, budget):
-    assert ranks(2).run(train_with_draws, budget) == [(1, True)] * 2
+@pytest.mark.quick
+@vary(
+    "target, once",
+    [
+        (torch.ops._c10d_functional.all_reduce.default, True),
+        (torch.ops.higher_order.triton_kernel_wrapper_functional, True),
+        (torch.ops.higher_order.auto_functionalized_v2, True),
+        (torch.ops.prims.convert_element_type.default, False),
+        (operator.getitem, False),
+    ],
+    expects="once",
+)
+def test_what_others_wrote_runs_once(target, once):
+    node = Graph().call_function(target)
+    assert runs_once(node) == once
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    assert not runs_once(node)

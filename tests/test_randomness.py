@@ -48,6 +48,39 @@ class AlwaysDrops(Drops):
     always = True
 
 
+@torch.library.custom_op("deepcompile_tests::draw_like", mutates_args=())
+def draw_like(x: torch.Tensor) -> torch.Tensor:
+    """Draws, which no tag says."""
+    return torch.rand_like(x)
+
+
+@draw_like.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("deepcompile_tests::draw_into", mutates_args=["out"])
+def draw_into(out: torch.Tensor) -> None:
+    """Draws into memory that it is given."""
+    out.uniform_()
+
+
+class DrawsLike(Drops):
+    """Multiplies by what an operator of somebody else has drawn."""
+
+    def forward(self, x):
+        return self.gain(x) * draw_like(x.detach())
+
+
+class DrawsInto(Drops):
+    """The same, where the operator changes a tensor: Dynamo wraps it in a higher-order operator."""
+
+    def forward(self, x):
+        drawn = torch.empty_like(x)
+        draw_into(drawn)
+        return self.gain(x) * drawn
+
+
 def run_reentrant(block, x):
     return checkpoint(block, x, use_reentrant=True)
 
@@ -161,6 +194,9 @@ def test_checkpointed(ranks, varied):
         {"budget": 0, "regional": False},
         {"budget": 0, "backend": "eager", "regional": False},
         {"budget": 0, "run": run_non_reentrant, "regional": False},
+        {"budget": 0, "block": DrawsLike, "regional": False},
+        {"budget": 0, "block": DrawsInto, "backend": "eager"},
+        {"budget": 0.5, "block": DrawsInto},
     ],
 )
 def test_within_a_budget_for_activations(ranks, varied):

@@ -3,13 +3,15 @@
 """Splits a joint graph as torch does, with two differences.
 
 torch has one budget of activations for a whole process, and here each engine has its own. And torch computes in the
-backward again what is not the same there: random numbers within a budget (pytorch/pytorch issue 190758), and what was
-read of a buffer before the forward changed it (pull request 197039). Here the forward keeps these values.
+backward again what is not the same there: within a budget random numbers (pytorch/pytorch issue 190758) and operators
+of others, and what was read of a buffer before the forward changed it (pull request 197039). Here the forward keeps
+these values.
 """
 
 import contextlib
 import operator
-from typing import Any, Iterator, List, Optional, Sequence, Set, Tuple
+import types
+from typing import Any, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch._functorch import config, partitioners
@@ -27,56 +29,52 @@ def split_joint(
         budget: how much of the activations that torch would keep may be kept, from 0 to 1; None: as torch is
             configured.
     """
-    budget = config.activation_memory_budget if budget is None else budget
-    keeps_more = _kept() if _to_keep(joint.graph, budget) else contextlib.nullcontext()
-    with config.patch(activation_memory_budget=budget), keeps_more:
-        return partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    own = contextlib.nullcontext() if budget is None else config.patch(activation_memory_budget=budget)
+    with own:
+        return _partitioner()(joint, joint_inputs, **kwargs)
 
 
-@contextlib.contextmanager
-def _kept() -> Iterator[None]:
-    """Within it, torch's partitioner keeps what it chooses to keep, and what the backward must not compute again.
+def _partitioner():
+    """Returns torch's partitioner, which here asks :func:`_values_to_keep` what to keep.
 
-    A mark that a node must be saved would do for other nodes, but torch ignores it on the outputs of a node that makes
-    several tensors, and within a budget of 0.
+    Marks on nodes cannot say it (``CheckpointPolicy.MUST_SAVE``). A budget of 0 ignores them, and where all that torch
+    would keep is marked, torch 2.13 and older save the tuple of a marked operator with several results, which fails.
     """
-    choose = partitioners.choose_saved_values_set
+    torchs = partitioners.min_cut_rematerialization_partition
+    # The same code with globals of its own, so that nothing changes for others who call it.
+    own = {**torchs.__globals__, "choose_saved_values_set": _values_to_keep}
+    partitioner = types.FunctionType(torchs.__code__, own, argdefs=torchs.__defaults__)
+    partitioner.__kwdefaults__ = torchs.__kwdefaults__
+    return partitioner
 
+
+def _values_to_keep(joint: Graph, node_info: Any, memory_budget: float = 1.0) -> List[Node]:
+    """Returns what torch chooses to keep, and what the backward must not compute again."""
     # To keep more than torch has chosen is always right, and torch drops what the backward does not use.
-    def choose_more(joint_graph, node_info, memory_budget=1.0):
-        # These are copies of the nodes that the partitioner was given.
-        chosen, nodes = choose(joint_graph, node_info, memory_budget), _to_keep(joint_graph, memory_budget)
-        values = [value for node in node_info.required_fw_nodes if node in nodes for value in _values(node)]
-        return [*chosen, *(value for value in values if value not in chosen)]
-
-    # Dynamo compiles in one thread at a time, so no other thread finds this function.
-    partitioners.choose_saved_values_set = choose_more
-    try:
-        yield
-    finally:
-        partitioners.choose_saved_values_set = choose
-
-
-def _to_keep(joint: Graph, budget: float) -> Set[Node]:
-    """Returns the nodes that the backward must not compute again."""
-    nodes = _reads_of_changed_inputs(joint)
-    return nodes.union(filter(runs_once, joint.nodes)) if budget < 1 else nodes
+    chosen = partitioners.choose_saved_values_set(joint, node_info, memory_budget)
+    only_in_forward = _reads_of_changed_inputs(joint).union(filter(runs_once, joint.nodes))
+    values = [value for node in node_info.required_fw_nodes if node in only_in_forward for value in _values(node)]
+    return [*chosen, *(value for value in values if value not in chosen)]
 
 
 def runs_once(node: Node) -> bool:
-    """Whether the backward must not run a node again: it would draw other random numbers, or do who knows what."""
+    """Whether only the forward may run a node, because the backward might get another result, or have an effect."""
+    target = node.target
     # What the model checkpoints is drawn again with the generator's state of the forward.
-    if not isinstance(node.target, torch._ops.OpOverload) or partitioners.must_recompute(node):
+    if partitioners.must_recompute(node):
         return False
-    if node.target.namespace not in ("aten", "prims"):
-        # Others may draw, send or write, and need not say so. Within a budget of 1, torch computes none again.
+    # Operators of others draw and communicate without a tag, and higher-order operators call such operators. Without
+    # a budget, torch runs none of them again. Plain functions, such as those of numbers, have no namespace.
+    if getattr(target, "namespace", "aten") not in ("aten", "prims", "prim"):
         return True
-    for index, argument in enumerate(node.target._schema.arguments):
-        # Attention is random only if it drops something.
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    for index, argument in enumerate(target._schema.arguments):
+        # Attention is random only if it drops something. Kernels may lack the tag.
         if argument.name == "dropout_p":
             given = node.args[index : index + 1] or [node.kwargs.get(argument.name, argument.default_value)]
             return given[0] != 0
-    return torch.Tag.nondeterministic_seeded in node.target.tags
+    return torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _reads_of_changed_inputs(joint: Graph) -> Set[Node]:
@@ -100,6 +98,7 @@ def _is_view(node):
 
 def _values(node: Node) -> List[Node]:
     """Returns the tensors that a node makes."""
-    if isinstance(node.meta.get("val"), (tuple, list)):
-        return [value for user in node.users if user.target is operator.getitem for value in _values(user)]
-    return [node] if isinstance(node.meta.get("val"), torch.Tensor) else []
+    if isinstance(node.meta.get("val"), torch.Tensor):
+        return [node]
+    # Several: in a tuple, or in what a higher-order operator returns.
+    return [value for user in node.users if user.target is operator.getitem for value in _values(user)]
