@@ -86,9 +86,11 @@ def make_quantized_model(folder):
     """Returns the model with the weights of its linear layers in 4 bits."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    # Only a model that is loaded can be quantized.
-    folder = os.path.join(folder, f"base{dist.get_rank()}")
-    make_model().save_pretrained(folder)
+    # Only a model that is loaded can be quantized. One process writes the files, because transformers has it so.
+    folder = os.path.join(folder, "base")
+    if dist.get_rank() == 0:
+        make_model().save_pretrained(folder)
+    dist.barrier()
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     model = AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=nf4, dtype=torch.float32, device_map={"": device()}

@@ -28,7 +28,11 @@ def as_saved(optimizer: DeepSpeedZeroOptimizer, state_dict: Dict[str, Any]) -> D
     inner = state_dict[BASE_OPTIMIZER_STATE]
     # An elastic checkpoint has a list instead, and no 8-bit states.
     if isinstance(inner, dict):
-        states = {index: saved(each, partition_offset(optimizer, index)) for index, each in inner["state"].items()}
+        # Of a state that belongs to no parameter, torch keeps the key as it is.
+        states = {
+            index: saved(each, partition_offset(optimizer, index)) if is_blockwise(each) else each
+            for index, each in inner["state"].items()
+        }
         state_dict[BASE_OPTIMIZER_STATE] = {**inner, "state": states}
     return state_dict
 

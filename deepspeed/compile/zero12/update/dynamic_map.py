@@ -50,7 +50,7 @@ def make_map(signed: bool, device: torch.device) -> Map:
         for decade in range(_DECADES):
             borders = torch.linspace(0.1, 1, _codes_of(decade, signed) + 1, dtype=torch.float32)
             positive.append(10.0 ** (decade + 1 - _DECADES) * ((borders[:-1] + borders[1:]) / 2))
-        values = torch.cat([*positive, torch.zeros(1), torch.ones(1)])
+        values = torch.cat([*positive, torch.tensor([0, 1], dtype=torch.float32)])
         values = torch.cat([values, *(-each for each in positive if signed)]).sort().values
         thresholds = _thresholds(values)
         if not signed:
@@ -83,7 +83,8 @@ def _thresholds(values):
         rounds_up = middle - lower >= (upper - lower) * 0.5
         below, threshold = torch.where(rounds_up, below, middle), torch.where(rounds_up, middle, threshold)
     # Every value has code 0 at least, and none has 256.
-    return torch.cat([torch.full((1,), -torch.inf), threshold, torch.full((1,), torch.inf)])
+    ends = torch.tensor([-torch.inf, torch.inf], dtype=torch.float32)
+    return torch.cat([ends[:1], threshold, ends[1:]])
 
 
 @functools.cache
