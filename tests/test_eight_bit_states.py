@@ -19,7 +19,7 @@ from deepspeed.compile.zero12.update.rule import Partition
 
 from support.ids import vary
 from support.optimizers import Views, deepspeed_adam
-from support.training import device, ranges_of, relative_error
+from support.training import default_dtype, device, ranges_of, relative_error
 
 NUMEL = 20 * BLOCK + 100
 # Binary fractions, so that scalars that are computed in fp32 have the same bits as those computed in fp64.
@@ -61,6 +61,12 @@ def test_codes_are_those_of_the_table(signed):
     codes = codes_of(values, thresholds.to(device()), signed)
     assert codes.dtype == torch.uint8
     assert torch.equal(codes.cpu().long(), searched(values.cpu(), table))
+
+
+@vary("signed", [True, False])
+def test_maps_are_in_fp32_whatever_the_default_is(signed):
+    with default_dtype(torch.float64):
+        assert {each.dtype for each in make_map.__wrapped__(signed, torch.device("cpu"))} == {torch.float32}
 
 
 @vary("signed", [True, False])

@@ -62,8 +62,10 @@ def link(optimizer: DeepSpeedZeroOptimizer) -> None:
                 address = parameter._hp_mapping.get_hp_fragment_address()
                 first = before + address.start
                 parameter._hp_mapping.optim_fragment = _Fragments(states, first, first + address.numel)
-            # The base makes this attribute anew each time that it links parameters with master weights.
-            parameter.set_full_hp_param = functools.partial(_set, parameter.set_full_hp_param)
+            # The base makes this attribute anew when it links parameters with master weights, but not in each call.
+            function = parameter.set_full_hp_param
+            if getattr(function, "func", None) is not _set:
+                parameter.set_full_hp_param = functools.partial(_set, function)
 
 
 class _Fragments(Mapping):
