@@ -7,6 +7,7 @@ Some in every run; ``make optimizers`` trains all that are installed, takes time
 
 import contextlib
 import time
+from types import SimpleNamespace
 from typing import Any, Dict, List, NamedTuple
 from unittest import mock
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.compile.memory_picture.of_engine import tensors_of
 from deepspeed.compile.memory_picture.record import Recording, phase
+from deepspeed.compile.zero12.options import _states_that_stay_in_fp32
 from deepspeed.compile.zero12.update import make_rules
 from deepspeed.compile.zero12.update.compiled import CompiledStep
 from deepspeed.compile.zero12.update.groups import StepOfGroups
@@ -25,7 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.beside import warnings_logged
-from support.ids import case_ids
+from support.ids import case_ids, vary
 from support.known_optimizers import IN_EVERY_RUN, KNOWN, ONE_PASS, RANGES, WHOLE, Known
 from support.optimizers_table import PROPERTY
 from support.training import (
@@ -314,11 +316,11 @@ def test_states_that_cannot_be_cut(ranks, name):
         assert result.counts == ([3.0] if other else [])
 
 
-def quantized_with(block_size):
-    """Returns what is warned of when states of a partition of 7200 elements are quantized, and what they are."""
+def quantized_with(block_size, width):
+    """Returns what is warned of where a partition has 2 * width**2 elements, and what its states are."""
     known = KNOWN["AdamW8bit of torchao"]
     known = known._replace(settings={**known.settings, "block_size": block_size})
-    module = Layers(60, 4).to(device())
+    module = Layers(width, 4).to(device())
     with warnings_logged() as lines, as_recorded(True):
         engine = engine_of(known.make(parameter_groups(module, 1)), module, True, 1)
         engine.backward(engine(inputs(module, 0)))
@@ -330,13 +332,39 @@ def quantized_with(block_size):
 
 def test_states_that_stay_in_fp32(ranks):
     pytest.importorskip("torchao")
-    first, last = ranks(2).run(quantized_with, 256)
+    first, last = ranks(2).run(quantized_with, 256, 56)
     assert last == ([], "Tensor"), "rank 0 alone warns"
     assert first[1] == "Tensor" and [line.partition(": ")[2] for line in first[0]] == [
-        "AdamW8bit of torchao keeps states in fp32, because its block_size=256 does not divide partitions of 7200 "
-        "elements; give it block_size=32"
+        "AdamW8bit of torchao keeps states in fp32, because its block_size=256 does not divide partitions of 6272 "
+        "elements; give it block_size=128"
     ]
-    assert ranks(2).run(quantized_with, 32) == 2 * [([], "OptimState8bit")]
+    assert ranks(2).run(quantized_with, 128, 56) == 2 * [([], "OptimState8bit")]
+
+
+class LowBit(torch.optim.AdamW):
+    """Has what the warning reads of torchao's optimizers."""
+
+    __module__ = "torchao.optim.adam"
+    block_size = 256
+
+
+@pytest.mark.quick
+@vary(
+    "sizes, remedy",
+    [
+        ((6272, 4224, 4000), "partitions of 6272, 4224 elements; give it block_size=128"),
+        ((512, 8192), None),
+        ((8192, 7200), "partitions of 7200 elements; leave it so, or use Adam or AdamW of torch with "),
+        ((4098, 4100), "partitions of 4098, 4100 elements; leave it so, or use Adam or AdamW of torch with "),
+    ],
+    expects="remedy",
+)
+def test_one_block_size_for_all_groups(sizes, remedy):
+    parameters = [torch.zeros(numel) for numel in sizes]
+    optimizer = SimpleNamespace(optimizer=LowBit(parameters), single_partition_of_fp32_groups=parameters)
+    warned = [*_states_that_stay_in_fp32(optimizer)]
+    assert len(warned) == (remedy is not None)
+    assert all(remedy in each for each in warned)
 
 
 class Averaged(NamedTuple):

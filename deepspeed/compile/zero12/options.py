@@ -253,18 +253,21 @@ def _without_effect(engine, compile_config, compile_kwargs):
 def _states_that_stay_in_fp32(optimizer):
     """Yields a sentence if there are partitions of which torchao quantizes no states, and says nothing."""
     inner = optimizer.optimizer
-    if type(inner).__module__.startswith("torchao.") and hasattr(inner, "block_size"):
-        sizes = sorted({master.numel() for master in optimizer.single_partition_of_fp32_groups})
-        # Of fewer elements than 4096 it quantizes none by design.
-        sizes = [size for size in sizes if size >= 4096 and size % inner.block_size]
-        if sizes:
-            block = math.gcd(inner.block_size, *sizes)
-            # Each block has a scale, so that smaller blocks take as much memory as states in bf16.
-            remedy = f"give it block_size={block}" if block >= 16 else "use AdamW with compile.optimizer_states='8bit'"
-            yield (
-                f"{type(inner).__name__} of torchao keeps states in fp32, because its block_size={inner.block_size} "
-                f"does not divide partitions of {', '.join(map(str, sizes))} elements; {remedy}"
-            )
+    if not (type(inner).__module__.startswith("torchao.") and hasattr(inner, "block_size")):
+        return
+    # Of fewer elements than 4096 it quantizes none by design.
+    sizes = [numel for each in optimizer.single_partition_of_fp32_groups if (numel := each.numel()) >= 4096]
+    divides_all = math.gcd(inner.block_size, *sizes)
+    if divides_all < inner.block_size:
+        remedy = f"give it block_size={divides_all}"
+        if divides_all < 64:
+            # Each block has a scale in fp32, so states in small blocks save little memory, or none.
+            remedy = "leave it so, or use Adam or AdamW of torch with compile.optimizer_states='8bit'"
+        uncut = ", ".join(str(numel) for numel in sizes if numel % inner.block_size)
+        yield (
+            f"{type(inner).__name__} of torchao keeps states in fp32, because its block_size={inner.block_size} does "
+            f"not divide partitions of {uncut} elements; {remedy}"
+        )
 
 
 def _unsupported_engines(engine):
