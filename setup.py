@@ -75,7 +75,7 @@ EDITS = (
         ENGINE,
         "empty parameter groups",
         "        basic_optimizer.param_groups[:] = [pg for pg",
-        "        zero12.schedulers.forget_empty_groups(basic_optimizer)\n"
+        "        zero12.schedulers.forget_empty_groups(basic_optimizer, self.client_lr_scheduler)\n"
         "        basic_optimizer.param_groups[:] = [pg for pg",
     ),
     (

@@ -26,24 +26,28 @@ _LISTS = (
 )
 
 
-def forget_empty_groups(optimizer: Optimizer) -> None:
+def forget_empty_groups(optimizer: Optimizer, given: Any) -> None:
     """Called right before DeepSpeed removes the empty parameter groups of an optimizer.
 
     Takes the entries of these groups out of the lists of each scheduler of the optimizer.
+
+    Args:
+        given: the scheduler that ``deepspeed.initialize()`` was given, or None.
     """
     kept = [bool(group["params"]) for group in optimizer.param_groups]
     if all(kept):
         return
-    for scheduler in _schedulers_of(optimizer):
+    for scheduler in _schedulers_of(optimizer, given):
         for name in _LISTS:
             entries = getattr(scheduler, name, None)
             if isinstance(entries, (list, tuple)) and len(entries) == len(kept):
                 setattr(scheduler, name, list(itertools.compress(entries, kept)))
 
 
-def _schedulers_of(optimizer: Optimizer) -> Iterator[Any]:
+def _schedulers_of(optimizer: Optimizer, given: Any) -> Iterator[Any]:
     # The engine knows only the scheduler that deepspeed.initialize() was given. Accelerate gives it none of torch's,
-    # and a scheduler may be made of others. No optimizer knows its schedulers, so ask Python for all objects.
-    for each in gc.get_objects():
+    # and a scheduler may be made of others. No optimizer knows its schedulers, so ask Python for all objects, which
+    # are those that are not behind gc.freeze().
+    for each in (given, *gc.get_objects()):
         if issubclass(type(each), _KINDS) and getattr(each, "optimizer", None) is optimizer:
             yield each
