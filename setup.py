@@ -161,20 +161,27 @@ EDITS = (
         "            zero12.eight_bit_states.after_load(self)\n",
     ),
     (
-        "deepspeed/checkpoint/ds_to_universal.py",
-        "states of a rank",
-        "    fp32_groups = optim_sd[SINGLE_PARTITION_OF_FP32_GROUPS]\n    param_groups_cnt = len(state_groups)\n",
-        "    fp32_groups = optim_sd[SINGLE_PARTITION_OF_FP32_GROUPS]\n"
-        "    from deepspeed.compile import zero12\n"
-        "    state_groups = zero12.eight_bit_states.for_universal(state_groups, fp32_groups)\n"
-        "    param_groups_cnt = len(state_groups)\n",
+        ENGINE,
+        "step of the optimizer",
+        "            self.optimizer.step()\n",
+        "            zero12.eight_bit_states.before_step(self)\n            self.optimizer.step()\n",
     ),
-    # DeepSpeed gives a function that leaves tensors on the host. torch cannot call one for a tensor made of others.
+    (
+        "deepspeed/checkpoint/zero_checkpoint.py",
+        "read of a rank's file",
+        "            for key in keys_to_ignore:\n",
+        "            from deepspeed.compile import zero12\n"
+        "            zero12.eight_bit_states.convert_saved(sd)\n"
+        "            for key in keys_to_ignore:\n",
+    ),
+    # The functions of this file leave tensors on the host. torch cannot call one for a tensor that is made of others.
     (
         "deepspeed/runtime/checkpoint_engine/torch_checkpoint_engine.py",
         "load()",
         "torch.load(path, map_location=map_location, weights_only=False)",
-        "torch.load(path, map_location='cpu' if callable(map_location) else map_location, weights_only=False)",
+        "torch.load(path, weights_only=False, map_location=(\n"
+        "            'cpu' if getattr(map_location, '__module__', None) == 'deepspeed.runtime.state_dict_factory'\n"
+        "            else map_location))",
     ),
     (
         "deepspeed/utils/debug.py",

@@ -24,7 +24,7 @@ from deepspeed.utils import (
 from support.checkpoints import Run, assert_same, compared, differing, sequences, start, state, train
 from support.ids import vary
 from support.options import outcome
-from support.training import ROUNDING, Case, device, make_engine, relative_error, total_error
+from support.training import ROUNDING, Case, compile_backend, device, make_engine, relative_error, total_error
 from support.training import build as build_case
 
 EIGHT_BITS = {"compile": {"optimizer_states": "8bit"}}
@@ -317,6 +317,54 @@ def test_loaded_and_saved_again(ranks, tmp_path):
         assert moved == loaded == 0
 
 
+def step_uncompiled(run, folder):
+    """Loads 8-bit states into engines that ask for these, but step without DeepCompile, and trains on.
+
+    Returns, by the reason, whether states are 8-bit states two steps later, and how far the masters are from those of
+    the engine that went on; and how far these moved.
+    """
+
+    def masters():
+        return [each.clone() for each in engine.optimizer.single_partition_of_fp32_groups]
+
+    def values():
+        return [
+            safe_get_full_optimizer_state(each, name).clone() for each in engine.module.parameters() for name in SIGNED
+        ]
+
+    _, engine = start(run)
+    train(engine, run, range(4))
+    engine.save_checkpoint(folder, tag="8bit")
+    before = masters()
+    train(engine, run, [4, 5])
+    end, found = masters(), {}
+    engine.destroy()
+    for why in ("refused", "in evaluation mode"):
+        module, engine = start_uncompiled(run, seed=1)
+        engine.load_checkpoint(folder, tag="8bit")
+        if why == "refused":
+            assert "schedule" in outcome(engine.compile, backend="eager", schedule=[(0, [])])
+        # Otherwise the engine compiles itself behind this step.
+        module.train(why == "refused")
+        with compile_backend("eager"):
+            train(engine, run, [4])
+        earlier = values()
+        train(engine, run, [5])
+        assert not any(map(torch.equal, values(), earlier)), "the states that are read are old"
+        found[why] = all(map(is_blockwise, states_of(engine))), total_error(masters(), end)
+        engine.destroy()
+    return found, total_error(end, before)
+
+
+def test_loaded_into_engines_that_step_uncompiled(ranks, tmp_path):
+    for found, moved in ranks(2).run(step_uncompiled, run_of(stage=2, dtype="bf16", groups=2), str(tmp_path)):
+        assert moved > 1e-2 and max(error for _, error in found.values()) < 0.1 * moved, (found, moved)
+        assert {why: blockwise for why, (blockwise, _) in found.items()} == {
+            "refused": False,
+            "in evaluation mode": True,
+        }
+
+
 def to_universal(folder):
     """Converts a checkpoint, and returns what the converter raised."""
     arguments = ["--input_folder", f"{folder}/8bit", "--output_folder", f"{folder}/universal"]
@@ -355,8 +403,9 @@ def load_universal(run, folder, begins):
 
 def test_universal_checkpoints(ranks, tmp_path):
     """8-bit states become fp32 states in a universal checkpoint, for any number of ranks."""
-    run = run_of(stage=1)
-    expected = ranks(2).run(save_for_others, run, str(tmp_path))[0]
+    # With three ranks, the partitions of two groups have padding.
+    run = run_of(stage=1, model="BlocksWithin", groups=4)
+    expected = ranks(3).run(save_for_others, run, str(tmp_path))[0]
     assert to_universal(tmp_path) == ""
     for world, kind, begins in ((1, run, False), (2, run, True), (1, dataclasses.replace(run, config={}), True)):
         for names, values in ranks(world).run(load_universal, kind, str(tmp_path), begins):

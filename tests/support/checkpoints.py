@@ -22,6 +22,7 @@ from support.training import (
     average_gradients,
     build,
     device,
+    forget_autocast,
     low_precision,
     offload,
     parameter_groups,
@@ -99,6 +100,7 @@ def make_engine(module, run):
         schedule = SCHEDULES[run.schedule](optimizer)
     elif run.schedule:
         schedule = SCHEDULES[run.schedule]
+    forget_autocast()
     engine = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
     if run.deepcompile:
         engine.compile(backend=run.backend)

@@ -108,6 +108,11 @@ def offload(config):
     config["zero_force_ds_cpu_optimizer"] = False
 
 
+def forget_autocast():
+    """DeepSpeed keeps an engine's autocast section for the life of the process, and processes serve many tests."""
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
+
+
 def make_engine(module, case):
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -123,8 +128,7 @@ def make_engine(module, case):
         config[section] = {**config.get(section, {}), **options} if isinstance(options, dict) else options
     if case.offloaded:
         offload(config)
-    # DeepSpeed keeps an engine's autocast section for the life of the process, and processes serve many tests.
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
+    forget_autocast()
     engine = deepspeed.initialize(model=module, optimizer=make_optimizer(module, case), config=config)[0]
     if case.deepcompile:
         engine.compile(backend=case.backend, compile_kwargs=dict(case.compile_kwargs or {}))

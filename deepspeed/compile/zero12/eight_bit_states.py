@@ -8,11 +8,16 @@ A checkpoint has the codes, and an engine that loads it goes on with the same bi
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List
+from typing import TYPE_CHECKING, Any, Dict, Iterator
 
 import torch
 
-from deepspeed.checkpoint.constants import BASE_OPTIMIZER_STATE
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    GROUP_PADDINGS,
+    OPTIMIZER_STATE_DICT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .layout import partition_offset
@@ -118,9 +123,23 @@ def after_load(engine: "DeepSpeedEngine") -> None:
         adopt(optimizer, in_8_bits=False)
 
 
-def for_universal(states: Dict[int, Dict[str, Any]], masters: List[torch.Tensor]) -> Dict[int, Dict[str, Any]]:
-    """Called when a checkpoint is converted. Returns the states of a rank's partitions with 8-bit states in fp32."""
-    for index, of_group in states.items():
-        if is_blockwise(of_group):
-            to_fp32(of_group, of_group[FORM]["elements before the partition"], masters[index].numel())
-    return states
+def before_step(engine: "DeepSpeedEngine") -> None:
+    """Called before an optimizer steps. Without DeepCompile its own ``step()`` does, which knows no 8-bit states."""
+    # An engine that asks for these steps so after engine.compile() was refused, or before it compiles itself.
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not hasattr(engine.optimizer, "_zero12"):
+        adopt(engine.optimizer, in_8_bits=False)
+
+
+def convert_saved(checkpoint: Dict[str, Any]) -> None:
+    """Called when a tool such as ``ds_to_universal`` has read what a rank has saved. Makes 8-bit states fp32 states.
+
+    The caller cuts the padding of the partition off each state, which would cut codes.
+    """
+    saved_by_rank = checkpoint.get(OPTIMIZER_STATE_DICT) or {}
+    inner = saved_by_rank.get(BASE_OPTIMIZER_STATE)
+    for index, states in inner["state"].items() if isinstance(inner, dict) else ():
+        if is_blockwise(states):
+            # Masters are saved without their padding.
+            masters, paddings = saved_by_rank[SINGLE_PARTITION_OF_FP32_GROUPS], saved_by_rank[GROUP_PADDINGS]
+            numel = masters[index].numel() + paddings[index]
+            to_fp32(states, states[FORM]["elements before the partition"], numel)

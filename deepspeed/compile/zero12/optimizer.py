@@ -205,6 +205,8 @@ def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     keep_no_graph(optimizer)
     optimizer._zero12 = zero12
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
+    # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
+    _link_states(optimizer)
     _attached.add(optimizer)
 
 

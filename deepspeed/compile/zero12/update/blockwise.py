@@ -74,17 +74,13 @@ def to_blocks(states: Dict[str, Any], offset: int, like: torch.Tensor) -> None:
     Raises:
         ValueError: if 8-bit states are those of another partition, or have another format.
     """
-    form, expected = states.pop(FORM, None), form_of(offset)
+    _refuse_other_forms(states, offset)
     if all(state in states for state in SIGNED):
         new = zeros(offset, like)
         for state in SIGNED:
             _encode(state, states.pop(state), offset % BLOCK, *(new[name] for name in names_of(state)))
         states.update(new)
-    elif form is not None and form != expected:
-        raise ValueError(
-            f"8-bit optimizer states were loaded of the form {form}, where {expected} is needed; load them with the "
-            "edition, the number of ranks and the settings with which they were saved"
-        )
+    states.pop(FORM, None)
     blocks = count_of_blocks(offset, like.numel())
     for state in SIGNED:
         codes, scales = names_of(state)
@@ -96,6 +92,16 @@ def to_blocks(states: Dict[str, Any], offset: int, like: torch.Tensor) -> None:
         # These are views, or moves to the device at most.
         states[codes] = states[codes].to(like.device).view(torch.uint8).view(blocks, BLOCK)
         states[scales] = states[scales].to(like.device)
+
+
+def _refuse_other_forms(states, offset):
+    """Raises ValueError if 8-bit states are not of the form that a partition has which begins at ``offset``."""
+    form, expected = states.get(FORM), form_of(offset)
+    if form is not None and form != expected and is_blockwise(states):
+        raise ValueError(
+            f"8-bit optimizer states were loaded of the form {form}, where {expected} is needed; load them with the "
+            "edition, the number of ranks and the settings with which they were saved"
+        )
 
 
 def _encode(state, values, before, codes, scales):
@@ -128,7 +134,12 @@ def fp32_values(states: Dict[str, Any], state: str, first: int, last: int) -> to
 
 
 def to_fp32(states: Dict[str, Any], offset: int, numel: int) -> None:
-    """Makes 8-bit states those with which the optimizer itself goes on. Rounded values stay rounded."""
+    """Makes 8-bit states those with which the optimizer itself goes on. Rounded values stay rounded.
+
+    Raises:
+        ValueError: if they are those of another partition, or have another format.
+    """
+    _refuse_other_forms(states, offset)
     before = offset % BLOCK
     for state in SIGNED:
         values = fp32_values(states, state, before, before + numel)
