@@ -11,6 +11,7 @@ import torch
 
 from deepspeed.compile.zero12.update import eight_bit
 from deepspeed.compile.zero12.update import ranges as of_partition
+from deepspeed.compile.zero12.update.adam_of_blocks import Blocks, Settings
 from deepspeed.compile.zero12.update.blockwise import SIGNED, fp32_values, names_of, saved, to_blocks, to_fp32, zeros
 from deepspeed.compile.zero12.update.dynamic_map import BLOCK, codes_of, make_map, zero_code
 from deepspeed.compile.zero12.update.eight_bit import EightBitAdam
@@ -297,6 +298,33 @@ def test_kernel(monkeypatch, dtype):
         # What lies in the middle of two codes may be rounded otherwise, because the kernel multiplies by 1 / scale.
         assert (found[0][2][codes] != found[1][2][codes]).float().mean() < 1e-3
         assert relative_error([found[0][2][scales]], [found[1][2][scales]]) < 1e-6
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("module", ["adam_kernel", "adam_of_blocks"])
+def test_steps_at_midpoints(module):
+    """A step finds the code that a search in the table finds, at each midpoint and one rounding on either side."""
+    if module == "adam_kernel" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU, because the kernel is for GPUs")
+    signed, unsigned = (make_map(each, device()).thresholds[1:-1] for each in (True, False))
+    middle = torch.cat([signed, unsigned, unsigned.sqrt(), -unsigned])
+    around = [middle, *(middle.nextafter(torch.full_like(middle, end)) for end in (-2, 2))]
+    found = torch.cat(around).clamp(-1, 1)
+    # The largest magnitude of each block is 1, and so is its scale: both states are what the step makes of it.
+    rows = found.new_ones(-(-found.numel() // (BLOCK - 1)), BLOCK)
+    rows[:, 1:] = torch.nn.functional.pad(found, (0, rows.numel() - len(rows) - found.numel())).view(len(rows), -1)
+    codes = [torch.full_like(rows, zero_code(state), dtype=torch.uint8) for state in (True, False)]
+    scales = [rows.new_ones(len(rows)) for _ in codes]
+    maps = [make_map(state, device()) for state in (True, False)]
+    # Both moments are replaced: they become the gradient and its square.
+    scalars = torch.tensor([0, 1, 1, 0, 1, 1, 1], dtype=torch.float32, device=device())
+    importlib.import_module(f"deepspeed.compile.zero12.update.{module}").step_blocks(
+        Blocks(rows, rows.clone(), torch.empty_like(rows), codes, scales), Settings(True, False, None, scalars, maps)
+    )
+    for state, values in enumerate((rows, rows * rows)):
+        assert torch.equal(scales[state], torch.ones_like(scales[state]))
+        searched = torch.searchsorted(maps[state].thresholds[1:-1], values, right=True)
+        assert torch.equal(codes[state].long(), searched)
 
 
 def test_states_that_are_saved_and_loaded():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
 import torch
 from torch.nn import Module
 from torch.torch_version import TorchVersion
+from torch.utils._triton import has_triton_package
 
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
@@ -261,7 +262,7 @@ def _states_that_stay_in_fp32(optimizer):
     if divides_all < inner.block_size:
         remedy = f"give it block_size={divides_all}"
         if divides_all < 64:
-            # Each block has a scale in fp32, so states in small blocks save little memory, or none.
+            # Each block has a scale in fp32, so that states in small blocks save little.
             remedy = "leave it so, or use Adam or AdamW of torch with compile.optimizer_states='8bit'"
         uncut = ", ".join(str(numel) for numel in sizes if numel % inner.block_size)
         yield (
@@ -333,6 +334,8 @@ def _unsupported_states(engine):
             f"{asked} saves memory of the device, where zero_optimization.offload_optimizer keeps no states; leave "
             "one of them out"
         )
+    if torch.cuda.is_available() and not has_triton_package():
+        yield f"{asked} needs Triton on a GPU; install triton, or leave compile.optimizer_states out"
     if any(master.dtype != torch.float32 for master in optimizer.single_partition_of_fp32_groups):
         yield f"{asked} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
     if optimizer.torch_autocast_gradscaler:

@@ -70,7 +70,7 @@ def set_up(
         undo.callback(_note_end, weakref.ref(engine))
         compile_blocks.take_over_compiled(each for each in module.modules() if each is not module)
         train_without_cache(module, undo)
-        liger.keep_out_of_graphs(module)
+        liger.keep_out_of_graphs()
         waiting = None
         if plan.overlaps_gather:
             waiting = Waiting(optimizer, module, plan.blocks)

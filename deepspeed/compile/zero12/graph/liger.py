@@ -6,10 +6,10 @@ Such a kernel runs as it does without torch.compile. What is around it stays com
 """
 
 import functools
+import importlib
 import sys
 
 import torch
-from torch.nn import Module
 
 from ..messages import warn
 
@@ -22,18 +22,32 @@ _FUNCTIONS = (
 )
 
 
-def keep_out_of_graphs(module: Module) -> None:
-    """Has Dynamo leave these functions out, in this process from then on, if a model calls Liger's code."""
-    if any((getattr(each.forward, "__module__", None) or "").startswith("liger_kernel.") for each in module.modules()):
+def keep_out_of_graphs() -> None:
+    """Has Dynamo leave these functions out, in this process from then on, if Liger has been imported."""
+    if "liger_kernel" in sys.modules:
         for file, name in _FUNCTIONS:
             _keep_out(file, name)
 
 
 @functools.cache
 def _keep_out(file, name):
-    function = getattr(sys.modules.get(file), name, None)
-    if function is not None:
-        why = "it computes wrong numbers there with this torch and this Liger"
-        # Dynamo breaks the graph at a call of the function, and compiles nothing of what the call runs.
-        function.forward = staticmethod(torch.compiler.disable(function.forward, reason=why))
-        warn(f"DeepCompile keeps {name} out of its graphs, because {why}")
+    try:
+        function = getattr(importlib.import_module(file), name)
+    except (ImportError, AttributeError):
+        warn(f"This Liger has no {name}, which DeepCompile keeps out of graphs; compare losses with Liger turned off")
+        return
+    forward = function.forward
+
+    # Dynamo breaks the graph at a call of the function, and compiles nothing of what the call runs.
+    @torch.compiler.disable(reason="it computes wrong numbers in graphs")
+    @functools.wraps(forward)
+    def outside(*args):
+        _say(name)
+        return forward(*args)
+
+    function.forward = staticmethod(outside)
+
+
+@functools.cache
+def _say(name):
+    warn(f"DeepCompile keeps {name} out of its graphs, because it computes wrong numbers there with this Liger")

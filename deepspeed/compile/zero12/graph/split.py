@@ -41,6 +41,11 @@ def _partitioner():
     would keep is marked, torch 2.13 and older save the tuple of a marked operator with several results, which fails.
     """
     torchs = partitioners.min_cut_rematerialization_partition
+    if "choose_saved_values_set" not in torchs.__code__.co_names or torchs.__closure__:
+        raise RuntimeError(
+            f"DeepCompile cannot split graphs with torch {torch.__version__}, whose partitioner asks another function "
+            "what to keep; use a release of torch that the README names"
+        )
     # The same code with globals of its own, so that nothing changes for others who call it.
     own = {**torchs.__globals__, "choose_saved_values_set": _values_to_keep}
     partitioner = types.FunctionType(torchs.__code__, own, argdefs=torchs.__defaults__)

@@ -44,7 +44,7 @@ class Settings(NamedTuple):
 def step_blocks(blocks: Blocks, settings: Settings) -> None:
     """Steps blocks: changes all of ``blocks`` but the gradient.
 
-    The arithmetic is torchao's, in its order, so that codes have the same bits.
+    The arithmetic is torchao's, in its order, so that codes have the bits of torchao's optimizer on the same device.
     """
     s = Scalars(*settings.scalars.unbind())
     gradient = blocks.gradient.to(torch.float32)
