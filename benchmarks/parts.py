@@ -12,11 +12,13 @@ From the root of the repository::
 - The norm of its gradients.
 - The loss: the head and the cross-entropy, in one chunk and in chunks of different sizes.
 - The model: forward and backward with compiled blocks and no communication.
+- The update beside a forward, on a stream of its own: by how much the forward takes longer.
 """
 
 import argparse
 import dataclasses
 import functools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 
@@ -68,8 +70,12 @@ def bandwidth(device: str, repetitions: int) -> float:
     return 4 * source.numel() / seconds(lambda: target.copy_(source), repetitions)
 
 
-def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> None:
-    """Prints the times of the update and of the norm of all parameters of a model."""
+def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Callable[[], None]:
+    """Prints the times of the update and of the norm of all parameters of a model.
+
+    Returns:
+        What updates all parameters by a fused AdamW in one pass.
+    """
     from deepspeed.compile.zero12.norm import sum_of_squares
     from deepspeed.compile.zero12.update import compiled
     from deepspeed.compile.zero12.update.eight_bit import EightBitAdam
@@ -104,6 +110,8 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
             run = functools.partial(step, adam, updates)
             took = seconds(run, repetitions)
             print(f"AdamW {kind}, {name:11} {1e3 * took:8.2f} ms, {took / floor:.3f} of that{most_memory(run)}")
+            if (kind, updates is None) == ("fused", False):
+                update = run
     run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), EightBitAdam())
     took, floor = seconds(run, repetitions), BYTES_WITH_8_BITS * numel / rate
     print(
@@ -111,6 +119,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Non
     )
     took = seconds(lambda: sum_of_squares([*gradients.values()]), repetitions)
     print(f"norm                       {1e3 * took:8.2f} ms, {took / (2 * numel / rate):.3f} of 2 bytes an element")
+    return update
 
 
 def time_loss(shape: Shape, seq: int, device: str, repetitions: int) -> None:
@@ -139,7 +148,37 @@ def time_loss(shape: Shape, seq: int, device: str, repetitions: int) -> None:
         print(f"loss, {number:4} chunks          {1e3 * took:8.2f} ms{most_memory(run)}")
 
 
-def time_model(shape: Shape, seq: int, device: str, repetitions: int) -> None:
+def time_beside(forward: Callable[[], object], update: Callable[[], None], repetitions: int) -> None:
+    """Prints by how much a forward takes longer while the update runs on another stream."""
+    alone, update_alone = seconds(forward, repetitions), seconds(update, repetitions)
+    for priority in (0, -1):
+        compute, side = torch.cuda.Stream(priority=priority), torch.cuda.Stream()
+        ends = {
+            stream: [torch.cuda.Event(enable_timing=True) for _ in range(repetitions)] for stream in (compute, side)
+        }
+        begins = [torch.cuda.Event(enable_timing=True) for _ in range(repetitions)]
+        for step, begin in enumerate(begins):
+            synchronize()
+            begin.record()
+            for stream, run in ((side, update), (compute, forward)):
+                stream.wait_event(begin)
+                with torch.cuda.stream(stream):
+                    run()
+                    ends[stream][step].record()
+        synchronize()
+        beside, updated = (
+            statistics.median(begin.elapsed_time(end) for begin, end in zip(begins, ends[stream]))
+            for stream in (compute, side)
+        )
+        slower = (max(beside, updated) - 1e3 * alone) / (1e3 * update_alone)
+        name = "at high priority" if priority else "at the same priority"
+        print(
+            f"a forward of {1e3 * alone:.2f} ms {name} beside an update of {1e3 * update_alone:.2f} ms: the forward "
+            f"ends after {beside:.2f} ms, the update after {updated:.2f}: {slower:.2f} ms more a ms of the update"
+        )
+
+
+def time_model(shape: Shape, seq: int, device: str, repetitions: int, update: Callable[[], None]) -> None:
     """Prints the times of forward and backward with compiled blocks, on the device and on the host."""
     model = build_model(shape, torch.bfloat16, device, False)
     for block in model.model.layers:
@@ -164,6 +203,8 @@ def time_model(shape: Shape, seq: int, device: str, repetitions: int) -> None:
     kernels = [each for each in profiler.events() if each.device_type == torch.autograd.DeviceType.CUDA]
     busy = sum(each.device_time_total for each in kernels) / 1e3
     print(f"model, kernels             {busy:8.2f} ms, {len(kernels)} of them")
+    with torch.no_grad():
+        time_beside(lambda: model(input_ids=ids, labels=ids), update, repetitions)
 
 
 def main() -> None:
@@ -177,9 +218,9 @@ def main() -> None:
     shape = dataclasses.replace(SHAPES[options.shape], num_hidden_layers=options.layers)
     rate = bandwidth(device, options.repetitions)
     print(f"{torch.cuda.get_device_name() if on_gpus() else 'CPU'}: a copy moves {rate / 1e12:.3f} TB/s")
-    time_update(shape, device, rate, options.repetitions)
+    update = time_update(shape, device, rate, options.repetitions)
     time_loss(shape, options.seq, device, options.repetitions)
-    time_model(shape, options.seq, device, options.repetitions)
+    time_model(shape, options.seq, device, options.repetitions, update)
 
 
 if __name__ == "__main__":
