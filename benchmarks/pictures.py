@@ -148,7 +148,8 @@ def main(arguments: list[str]) -> None:
     kinds = {"losses": draw_losses, "frontier": draw_frontier}
     if len(arguments) > 2 and arguments[0] in kinds:
         results = {Path(name).stem: json.loads(Path(name).read_text()) for name in arguments[2:]}
-        kinds[arguments[0]](results, describe(next(iter(results.values()))), Path(arguments[1]))
+        title = describe(next(iter(results.values())), with_kept=arguments[0] != "frontier")
+        kinds[arguments[0]](results, title, Path(arguments[1]))
     elif len(arguments) == 1 and (Path(arguments[0]) / "results.json").is_file():
         print("\n".join(map(str, draw(Path(arguments[0])))))
     else:

@@ -118,22 +118,23 @@ def unit_of(results: Iterable[Result]) -> tuple[int, str]:
     return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
 
 
-def describe(result: Result) -> str:
-    """Returns one line that says what was trained, and on what."""
+def describe(result: Result, with_kept: bool = True) -> str:
+    """Returns one line that says what was trained, and on what; ``with_kept``: and which activations were kept."""
     run, where = result["run"], result["environment"]
     layers = f", {run['layers']} layers" if run["layers"] else ""
     nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""
     adam = "on the host" if run.get("offload") else run["adam"]
-    kept = "every layer checkpointed" if run["checkpoint"] else "no checkpointing"
+    kept = ", every layer checkpointed" if run["checkpoint"] else ", no checkpointing"
     if run.get("activation_budget") is not None:
         kept += f", activation budget {run['activation_budget']:g}"
+    kept = kept if with_kept else ""
     if run.get("float8"):
         kept += f", float8 {run['float8']} by torchao {where['torchao']}"
     adam = f"with {run['states']} states" if run.get("states") else adam
     return (
         f"{run['shape']}{layers}, {result['parameters'] / 1e6:,.1f} million parameters in {run['dtype']}; "
         f"{where['world']} x {where['device']}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
-        f"{run['accumulation']}, {kept}, ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {adam}; "
+        f"{run['accumulation']}{kept}, ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {adam}; "
         f"steps {run['warm']} to {run['steps'] - 1} timed; torch {where['torch']}{nccl}, "
         f"transformers {where['transformers']}; {where['host']}, {where['date']}"
     )

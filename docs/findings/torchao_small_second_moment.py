@@ -1,4 +1,4 @@
-# torchao 0.18.0: a step of hundreds of learning rates, where a small second moment has become zero.
+# torchao 0.18.0: a step of thousands of learning rates, where a small second moment has become zero.
 import torch
 from torchao.optim import AdamW8bit
 

@@ -8,7 +8,7 @@ Each decade has twice as many codes as the decade below. A block of ``BLOCK`` va
 magnitude.
 
 A value that is not zero does not become zero where there is no sign. Adam divides by the root of the second moment: if
-that became zero before the first moment did, a small gradient would move a weight by hundreds of learning rates.
+that became zero before the first moment did, a small gradient would move a weight by thousands of learning rates.
 
 To quantize is to find the code whose value is next. A search in the table takes eight steps, of which each waits for
 the step before. But the index of a code among those of its sign, as a function of the magnitude, is linear in each
