@@ -22,7 +22,7 @@ from pathlib import Path
 
 from . import processes
 from .devices import visible_gpus
-from .results import NoResult, Result, is_measured, no_result
+from .results import NoResult, Result, is_measured, no_result, share_gpus
 from .tables import markdown
 
 # Arguments of benchmarks.measure for each case, for each system, and for each kind of machine.
@@ -68,7 +68,12 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--base", metavar="DIR", help="folder with an unchanged DeepSpeed")
     parser.add_argument("--systems", nargs="+", choices=COLUMNS, help="which to measure; default: those that can be")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["plain"])
-    parser.add_argument("--processes", type=int, help="default: one for each GPU, or two on a CPU")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        help="ranks; default: one for each GPU, or two on a CPU. More ranks than GPUs share these: memory is that of "
+        "as many GPUs, and times are left out",
+    )
     parser.add_argument("--again", action="store_true", help="start each system a second time, from torch's caches")
     parser.add_argument("--limit", type=float, default=1800, help="seconds after which a run is ended")
     parser.add_argument("--out", metavar="DIR", default="benchmark-results")
@@ -150,7 +155,9 @@ def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict
                     log = out / f"{case}-{_slug(name)}.log"
                     result = processes.run(arguments, gpus, ranks, site, compiled, extensions, options.limit, log)
                     result = results[case][name] = checked(system, result)
-                    told = f"{result['step_s']:.4f} s/step" if is_measured(result) else result["why"]
+                    told = result["why"] if not is_measured(result) else f"{result['step_s']:.4f} s/step"
+                    if is_measured(result) and share_gpus(result):
+                        told = "measured, with GPUs that ranks share"
                     print(f"  {told} ({time.perf_counter() - began:.0f} s in all)", flush=True)
                     (out / "results.json").write_text(json.dumps(results) + "\n")
     (out / "results.json").write_text(json.dumps(results) + "\n")

@@ -29,6 +29,22 @@ def visible_gpus() -> list[str]:
     return named
 
 
+def take_gpu() -> str:
+    """Chooses the GPU of this rank before anything communicates, and returns its name, for example "cuda:0".
+
+    Where ranks are more than GPUs, they share these. NCCL refuses two ranks of one host on one GPU, and tells hosts
+    apart by a variable. So each rank has a name of its own there, and messages go through sockets.
+    """
+    rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    # All ranks are on this machine.
+    if int(os.environ["WORLD_SIZE"]) > gpus:
+        os.environ.update(NCCL_HOSTID=f"rank{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        rank %= gpus
+        os.environ["LOCAL_RANK"] = str(rank)
+    torch.cuda.set_device(rank)
+    return f"cuda:{rank}"
+
+
 def synchronize() -> None:
     """Has the host wait until the GPU has done its work; on a CPU there is nothing to wait for."""
     if on_gpus():

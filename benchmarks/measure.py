@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .devices import on_gpus
+from .devices import on_gpus, take_gpu
 from .recorder import data
 from .results import PHASES, Result, allocated_in
 from .settings import Settings, parse_command_line
@@ -61,6 +61,7 @@ def environment() -> dict[str, Any]:
         "host": platform.node(),
         "device": torch.cuda.get_device_name() if on_gpus() else "CPU",
         "world": dist.get_world_size(),
+        "gpus": torch.cuda.device_count() if on_gpus() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "deepspeed": deepspeed.__version__,
@@ -128,11 +129,7 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
 
 def main() -> None:
     settings, file, trace = parse_command_line(__doc__.splitlines()[0])
-    if on_gpus():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device = f"cuda:{torch.cuda.current_device()}"
-    else:
-        device = "cpu"
+    device = take_gpu() if on_gpus() else "cpu"
     if device == "cpu" or settings.offload:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["WORLD_SIZE"])))
     if settings.system == "fsdp2":

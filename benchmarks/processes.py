@@ -51,7 +51,6 @@ def run(
         limit: seconds after which the run is ended.
         log: a file for what the run prints.
     """
-    where = ["--include", "localhost:" + ",".join(gpus[:processes])] if gpus else ["--num_gpus", str(processes)]
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name, open(log, "w") as output:
         folder = Path(name).resolve()
         # Ranks run in this folder and import this package through the link in it. They must not search the checkout:
@@ -69,7 +68,7 @@ def run(
         if not gpus:
             environment |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         port = _free_port()
-        launcher = [sys.executable, "-m", "deepspeed.launcher.runner", *where, "--master_port", str(port)]
+        launcher = [sys.executable, "-m", *_launcher(gpus, processes), "--master_port", str(port)]
         # In a session of its own, the signal that ends it reaches all of its processes.
         process = subprocess.Popen(
             [*launcher, "--module", f"{PACKAGE.name}.measure", *arguments, "--json", str(file)],
@@ -96,6 +95,15 @@ def run(
         if status or not file.exists():
             return no_result(f"ended with exit status {status}, see {log}", failed=True)
         return json.loads(file.read_text())
+
+
+def _launcher(gpus: list[str], processes: int) -> list[str]:
+    """Returns the module of a launcher, and the arguments that say how many ranks to start, and where."""
+    if 0 < len(gpus) < processes:
+        # DeepSpeed's launcher names a GPU for each rank, also where there is none.
+        return ["torch.distributed.run", "--nproc_per_node", str(processes)]
+    where = ["--include", "localhost:" + ",".join(gpus[:processes])] if gpus else ["--num_gpus", str(processes)]
+    return ["deepspeed.launcher.runner", *where]
 
 
 def _python_path(folder: Path, site: str | None) -> str:

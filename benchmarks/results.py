@@ -90,6 +90,12 @@ def is_measured(result: Result | NoResult) -> TypeGuard[Result]:
     return "why" not in result
 
 
+def share_gpus(result: Result) -> bool:
+    """Whether several ranks shared a GPU, so that times mean nothing."""
+    where = result["environment"]
+    return bool(where.get("gpus")) and where["gpus"] < where["world"]
+
+
 def allocated_in(step: data.StepMemory, phase: str) -> dict[str, int]:
     """Returns how many bytes are allocated "after" the last micro-batch's ``phase``, and at the "peak" in it."""
     begin, end = step.phases[phase][-1]
@@ -131,9 +137,12 @@ def describe(result: Result, with_kept: bool = True) -> str:
     if run.get("float8"):
         kept += f", float8 {run['float8']} by torchao {where['torchao']}"
     adam = f"with {run['states']} states" if run.get("states") else adam
+    devices = f"{where['world']} x {where['device']}"
+    if share_gpus(result):
+        devices = f"{where['world']} ranks that share {where['gpus']} x {where['device']}"
     return (
         f"{run['shape']}{layers}, {result['parameters'] / 1e6:,.1f} million parameters in {run['dtype']}; "
-        f"{where['world']} x {where['device']}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
+        f"{devices}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
         f"{run['accumulation']}{kept}, ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {adam}; "
         f"steps {run['warm']} to {run['steps'] - 1} timed; torch {where['torch']}{nccl}, "
         f"transformers {where['transformers']}; {where['host']}, {where['date']}"

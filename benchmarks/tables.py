@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tables of one run and of several side by side."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
-from .results import NoResult, Result, describe, highest, is_measured, unit_of
+from .results import NoResult, Result, describe, highest, is_measured, share_gpus, unit_of
 
 # What a figure is, which decides how it is written.
 SECONDS, BYTES, LOSS = "s", "bytes", "loss"
@@ -66,6 +66,12 @@ ROWS = [
 ]
 
 
+def _rows(results: Iterable[Result]) -> list[Row]:
+    """Returns the rows of a table: those of times only where each rank had a GPU of its own."""
+    shared = any(map(share_gpus, results))
+    return [row for row in ROWS if row.kind != SECONDS or not shared]
+
+
 def _write(figure: float | None, kind: str, unit: tuple[int, str]) -> str:
     """Returns a figure as a table shows it; ``unit`` is the one for bytes, see :func:`unit_of`."""
     if figure is None:
@@ -102,7 +108,7 @@ def print_run(result: Result) -> None:
     print(f"\n{describe(result)}\n{result['run']['system']}, deepspeed {result['environment']['deepspeed']}")
     ranks = [f"rank {index}" for index in range(len(result["ranks"]))]
     print(f"  {'':38}{'highest':>11}" + "".join(f"{rank:>11}" for rank in ranks))
-    for row in ROWS:
+    for row in _rows([result]):
         figure = row.read(result)
         if figure is None:
             continue
@@ -136,7 +142,7 @@ def markdown(results: Mapping[str, Result | NoResult], beside: Collection[str]) 
         )
         + " |" * (1 + len(ratios)),
     ]
-    for row in ROWS:
+    for row in _rows(measured.values()):
         figures = {column: row.read(result) for column, result in measured.items()}
         if all(figure is None for figure in figures.values()):
             continue
