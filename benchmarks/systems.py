@@ -74,15 +74,7 @@ def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> 
 
 
 def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    states = record.flattened([list(state.values()) for state in optimizer.state.values()])
-    return [part for state in states for part in _parts(state)]
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors that hold a tensor's memory: those within one of torchao's 8-bit states."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    return record.flattened([list(state.values()) for state in optimizer.state.values()])
 
 
 class DeepSpeed:

@@ -23,7 +23,6 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ..zero12.messages import warn
-from ..zero12.subclasses import plain_tensors
 from . import data, files
 from .record import Recording, Tensors, begins, ends, flattened, phase
 
@@ -335,9 +334,7 @@ def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
         targets += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     kept = [parameter.grad for parameter in module.parameters()]
     return {
-        data.PARAMETERS: flattened(
-            [*optimizer.bit16_groups_flat, *plain_tensors([*module.parameters(), *module.buffers()])]
-        ),
+        data.PARAMETERS: flattened([*optimizer.bit16_groups_flat, *module.parameters(), *module.buffers()]),
         data.OPTIMIZER_STATES: flattened([*optimizer.single_partition_of_fp32_groups, *states]),
         data.TARGETS: flattened(targets),
         data.WAITING: flattened(kept),
