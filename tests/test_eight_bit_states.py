@@ -12,7 +12,16 @@ import torch
 from deepspeed.compile.zero12.update import eight_bit
 from deepspeed.compile.zero12.update import ranges as of_partition
 from deepspeed.compile.zero12.update.adam_of_blocks import Blocks, Settings
-from deepspeed.compile.zero12.update.blockwise import SIGNED, fp32_values, names_of, saved, to_blocks, to_fp32, zeros
+from deepspeed.compile.zero12.update.blockwise import (
+    SIGNED,
+    fp32_values,
+    is_blockwise,
+    names_of,
+    saved,
+    to_blocks,
+    to_fp32,
+    zeros,
+)
 from deepspeed.compile.zero12.update.dynamic_map import BLOCK, codes_of, make_map, zero_code
 from deepspeed.compile.zero12.update.eight_bit import EightBitAdam
 from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
@@ -303,7 +312,10 @@ def test_kernel(monkeypatch, dtype):
 @pytest.mark.quick
 @pytest.mark.parametrize("module", ["adam_kernel", "adam_of_blocks"])
 def test_steps_at_midpoints(module):
-    """A step finds the code that a search in the table finds, at each midpoint and one rounding on either side."""
+    """A step finds the code that a search in the table finds, at each midpoint and one rounding on either side.
+
+    In blocks of scale 1. The kernel multiplies by 1 / scale, which another scale rounds.
+    """
     if module == "adam_kernel" and not torch.cuda.is_available():
         pytest.skip("needs a GPU, because the kernel is for GPUs")
     signed, unsigned = (make_map(each, device()).thresholds[1:-1] for each in (True, False))
@@ -325,6 +337,12 @@ def test_steps_at_midpoints(module):
         assert torch.equal(scales[state], torch.ones_like(scales[state]))
         searched = torch.searchsorted(maps[state].thresholds[1:-1], values, right=True)
         assert torch.equal(codes[state].long(), searched)
+
+
+@pytest.mark.quick
+def test_other_entries_of_a_state_are_no_states_in_8_bits():
+    """Some optimizers keep a count beside the states of parameters."""
+    assert not any(map(is_blockwise, (3, "codes", {}, {"step": 1})))
 
 
 def test_states_that_are_saved_and_loaded():

@@ -50,4 +50,4 @@ def _keep_out(file, name):
 
 @functools.cache
 def _say(name):
-    warn(f"DeepCompile keeps {name} out of its graphs, because it computes wrong numbers there with this Liger")
+    warn(f"DeepCompile keeps {name} out of its graphs, where that of liger-kernel 0.8.5 computes wrong numbers")

@@ -33,9 +33,14 @@ def names_of(state: str) -> Tuple[str, str]:
     return f"{state}_codes", f"{state}_scales"
 
 
-def is_blockwise(states: Dict[str, Any]) -> bool:
-    """Whether an optimizer's states of a parameter are kept in 8 bits."""
-    # What an fp32 state was loaded beside is what the state was before.
+def is_blockwise(states: Any) -> bool:
+    """Whether an entry of an optimizer's ``state`` has states that are kept in 8 bits.
+
+    An entry may also be a count or another object that some optimizer keeps there under a name.
+    """
+    if not isinstance(states, dict):
+        return False
+    # A load may leave codes beside the fp32 states that it brings. Then the fp32 states hold.
     return not any(state in states for state in SIGNED) and all(
         name in states for state in SIGNED for name in names_of(state)
     )
