@@ -193,6 +193,7 @@ def _serve(connection, settings, patience):
 
     # Modules stay, so that looking for garbage after each test does not have to look through them.
     gc.freeze()
+    modules = len(sys.modules)
     # The parent process may have set SIGINT to be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     torch.set_num_threads(1)
@@ -222,6 +223,10 @@ def _serve(connection, settings, patience):
         # An engine that is collected later, while another test traces a graph, is destroyed a second time there, and
         # the base then asks real tensors whether they are pinned under the tracer's fake ones: it takes minutes.
         gc.collect()
+        if len(sys.modules) > modules + 20:
+            # The first test that generates code, or that trains a model of transformers, imports a hundred more.
+            gc.freeze()
+            modules = len(sys.modules)
         # ZeRO-3 replaces it for the life of a process, and torch 2.11 compiles the replacement wrongly.
         torch.nn.functional.linear = linear
         connection.send(answer)
