@@ -8,6 +8,8 @@
 import ast
 import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,13 @@ def test_the_recorder_needs_no_deepspeed():
                 assert node.level < 2 and not (node.module or "").startswith("deepspeed"), path.name
             elif isinstance(node, ast.Import):
                 assert not any(alias.name.startswith("deepspeed") for alias in node.names), path.name
+
+
+def test_the_compiler_is_imported_when_it_is_needed():
+    """It takes as long to import as all else of DeepSpeed, whose launcher and commands never need it."""
+    code = "import sys, torch, deepspeed; sys.exit('torch._dynamo' in sys.modules)"
+    # Not in the checkout's own folder, whose deepspeed/ is not the whole package.
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests").returncode == 0
 
 
 def test_graphs_and_training_do_not_know_each_other():

@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo" / "train_qwen3.py"
 
 
-def launch(script, *arguments):
-    """Runs a script in two CPU processes and returns the finished launcher."""
+def launch(script, *arguments, processes=2):
+    """Runs a script in processes on CPU and returns the finished launcher."""
     # As a module: where packages were installed into a folder of their own, the script is not beside the interpreter.
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
     port = free_port()
-    launcher += ["--num_accelerators", "2", "--master_port", str(port)]
+    launcher += ["--num_accelerators", str(processes), "--master_port", str(port)]
     finished = subprocess.run(
         [*launcher, str(script), *arguments],
         # In the checkout's own folder a module would be looked for in its deepspeed/, which is not the whole package.
@@ -83,7 +83,7 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
 
 
 def test_the_demo_refuses_in_a_sentence():
-    finished = launch(DEMO, "--steps", "2")
+    finished = launch(DEMO, "--steps", "2", processes=1)
     assert finished.returncode != 0
     assert "--steps must be at least 3" in finished.stdout
     assert "Traceback" not in finished.stdout, finished.stdout

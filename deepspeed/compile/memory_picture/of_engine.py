@@ -90,7 +90,8 @@ def around_forward(engine: "DeepSpeedEngine", context: ContextManager[Tuple]) ->
     """Returns ``context``, the context of a forward, with the recording of a step where that is due."""
     if _option(engine) is None or not torch.is_grad_enabled():
         return context
-    return _recorded(engine, context)
+    # As a decorator, disable() would import torch._dynamo with DeepSpeed, which takes a second.
+    return torch.compiler.disable(_recorded)(engine, context)
 
 
 def after_step(engine: "DeepSpeedEngine") -> None:
@@ -107,7 +108,6 @@ def at_end(engine: "DeepSpeedEngine") -> None:
         recorder.close()
 
 
-@torch.compiler.disable
 def _recorded(engine, context):
     recorder = _recorder(engine)
     if recorder is None:

@@ -30,9 +30,6 @@ def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
     return engine.optimizer is not None and not _compiles_itself(engine)
 
 
-# Otherwise a caller's torch.compile would trace this function, and the compiled module would become part of the
-# caller's graph.
-@torch.compiler.disable
 def compile_before_forward(engine: "DeepSpeedEngine") -> None:
     """Called before a forward for which gradients are enabled. Compiles the engine before its first training forward.
 
@@ -42,6 +39,12 @@ def compile_before_forward(engine: "DeepSpeedEngine") -> None:
     Raises:
         ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.
     """
+    # Otherwise a caller's torch.compile would trace this call, and the compiled module would become part of the
+    # caller's graph. As a decorator, disable() would import torch._dynamo with DeepSpeed, which takes a second.
+    torch.compiler.disable(_compile_before_forward)(engine)
+
+
+def _compile_before_forward(engine):
     if not _is_due(engine):
         return
     if engine.module.training:
