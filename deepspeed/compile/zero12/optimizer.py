@@ -202,6 +202,8 @@ def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     optimizer.contiguous_gradients = False
     if optimizer.cpu_offload:
         drop_unused_memory(optimizer)
+    # Of steps without DeepCompile. The orthogonalizer changes momentum only in steps that are taken.
+    optimizer._muon_pending_momentum.clear()
     keep_no_graph(optimizer)
     optimizer._zero12 = zero12
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]

@@ -1,0 +1,204 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's own Muon, beside DeepSpeed without DeepCompile."""
+
+import dataclasses
+from typing import Any, Dict, List, NamedTuple, Tuple
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+import deepspeed
+from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero12.update.muon import MOMENTUM
+
+from support.ids import vary
+from support.models import VOCABULARY
+from support.training import BOUND, NOTHING, ROUNDING, device, held, low_precision, relative_error
+
+# With a small eps, an element whose gradient is nothing but rounding would move as far as any other.
+MUON = {"muon_lr": 0.02, "adam_lr": 0.01, "eps": 0.1, "weight_decay": 0.1, "momentum": 0.9}
+OVERLAPPED = {"regional_compilation": True, "overlap_param_gather": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What to train, and how."""
+
+    stage: int = 1
+    accumulation: int = 1
+    dtype: str = "fp32"
+    clipping: float = 0.0
+    method: str = "gram"
+    depth: int = 3
+    convolution: bool = False
+    per_head: bool = False
+    bucket: int = 150
+    steps: int = 10
+    overlapped: bool = False
+    config: Any = None
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q_proj = nn.Linear(width, width)
+        self.k_proj = nn.Linear(width, width // 2)
+        self.up = nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x):
+        h = self.norm(x)
+        h = torch.tanh(self.q_proj(h)) * torch.cat([self.k_proj(h)] * 2, dim=-1)
+        return x + self.down(F.gelu(self.up(h)))
+
+
+class Body(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Matrices(nn.Module):
+    """Wide, tall and square matrices, of which DeepSpeed leaves embedding and head to Adam."""
+
+    def __init__(self, depth, convolution, width=12):
+        super().__init__()
+        self.config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": width // 4}
+        self.config = type("Config", (), self.config)()
+        self.body = Body(width, depth)
+        self.convolution = nn.Conv2d(width, width, (3, 1), padding=(1, 0)) if convolution else None
+        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, ids):
+        x = self.body(ids)
+        if self.convolution is not None:
+            x = x + self.convolution(x.transpose(1, 2).unsqueeze(-1)).squeeze(-1).transpose(1, 2)
+        return F.cross_entropy(self.lm_head(x).flatten(0, 1), ids.flatten())
+
+
+def build(training, seed=0):
+    torch.manual_seed(seed)
+    return Matrices(training.depth, training.convolution).to(device())
+
+
+def start(training, deepcompile, seed=0):
+    """Returns a model and its engine."""
+    torch._dynamo.reset()
+    module = build(training, seed)
+    params = {**MUON, "ns_method": training.method, "per_head_muon": training.per_head}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": training.accumulation,
+        "gradient_clipping": training.clipping,
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "Muon", "params": params},
+        "zero_optimization": {"stage": training.stage, "reduce_bucket_size": training.bucket},
+        "compile": {"deepcompile": deepcompile, **(OVERLAPPED if training.overlapped and deepcompile else {})},
+        **low_precision(training.dtype, loss_scale_window=100),
+    }
+    for section, options in (training.config or {}).items():
+        config[section] = {**config.get(section, {}), **options}
+    engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    if deepcompile:
+        engine.compile(backend="eager")
+    return module, engine
+
+
+def train(engine, training, steps):
+    for step in steps:
+        for micro_step in range(training.accumulation):
+            seed = 1000 * step + 100 * micro_step + dist.get_rank()
+            ids = torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(seed)).to(device())
+            engine.backward(engine(ids))
+            engine.step()
+
+
+def momenta(engine):
+    """Returns the momentum of each parameter group that has one, of this rank."""
+    inner = engine.optimizer.optimizer
+    states = [inner.state[master] for master in engine.optimizer.single_partition_of_fp32_groups]
+    return [state[MOMENTUM].clone() for state in states if MOMENTUM in state]
+
+
+def seen(module, engine):
+    """Returns parameters, master weights and momentum of this rank."""
+    if engine.optimizer.__class__.__name__.startswith("StepLocal"):
+        wait_for_parameters(engine)
+    masters = [master.detach().clone() for master in engine.optimizer.single_partition_of_fp32_groups]
+    return [each.detach().float().clone() for each in module.parameters()], masters, momenta(engine)
+
+
+class Beside(NamedTuple):
+    """A training beside DeepSpeed without DeepCompile."""
+
+    parameters: float  # relative errors
+    momentum: float
+    norm: float  # of the last step
+    moved: float  # how far parameters went
+    held: Dict[str, int]  # of gradients, after the last step
+    owners: List[int]  # of each matrix
+
+
+def train_beside(training):
+    ends, norms = [], []
+    for deepcompile in (False, True):
+        module, engine = start(training, deepcompile)
+        train(engine, training, range(training.steps))
+        ends.append(seen(module, engine))
+        norms.append(float(engine.get_global_grad_norm()))
+        if deepcompile:
+            after = held(gradient_counters(engine))
+            matrices = engine.optimizer._zero12.orthogonalizer.matrices
+            owners = [len(matrix.parts) for group in matrices.values() for matrix in group]
+        engine.destroy()
+    (expected, _, momentum), (actual, _, own_momentum) = ends
+    before = [each.detach().float() for each in build(training).parameters()]
+    return Beside(
+        relative_error(actual, expected),
+        relative_error(own_momentum, momentum),
+        abs(norms[1] / norms[0] - 1),
+        relative_error(actual, before),
+        after,
+        owners,
+    )
+
+
+def check(results, dtype="fp32"):
+    for result in results:
+        assert result.moved > 1e-2, result
+        assert result.parameters < ROUNDING[dtype], result
+        assert result.momentum < 10 * ROUNDING[dtype], result
+        assert result.norm < 10 * ROUNDING[dtype], result
+        assert result.held == NOTHING
+    return results
+
+
+@vary(
+    "world, varied",
+    [
+        (2, {"stage": 2, "accumulation": 2, "clipping": 1.0}),
+        (3, {"stage": 1, "method": "standard", "overlapped": True}),
+        (4, {"stage": 2, "depth": 1}),
+        (2, {"stage": 1, "accumulation": 2, "convolution": True, "bucket": 10**6}),
+        (2, {"stage": 2, "per_head": True, "bucket": 2000}),
+        (3, {"stage": 2, "clipping": 1.0, "dtype": "bf16"}),
+        (2, {"stage": 1, "dtype": "fp16", "clipping": 1.0}),
+    ],
+)
+def test_it_trains_as_without_deepcompile(ranks, world, varied):
+    training = Training(**varied)
+    results = check(ranks(world).run(train_beside, training), training.dtype)
+    assert max(results[0].owners) > 1, "no boundary cuts a matrix"
+    if training.depth == 1:
+        assert max(results[0].owners) > 2, "no matrix lies in three partitions"
