@@ -47,15 +47,17 @@ class Matrix(NamedTuple):
     parts: List[Part]
 
     @property
-    def shape(self) -> Tuple[int, ...]:
-        """Of what is orthogonalized by itself: the matrix, one head of it, or a convolution's filters of one output.
+    def shape(self) -> Tuple[int, int]:
+        """Rows and columns of what is orthogonalized by itself: the whole matrix, or one head of it.
 
-        DeepSpeed's function flattens the filters of four dimensions, and takes other leading dimensions for a batch.
+        As in DeepSpeed's function, the filters of a convolution in four dimensions make up a matrix with a row for
+        each output, and leading dimensions of other parameters number their matrices.
         """
+        shape = self.parameter.shape
         heads = getattr(self.parameter, "muon_num_heads", None)
         if heads is not None:
-            return self.parameter.shape[0] // heads, self.parameter.shape[1]
-        return tuple(self.parameter.shape[1 if self.parameter.dim() == 4 else -2 :])
+            return shape[0] // heads, shape[1]
+        return (shape[0], shape[1:].numel()) if len(shape) == 4 else (shape[-2], shape[-1])
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
@@ -90,9 +92,7 @@ def norm_of_updates(matrices: Dict[int, List[Matrix]]) -> float:
     """
     total = 0.0
     for matrix in itertools.chain(*matrices.values()):
-        rows, columns = matrix.shape[0], math.prod(matrix.shape[1:])
-        if matrix.parameter.dim() == 4:
-            rows = matrix.parameter.shape[0]
+        rows, columns = matrix.shape
         total += matrix.parameter.numel() / (rows * columns) * min(rows, columns) * max(1.0, rows / columns)
     return math.sqrt(total)
 
@@ -182,13 +182,8 @@ class Orthogonalizer:
         first = 0
         while first < len(own):
             limit = max(1, self._batch_numel // own[first].parameter.numel())
-            # DeepSpeed's function takes the filters of one convolution only.
-            limit = 1 if own[first].parameter.dim() == 4 else limit
-            alike = itertools.takewhile(
-                lambda each: (each.parameter.shape, each.shape) == (own[first].parameter.shape, own[first].shape),
-                own[first : first + limit],
-            )
-            last = first + len(list(alike))
+            kinds = [(each.parameter.numel(), each.shape) for each in own[first : first + limit]]
+            last = first + sum(1 for _ in itertools.takewhile(kinds[0].__eq__, kinds))
             yield range(first, last)
             first = last
 
