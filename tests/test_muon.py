@@ -4,6 +4,7 @@
 
 import contextlib
 import dataclasses
+import logging
 from typing import Any, Dict, List, NamedTuple
 from unittest import mock
 
@@ -15,10 +16,13 @@ import torch.nn.functional as F
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.update.muon import MOMENTUM
+from deepspeed.compile.zero12.update.muon import MOMENTUM, norm_of_updates
+from deepspeed.runtime import torch_autocast
 
+from support.beside import logged
 from support.ids import vary
 from support.models import VOCABULARY
+from support.options import outcome
 from support.training import BOUND, NOTHING, ROUNDING, device, held, low_precision, relative_error, total_error
 
 # With a small eps, an element whose gradient is nothing but rounding would move as far as any other.
@@ -220,3 +224,129 @@ def test_it_trains_as_without_deepcompile(ranks, world, varied):
     assert max(results[0].owners) > 1, "no boundary cuts a matrix"
     if training.depth == 1:
         assert max(results[0].owners) > 2, "no matrix lies in three partitions"
+
+
+# Overflow and checkpoints --------------------------------------------------------------------------------------------
+
+
+def overflow(training):
+    """Returns whether a step that overflows was skipped, and the errors of what it must leave as it was."""
+    module, engine = start(training, deepcompile=True)
+    train(engine, training, range(2))
+    before = seen(module, engine)
+    ids = torch.zeros((2, 5), dtype=torch.int64, device=device())
+    engine.backward(engine(ids) * torch.inf)
+    engine.step()
+    skipped, after = engine.skipped_steps, seen(module, engine)
+    engine.destroy()
+    return skipped, [relative_error(*each) for each in zip(after, before, strict=True)]
+
+
+def test_an_overflow_leaves_momentum_as_it_is(ranks):
+    for skipped, errors in ranks(2).run(overflow, Training(dtype="fp16", stage=2)):
+        assert skipped == 1
+        assert errors == [0.0, 0.0, 0.0]
+
+
+def save_and_load(training, folder, saves):
+    """An engine with DeepCompile, or without, saves; one of the other kind loads, and both go on.
+
+    Returns the errors of what was loaded, and of what came of it, and how far masters went.
+    """
+    module, engine = start(training, deepcompile=saves)
+    train(engine, training, range(3))
+    engine.save_checkpoint(folder)
+    saved = seen(module, engine)
+    train(engine, training, range(3, 6))
+    expected = seen(module, engine)
+    engine.destroy()
+    module, engine = start(training, deepcompile=not saves, seed=1)
+    engine.load_checkpoint(folder)
+    loaded = seen(module, engine)
+    train(engine, training, range(3, 6))
+    actual = seen(module, engine)
+    engine.destroy()
+    return (
+        [relative_error(*each) for each in zip(loaded, saved, strict=True)],
+        [relative_error(*each) for each in zip(actual, expected, strict=True)],
+        relative_error(expected[1], saved[1]),
+    )
+
+
+@vary("saves", ["DeepCompile", "DeepSpeed"])
+def test_checkpoints_go_both_ways(ranks, tmp_path, saves):
+    results = ranks(3).run(save_and_load, Training(stage=2), str(tmp_path), saves == "DeepCompile")
+    for loaded, ends, moved in results:
+        assert loaded == [0.0, 0.0, 0.0]
+        assert moved > 1e-2
+        assert max(ends) < 10 * BOUND, ends
+
+
+# What is said of it --------------------------------------------------------------------------------------------------
+
+
+def norm_and_warnings(training):
+    """Returns the norm of the last step, about which it should be, and what ``engine.compile()`` warned of."""
+    with logged(logging.WARNING) as texts:
+        _, engine = start(training, deepcompile=True)
+    train(engine, training, range(2))
+    about = norm_of_updates(engine.optimizer._zero12.orthogonalizer.matrices)
+    norm = float(engine.get_global_grad_norm())
+    engine.destroy()
+    return norm, about, [text for text in texts if "clipping" in text]
+
+
+@vary("clipping, warned", [(1.0, True), (1000.0, False)], expects="warned")
+def test_clipping_is_told_with_its_number(ranks, clipping, warned):
+    """Of a model with a convolution too, which DeepSpeed without DeepCompile cannot train."""
+    training = Training(convolution=True, clipping=clipping)
+    for rank, (norm, about, texts) in enumerate(ranks(2).run(norm_and_warnings, training)):
+        assert abs(norm / about - 1) < 0.2, (norm, about)
+        assert len(texts) == (warned and rank == 0)
+        assert not texts or f"about {about:.0f} in every step" in texts[0] and "gradient_clipping to 0" in texts[0]
+
+
+def refused():
+    """Returns what engines with Muon raise that cannot train."""
+
+    def raised(module, optimizer=None, **config):
+        zero = {"stage": 1, **config.pop("zero_optimization", {})}
+        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **config}
+        config["compile"] = {"deepcompile": True}
+        if optimizer is None:
+            config["optimizer"] = {"type": "Muon", "params": {"lr": 0.01}}
+        # DeepSpeed keeps it for the life of the process.
+        torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
+        arguments = {"model": module, "model_parameters": module.parameters(), "optimizer": optimizer}
+        engine = deepspeed.initialize(**arguments, config=config)[0]
+        said = outcome(engine.compile, backend="eager")
+        engine.destroy()
+        return said
+
+    def layers():
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device())
+
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    module = layers()
+    groups = [{"params": list(module.parameters()), "use_muon": True}]
+    return {
+        "bias": raised(module, MuonWithAuxAdam(groups)),
+        "owners": raised(nn.Linear(4, 4, bias=False).to(device())),
+        "elastic": raised(layers(), zero_optimization={"elastic_checkpoint": True}),
+        "offload": raised(layers(), zero_optimization={"offload_optimizer": {"device": "cpu"}}),
+        "autocast": raised(layers(), torch_autocast={"enabled": True, "dtype": "float16"}),
+    }
+
+
+def test_refused_with_muon(ranks):
+    for said in ranks(3).run(refused):
+        for name, part in {
+            "bias": "use_muon, and its parameter 0.bias is no matrix",
+            "owners": "each of Muon's 1 matrices would be orthogonalized on 3.0 ranks on average",
+            "elastic": "zero_optimization.elastic_checkpoint cuts Muon's momentum",
+            "offload": "zero_optimization.offload_optimizer is not supported with Muon",
+            "autocast": "set torch_autocast.dtype to bfloat16",
+        }.items():
+            assert said[name] and said[name].startswith("ValueError: DeepCompile with ZeRO stage 1"), said
+            assert part in said[name], said

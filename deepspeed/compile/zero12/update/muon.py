@@ -78,11 +78,10 @@ def matrices_of(optimizer: "DeepSpeedZeroOptimizer") -> Dict[int, List[Matrix]]:
 
 def _matrices(optimizer, group):
     for _, of_parameter in itertools.groupby(pieces(optimizer, group), lambda piece: id(piece.parameter)):
-        parts: List[Part] = []
-        for parameter, owner, _, numel in of_parameter:
-            first = parts[-1].last if parts else 0
-            parts.append(Part(owner, first, first + numel))
-        yield Matrix(parameter, parts)
+        found = list(of_parameter)
+        ends = itertools.accumulate(piece.numel for piece in found)
+        parts = [Part(piece.owner, end - piece.numel, end) for piece, end in zip(found, ends, strict=True)]
+        yield Matrix(found[0].parameter, parts)
 
 
 def norm_of_updates(matrices: Dict[int, List[Matrix]]) -> float:
