@@ -5,7 +5,7 @@
 import contextlib
 import dataclasses
 import logging
-from typing import Any, Dict, List, NamedTuple
+from typing import Dict, List, NamedTuple, Set
 from unittest import mock
 
 import torch
@@ -16,6 +16,8 @@ import torch.nn.functional as F
 import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero12.update import make_rules
+from deepspeed.compile.zero12.update.groups import StepOfGroups
 from deepspeed.compile.zero12.update.muon import MOMENTUM, norm_of_updates
 from deepspeed.runtime import torch_autocast
 
@@ -23,7 +25,18 @@ from support.beside import logged
 from support.ids import vary
 from support.models import VOCABULARY
 from support.options import outcome
-from support.training import BOUND, NOTHING, ROUNDING, device, held, low_precision, relative_error, total_error
+from support.training import (
+    BOUND,
+    NOTHING,
+    ROUNDING,
+    as_recorded,
+    device,
+    held,
+    low_precision,
+    relative_error,
+    total_error,
+    updates_compiled_from,
+)
 
 # With a small eps, an element whose gradient is nothing but rounding would move as far as any other.
 MUON = {"muon_lr": 0.02, "adam_lr": 0.01, "eps": 0.1, "weight_decay": 0.1, "momentum": 0.9}
@@ -45,7 +58,7 @@ class Training:
     bucket: int = 150
     steps: int = 10
     overlapped: bool = False
-    config: Any = None
+    recorded: bool = False  # whether recorded updates step partitions of any size
 
 
 class Block(nn.Module):
@@ -125,11 +138,10 @@ def start(training, deepcompile, seed=0):
         "compile": {"deepcompile": deepcompile, **(OVERLAPPED if training.overlapped and deepcompile else {})},
         **low_precision(training.dtype, loss_scale_window=100),
     }
-    for section, options in (training.config or {}).items():
-        config[section] = {**config.get(section, {}), **options}
     engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
     if deepcompile:
         engine.compile(backend="eager")
+        engine.optimizer._zero12.rules = make_rules(compiles=training.recorded)
     return module, engine
 
 
@@ -168,9 +180,15 @@ class Beside(NamedTuple):
     moved: float  # how far parameters went
     held: Dict[str, int]  # of gradients, after the last step
     owners: List[int]  # of each matrix
+    steps: Set[str]  # the kinds of steps that partitions take
 
 
 def train_beside(training):
+    with updates_compiled_from(16), as_recorded(training.recorded):
+        return _train_beside(training)
+
+
+def _train_beside(training):
     ends, norms = [], []
     for deepcompile in (False, True):
         module, engine = start(training, deepcompile)
@@ -180,6 +198,7 @@ def train_beside(training):
         if deepcompile:
             after = held(gradient_counters(engine))
             matrices = engine.optimizer._zero12.orthogonalizer.matrices
+            steps = StepOfGroups(engine.optimizer, [None] * len(engine.optimizer.bit16_groups))._steps
             owners = [len(matrix.parts) for group in matrices.values() for matrix in group]
         engine.destroy()
     (expected, _, momentum), (actual, _, own_momentum) = ends
@@ -193,6 +212,7 @@ def train_beside(training):
         relative_error(actual, before),
         after,
         owners,
+        {type(step).__name__ for step in steps},
     )
 
 
@@ -214,13 +234,14 @@ def check(results, dtype="fp32"):
         (4, {"stage": 2, "depth": 1}),
         (2, {"stage": 1, "accumulation": 2, "bucket": 10**6}),
         (2, {"stage": 2, "per_head": True, "bucket": 2000}),
-        (3, {"stage": 2, "clipping": 1.0, "dtype": "bf16"}),
+        (3, {"stage": 2, "clipping": 1.0, "dtype": "bf16", "recorded": True}),
         (2, {"stage": 1, "dtype": "fp16", "clipping": 1.0}),
     ],
 )
 def test_it_trains_as_without_deepcompile(ranks, world, varied):
     training = Training(**varied)
     results = check(ranks(world).run(train_beside, training), training.dtype)
+    assert results[0].steps == {"CompiledStep" if training.recorded else "OwnStep"}
     assert max(results[0].owners) > 1, "no boundary cuts a matrix"
     if training.depth == 1:
         assert max(results[0].owners) > 2, "no matrix lies in three partitions"

@@ -96,23 +96,23 @@ def norm_of_updates(matrices: Dict[int, List[Matrix]]) -> float:
     return math.sqrt(total)
 
 
-def stand_in(optimizer: torch.optim.Optimizer, index: int) -> Tuple[torch.optim.Optimizer, int]:
+def stand_in(inner: torch.optim.Optimizer, index: int) -> Tuple[torch.optim.Optimizer, int]:
     """Returns an optimizer that steps a parameter group element by element, and the group's index there.
 
     This is the optimizer itself, unless it is DeepSpeed's Muon. What Muon does with an update is what SGD does with a
     gradient. The other groups are those of an Adam, with which Muon shares groups and states.
     """
-    if not is_muon(optimizer):
-        return optimizer, index
-    groups = optimizer.param_groups
+    if not is_muon(inner):
+        return inner, index
+    groups = inner.param_groups
     if groups[index]["use_muon"]:
         names = ("params", "lr", "weight_decay")
         return torch.optim.SGD([{name: group[name] for name in names} for group in groups]), index
-    adam = optimizer.aux_optimizer  # type: ignore[attr-defined]
+    adam = inner.aux_optimizer  # type: ignore[attr-defined]
     if adam is None:
-        return optimizer, index
+        return inner, index
     # Loading replaces both. Muon's own step sees to it as well.
-    adam.state, adam.param_groups = optimizer.state, [group for group in groups if not group["use_muon"]]
+    adam.state, adam.param_groups = inner.state, [group for group in groups if not group["use_muon"]]
     return adam, sum(not group["use_muon"] for group in groups[:index])
 
 
