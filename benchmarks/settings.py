@@ -40,6 +40,8 @@ class Settings:
         offload: whether masters, optimizer states and the step are on the host.
         adam: torch's implementation of AdamW, "foreach" or "fused". With ``offload``, ZeRO has DeepSpeed's Adam for
             CPUs and FSDP2 has torch's fused one.
+        optimizer: "adamw", or "muon" for DeepSpeed's own with its fused Adam for embeddings, head and vectors. Muon
+            trains without clipping, which would divide its learning rates by the norm of its updates.
         states: the format of AdamW's states, None for fp32 or "8bit": ``compile.optimizer_states`` of this fork,
             bitsandbytes' AdamW8bit with ZeRO without DeepCompile, and torchao's AdamW8bit with FSDP2.
         backend: "inductor", or "eager" for graphs without generated code.
@@ -66,6 +68,7 @@ class Settings:
     activation_budget: float | None = None
     offload: bool = False
     adam: str = "foreach"
+    optimizer: str = "adamw"
     states: str | None = None
     backend: str = "inductor"
     bucket: int = 500_000_000
@@ -118,6 +121,7 @@ def parse_command_line(description: str) -> CommandLine:
         "--offload", action="store_true", default=None, help="masters, optimizer states and the step on the host"
     )
     parser.add_argument("--adam", choices=("foreach", "fused"), help="which implementation of torch's AdamW")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), help="muon: DeepSpeed's own, without clipping")
     parser.add_argument("--states", choices=("8bit",), help="the format of AdamW's states; fp32 if not given")
     parser.add_argument("--backend", choices=("inductor", "eager"), help="eager: graphs, but no generated code")
     parser.add_argument("--bucket", type=int, help="ZeRO's reduce_bucket_size, elements; FSDP2 sends blocks")
@@ -148,6 +152,8 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--activation-budget must be from 0 to 1")
     if settings.states and settings.offload:
         parser.error("--states 8bit is for states on the device; leave --offload out")
+    if settings.optimizer == "muon" and (settings.system == "fsdp2" or settings.offload or settings.states):
+        parser.error("--optimizer muon goes with DeepSpeed, without --offload and --states")
     if settings.float8_gather and (settings.system, settings.float8) != ("fsdp2", "tensorwise"):
         parser.error("--float8-gather goes with --system fsdp2 and --float8 tensorwise")
     if settings.one_graph and settings.overlap_gather:

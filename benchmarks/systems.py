@@ -85,13 +85,17 @@ class DeepSpeed:
 
         budget = settings.activation_budget
         in_engine = settings.states is not None and settings.system == "deepcompile"
+        muon = settings.optimizer == "muon"
+        params = {"muon_lr": settings.learning_rate, "adam_lr": settings.learning_rate}
         self._engine = deepspeed.initialize(
             model=model,
-            optimizer=_optimizer(settings, model.parameters()),
+            model_parameters=model.parameters() if muon else None,
+            optimizer=None if muon else _optimizer(settings, model.parameters()),
             config={
                 "train_micro_batch_size_per_gpu": settings.micro_batch,
                 "gradient_accumulation_steps": settings.accumulation,
-                "gradient_clipping": CLIPPING,
+                "gradient_clipping": 0.0 if muon else CLIPPING,
+                **({"optimizer": {"type": "Muon", "params": params}} if muon else {}),
                 "bf16": {"enabled": settings.dtype == "bf16"},
                 "zero_optimization": {
                     "stage": settings.stage,

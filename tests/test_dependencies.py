@@ -83,6 +83,7 @@ def attributes_used():
 # Names of instances that other names hold: "module:class", then the names.
 INSTANCE_ATTRIBUTES = {
     "deepspeed.runtime.base_optimizer:BackwardHookStateManager": "post_backward_callback_queued",
+    "deepspeed.runtime.zero.muon.muon_optimizer:MuonWithAuxAdam": "aux_optimizer",
     "deepspeed.utils.timer:SynchronizedWallClockTimer.Timer": "started_ reset",
 }
 # Methods that the optimizer's mixin overrides, and names that strings or other objects stand for.
@@ -142,6 +143,7 @@ BEHAVIOUR = [
         "deepspeed.runtime.engine:DeepSpeedEngine._flush_coalesced_reduction_zero12",
         r"overlapping_partition_gradients_reduce_epilogue\(\)",
     ),
+    ("deepspeed:set_optimizer_flags", r'setattr\(p, "muon_num_heads", num_heads\)'),
     ("deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.offload_states", r'"move_flat_partition"'),
     (
         "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__",

@@ -170,8 +170,8 @@ def compile_engines_of_other_kinds():
 REFUSED_ENGINES = {
     "optimizer": (
         "muon",
-        "optimizer Muon needs whole gradients, which no rank holds; use another optimizer, or DeepSpeed's own Muon "
-        "with compile.deepcompile set to false",
+        "optimizer torch.optim.Muon needs whole matrices, which it does not get from ZeRO; use DeepSpeed's own, "
+        '"optimizer": {"type": "Muon"}',
     ),
     "tensor_parallel": (
         "tensor",

@@ -83,7 +83,7 @@ KNOWN: Dict[str, Known] = {
     "SGD": _of_torch("SGD", 0.1, settings={"momentum": 0.9}),
     "Adafactor": _of_torch("Adafactor", stepped=WHOLE, like_plain=False),
     "LBFGS": _of_torch("LBFGS", groups=1, fails="missing 1 required positional argument: 'closure'"),
-    "Muon": _of_torch("Muon", fails="must be a 2D matrix", refused="optimizer Muon needs whole gradients"),
+    "Muon": _of_torch("Muon", fails="must be a 2D matrix", refused="optimizer torch.optim.Muon needs whole matrices"),
     "SparseAdam": _of_torch("SparseAdam", fails="does not support dense gradients"),
     "AdamWScheduleFree": Known("schedulefree", "AdamWScheduleFree", {"lr": 0.01}, "schedulefree"),
     "RAdamScheduleFree": Known("schedulefree", "RAdamScheduleFree", {"lr": 0.01}, "schedulefree"),

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm of all gradients, whether they overflowed, and the factor that unscales and clips them."""
 
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, Collection, List, Optional
 
 import torch
 
@@ -21,10 +21,19 @@ ONE_KERNEL_NUMEL = 2**22
 NORM_NUMEL_ON_HOST = 2**21
 
 
-def global_norm(optimizer: "DeepSpeedZeroOptimizer") -> torch.Tensor:
-    """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid."""
-    groups = range(len(optimizer.bit16_groups))
-    return combine_grad_norm_groups([_group_norm(optimizer, group) for group in groups], norm_type=2)
+def global_norm(
+    optimizer: "DeepSpeedZeroOptimizer", scale: float = 1.0, unscaled: Collection[int] = ()
+) -> torch.Tensor:
+    """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid.
+
+    Args:
+        optimizer: the ZeRO-1/2 optimizer.
+        scale: the loss scale.
+        unscaled: indices of the parameter groups whose gradients lack the loss scale. The norm counts it.
+    """
+    norms = [_group_norm(optimizer, group) for group in range(len(optimizer.bit16_groups))]
+    norms = [norm * scale if group in unscaled else norm for group, norm in enumerate(norms)]
+    return combine_grad_norm_groups(norms, norm_type=2)
 
 
 def _group_norm(optimizer, group):
@@ -84,6 +93,19 @@ def overflowed(optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor]
         optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
         return optimizer.overflow
     return is_invalid_grad_norm(norm)
+
+
+def factors_of(
+    optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor], scale: float, unscaled: Collection[int] = ()
+) -> List[Optional[torch.Tensor]]:
+    """Returns, for each parameter group, the factor that unscales and clips gradients: see :func:`factor_of`.
+
+    The arguments are those of :func:`global_norm`, and its result.
+    """
+    factor = factor_of(optimizer, norm, scale)
+    clips = optimizer.clip_grad != 0.0 and factor is not None
+    of_unscaled = factor * scale if clips else None  # type: ignore[operator]
+    return [of_unscaled if group in unscaled else factor for group in range(len(optimizer.bit16_groups))]
 
 
 def factor_of(

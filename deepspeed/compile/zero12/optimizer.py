@@ -151,11 +151,14 @@ class StepLocalGradients(_NextClass):
         The base raises in the middle of the step if a state is quantized in blocks and a parameter begins in a block.
         """
         if not self._hp_optimizer_states_linked:
+            # Muon's momentum has whole matrices, so it lies elsewhere than in the partition.
+            updates = self._zero12.orthogonalizer
+            of_muon = () if updates is None else updates.matrices
             for group, (parameters, master) in enumerate(zip(self.bit16_groups, self.single_partition_of_fp32_groups)):
                 # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
                 spans = [(piece.offset, piece.numel) for piece in pieces(self, group)]
                 state = self.optimizer.state[master].items()
-                cut = {name: value for name, value in state if _can_be_cut(value, spans)}
+                cut = {name: value for name, value in state if group not in of_muon and _can_be_cut(value, spans)}
                 lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
             self._hp_optimizer_states_linked = True
             eight_bit_states.link(self)
@@ -202,6 +205,8 @@ def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     optimizer.contiguous_gradients = False
     if optimizer.cpu_offload:
         drop_unused_memory(optimizer)
+    # Of steps without DeepCompile. The orthogonalizer changes momentum only in steps that are taken.
+    optimizer._muon_pending_momentum.clear()
     keep_no_graph(optimizer)
     optimizer._zero12 = zero12
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]

@@ -27,6 +27,7 @@ from .graph.choose_blocks import choose_blocks
 from .messages import warn
 from .state import state_of
 from .update.eight_bit import problem_with
+from .update.muon import is_muon, matrices_of, norm_of_updates
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -247,6 +248,7 @@ def _without_effect(engine, compile_config, compile_kwargs):
             "torch.profiler for those"
         )
     yield from _states_that_stay_in_fp32(engine.optimizer)
+    yield from _clipped_updates(engine.optimizer)
     if compile_kwargs.get("name"):
         yield "compile_kwargs['name'] has no effect, because torch gives it to its own backend only"
 
@@ -268,6 +270,17 @@ def _states_that_stay_in_fp32(optimizer):
         yield (
             f"{type(inner).__name__} of torchao keeps states in fp32, because its block_size={inner.block_size} does "
             f"not divide partitions of {uncut} elements; {remedy}"
+        )
+
+
+def _clipped_updates(optimizer):
+    """Yields a sentence if clipping divides all of Muon's updates, as it does without DeepCompile."""
+    norm = norm_of_updates(matrices_of(optimizer))
+    if 0 < optimizer.clip_grad < norm:
+        yield (
+            f"gradient_clipping={optimizer.clip_grad} clips the norm of Muon's updates, about {norm:.0f} in every "
+            f"step, so it divides all learning rates, Adam's too, by about {norm / optimizer.clip_grad:.0f}; set "
+            "gradient_clipping to 0"
         )
 
 
@@ -301,12 +314,7 @@ def _unsupported_engines(engine):
 def _unsupported_optimizers(engine):
     optimizer = engine.optimizer
     if type(optimizer) is DeepSpeedZeroOptimizer:
-        inner = type(optimizer.optimizer).__name__
-        if "muon" in inner.lower():
-            yield (
-                f"optimizer {inner} needs whole gradients, which no rank holds; use another optimizer, or DeepSpeed's "
-                "own Muon with compile.deepcompile set to false"
-            )
+        yield from _unsupported_muon(optimizer)
         return
     name = type(optimizer).__name__
     if name == "BF16_Optimizer":
@@ -318,6 +326,48 @@ def _unsupported_optimizers(engine):
         yield "an earlier engine.compile() failed half-way; create the engine anew"
     else:
         yield f"optimizer wrapper {name} is not supported; set compile.deepcompile to false"
+
+
+def _unsupported_muon(optimizer):
+    inner = optimizer.optimizer
+    if not is_muon(inner):
+        if "muon" in type(inner).__name__.lower():
+            yield (
+                f"optimizer {type(inner).__module__}.{type(inner).__name__} needs whole matrices, which it does not "
+                'get from ZeRO; use DeepSpeed\'s own, "optimizer": {"type": "Muon"}'
+            )
+        return
+    if optimizer.cpu_offload:
+        yield (
+            "zero_optimization.offload_optimizer is not supported with Muon, whose updates are computed on the "
+            "device; leave it out"
+        )
+    if optimizer.elastic_checkpoint:
+        yield (
+            "zero_optimization.elastic_checkpoint cuts Muon's momentum, which has whole matrices, at the wrong "
+            "places; set it to false"
+        )
+    if optimizer.torch_autocast_gradscaler:
+        yield (
+            "torch_autocast in fp16 divides Muon's updates, which no loss scale has multiplied, by the scale; set "
+            "torch_autocast.dtype to bfloat16"
+        )
+    of_groups = matrices_of(optimizer)
+    for group, matrices in of_groups.items():
+        for matrix in matrices:
+            if matrix.parameter.dim() < 2:
+                name = optimizer.param_names[matrix.parameter]
+                yield f"parameter group {group} has use_muon, and its parameter {name} is no matrix; set it to false"
+    owners, count = (sum(map(of, of_groups.values())) for of in (_owners, len))
+    if owners > 2 * count:
+        yield (
+            f"each of Muon's {count} matrices would be orthogonalized on {owners / count:.1f} ranks on average, "
+            "because partitions are smaller than matrices; use fewer ranks, or AdamW"
+        )
+
+
+def _owners(matrices):
+    return sum(len(matrix.parts) for matrix in matrices)
 
 
 def _unsupported_states(engine):

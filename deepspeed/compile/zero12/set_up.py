@@ -27,6 +27,7 @@ from .optimizer import attach, has_hooks, take_over_parameters
 from .options import Plan, make_plan
 from .state import Zero12
 from .update import make_rules
+from .update.muon import BATCH_NUMEL, Orthogonalizer, matrices_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -93,7 +94,10 @@ def set_up(
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
         rules = make_rules(plan.backend == "inductor" and plan.compiles, plan.optimizer_states)
-        zero12 = Zero12(engine, reducer, limit, waiting, rules, plan.optimizer_states, plan.monitors_memory)
+        matrices = matrices_of(optimizer)
+        batch_numel = min(BATCH_NUMEL, int(engine.zero_reduce_bucket_size()) // 2)
+        updates = Orthogonalizer(matrices, batch_numel) if matrices else None
+        zero12 = Zero12(engine, reducer, limit, waiting, rules, updates, plan.optimizer_states, plan.monitors_memory)
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
         attach(optimizer, zero12)
         zero12.undo = undo.pop_all()

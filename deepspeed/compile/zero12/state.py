@@ -12,6 +12,7 @@ from .gather_hooks import Waiting
 from .interrupted import InterruptedStep
 from .layout import registered_parameters
 from .native import Reducer
+from .update.muon import Orthogonalizer
 from .update.rule import Rule
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class Zero12:
         limit: the engine's ``CompilationLimit``.
         waiting: None, or the ``Waiting`` for parameters that are on their way.
         rules: the rules that step partitions, in the order in which they are asked.
+        orthogonalizer: None, or what computes Muon's updates.
         optimizer_states: the format of optimizer states, or None for the optimizer's own.
         monitors_memory: whether monitors get the counters of gradients and the peaks of memory after a step.
 
@@ -48,6 +50,7 @@ class Zero12:
         limit: "CompilationLimit",
         waiting: Optional[Waiting],
         rules: List[Rule],
+        orthogonalizer: Optional[Orthogonalizer],
         optimizer_states: Optional[str],
         monitors_memory: bool,
     ):
@@ -60,6 +63,7 @@ class Zero12:
         self.waiting = waiting
         self.gather: AllGather = AllGather(engine.optimizer) if waiting is None else waiting.gather
         self.rules = rules
+        self.orthogonalizer = orthogonalizer
         self.optimizer_states = optimizer_states
         self.monitors_memory = monitors_memory
         self.undo = contextlib.ExitStack()

@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_ALLGATHER_TIMER, OPTIMIZER_TIMERS
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    OPTIMIZER_ALLGATHER_TIMER,
+    OPTIMIZER_GRADIENTS_TIMER,
+    OPTIMIZER_TIMERS,
+)
 
 from .layout import lies_in_flat_tensor
 from .monitoring import timed
-from .norm import factor_of, global_norm, host_waits, overflowed
+from .norm import factors_of, global_norm, host_waits, overflowed
 from .offload import parameters_on_their_way
 from .update.groups import StepOfGroups
 
@@ -54,9 +58,10 @@ def _run(optimizer):
     norm = global_norm(optimizer) if optimizer.compute_grad_norm else None
     # Gradients carry the loss scale of their backward: read the scale before _update_scale() changes it.
     scale = optimizer.loss_scale
-    # What the device can compute before the host has waited for the norm, it computes in that time.
-    factor = factor_of(optimizer, norm, scale)
-    groups = StepOfGroups(optimizer, factor)
+    # What the device can compute before the host has waited for the norm, it computes in that time. Muon's updates
+    # change its momentum, so they wait for the answer, and clipping takes their norm.
+    updates = zero12.orthogonalizer
+    groups = StepOfGroups(optimizer, factors_of(optimizer, norm, scale)) if updates is None else None
     optimizer.overflow = host_waits(optimizer, norm) and overflowed(optimizer, norm)
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:
@@ -65,10 +70,15 @@ def _run(optimizer):
             with timed(optimizer, name):
                 pass
         return
-    optimizer._global_grad_norm = None if norm is None else norm / scale
 
     linked = optimizer._hp_optimizer_states_linked
     with zero12.interrupted_step.changing_parameters(zero12.engine):
+        if updates is not None:
+            with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER), torch.profiler.record_function("deepcompile::muon"):
+                updates.run(optimizer)
+            norm = None if norm is None else global_norm(optimizer, scale, updates.matrices)
+            groups = StepOfGroups(optimizer, factors_of(optimizer, norm, scale, updates.matrices))
+        optimizer._global_grad_norm = None if norm is None else norm / scale
         with parameters_on_their_way(optimizer) if optimizer.cpu_offload else contextlib.nullcontext():
             groups.run()
         if not linked:

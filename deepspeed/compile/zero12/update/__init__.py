@@ -10,6 +10,7 @@ A rule (``rule.py``) steps the partitions that it serves. A new rule is one new 
 - ``ranges.py``: the pass over one partition, and its gradient, given range by range and dropped.
 - ``own_step.py``: the last rule, by which the optimizer itself steps ranges.
 - ``compiled.py``, ``recorded.py``: a rule that steps a range in one pass over memory, as recorded from the optimizer.
+- ``muon.py``: makes updates of gradients for DeepSpeed's Muon, and says which optimizer steps these.
 - ``eight_bit.py``, ``blockwise.py``, ``dynamic_map.py``: the rule for Adam with states in 8 bits; how a partition's
   states are kept in blocks; and what the codes stand for.
 - ``adam_of_blocks.py``, ``adam_kernel.py``: what that rule does to a block, in torch's operators and as a kernel.

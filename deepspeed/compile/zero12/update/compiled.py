@@ -7,7 +7,7 @@ parameters. ``recorded.py`` compiles the pass from the optimizer's own ``step()`
 """
 
 import itertools
-from typing import Any, Callable, Dict, Optional, Set
+from typing import Any, Callable, Dict, Optional, Set, Tuple
 
 import torch
 
@@ -34,8 +34,8 @@ class CompiledUpdates:
     def __init__(self):
         # What an update depends on -> the update, or None if it cannot be compiled.
         self._updates: Dict[str, Optional[Update]] = {}
-        # Index of a parameter group -> what its updates depend on.
-        self._of_group: Dict[int, Set[str]] = {}
+        # Class of an optimizer and index of a parameter group -> what its updates depend on.
+        self._of_group: Dict[Tuple[type, int], Set[str]] = {}
         self._has_warned = False
 
     def begin(self, partition: Partition) -> Optional["CompiledStep"]:
@@ -60,7 +60,7 @@ class CompiledUpdates:
         # CompiledStep passes states in their order, so names count as well as dtypes.
         states = {name: value.dtype if is_per_element(value, master) else None for name, value in state.items()}
         key = repr((class_of_torch(optimizer), settings, states, kind, master.device))
-        keys = self._of_group.setdefault(partition.index, set())
+        keys = self._of_group.setdefault((type(optimizer), partition.index), set())
         if key not in keys and len(keys) == MAX_UPDATES:
             self._warn_once(optimizer)
             return None

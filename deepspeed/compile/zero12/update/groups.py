@@ -3,7 +3,7 @@
 """Steps this rank's partitions of all parameter groups, each by the first rule that serves it."""
 
 import functools
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, List, Optional
 
 import torch
 
@@ -14,6 +14,7 @@ from ..layout import partition_offset
 from ..monitoring import timed
 from ..offload import memory_for_new_parameters, send_to_device
 from .authors import is_replaced, steps_as_written
+from .muon import stand_in
 from .ranges import PartitionGradient, Ranges
 from .rule import Partition
 
@@ -26,11 +27,11 @@ class StepOfGroups:
 
     Args:
         optimizer: the ZeRO-1/2 optimizer.
-        factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
+        factors: for each parameter group an fp32 tensor [1] with which to multiply gradients, or None for 1.
     """
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", factor: Optional[torch.Tensor]):
-        self._optimizer, self._factor = optimizer, factor
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", factors: List[Optional[torch.Tensor]]):
+        self._optimizer, self._factors = optimizer, factors
         # What others have added to a step, only the whole step of the optimizer does.
         by_rules = (
             not optimizer.torch_autocast_gradscaler
@@ -52,10 +53,9 @@ class StepOfGroups:
         if len(optimizer.optimizer.param_groups[group]["params"]) != 1:
             return None
         partition = Partition(
-            optimizer.optimizer,
-            group,
+            *stand_in(optimizer.optimizer, group),
             partition_offset(optimizer, group),
-            self._factor,
+            self._factors[group],
             optimizer.gradient_accumulation_dtype,
             _partition(optimizer, group),
         )
@@ -92,7 +92,7 @@ class StepOfGroups:
         optimizer = self._optimizer
         views, optimizer.averaged_gradients[group] = optimizer.averaged_gradients[group], None
         like = optimizer.single_partition_of_fp32_groups[group].data
-        return PartitionGradient(views, self._factor, like, optimizer.gradient_accumulation_dtype)
+        return PartitionGradient(views, self._factors[group], like, optimizer.gradient_accumulation_dtype)
 
     def _step_whole(self, group):
         """Has the optimizer step the master weights of a group at once, and writes them into this rank's partition."""

@@ -1,0 +1,245 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's Muon: turns the gradients of matrices into orthogonalized updates before their norm is taken.
+
+An update takes the place of its gradient, in the gradient's memory. What remains of the step treats each element by
+itself, so the rules step it (:func:`stand_in`).
+
+Every rank that owns a part of a matrix computes the update of the whole matrix, as DeepSpeed without DeepCompile does.
+The boundaries between n partitions cut at most n - 1 matrices of a parameter group, whose owners send each other their
+parts once. A single owner that computes such a matrix for the others would save each rank about one matrix, but would
+have to send the update back in a second exchange that all owners wait for.
+"""
+
+import itertools
+import math
+from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Tuple
+
+import torch
+from torch.nn import Parameter
+
+import deepspeed.comm as dist
+
+from ..collectives import collective
+from ..layout import pieces
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+MOMENTUM = "momentum_buffer"
+# Elements of matrices of one shape that are orthogonalized together, as many as a bucket is sent with: 64 MiB in bf16.
+# Newton-Schulz has about four times as much memory at a time, and its products are large enough for a GPU.
+BATCH_NUMEL = 2**25
+
+
+class Part(NamedTuple):
+    """The elements [first, last) of a matrix, which lie in the partition of rank ``owner``."""
+
+    owner: int
+    first: int
+    last: int
+
+
+class Matrix(NamedTuple):
+    """A parameter that Muon orthogonalizes, and its parts in ascending order."""
+
+    parameter: Parameter
+    parts: List[Part]
+
+    @property
+    def shape(self) -> Tuple[int, int]:
+        """Rows and columns of what is orthogonalized by itself: the whole matrix, or one head of it.
+
+        As in DeepSpeed's function, the filters of a convolution in four dimensions make up a matrix with a row for
+        each output, and leading dimensions of other parameters number their matrices.
+        """
+        shape = self.parameter.shape
+        heads = getattr(self.parameter, "muon_num_heads", None)
+        if heads is not None:
+            return shape[0] // heads, shape[1]
+        return (shape[0], shape[1:].numel()) if len(shape) == 4 else (shape[-2], shape[-1])
+
+
+def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is DeepSpeed's own Muon. Its module is not imported here, because that takes seconds."""
+    cls = type(optimizer)
+    return f"{cls.__module__}.{cls.__name__}" == "deepspeed.runtime.zero.muon.muon_optimizer.MuonWithAuxAdam"
+
+
+def matrices_of(optimizer: "DeepSpeedZeroOptimizer") -> Dict[int, List[Matrix]]:
+    """Returns index of each parameter group that Muon orthogonalizes -> its matrices, in the order of the flat tensor.
+
+    Empty if the optimizer is not DeepSpeed's Muon.
+    """
+    inner = optimizer.optimizer
+    chosen = [index for index, group in enumerate(inner.param_groups) if is_muon(inner) and group["use_muon"]]
+    return {group: list(_matrices(optimizer, group)) for group in chosen}
+
+
+def _matrices(optimizer, group):
+    for _, of_parameter in itertools.groupby(pieces(optimizer, group), lambda piece: id(piece.parameter)):
+        found = list(of_parameter)
+        ends = itertools.accumulate(piece.numel for piece in found)
+        parts = [Part(piece.owner, end - piece.numel, end) for piece, end in zip(found, ends, strict=True)]
+        yield Matrix(found[0].parameter, parts)
+
+
+def norm_of_updates(matrices: Dict[int, List[Matrix]]) -> float:
+    """Returns about the norm of the updates of all matrices: the singular values of an update are about 1.
+
+    The updates of matrices with more rows than columns are multiplied by the root of the ratio.
+    """
+    total = 0.0
+    for matrix in itertools.chain(*matrices.values()):
+        rows, columns = matrix.shape
+        total += matrix.parameter.numel() / (rows * columns) * min(rows, columns) * max(1.0, rows / columns)
+    return math.sqrt(total)
+
+
+def stand_in(inner: torch.optim.Optimizer, index: int) -> Tuple[torch.optim.Optimizer, int]:
+    """Returns an optimizer that steps a parameter group element by element, and the group's index there.
+
+    This is the optimizer itself, unless it is DeepSpeed's Muon. What Muon does with an update is what SGD does with a
+    gradient. The other groups are those of an Adam, with which Muon shares groups and states.
+    """
+    if not is_muon(inner):
+        return inner, index
+    groups = inner.param_groups
+    if groups[index]["use_muon"]:
+        names = ("params", "lr", "weight_decay")
+        return torch.optim.SGD([{name: group[name] for name in names} for group in groups]), index
+    adam = inner.aux_optimizer  # type: ignore[attr-defined]
+    if adam is None:
+        return inner, index
+    # Loading replaces both. Muon's own step sees to it as well.
+    adam.state, adam.param_groups = inner.state, [group for group in groups if not group["use_muon"]]
+    return adam, sum(not group["use_muon"] for group in groups[:index])
+
+
+class Orthogonalizer:
+    """Computes the updates of one engine's matrices.
+
+    Args:
+        matrices: what :func:`matrices_of` returned.
+        batch_numel: elements of the matrices that are orthogonalized together. A larger matrix comes by itself.
+    """
+
+    def __init__(self, matrices: Dict[int, List[Matrix]], batch_numel: int):
+        self.matrices, self._batch_numel = matrices, batch_numel
+
+    @torch.no_grad()
+    def run(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+        """Writes updates over the gradients in ``averaged_gradients``, and the new momentum. Called on every rank.
+
+        Raises:
+            DistBackendError: if ranks could not exchange the parts of matrices.
+            RuntimeError: if a momentum was loaded that belongs to other partitions.
+        """
+        for group in self.matrices:
+            self._run(optimizer, group)
+        # What step() notes if a scheduler of torch has wrapped it: the scheduler warns if nothing calls step().
+        if "step" in vars(optimizer.optimizer):
+            optimizer.optimizer._opt_called = True
+
+    def _run(self, optimizer, group):
+        process_group = optimizer.real_dp_process_group[group]
+        rank = dist.get_rank(process_group)
+        own = [each for each in self.matrices[group] if any(part.owner == rank for part in each.parts)]
+        gradients = [view.view(-1) for view in optimizer.averaged_gradients[group].without_padding()]
+        like = optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype)
+        # All ranks of the process group exchange parts, or none.
+        received = {}
+        if any(len(matrix.parts) > 1 for matrix in self.matrices[group]):
+            received = _exchange(process_group, own, gradients, like)
+        if not own:
+            return
+        settings = optimizer.optimizer.param_groups[group]
+        momentum = _momentum(optimizer, group, sum(matrix.parameter.numel() for matrix in own), like)
+        for batch in self._batches(own):
+            numel = own[batch.start].parameter.numel()
+            of_batch, momentum = momentum[: len(batch) * numel], momentum[len(batch) * numel :]
+            shape = (-1, *own[batch.start].shape)
+            memory = like.new_empty(len(batch), numel)
+            places, sources, targets, updates = [], [], [], []
+            for row, index in zip(memory, batch, strict=True):
+                for part in own[index].parts:
+                    place = row[part.first : part.last]
+                    is_own = part.owner == rank
+                    places.append(place)
+                    sources.append(gradients[index] if is_own else received.pop((index, part.owner)))
+            torch._foreach_copy_(places, sources)
+            del sources
+            update = _update(memory.view(shape), of_batch.view(shape), settings).reshape(len(batch), numel)
+            for row, index in zip(update, batch, strict=True):
+                (part,) = (part for part in own[index].parts if part.owner == rank)
+                targets.append(gradients[index])
+                updates.append(row[part.first : part.last])
+            torch._foreach_copy_(targets, updates)
+
+    def _batches(self, own: List[Matrix]) -> Iterator[range]:
+        """Yields the indices of matrices to orthogonalize together: neighbours of one shape."""
+        first = 0
+        while first < len(own):
+            limit = max(1, self._batch_numel // own[first].parameter.numel())
+            kinds = [(each.parameter.numel(), each.shape) for each in own[first : first + limit]]
+            last = first + sum(1 for _ in itertools.takewhile(kinds[0].__eq__, kinds))
+            yield range(first, last)
+            first = last
+
+
+def _update(gradient, momentum, settings):
+    """Returns the updates of a batch of matrices, and changes ``gradient`` and ``momentum``."""
+    from deepspeed.runtime.zero.muon.original_muon import muon_update
+
+    return muon_update(gradient, momentum, beta=settings["momentum"], ns_method=settings.get("ns_method", "gram"))
+
+
+def _momentum(optimizer, group, numel, like):
+    """Returns the momentum of this rank's matrices, 1-D: whole matrices in the order of the flat tensor.
+
+    So DeepSpeed keeps it without DeepCompile, and in checkpoints, of which a load makes it fp32.
+    """
+    state = optimizer.optimizer.state[optimizer.single_partition_of_fp32_groups[group]]
+    if MOMENTUM not in state:
+        state[MOMENTUM] = torch.zeros(numel, dtype=like.dtype, device=like.device)
+    elif state[MOMENTUM].numel() != numel:
+        raise RuntimeError(
+            f"the momentum of parameter group {group} has {state[MOMENTUM].numel()} elements and this rank's matrices "
+            f"have {numel}, because its checkpoint is of other partitions; load one of as many ranks"
+        )
+    state[MOMENTUM] = state[MOMENTUM].to(like.dtype)
+    return state[MOMENTUM]
+
+
+def _exchange(process_group, own, gradients, like):
+    """Sends this rank's part of each matrix to the matrix's other owners.
+
+    Args:
+        process_group: of the parameter group. All its ranks make this call.
+        own: the matrices of which this rank has a part.
+        gradients: the gradient of this rank's part of each, 1-D.
+        like: an empty tensor of the dtype and on the device of gradients.
+
+    Returns:
+        (index in ``own``, owner) -> the gradient of that owner's part, 1-D.
+    """
+    rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+    sent: List[List[torch.Tensor]] = [[] for _ in range(world)]
+    awaited: List[List[Tuple[int, Part]]] = [[] for _ in range(world)]
+    for index, matrix in enumerate(own):
+        for part in matrix.parts:
+            if part.owner != rank:
+                sent[part.owner].append(gradients[index])
+                awaited[part.owner].append((index, part))
+    in_order = list(itertools.chain(*awaited))
+    sizes = [part.last - part.first for _, part in in_order]
+    memory = like.new_empty(sum(sizes))
+    with collective("exchange the parts of matrices that boundaries of partitions cut"):
+        dist.all_to_all_single(
+            memory,
+            torch.cat([like, *itertools.chain(*sent)]),
+            output_split_sizes=[sum(part.last - part.first for _, part in of_rank) for of_rank in awaited],
+            input_split_sizes=[sum(part.numel() for part in of_rank) for of_rank in sent],
+            group=process_group,
+        )
+    return {(index, part.owner): each for (index, part), each in zip(in_order, memory.split(sizes), strict=True)}
