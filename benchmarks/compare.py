@@ -6,6 +6,8 @@ From the root of the repository::
 
     python -m benchmarks.compare                                        tiny on a CPU, Qwen3-8B on GPUs
     python -m benchmarks.compare --base /tmp/base --cases plain checkpoint --out results -- --layers 8 --steps 16
+    python -m benchmarks.compare --base /tmp/base --systems fork "base without DeepCompile" DDP -- \\
+        --shape deep --stage 2 --seq 16
 
 Arguments after `--` go to benchmarks.measure. `--base` is a folder with an unchanged DeepSpeed, made by
 `pip install --no-deps --target /tmp/base deepspeed==0.19.8`. The results are written as results.json and results.md,
@@ -35,6 +37,7 @@ CASES = {
 FORK, OVERLAPPED, ONE_GRAPH = "fork", "fork, gather overlapped", "fork as one graph"
 BASE, ZERO, FSDP2 = "base", "fork without DeepCompile", "FSDP2"
 FLOAT8_GATHERED = "FSDP2, float8 gathered"
+BASE_ZERO, DDP = "base without DeepCompile", "DDP"
 COLUMNS = {
     FORK: ["--system", "deepcompile"],
     OVERLAPPED: ["--system", "deepcompile", "--overlap-gather"],
@@ -43,7 +46,10 @@ COLUMNS = {
     ZERO: ["--system", "zero"],
     FSDP2: ["--system", "fsdp2"],
     FLOAT8_GATHERED: ["--system", "fsdp2", "--float8-gather"],
+    BASE_ZERO: ["--system", "zero"],
+    DDP: ["--system", "ddp"],
 }
+OF_BASE, OF_TORCH = (BASE, BASE_ZERO), (FSDP2, FLOAT8_GATHERED, DDP)
 ON_CPU = "--shape tiny --dtype fp32 --seq 64 --bucket 200000 --steps 12 --warm 4".split()
 ON_GPUS = "--shape qwen3-8b".split()
 # These arguments follow from the system, or belong to benchmarks.measure alone.
@@ -90,7 +96,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
 
 def reason_against(system: str, case: str, gpus: list[str], options: argparse.Namespace) -> str | None:
     """Returns why a system cannot be measured in a case, or None if it can."""
-    if system == BASE and not options.base:
+    if system in OF_BASE and not options.base:
         return "--base was not given"
     if system == BASE and not gpus:
         return "its DeepCompile needs GPUs"
@@ -105,10 +111,10 @@ def reason_against(system: str, case: str, gpus: list[str], options: argparse.Na
 
 def checked(system: str, result: Result | NoResult) -> Result | NoResult:
     """Returns ``result``, or a failure if the run took this fork for the base or another DeepSpeed for this fork."""
-    if not is_measured(result) or system == FSDP2 or result["environment"]["fork"] == (system != BASE):
+    if not is_measured(result) or system in OF_TORCH or result["environment"]["fork"] == (system not in OF_BASE):
         return result
     version = result["environment"]["deepspeed"]
-    if system == BASE:
+    if system in OF_BASE:
         return no_result(f"--base holds this fork ({version}); give a folder with an unchanged DeepSpeed", failed=True)
     why = f"deepspeed {version} of this environment is not this fork; pip install it, and mind PYTHONPATH"
     return no_result(why, failed=True)
@@ -138,13 +144,15 @@ def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict
             default = [name for name in COLUMNS if name != ZERO or not gpus or case == "offload"]
             # The recipe of float8 for which FSDP2 can gather weights in float8.
             default = [name for name in default if name != FLOAT8_GATHERED or "tensorwise" in rest]
+            # Only where they are named.
+            default = [name for name in default if name not in (BASE_ZERO, DDP)]
             for system in options.systems or default:
                 reason = reason_against(system, case, gpus, options)
                 if reason:
                     results[case][system] = no_result(reason)
                     continue
                 arguments = [*COLUMNS[system], *(ON_GPUS if gpus else ON_CPU), *CASES[case], *rest]
-                site = options.base if system == BASE else None
+                site = options.base if system in OF_BASE else None
                 compiled = Path(caches) / f"{case}-{_slug(system)}"
                 # One DeepSpeed must not load native code that was compiled for another.
                 extensions = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path(caches) / "extensions"))
@@ -174,7 +182,7 @@ def main() -> int:
     tables = []
     for case, of_case in results.items():
         if any(map(is_measured, of_case.values())):
-            tables.append(f"## {case}\n\n{markdown(of_case, beside=(BASE, ZERO, FSDP2, FLOAT8_GATHERED))}")
+            tables.append(f"## {case}\n\n{markdown(of_case, beside=(BASE, ZERO, *OF_TORCH, BASE_ZERO))}")
         else:
             tables.append(f"## {case}\n\n" + "\n".join(f"{name}: {of['why']}" for name, of in of_case.items()) + "\n")
     table = "\n".join(tables)

@@ -132,7 +132,7 @@ def main() -> None:
     device = take_gpu() if on_gpus() else "cpu"
     if device == "cpu" or settings.offload:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["WORLD_SIZE"])))
-    if settings.system == "fsdp2":
+    if settings.system in ("fsdp2", "ddp"):
         # With offloading, gradients are on the host when their norm is taken.
         backend = "cuda:nccl,cpu:gloo" if settings.offload else "nccl"
         on_gpu = {"backend": backend, "device_id": torch.device(device)}

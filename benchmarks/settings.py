@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .workload import RECIPES, SHAPES
 
 # "deepcompile" and "zero" are the installed DeepSpeed with and without DeepCompile.
-SYSTEMS = ("deepcompile", "zero", "fsdp2")
+SYSTEMS = ("deepcompile", "zero", "fsdp2", "ddp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +156,8 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--optimizer muon goes with DeepSpeed, without --offload and --states")
     if settings.float8_gather and (settings.system, settings.float8) != ("fsdp2", "tensorwise"):
         parser.error("--float8-gather goes with --system fsdp2 and --float8 tensorwise")
+    if settings.system == "ddp" and (settings.dtype, settings.accumulation, settings.offload) != ("fp32", 1, False):
+        parser.error("--system ddp goes with --dtype fp32, and with neither --accumulation nor --offload")
     if settings.one_graph and settings.overlap_gather:
         parser.error("--overlap-gather needs the graphs of blocks; leave --one-graph out")
     if "RANK" not in os.environ:

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""How the compared systems train, behind the same few calls: DeepSpeed's ZeRO, and PyTorch's FSDP2."""
+"""How the compared systems train, behind the same few calls: DeepSpeed's ZeRO, and PyTorch's FSDP2 and DDP."""
 
 import importlib
 import importlib.util
@@ -46,7 +46,7 @@ class System(Protocol):
 
 def make_system(settings: Settings, model: torch.nn.Module) -> System:
     """Returns the system that ``settings`` names. The caller must not use ``model`` by itself from then on."""
-    return FSDP2(settings, model) if settings.system == "fsdp2" else DeepSpeed(settings, model)
+    return {"fsdp2": FSDP2, "ddp": DDP}.get(settings.system, DeepSpeed)(settings, model)
 
 
 def is_fork() -> bool:
@@ -222,6 +222,22 @@ class FSDP2:
 
     def reset_counters(self):
         pass
+
+
+class DDP(FSDP2):
+    """``DistributedDataParallel`` around a model of which every block is compiled. All ranks step all parameters."""
+
+    def __init__(self, settings: Settings, model: torch.nn.Module):
+        backend = _torch_backend(settings.backend)
+        for block in model.model.layers:
+            block.compile(backend=backend)
+        self._vocabulary, self._gathers_float8 = model.config.vocab_size, False
+        self._model = torch.nn.parallel.DistributedDataParallel(model)
+        self._loss = torch.compile(model.loss_function, backend=backend)
+        self._optimizer = _optimizer(settings, model.parameters())
+
+    def backward(self, loss, boundary):
+        loss.backward()
 
 
 def _torch_backend(backend: str) -> str:

@@ -137,7 +137,7 @@ def markdown(results: Mapping[str, Result | NoResult], beside: Collection[str]) 
         "| --- |" + " --- |" * (len(measured) + len(ratios)),
         "| deepspeed | "
         + " | ".join(
-            "" if result["run"]["system"] == "fsdp2" else result["environment"]["deepspeed"]
+            "" if result["run"]["system"] in ("fsdp2", "ddp") else result["environment"]["deepspeed"]
             for result in measured.values()
         )
         + " |" * (1 + len(ratios)),

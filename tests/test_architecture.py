@@ -244,9 +244,10 @@ def test_the_native_code_has_what_its_protocols_say():
     def members(cls):
         return {name for name in vars(cls) if not name.startswith("_")}
 
-    assert members(native.Reducer) == members(module.Reducer)
-    assert members(native.NativeModule) | {"Reducer"} == members(module)
-    for protocol, found in ((native.Reducer, module.Reducer), (native.NativeModule, module)):
+    classes = ((native.Reducer, module.Reducer), (native.HandedOver, module.HandedOver))
+    assert all(members(protocol) == members(found) for protocol, found in classes)
+    assert members(native.NativeModule) | {"Reducer", "HandedOver"} == members(module)
+    for protocol, found in (*classes, (native.NativeModule, module)):
         properties = {name for name in members(protocol) if isinstance(getattr(protocol, name), property)}
         for name in members(protocol) - properties:
             taken = len(re.findall(r"\barg\d+: ", getattr(found, name).__doc__))

@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero12.native import reducer_module
 
-from support.training import device
+from support.lifetime import backward, start
+from support.training import Case, device
 
 ELEMENTS = 12
 
@@ -58,3 +59,21 @@ def test_a_profile_names_the_stages(ranks):
         "deepcompile::dropped": 1,
     }
     assert ranks(2).run(ranges_of_a_backward) == [expected] * 2
+
+
+def copies_of_gradients():
+    """Returns how many gradients a rank alone has bound in a backward of generated code, and how many it has copied."""
+    # Biases and norms get sums over rows, which Inductor gives another shape.
+    _, engine = start(Case("BlocksWithin", backend="inductor", dtype="bf16"))
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            backward(engine)
+        engine.step()
+    engine.destroy()
+    bound = [event for event in profile.events() if event.name == "deepcompile::bind"]
+    return len(bound), sum(child.name == "aten::to" for event in bound for child in event.cpu_children)
+
+
+def test_generated_code_gives_its_gradients_away(ranks):
+    ((bound, copied),) = ranks(1).run(copies_of_gradients)
+    assert bound > 10 and copied == 0

@@ -77,7 +77,8 @@ class Registered:
 
     def finish(self, expected):
         """Ends a step's last backward; whether each element of this rank's partition is ``expected``."""
-        ((targets, _),) = self.reducer.finish_backward(True, True)
+        (handed_over,) = self.reducer.finish_backward(True, True)
+        targets = handed_over.take_targets()
         right = all(bool((target == expected).all()) for target in targets.values())
         numel = sum(target.numel() for target in targets.values())
         self.reducer.release(0)

@@ -4,7 +4,11 @@
 #include "deepcompile.h"
 
 #include <ATen/Functions.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/utils/python_numbers.h>
 #include <torch/library.h>
 
 #include <pybind11/functional.h>
@@ -12,14 +16,11 @@
 
 // What is called from outside of C++: the two operators that a compiled backward calls, and the Python class.
 
+namespace py = pybind11;
+
 namespace deepcompile {
 
 namespace {
-
-at::Tensor done(const at::Tensor& gradient)
-{
-    return at::empty({0}, gradient.options());
-}
 
 /// Returns `registrations` as a tensor on the host: the engine's number, and then the indices that parameters have in
 /// the engine's reducer. `Registrations` in graph/frames.py makes that tensor.
@@ -29,9 +30,9 @@ at::Tensor readable(const at::Tensor& registrations)
     return registrations.is_cpu() ? registrations : registrations.cpu();
 }
 
-at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registrations, int64_t slot, bool donated)
+void reduce(const at::Tensor& gradient, const at::Tensor& registrations, int64_t slot, bool donated)
 {
-    if (gradient.numel() == 0) { return done(gradient); }
+    if (gradient.numel() == 0) { return; }
     const auto numbers = readable(registrations);
     const auto* number = numbers.const_data_ptr<int64_t>();
     const auto reducer = Reducer::find(number[0]);
@@ -45,7 +46,62 @@ at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registratio
     // one storage, and then one of them cannot be donated alone.
     donated = donated && gradient.storage().use_count() == 1;
     reducer->reduce(static_cast<size_t>(number[slot]), gradient, Route::graph, donated);
-    return done(gradient);
+}
+
+at::Tensor reduce_grad(const at::Tensor& gradient, const at::Tensor& registrations, int64_t slot, bool donated)
+{
+    reduce(gradient, registrations, slot, donated);
+    return at::empty({0}, gradient.options());
+}
+
+/// The operator as generated code calls it, with all four arguments: past torch's dispatcher and past pybind11, which
+/// take longer than the rest of a small gradient's reduction. A profiler sees it as the operator. Nothing reads what it
+/// returns.
+PyObject* reduce_grad_directly(PyObject*, PyObject* const* arguments, Py_ssize_t)
+{
+    HANDLE_TH_ERRORS
+    const auto& gradient = THPVariable_Unpack(arguments[0]);
+    const auto& registrations = THPVariable_Unpack(arguments[1]);
+    const int64_t slot = THPUtils_unpackLong(arguments[2]);
+    const bool donated = arguments[3] == Py_True;
+    {
+        const py::gil_scoped_release unlocked;
+        RECORD_FUNCTION("deepcompile::reduce_grad", std::vector<c10::IValue>({gradient, registrations, slot, donated}));
+        reduce(gradient, registrations, slot, donated);
+    }
+    return Py_NewRef(arguments[1]);
+    END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions_of_generated_code[] = {
+    {"reduce_grad",
+     reinterpret_cast<PyCFunction>(reduce_grad_directly),
+     METH_FASTCALL,
+     "reduce_grad(arg0: torch.Tensor, arg1: torch.Tensor, arg2: int, arg3: bool) -> torch.Tensor"},
+    {}};
+
+/// Whether each entry is a tensor with the memory, dtype and number of elements of its target, all contiguous. If targets
+/// lie in one tensor, they must still lie there.
+bool are_views(const HandedOver& handed_over, const py::list& entries)
+{
+    if (entries.size() != handed_over.targets.size()) { return false; }
+    if (handed_over.flat && !entries.empty()) {
+        const auto& [offset, first] = handed_over.targets.front();
+        const auto* begin = static_cast<const char*>(handed_over.flat->const_data_ptr());
+        if (first.const_data_ptr() != begin + offset * first.element_size()) { return false; }
+    }
+    Py_ssize_t index = 0;
+    for (const auto& [offset, target] : handed_over.targets) {
+        PyObject* entry = PyList_GET_ITEM(entries.ptr(), index++);
+        if (!THPVariable_Check(entry)) { return false; }
+        const auto& view = THPVariable_Unpack(entry);
+        if (view.layout() != at::kStrided || view.numel() != target.numel() ||
+            view.scalar_type() != target.scalar_type() || !view.is_contiguous() ||
+            view.const_data_ptr() != target.const_data_ptr()) {
+            return false;
+        }
+    }
+    return true;
 }
 
 void end_backward(at::TensorList reductions_and_registrations, int64_t graph_id, bool release_reduce_buckets)
@@ -78,8 +134,6 @@ TORCH_LIBRARY_IMPL(deepcompile, CompositeExplicitAutograd, m)
     m.impl("end_backward", &deepcompile::end_backward);
 }
 
-namespace py = pybind11;
-
 // The base's native module has functions that change the state of the process. This one has none: the state of an
 // engine is in the engine's Reducer.
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
@@ -89,6 +143,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     // thread may need the interpreter's lock to go on.
     using unlocked = py::call_guard<py::gil_scoped_release>;
 
+    if (PyModule_AddFunctions(m.ptr(), deepcompile::functions_of_generated_code) != 0) { throw py::error_already_set(); }
     m.def("leads_to_compiled_code", &deepcompile::leads_to_compiled_code);
     m.def("could_not", &deepcompile::could_not);
     m.def("cut_at_partitions", [](int64_t offset, int64_t numel, int64_t partition_numel) {
@@ -98,6 +153,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         }
         return pieces;
     });
+
+    using deepcompile::HandedOver;
+    py::class_<HandedOver>(m, "HandedOver")
+        .def("take_targets",
+             [](HandedOver& self) {
+                 py::dict targets;
+                 for (const auto& [offset, target] : std::exchange(self.targets, {})) {
+                     targets[py::int_(offset)] = target;
+                 }
+                 return targets;
+             })
+        .def("take_views", [](HandedOver& self) { return std::exchange(self.views, {}); })
+        .def_readonly("flat", &HandedOver::flat)
+        .def("are_views", &deepcompile::are_views);
 
     py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
         .def(py::init([](int64_t identity,
@@ -119,6 +188,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("add_group", &Reducer::add_group, unlocked())
         .def_property_readonly("identity", &Reducer::identity)
         .def("register_parameter", &Reducer::register_parameter, unlocked())
+        .def("ever_hooked", &Reducer::ever_hooked, unlocked())
         .def("begin_backward", &Reducer::begin_backward, unlocked())
         .def("listen", &Reducer::listen, unlocked())
         .def("abandon_unfinished", &Reducer::abandon_unfinished, unlocked())

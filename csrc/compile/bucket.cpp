@@ -333,7 +333,8 @@ void BucketQueue::enqueue(const ParameterRecord& record, const at::Tensor& gradi
 {
     // A copy to the host takes time, and the gradient's memory waits for it in a bucket.
     if (record.group->world() == 1 && !record.group->host) {
-        record.group->bind(record.pieces.front().target_offset, gradient.detach().reshape({-1}), donated);
+        record.group->bind(
+            record.pieces.front().target_offset, in_shape(gradient.contiguous(), {gradient.numel()}), donated);
         return;
     }
     if (filling_->add_to_earlier(record, gradient)) { return; }
@@ -452,6 +453,18 @@ void PartitionGroup::allocate_flat_partition()
     flat_partition = at::zeros({partition_numel}, at::TensorOptions().dtype(target_dtype).device(device));
     counters.bound.add(bytes_of(flat_partition));
     mark_stage("deepcompile::bound", flat_partition);
+}
+
+HandedOver PartitionGroup::hand_over() const
+{
+    HandedOver handed_over{{targets.begin(), targets.end()}, {}, flat_partition.defined() ? std::optional(flat_partition) : std::nullopt};
+    handed_over.views.reserve(targets.size());
+    for (const auto& [offset, target] : targets) {
+        const auto whole = shapes.find(offset);
+        handed_over.views.push_back(
+            in_shape(target, whole == shapes.end() ? target.sizes() : at::IntArrayRef(whole->second)));
+    }
+    return handed_over;
 }
 
 void PartitionGroup::release(Dropped& dropped)

@@ -81,6 +81,15 @@ bool fills_its_storage(const at::Tensor& tensor)
     return tensor.is_contiguous() && static_cast<int64_t>(tensor.storage().nbytes()) == bytes_of(tensor);
 }
 
+at::Tensor in_shape(const at::Tensor& tensor, at::IntArrayRef sizes)
+{
+    // Nobody differentiates gradients here. A view of autograd's takes several times as long.
+    auto impl = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(
+        /*version_counter=*/0, /*allow_tensor_metadata_change=*/true);
+    impl->set_sizes_contiguous(sizes);
+    return at::Tensor(std::move(impl));
+}
+
 at::Tensor keep_or_copy(const at::Tensor& tensor, at::ScalarType dtype, bool donated)
 {
     if (donated && tensor.scalar_type() == dtype && fills_its_storage(tensor)) { return tensor; }

@@ -114,6 +114,12 @@ void Reducer::register_parameter(
                       record.describe() + " reaches beyond the last partition of its group");
     // A group of one rank sends nothing.
     order_.add_parameter(record.index, its_group.world() > 1 && !record.pieces.empty());
+    its_group.own_pieces += std::count_if(record.pieces.begin(), record.pieces.end(), [&its_group](const Piece& piece) {
+        return piece.owner == its_group.rank();
+    });
+    if (record.pieces.size() == 1 && record.pieces.front().owner == its_group.rank()) {
+        its_group.shapes.emplace(record.pieces.front().target_offset, at::DimVector(record.parameter.sizes()));
+    }
     records_.push_back(std::move(record));
     ++counters_.registered;
 }
@@ -288,16 +294,15 @@ std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
     if (reduces) {
         // The optimizer steps a parameter that got no gradient too, on zeros.
         for (auto& group : groups_) { group.allocate_flat_partition(); }
-        for (const auto& record : records_) { record.group->bind_to_zeros(record.pieces); }
+        for (const auto& record : records_) {
+            if (record.group->targets.size() < record.group->own_pieces) { record.group->bind_to_zeros(record.pieces); }
+        }
     }
     if (in_backward()) { leave_backward(BackwardState::none); }
     if (completes) {
         agree_and_reduce_late();
         is_handed_over_ = true;
-        for (const auto& group : groups_) {
-            const auto& flat = group.flat_partition;
-            handed_over.emplace_back(group.targets, flat.defined() ? std::optional(flat) : std::nullopt);
-        }
+        for (const auto& group : groups_) { handed_over.push_back(group.hand_over()); }
     }
     streams_.let_wait(caller);
     // The optimizer reads host memory without a stream, so wait here for the queued copies.
@@ -375,7 +380,8 @@ void Reducer::forget_gradients(Dropped& dropped)
         end_early(record);
         record.unreduced.drop(dropped);
         // While a backward runs, perhaps on another thread, what lies in `parameter.grad` is autograd's.
-        if (!in_backward()) { dropped.push_back(std::exchange(record.parameter.mutable_grad(), {})); }
+        if (in_backward()) { continue; }
+        if (auto& slot = record.parameter.mutable_grad(); slot.defined()) { dropped.push_back(std::exchange(slot, {})); }
     }
 }
 

@@ -406,9 +406,12 @@ private:
 /// Averaged gradients by their offset in a partition, in elements; each flat, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;
 
-/// What the optimizer gets of a group when a step is complete: its targets, and the flat tensor in which they lie, if
-/// they lie in one.
-using HandedOver = std::pair<Targets, std::optional<at::Tensor>>;
+/// What the optimizer gets of a group when a step is complete.
+struct HandedOver {
+    std::vector<std::pair<int64_t, at::Tensor>> targets;  ///< in ascending order of their offsets
+    std::vector<at::Tensor> views;   ///< one of each target, in the shape of its parameter if it is the whole of it
+    std::optional<at::Tensor> flat;  ///< the flat tensor in which the targets lie, if they lie in one
+};
 
 /// The ranks that share a parameter group, and the gradient targets of this rank's partition of it.
 struct PartitionGroup {
@@ -419,7 +422,9 @@ struct PartitionGroup {
     bool flat;                       ///< whether targets lie in one flat tensor of their own
     std::optional<at::Tensor> host;  ///< [partition_numel] on CPU: targets lie there, and not on the device
     Counters& counters;
-    Targets targets = {};            ///< what is bound
+    std::map<int64_t, at::DimVector> shapes = {};  ///< of this rank's pieces that are whole parameters, by offset
+    size_t own_pieces = 0;                         ///< of which each gets a target in every step
+    Targets targets = {};                          ///< what is bound
     at::Tensor flat_partition = {};  ///< [partition_numel]; undefined if not `flat`, or while nothing is bound
 
     int64_t rank() const { return process_group->getRank(); }
@@ -433,6 +438,7 @@ struct PartitionGroup {
     void bind_to_zeros(const std::vector<Piece>& pieces);
     /// Allocates the flat partition, zeroed, if targets lie in one and it does not exist yet.
     void allocate_flat_partition();
+    HandedOver hand_over() const;
     /// Moves the targets to `dropped`.
     void release(Dropped& dropped);
 };
@@ -513,6 +519,9 @@ public:
         const BackwardState state = state_;
         return state == BackwardState::running || state == BackwardState::ended;
     }
+
+    /// Indices of parameters at which somebody has registered a hook, even if the hook was removed since.
+    std::vector<int64_t> ever_hooked() const;
 
     /// From now on, `begin` is called when a gradient arrives and no backward has begun. It calls begin_backward() and
     /// returns true, or returns false. In the latter case the gradient stays on this rank, and the next backward takes

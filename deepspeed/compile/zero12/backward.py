@@ -373,11 +373,10 @@ class BackwardLife:
         optimizer = self._optimizer()
         with torch.profiler.record_function("deepcompile::hand_over"):
             self._handed_over = []
-            for group, (targets, flat_partition) in enumerate(handed_over):
+            for group, of_group in enumerate(handed_over):
                 # Keep the dict and set its entries: parameters hold a reference to the dict for safe_get_full_grad().
                 optimizer.averaged_gradients[group] = views = PartitionViews(
-                    targets,
-                    flat_partition,
+                    of_group,
                     self._view_specs[group],
                     optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype),
                     functools.partial(self._reducer.release, group),

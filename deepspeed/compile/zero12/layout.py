@@ -15,7 +15,7 @@ from torch.nn import Parameter
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from .native import reducer_module
+from .native import HandedOver, reducer_module
 
 
 class Piece(NamedTuple):
@@ -127,8 +127,13 @@ def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:
     """Whether the data of each parameter of a group still lies at its place in the group's flat tensor."""
     flat = optimizer.bit16_groups_flat[group]
     first, size = flat.data_ptr(), flat.element_size()
-    layout = ((parameter, offset) for parameter, offset in flat_layout(optimizer, group) if parameter.numel())
-    return all(parameter.data_ptr() == first + size * offset for parameter, offset in layout)
+    # A parameter without elements has no address.
+    return all(
+        [
+            parameter.data_ptr() == first + size * offset or not parameter.numel()
+            for parameter, offset in flat_layout(optimizer, group)
+        ]
+    )
 
 
 def holds_its_parameters(optimizer: DeepSpeedZeroOptimizer) -> bool:
@@ -153,9 +158,9 @@ class PartitionViews(list):
     other tensors into the list: the step calls :meth:`read` first.
 
     Args:
-        targets: offset in the partition, in elements -> 1-D target in the gradient accumulation dtype, for each piece.
-        flat_partition: the 1-D tensor of ``partition_size`` elements in which all targets lie, or None if targets do
-            not share one tensor.
+        handed_over: the targets by their offset in the partition, in elements, each 1-D in the gradient accumulation
+            dtype, with their views, and the 1-D tensor of ``partition_size`` elements in which all targets lie, if
+            they share one. This object takes the targets out when somebody needs them one by one.
         specs: what :func:`view_specs` returned for the group.
         padding: a tensor without elements, in the dtype of the targets.
         release: a function that makes the reducer forget the targets.
@@ -164,35 +169,43 @@ class PartitionViews(list):
 
     def __init__(
         self,
-        targets: Dict[int, torch.Tensor],
-        flat_partition: Optional[torch.Tensor],
+        handed_over: HandedOver,
         specs: List[ViewSpec],
         padding: torch.Tensor,
         release: Callable[[], None],
         stay_on_host: bool = False,
     ):
         super().__init__()
-        self.flat_partition = flat_partition
-        self._targets = targets
+        self.flat_partition = handed_over.flat
+        self._handed_over: Optional[HandedOver] = handed_over
+        self._taken: Dict[int, torch.Tensor] = {}
         self._specs = specs
         self._padding = padding.cpu() if stay_on_host else padding
         self._release = release
         self._stay_on_host = stay_on_host
-        self._cut()
+        self._fill(handed_over.take_views())
+
+    @property
+    def _targets(self) -> Dict[int, torch.Tensor]:
+        if self._handed_over is not None:
+            self._taken, self._handed_over = self._handed_over.take_targets(), None
+        return self._taken
+
+    def _fill(self, views):
+        views = iter(views)
+        self[:] = [self._entry_of_padding() if spec.is_padding else next(views) for spec in self._specs]
+
+    def _entry_of_padding(self):
+        # Padding has no target, but an entry must keep its place: the base finds parameters by position.
+        entry = self._padding.detach()
+        # The norm skips views with this mark, so that the other views pair up with the parameters.
+        entry._zero_padding = True
+        return entry
 
     def _cut(self):
-        views = []
-        for spec in self._specs:
-            if spec.is_padding:
-                # Padding has no target, but an entry must keep its place: the base finds parameters by position.
-                view = self._padding.detach()
-                # The norm skips views with this mark, so that the other views pair up with the parameters.
-                view._zero_padding = True
-            else:
-                view = self._targets[spec.offset]
-                view = view if spec.shape is None else view.view(spec.shape)
-            views.append(view)
-        self[:] = views
+        pieces = [spec for spec in self._specs if not spec.is_padding]
+        shapes = [(spec.numel,) if spec.shape is None else spec.shape for spec in pieces]
+        self._fill(self._targets[spec.offset].view(shape) for spec, shape in zip(pieces, shapes, strict=True))
 
     def without_padding(self) -> List[torch.Tensor]:
         """Lists the views that are no padding, one for each parameter in this rank's partition."""
@@ -208,6 +221,8 @@ class PartitionViews(list):
         Raises:
             ValueError: if this is no list with a tensor, of as many elements as the target, for each entry.
         """
+        if entries is self and self._is_as_made():
+            return
         if not isinstance(entries, (list, tuple)) or len(entries) != len(self._specs):
             raise ValueError(
                 f"{name} is no list of {len(self._specs)} tensors; assign a tensor to an entry of the list"
@@ -223,10 +238,17 @@ class PartitionViews(list):
                 target = entry.detach().to(self._padding.device, self._padding.dtype, copy=self._stay_on_host)
                 changed[spec.offset] = target.contiguous().view(-1)
         if changed:
-            self._targets = {**self._targets, **changed}
+            self._taken = {**self._targets, **changed}
             self.flat_partition = None
         if changed or entries is not self:
             self._cut()
+
+    def _is_as_made(self):
+        """Whether :meth:`read` would find nothing new. One native call tells of all entries."""
+        handed_over = self._handed_over
+        return (
+            handed_over is not None and len(self) == len(self._specs) and handed_over.are_views(self.without_padding())
+        )
 
     def _is_target(self, offset, entry):
         """Whether ``entry`` still has its target's memory. Assigning ``.data``, of either, changes that."""
@@ -264,6 +286,6 @@ class PartitionViews(list):
     def release_grad_buffers(self) -> None:
         """Makes this object and the reducer drop the gradients. Repeated calls are allowed."""
         self.clear()
-        self.flat_partition = None
-        self._targets = {}
+        self.flat_partition = self._handed_over = None
+        self._taken = {}
         self._release()

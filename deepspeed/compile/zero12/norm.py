@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 ONE_KERNEL_NUMEL = 2**22
 # Elements of which a CPU adds up the squares at once: 8 MiB of fp32, which stay in the processor's cache.
 NORM_NUMEL_ON_HOST = 2**21
+# Gradients of fewer elements are copied together first: to call torch for each takes longer.
+SMALL_NUMEL_ON_HOST = 2**15
 
 
 def global_norm(
@@ -61,7 +63,10 @@ def _group_norm(optimizer, group):
 
 
 def sum_of_squares(gradients: List[torch.Tensor]) -> torch.Tensor:
-    """Returns the sum of the squares of all elements, fp64 []. The squares of one gradient are added up in fp32."""
+    """Returns the sum of the squares of all elements, fp64 [].
+
+    The squares of one gradient are added up in fp32, and on a CPU those of small gradients together.
+    """
     if not gradients[0].is_cpu:
         large = [gradient for gradient in gradients if gradient.numel() >= ONE_KERNEL_NUMEL]
         small = [gradient for gradient in gradients if gradient.numel() < ONE_KERNEL_NUMEL]
@@ -69,7 +74,11 @@ def sum_of_squares(gradients: List[torch.Tensor]) -> torch.Tensor:
         norms += torch._foreach_norm(small, 2, dtype=torch.float32) if small else []
         return torch.stack(norms).double().square().sum()
     # On a CPU a norm takes several times as long as a cast and a product of short parts, and rounds more.
-    parts = [part for gradient in gradients for part in gradient.view(-1).split(NORM_NUMEL_ON_HOST)]
+    large = [gradient.view(-1) for gradient in gradients if gradient.numel() >= SMALL_NUMEL_ON_HOST]
+    small = [gradient for gradient in gradients if gradient.numel() < SMALL_NUMEL_ON_HOST]
+    if small:
+        large.append(torch._C._nn.flatten_dense_tensors(small))
+    parts = [part for gradient in large for part in gradient.split(NORM_NUMEL_ON_HOST)]
     memory = torch.empty(max(part.numel() for part in parts), dtype=torch.float32, device="cpu")
     total = torch.zeros((), dtype=torch.float64, device="cpu")
     for part in parts:

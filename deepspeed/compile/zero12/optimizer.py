@@ -70,7 +70,8 @@ class StepLocalGradients(_NextClass):
 
     def backward_prologue(self) -> None:
         self._zero12.refuse()
-        hooked = [index for index, parameter in enumerate(self._zero12.registered) if has_hooks(parameter)]
+        registered = self._zero12.registered
+        hooked = [index for index in self._zero12.reducer.ever_hooked() if has_hooks(registered[index])]
         self._zero12.backward.begin(super().backward_prologue, hooked)
 
     def backward_epilogue(self, *args, **kwargs) -> None:

@@ -220,6 +220,8 @@ class Backend:
         inputs = [*inputs, traced_registrations(of([inputs[index] for index in reduced]), inputs)]
         with one_more_input(gm):
             compiled = self._compile(gm, inputs, frame, partitioner)
+        # Dynamo keeps what it is given from being compiled. Without the compiler's own wrapper, it does so once.
+        compiled = getattr(compiled, "_torchdynamo_orig_callable", compiled)
         return lambda *args: compiled(*args, of([args[index] for index in reduced]))
 
     def _compile(self, gm, inputs, frame, partitioner):

@@ -7,11 +7,11 @@ it has to copy the gradient unless the gradient is donated. For a donated gradie
 right after the call, and Inductor gives the buffer's memory to no other buffer.
 """
 
-from typing import TYPE_CHECKING, Any, Tuple
+from typing import TYPE_CHECKING, Any, List, Sequence, Tuple
 
 import torch
 from torch._inductor import config, ir
-from torch._inductor.lowering import add_needs_realized_inputs, make_fallback, register_lowering
+from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 
@@ -19,15 +19,30 @@ if TYPE_CHECKING:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
 
+# How generated code finds the function that it calls in place of the operator: the operator's own way, through torch's
+# dispatcher, takes several times as long as the rest of a small gradient's reduction.
+_IMPORTS = ("from deepspeed.compile.zero12.native import reducer_module", "reduce_grad = reducer_module().reduce_grad")
+
+
 class ReduceGradKernel(ir.FallbackKernel):
     """A call of ``reduce_grad`` in generated code."""
 
     constant_args: Tuple
+    inputs: Sequence[Any]
 
     def codegen(self, wrapper: "PythonWrapperCodegen") -> None:
         # Decide here and not in the lowering, because only now all users of the buffer are known.
         donated = self._may_donate_gradient()
         self.constant_args = (*self.constant_args[:-1], donated)
+        gradient = self.inputs[0]
+        if donated and isinstance(gradient, ir.ReinterpretView):
+            # The buffer in another shape. Give up its first name, so that the reducer finds the memory unused.
+            wrapper.writeline(f"{gradient.get_name()} = {gradient.codegen_reference()}")
+            self.inputs = [V.graph.scheduler.name_to_buf[gradient.get_name()].node, *self.inputs[1:]]
+        if not V.graph.cpp_wrapper:
+            self.python_kernel_name = "reduce_grad"
+            for line in _IMPORTS:
+                wrapper.add_import_once(line)
         super().codegen(wrapper)
         if donated:
             name = self.inputs[0].get_name()
@@ -38,14 +53,33 @@ class ReduceGradKernel(ir.FallbackKernel):
     def _may_donate_gradient(self):
         gradient = self.inputs[0]
         # With memory planning, buffers are parts of a pool, so donating one would donate its neighbours' memory too.
-        if V.graph.cpp_wrapper or config.memory_planning or isinstance(gradient, ir.ReinterpretView):
+        if V.graph.cpp_wrapper or config.memory_planning:
             return False
         name = gradient.get_name()
         buffer = V.graph.scheduler.name_to_buf.get(name)
         if buffer is None or name in V.graph.mutated_buffers or buffer.get_aliases() or buffer.get_mutations():
             return False
+        if not V.graph.sizevars.statically_known_equals(gradient.get_numel(), buffer.node.get_numel()):
+            return False
         users = [user.node for user in buffer.users if not user.is_weak]
         return len(users) == 1 and getattr(users[0], "node", None) is self
+
+
+class EndBackwardKernel(ir.FallbackKernel):
+    """A call of ``end_backward`` in generated code, left out where it would do nothing."""
+
+    constant_args: Tuple
+
+    def codegen(self, wrapper: "PythonWrapperCodegen") -> None:
+        *_, releases = self.constant_args
+        if releases or V.graph.cpp_wrapper:
+            super().codegen(wrapper)
+
+
+def lower_end_backward(reductions_and_registrations: List[ir.TensorBox], graph_id: int, releases: bool) -> None:
+    """Lowers the call of ``end_backward``, before which the scheduler puts all reductions."""
+    operator = torch.ops.deepcompile.end_backward.default
+    EndBackwardKernel.create(operator, reductions_and_registrations, graph_id, releases)
 
 
 def lower_reduce_grad(gradient: ir.TensorBox, registrations: ir.TensorBox, slot: int, donated: bool = False) -> Any:
@@ -60,6 +94,6 @@ def register() -> None:
     operator = torch.ops.deepcompile.reduce_grad.default
     add_needs_realized_inputs(operator)
     register_lowering(operator, type_promotion_kind=None)(lower_reduce_grad)
-    # Without a lowering, Inductor would call the operator too, but torch 2.11 would first write a message that spells
-    # out how each operand was made.
-    make_fallback(torch.ops.deepcompile.end_backward.default)
+    operator = torch.ops.deepcompile.end_backward.default
+    add_needs_realized_inputs(operator)
+    register_lowering(operator, type_promotion_kind=None)(lower_end_backward)

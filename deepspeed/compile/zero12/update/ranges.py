@@ -9,7 +9,7 @@ exist only for one range at a time.
 
 import bisect
 import itertools
-from typing import TYPE_CHECKING, Callable, Iterable, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Callable, List, Optional, Tuple
 
 import torch
 
@@ -111,8 +111,10 @@ class PartitionGradient:
         # The tensor in which all gradients lie, if it is in the dtype of the master weights: scaled and read in place.
         self._flat = views.flat_partition
         taken = sorted(views.take(), key=lambda entry: entry[0])
-        # (offset, gradient), in ascending order.
-        self._rest: List[Tuple[int, torch.Tensor]] = taken if self._flat is None else []
+        # (offset, offset behind it, gradient), in ascending order.
+        self._rest: List[Tuple[int, int, torch.Tensor]] = []
+        if self._flat is None:
+            self._rest = [(offset, offset + gradient.numel(), gradient) for offset, gradient in taken]
         self._factor = factor
         self._memory = like.new_empty(0)
         self._gathered = like.new_empty(0, dtype=dtype)
@@ -127,8 +129,15 @@ class PartitionGradient:
             return gradient if self._factor is None else gradient.mul_(self._factor)
         self._memory = _at_least(last - first, self._memory)
         gradient = self._memory[: last - first]
-        for part, place in _laid_out(self._parts(first, last), gradient, first):
-            self._scale(part, place)
+        laid_out = _laid_out(self._parts(first, last), gradient, first)
+        if self._factor is None or gradient.is_cpu:
+            # On a CPU, a product of two dtypes takes several times as long as a cast and a product of one dtype.
+            _copy(laid_out)
+            return gradient if self._factor is None else gradient.mul_(self._factor)
+        for part, place in laid_out:
+            # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
+            # dimensions, torch would compute in the dtype of `part`.
+            torch.mul(part, self._factor, out=place)
         return gradient
 
     def unscaled(self, first: int, limit: int, multiple: int = ALIGN_NUMEL) -> torch.Tensor:
@@ -149,7 +158,7 @@ class PartitionGradient:
             gradient = gradient[:GATHERED_NUMEL]
             return self._gather([(first, gradient)], first, first + gradient.numel())
         last = self._end(first, limit, multiple)
-        parts = list(self._parts(first, last))
+        parts = self._parts(first, last)
         if len(parts) == 1 and parts[0][1].numel() == last - first and _is_aligned(parts[0][1]):
             return parts[0][1]
         return self._gather(parts, first, last)
@@ -161,15 +170,13 @@ class PartitionGradient:
         """
         if self._flat is not None:
             return self._flat[first:last]
-        return self._gather(list(self._parts(first, last)), first, last)
+        return self._gather(self._parts(first, last), first, last)
 
     def _gather(self, parts, first, last):
         """Copies parts together that lie in [first, last)."""
         self._gathered = _at_least(last - first, self._gathered)
         gradient = self._gathered[: last - first]
-        laid_out = [*_laid_out(parts, gradient, first)]
-        if laid_out:
-            torch._foreach_copy_([place for _, place in laid_out], [part for part, _ in laid_out])
+        _copy(_laid_out(parts, gradient, first))
         return gradient
 
     def give_memory_back(self) -> None:
@@ -180,43 +187,43 @@ class PartitionGradient:
         """Returns where a range from ``first`` on ends: where it comes to what is read in place of a large gradient,
         behind that, or where it has enough small ones."""
         gathered = min(first + GATHERED_NUMEL, limit)
-        for offset, gradient in itertools.islice(self._rest, self._index(first), None):
+        for offset, behind, gradient in itertools.islice(self._rest, self._index(first), None):
             if offset >= gathered:
                 break
+            if behind - offset < IN_PLACE_NUMEL:
+                continue
             # What is read in place has whole multiples, counted from `first`.
             begin = max(first, offset + (first - offset) % multiple)
-            end = min(offset + gradient.numel(), limit)
+            end = min(behind, limit)
             end -= (end - first) % multiple
-            if gradient.numel() >= IN_PLACE_NUMEL and begin < end and _is_aligned(gradient[begin - offset :]):
+            if begin < end and _is_aligned(gradient[begin - offset :]):
                 return begin if begin > first else end
         return gathered - (gathered - first) % multiple
 
     def _parts(self, first, last):
-        """Yields (offset in the partition, elements) of the gradients in [first, last), and drops what is behind."""
-        index = self._index(first)
-        while index < len(self._rest) and self._rest[index][0] < last:
-            offset, gradient = self._rest[index]
-            begin, end = max(offset, first), min(offset + gradient.numel(), last)
-            if end == offset + gradient.numel():
-                del self._rest[index]
-            yield begin, gradient[begin - offset : end - offset]
-            if end == last:
+        """Lists (offset in the partition, elements) of the gradients in [first, last), and drops what is behind."""
+        index, parts, behind = self._index(first), [], 0
+        for offset, end, gradient in itertools.islice(self._rest, index, None):
+            if offset >= last:
                 break
+            if first <= offset and end <= last:
+                parts.append((offset, gradient))
+            else:
+                begin = max(offset, first)
+                parts.append((begin, gradient[begin - offset : min(end, last) - offset]))
+            behind += end <= last
+        del self._rest[index : index + behind]
+        return parts
 
     def _index(self, first):
         """Returns the index of the first gradient that ends behind the element ``first``."""
-        return bisect.bisect_right(self._rest, first, key=lambda entry: entry[0] + entry[1].numel())
+        return bisect.bisect_right(self._rest, first, key=lambda entry: entry[1])
 
-    def _scale(self, source, target):
-        if self._factor is None:
-            target.copy_(source)
-        elif target.is_cpu:
-            # On a CPU, a product of two dtypes takes several times as long as a cast and a product of one dtype.
-            target.copy_(source).mul_(self._factor)
-        else:
-            # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
-            # dimensions, torch would compute in the dtype of `source`.
-            torch.mul(source, self._factor, out=target)
+
+def _copy(laid_out):
+    """Copies each part to its place."""
+    if laid_out:
+        torch._foreach_copy_([place for _, place in laid_out], [part for part, _ in laid_out])
 
 
 def _at_least(numel, memory):
@@ -228,21 +235,26 @@ def _at_least(numel, memory):
 
 
 def _laid_out(
-    parts: Iterable[Tuple[int, torch.Tensor]], memory: torch.Tensor, first: int
-) -> Iterator[Tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each part and its place in ``memory``, which begins at the offset ``first``.
-
-    When the caller has taken all parts, the padding between and behind them is zero.
-    """
-    filled = first
+    parts: List[Tuple[int, torch.Tensor]], memory: torch.Tensor, first: int
+) -> List[Tuple[torch.Tensor, torch.Tensor]]:
+    """Lists each part and its place in ``memory``, which begins at the offset ``first``, and zeroes the padding."""
+    sizes, gaps, filled = [], [], first
     for begin, part in parts:
-        # Skip empty gaps: an empty `zero_()` costs as much host time as a full one.
         if begin > filled:
-            memory[filled - first : begin - first].zero_()
-        filled = begin + part.numel()
-        yield part, memory[begin - first : filled - first]
-    if filled - first < memory.numel():
-        memory[filled - first :].zero_()
+            gaps.append(len(sizes))
+            sizes.append(begin - filled)
+        numel = part.numel()
+        sizes.append(numel)
+        filled = begin + numel
+    end = first + memory.numel()
+    if filled < end:
+        gaps.append(len(sizes))
+        sizes.append(end - filled)
+    # One call for all places: to cut them out one by one would take longer than to copy small parts.
+    places = [*memory.split_with_sizes(sizes)]
+    for index in reversed(gaps):
+        places.pop(index).zero_()
+    return [(part, place) for (_, part), place in zip(parts, places, strict=True)]
 
 
 def _is_aligned(tensor):
