@@ -12,6 +12,7 @@ from .gather_hooks import Waiting
 from .interrupted import InterruptedStep
 from .layout import registered_parameters
 from .native import Reducer
+from .sharded_blocks import ShardedBlocks
 from .update.rule import Rule
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Zero12:
         reducer: the engine's native reducer.
         limit: the engine's ``CompilationLimit``.
         waiting: None, or the ``Waiting`` for parameters that are on their way.
+        sharded: None, or the ``ShardedBlocks`` with the frozen parameters.
         rules: the rules that step partitions, in the order in which they are asked.
         optimizer_states: the format of optimizer states, or None for the optimizer's own.
         monitors_memory: whether monitors get the counters of gradients and the peaks of memory after a step.
@@ -47,6 +49,7 @@ class Zero12:
         reducer: Reducer,
         limit: "CompilationLimit",
         waiting: Optional[Waiting],
+        sharded: Optional[ShardedBlocks],
         rules: List[Rule],
         optimizer_states: Optional[str],
         monitors_memory: bool,
@@ -58,6 +61,7 @@ class Zero12:
         self.backward = BackwardLife(engine, reducer)
         self.interrupted_step = InterruptedStep()
         self.waiting = waiting
+        self.sharded = sharded
         self.gather: AllGather = AllGather(engine.optimizer) if waiting is None else waiting.gather
         self.rules = rules
         self.optimizer_states = optimizer_states
