@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 _last_identity = 0
+_groups_of_shards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 # With how many elements a bucket is sent; see send_numel().
 SEND_NUMEL = 2**25
 SEND_NUMEL_OF_A_RANK = 2**20
@@ -135,18 +136,27 @@ def make_sharded_blocks(
     optimizer: "DeepSpeedZeroOptimizer", module: Module, blocks: List[Module], undo: contextlib.ExitStack
 ) -> ShardedBlocks:
     """Makes what shards the frozen parameters of blocks, with a process group of its own. Nothing is sharded yet."""
-    group = optimizer.dp_process_group
-    if dist.get_world_size(group) > 1:
-        ranks = dist.get_all_ranks_from_group(group)
-        group = torch.distributed.new_group(ranks, use_local_synchronization=True)
-        undo.callback(torch.distributed.destroy_process_group, group)
-        _shorten_timeout(group, optimizer.bit16_groups_flat[0].device)
+    group = _group_of_shards(optimizer.dp_process_group)
+    _shorten_timeout(group, optimizer.bit16_groups_flat[0].device)
     trained = registered_parameters(optimizer)
     sharded = ShardedBlocks(module, blocks, called_by(module, blocks), trained, group)
     undo.callback(sharded.close)
     if not sharded.units:
         warn("compile.shard_frozen=True has no effect, because no block has frozen parameters of its own")
     return sharded
+
+
+def _group_of_shards(group):
+    """Returns the process group for sharded parameters of the ranks of ``group``. All engines of these have the same.
+
+    Engines come and go, but a communicator takes memory and time.
+    """
+    if group not in _groups_of_shards:
+        ranks = dist.get_all_ranks_from_group(group)
+        # If ``group`` has not all ranks, the others are not here.
+        is_part = len(ranks) < dist.get_world_size()
+        _groups_of_shards[group] = torch.distributed.new_group(ranks, use_local_synchronization=is_part)
+    return _groups_of_shards[group]
 
 
 def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:
