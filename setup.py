@@ -153,6 +153,21 @@ EDITS = (
     ),
     (
         ENGINE,
+        "saving of the module",
+        "        save_frozen_param = self.zero_optimization_partition_gradients() and not exclude_frozen_parameters\n\n"
+        "        # A hack to save the checkpointing directory.",
+        "        zero12.optimizer.refuse_to_save(self, exclude_frozen_parameters)\n"
+        "        save_frozen_param = self.zero_optimization_partition_gradients() and not exclude_frozen_parameters\n\n"
+        "        # A hack to save the checkpointing directory.",
+    ),
+    (
+        ENGINE,
+        "shared parameters of a checkpoint",
+        "param.ds_id if is_zero3_model else param.data_ptr()",
+        "param.ds_id if is_zero3_model else zero12.at_rest.place_of(param)",
+    ),
+    (
+        ENGINE,
         "end of loading a ZeRO checkpoint",
         "            else:\n                success = False\n            if not success:\n"
         "                self.optimizer._restore_from_bit16_weights()\n",

@@ -3,6 +3,7 @@
 """Frozen parameters that are sharded over ranks train to the same bits as whole ones."""
 
 import contextlib
+import copy
 from typing import Any, List, NamedTuple
 
 import pytest
@@ -104,3 +105,234 @@ def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumul
         assert result.same
         assert result.at_rest >= 18
         assert result.most_whole == 2 if world > 1 else 0
+
+
+@vary("model", ["plain", "non-reentrant", "breaking"])
+@vary("world, stage, accumulation", [(3, 2, 1), (2, 1, 2)])
+def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation):
+    # A full bucket would wait for ranks that skip its parameters, and these may wait for a part of this rank.
+    case = {"bucket": 10**6, "stage": stage, "accumulation": accumulation, "skips": True, "evaluates": True, "steps": 4}
+    for result in ranks(world).run(compare, model, **case):
+        assert result.same and result.most_whole == 2
+
+
+@vary("model", MODELS)
+@vary("world", [2, 3])
+def test_gathers_that_come_late(ranks, model, world):
+    """A unit that is read before it came, or after it was given back, has NaNs."""
+    for result in ranks(world).run(compare, model, delay=0.002, evaluates=True):
+        assert result.same
+
+
+def test_one_rank_has_all(ranks):
+    (result,) = ranks(1).run(compare, "plain")
+    assert result.same and result.at_rest == result.most_whole == 0
+
+
+def read(engine, module, weight, folder):
+    return weight.sum()
+
+
+def assigned(engine, module, weight, folder):
+    weight.data = torch.zeros_like(weight.data)
+
+
+def filled(engine, module, weight, folder):
+    with torch.no_grad():
+        weight.fill_(0)
+
+
+def computed_with(engine, module, weight, folder):
+    return torch.nn.functional.linear(torch.ones(1, weight.shape[1]), weight)
+
+
+def deep_copied(engine, module, weight, folder):
+    return copy.deepcopy(module)
+
+
+def moved(engine, module, weight, folder):
+    return module.half()
+
+
+def saved(engine, module, weight, folder):
+    torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt")
+
+
+def as_numpy(engine, module, weight, folder):
+    return module.state_dict()["body.blocks.0.up.weight"].numpy()
+
+
+def forward_of_a_block(engine, module, weight, folder):
+    block = module.body.blocks[0]
+    return type(block).forward(block, torch.ones(1, 12))
+
+
+def saved_checkpoint(engine, module, weight, folder):
+    engine.save_checkpoint(folder, tag="all")
+
+
+def made_trainable(engine, module, weight, folder):
+    weight.requires_grad = True
+
+
+def made_trainable_in_place(engine, module, weight, folder):
+    module.requires_grad_(True)
+
+
+REFUSED = {
+    function.__name__: function
+    for function in (
+        *(read, assigned, filled, computed_with, deep_copied, moved, saved, as_numpy, forward_of_a_block),
+        *(saved_checkpoint, made_trainable, made_trainable_in_place),
+    )
+}
+
+
+def refusals(folder):
+    module, engine = make("plain", SHARDED)
+    weight = module.body.blocks[0].up.weight
+    messages = {}
+    for name, function in REFUSED.items():
+        try:
+            function(engine, module, weight, folder)
+        except Exception as error:
+            messages[name] = str(error)
+    engine.destroy()
+    return messages
+
+
+def test_what_is_refused_at_rest(ranks, tmp_path):
+    for messages in ranks(2).run(refusals, str(tmp_path)):
+        for name in REFUSED:
+            assert "compile.shard_frozen" in messages[name], name
+            assert name == "saved_checkpoint" or "body.blocks.0." in messages[name], name
+
+
+def trained_on(engine, module):
+    """Trains one more step; returns the loss and the parameters."""
+    loss = engine(batch(9, 0, dist.get_rank(), 4))
+    engine.backward(loss)
+    engine.step()
+    with whole_parameters(engine):
+        return [loss.detach(), *(each.detach().clone() for each in module.parameters())]
+
+
+def described(engine, module, folder):
+    """What needs no values works on every rank alone."""
+    weight = module.body.blocks[1].up.weight
+    if dist.get_rank() == 0:
+        assert weight.shape == (24, 12) and weight.dtype == torch.float32 and not weight.requires_grad
+        assert "blocks.1.up.weight" in repr(weight) if isinstance(weight, AtRest) else True
+        state = module.state_dict()
+        assert torch.isfinite(state["body.blocks.1.first.weight"]).all()
+        assert state["body.blocks.1.up.weight"].cpu().clone().shape == (24, 12)
+        assert {id(each) for each in module.parameters()} >= {id(weight)}
+
+
+def loaded(engine, module, folder):
+    """Each rank takes its part of what it loads."""
+    generator = torch.Generator().manual_seed(5)
+    values = {
+        name: torch.rand(each.shape, generator=generator) - 0.5
+        for name, each in module.named_parameters()
+        if not each.requires_grad
+    }
+    module.load_state_dict(values, strict=False)
+
+
+def merged(engine, module, folder):
+    """Changes of frozen parameters within the context stay."""
+    with whole_parameters(engine), torch.no_grad():
+        for block in module.body.blocks:
+            block.up.weight += 0.1 * block.second.weight @ block.first.weight
+
+
+def evaluated_by_one(engine, module, folder):
+    with whole_parameters(engine), torch.no_grad():
+        if dist.get_rank() == 0:
+            module.eval()
+            module(batch(1, 1, 1, 5))
+            module.train()
+
+
+def called_by_itself(engine, module, folder):
+    x = torch.ones(1, 3, 12, device=device(), requires_grad=True)
+    module.body.blocks[2](x).sum().backward()
+    engine.zero_grad()
+    with torch.no_grad():
+        module.body.blocks[1](x)
+
+
+def interrupted(engine, module, folder):
+    """A forward and a backward that raise on all ranks."""
+
+    def fail(*_):
+        raise ValueError
+
+    for add in (module.body.blocks[1].register_forward_hook, module.body.blocks[1].register_full_backward_pre_hook):
+        hook = add(fail)
+        with pytest.raises(ValueError):
+            engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+        hook.remove()
+
+
+def checkpoint_without_frozen(engine, module, folder):
+    engine.save_checkpoint(folder, tag="adapters", exclude_frozen_parameters=True)
+    trained_on(engine, module)
+    engine.load_checkpoint(folder, tag="adapters", load_module_strict=False)
+
+
+def whole_checkpoint(engine, module, folder):
+    with whole_parameters(engine):
+        engine.save_checkpoint(folder, tag="whole")
+    with torch.no_grad():
+        module.load_state_dict({name: torch.zeros(each.shape) for name, each in module.named_parameters()})
+    engine.load_checkpoint(folder, tag="whole")
+
+
+WORKS = {
+    function.__name__: function
+    for function in (
+        *(described, loaded, merged, evaluated_by_one, called_by_itself, interrupted, checkpoint_without_frozen),
+        whole_checkpoint,
+    )
+}
+
+
+def beside_whole(name, folder, **case):
+    """Does the same with sharded and with whole parameters; returns whether what is trained then is the same."""
+    results = []
+    for kind, config in (("sharded", SHARDED), ("whole", WHOLE)):
+        module, engine = make("plain", config, **case)
+        trained_on(engine, module)
+        WORKS[name](engine, module, f"{folder}/{kind}")
+        results.append(trained_on(engine, module))
+        with whole_parameters(engine):
+            engine.destroy()
+        results[-1].append(module(batch(2, 2, 2, 4)).detach())
+    return same(*results)
+
+
+@vary("work", WORKS)
+@vary("stage", [1, 2])
+def test_what_works_at_rest(ranks, tmp_path, work, stage):
+    assert ranks(2).run(beside_whole, work, str(tmp_path), stage=stage) == [True, True]
+
+
+def memory_at_rest():
+    """Returns the bytes of frozen parameters of blocks, and how many of them this rank holds."""
+    module, engine = make("plain", SHARDED)
+    trained_on(engine, module)
+    sharded = engine.optimizer._zero12.sharded
+    frozen = [each for each in module.body.blocks.parameters() if not each.requires_grad]
+    held = sum(unit._share.untyped_storage().nbytes() for unit in sharded.units)
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in frozen}
+    engine.destroy()
+    return sum(each.nbytes for each in frozen), held + sum(storages.values())
+
+
+@vary("world", [2, 3])
+def test_a_rank_holds_its_part(ranks, world):
+    for whole, held in ranks(world).run(memory_at_rest):
+        # Parameters begin at multiples of 64 bytes.
+        assert held <= whole / world + 64 * 4 * 7

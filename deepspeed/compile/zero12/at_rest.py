@@ -57,6 +57,13 @@ class _Share:
 class AtRest:
     """Comes before the class of a tensor whose memory is given back."""
 
+    # torch's own methods of these names are no calls of torch functions.
+    def __deepcopy__(self, memo):
+        raise vars(self)[_SHARE].refusal("copied")
+
+    def __reduce_ex__(self, protocol):
+        raise vars(self)[_SHARE].refusal("saved")
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -133,3 +140,11 @@ def wake(parameter: torch.Tensor) -> None:
     """Undoes :func:`put_to_rest`."""
     if isinstance(parameter, AtRest):
         parameter.__class__ = parameter.awake_class
+
+
+# What DeepSpeed's engine calls ------------------------------------------------------------------------------------
+
+
+def place_of(parameter: torch.Tensor) -> int:
+    """Called when a checkpoint is saved. Returns a number that two parameters share if they are one in memory."""
+    return id(parameter) if isinstance(parameter, AtRest) else parameter.data_ptr()

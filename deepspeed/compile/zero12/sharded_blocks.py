@@ -244,6 +244,14 @@ class ShardedBlocks:
                     unit.keep_own_part()
                     unit.give_back()
 
+    def refuse_to_save(self) -> None:
+        """Raises RuntimeError unless all parameters are whole."""
+        if any(not unit.is_whole for unit in self.units):
+            raise RuntimeError(
+                "compile.shard_frozen keeps a part of the frozen parameters on each rank; call save_checkpoint() with "
+                "exclude_frozen_parameters=True, or within `with whole_parameters(engine):`"
+            )
+
     def close(self) -> None:
         """Called at the engine's end. The parameters stay as they are: whole in :meth:`whole`, else at rest."""
         self._is_closed = True
