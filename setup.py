@@ -154,11 +154,9 @@ EDITS = (
     (
         ENGINE,
         "saving of the module",
-        "        save_frozen_param = self.zero_optimization_partition_gradients() and not exclude_frozen_parameters\n\n"
-        "        # A hack to save the checkpointing directory.",
+        "        module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)\n",
         "        zero12.optimizer.refuse_to_save(self, exclude_frozen_parameters)\n"
-        "        save_frozen_param = self.zero_optimization_partition_gradients() and not exclude_frozen_parameters\n\n"
-        "        # A hack to save the checkpointing directory.",
+        "        module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)\n",
     ),
     (
         ENGINE,

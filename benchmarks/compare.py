@@ -35,6 +35,7 @@ CASES = {
 FORK, OVERLAPPED, ONE_GRAPH = "fork", "fork, gather overlapped", "fork as one graph"
 BASE, ZERO, FSDP2 = "base", "fork without DeepCompile", "FSDP2"
 FLOAT8_GATHERED = "FSDP2, float8 gathered"
+SHARDED, ZERO3 = "fork, frozen sharded", "ZeRO-3 without DeepCompile"
 COLUMNS = {
     FORK: ["--system", "deepcompile"],
     OVERLAPPED: ["--system", "deepcompile", "--overlap-gather"],
@@ -43,12 +44,15 @@ COLUMNS = {
     ZERO: ["--system", "zero"],
     FSDP2: ["--system", "fsdp2"],
     FLOAT8_GATHERED: ["--system", "fsdp2", "--float8-gather"],
+    SHARDED: ["--system", "deepcompile", "--shard-frozen"],
+    ZERO3: ["--system", "zero", "--stage", "3"],
 }
 ON_CPU = "--shape tiny --dtype fp32 --seq 64 --bucket 200000 --steps 12 --warm 4".split()
 ON_GPUS = "--shape qwen3-8b".split()
 # These arguments follow from the system, or belong to benchmarks.measure alone.
 NOT_FOR_ALL = {
     *("--system", "--one-graph", "--overlap-gather", "--chunked-loss", "--activation-budget", "--float8-gather"),
+    "--shard-frozen",
     *("--json", "--trace"),
 }
 
@@ -133,6 +137,7 @@ def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict
             default = [name for name in COLUMNS if name != ZERO or not gpus or case == "offload"]
             # The recipe of float8 for which FSDP2 can gather weights in float8.
             default = [name for name in default if name != FLOAT8_GATHERED or "tensorwise" in rest]
+            default = [name for name in default if name not in (SHARDED, ZERO3) or "--lora" in rest]
             for system in options.systems or default:
                 reason = reason_against(system, case, gpus, options)
                 if reason:

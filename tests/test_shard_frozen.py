@@ -5,17 +5,19 @@
 import contextlib
 import copy
 from typing import Any, List, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import whole_parameters
+from deepspeed.compile.zero12 import set_up, whole_parameters
 from deepspeed.compile.zero12.at_rest import AtRest
 from deepspeed.compile.zero12.unit import Unit
 
 from support.frozen import MODELS, late
 from support.ids import vary
+from support.models import BlocksWithin
 from support.training import Case, batch, device, make_engine
 
 SHARDED = {"compile": {"regional_compilation": True, "shard_frozen": True}}
@@ -111,7 +113,14 @@ def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumul
 @vary("world, stage, accumulation", [(3, 2, 1), (2, 1, 2)])
 def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation):
     # A full bucket would wait for ranks that skip its parameters, and these may wait for a part of this rank.
-    case = {"bucket": 10**6, "stage": stage, "accumulation": accumulation, "skips": True, "evaluates": True, "steps": 4}
+    case = {
+        "bucket": 10**6,
+        "stage": stage,
+        "accumulation": accumulation,
+        "skips": True,
+        "evaluates": True,
+        "steps": 4,
+    }
     for result in ranks(world).run(compare, model, **case):
         assert result.same and result.most_whole == 2
 
@@ -336,3 +345,17 @@ def test_a_rank_holds_its_part(ranks, world):
     for whole, held in ranks(world).run(memory_at_rest):
         # Parameters begin at multiples of 64 bytes.
         assert held <= whole / world + 64 * 4 * 7
+
+
+def without_frozen_parameters():
+    torch._dynamo.reset()
+    lines = []
+    with mock.patch.object(set_up, "warn", lines.append):
+        engine = make_engine(BlocksWithin().to(device()), Case(config=SHARDED))
+    engine.destroy()
+    return lines
+
+
+def test_without_frozen_parameters(ranks):
+    for lines in ranks(2).run(without_frozen_parameters):
+        assert any("compile.shard_frozen=True has no effect" in line for line in lines)

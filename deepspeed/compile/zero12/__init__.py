@@ -66,9 +66,9 @@ def wait_for_parameters(engine: "DeepSpeedEngine") -> None:
 def whole_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:
     """Returns a context in which an engine's frozen parameters are whole on every rank. All ranks enter it together.
 
-    With ``compile.shard_frozen``, the caller must read, save or change frozen parameters of blocks within this context.
-    Changes must be the same on all ranks, and stay. Within the context, a rank may evaluate or generate alone. Without
-    that option the context does nothing.
+    With ``compile.shard_frozen``, the caller must read, save or change frozen parameters of blocks within this
+    context. Changes must be the same on all ranks, and stay. Within the context, a rank may evaluate or generate
+    alone. Without that option the context does nothing.
     """
     zero12 = state_of(engine)
     if zero12 is None or zero12.sharded is None:

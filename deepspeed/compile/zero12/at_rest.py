@@ -6,15 +6,17 @@ Torch reads memory that a storage does not have without a check, and the process
 has another class, :class:`AtRest` before its own, whose ``__torch_function__`` sees every call from Python.
 """
 
-import functools
 import weakref
-from typing import TYPE_CHECKING, Any, List, Type
+from typing import TYPE_CHECKING, Any, Dict, List, Type
 
 import torch
-from torch.nn import Parameter
 
 if TYPE_CHECKING:
+    from torch import Tensor as _NextClass
+
     from .unit import Unit
+else:
+    _NextClass = object
 
 # Functions that need no values, and functions that return tensors of the same values.
 _DESCRIBE = {
@@ -26,6 +28,8 @@ _SAME_VALUES = {"detach", "clone", "cpu", "to", "contiguous"}
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
 # The attribute of a tensor at rest that says whose values it stands for.
 _SHARE = "_share_at_rest"
+# Class of a tensor -> its class at rest.
+_classes: Dict[Any, Any] = {}
 
 
 class _Share:
@@ -48,14 +52,16 @@ class _Share:
 
     def refusal(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"parameter {self.name} is sharded over the ranks by compile.shard_frozen and cannot be {what} here; do it "
-            "within `with whole_parameters(engine):` of deepspeed.compile.zero12, which all ranks enter together, or "
-            "save without frozen parameters (exclude_frozen_parameters=True)"
+            f"parameter {self.name} is sharded over the ranks by compile.shard_frozen and cannot be {what} here; do "
+            "it within `with whole_parameters(engine):` of deepspeed.compile.zero12, which all ranks enter together, "
+            "or save without frozen parameters (exclude_frozen_parameters=True)"
         )
 
 
-class AtRest:
+class AtRest(_NextClass):
     """Comes before the class of a tensor whose memory is given back."""
+
+    awake_class: Type[torch.Tensor]
 
     # torch's own methods of these names are no calls of torch functions.
     def __deepcopy__(self, memo):
@@ -113,7 +119,7 @@ def _alias(tensor):
     """Returns another tensor at rest that stands for the same values."""
     with torch._C.DisableTorchFunctionSubclass():
         alias = tensor.detach()
-    alias.__class__ = _with_rest(torch.Tensor if isinstance(tensor, Parameter) else type(alias))
+    alias.__class__ = _with_rest(type(alias))
     vars(alias)[_SHARE] = vars(tensor)[_SHARE]
     return alias
 
@@ -122,11 +128,12 @@ def _flattened(*values) -> List[Any]:
     return torch.utils._pytree.tree_leaves(values)
 
 
-@functools.cache
-def _with_rest(kind: Type[torch.Tensor]) -> Type[torch.Tensor]:
+def _with_rest(kind):
     if issubclass(kind, AtRest):
         return kind
-    return type(kind)(f"{kind.__name__}AtRest", (AtRest, kind), {"awake_class": kind})
+    if kind not in _classes:
+        _classes[kind] = type(kind)(f"{kind.__name__}AtRest", (AtRest, kind), {"awake_class": kind})
+    return _classes[kind]
 
 
 def put_to_rest(parameter: torch.Tensor, name: str, unit: "Unit") -> None:

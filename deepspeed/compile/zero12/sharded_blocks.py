@@ -208,7 +208,7 @@ class ShardedBlocks:
         if self._all_whole or (self._is_closed and (unit is None or unit.is_whole)):
             return
         if self._is_closed:
-            raise RuntimeError("the engine was destroyed, and this backward needs its frozen parameters; run it before")
+            raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
         if self._backward_of is not of:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
             self._end_backward()
@@ -257,8 +257,8 @@ class ShardedBlocks:
         self._is_closed = True
         if self.units and not self._all_whole:
             logger.warning(
-                "The engine is destroyed, and frozen parameters stay sharded, so the model cannot be used; destroy the "
-                "engine within `with whole_parameters(engine):` to use it"
+                "The engine is destroyed, and frozen parameters stay sharded, so the model cannot be used; destroy "
+                "the engine within `with whole_parameters(engine):` to use it"
             )
 
 

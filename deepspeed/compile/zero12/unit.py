@@ -7,7 +7,7 @@ the parameters, which are views of it, stay as they are. What autograd has saved
 so a backward finds their values there when the unit is gathered again.
 """
 
-from typing import TYPE_CHECKING, Any, Dict, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, List
 
 import torch
 from torch.nn import Parameter
@@ -58,8 +58,8 @@ class Unit:
         self._share_bytes = _aligned(-(-nbytes // world))
         self.nbytes = world * self._share_bytes
         # This rank's part, and the buffer. Both are 1-D, of bytes.
-        self._share: Optional[torch.Tensor] = None
-        self._buffer: Optional[torch.Tensor] = None
+        self._share: Any = None
+        self._buffer: Any = None
         self._work: Any = None  # of the gather that nobody has waited for
         self._stream: Any = None  # on which the buffer's memory was allocated
         self.is_whole = True
