@@ -25,7 +25,8 @@ class Settings:
         seq: tokens in a sequence.
         micro_batch: sequences in a micro-batch, on each rank.
         accumulation: micro-batches in an optimizer step.
-        stage: of ZeRO, 1 or 2, or 3 without DeepCompile. With 2, FSDP2 reduces gradients in every micro-batch; with 1, in the last one only.
+        stage: of ZeRO, 1 or 2, or 3 without DeepCompile. With 2, FSDP2 reduces gradients in every micro-batch; with 1,
+            in the last one only.
         checkpoint: whether every layer keeps only its input and the backward computes the rest again.
         float8: the recipe of torchao by which the linear layers of the blocks multiply in float8, one of
             ``workload.RECIPES``; None: they multiply in ``dtype``.

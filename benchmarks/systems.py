@@ -96,7 +96,7 @@ class DeepSpeed:
     def __init__(self, settings: Settings, model: torch.nn.Module):
         import deepspeed
 
-        budget = settings.activation_budget
+        budget, self._shards_frozen = settings.activation_budget, settings.shard_frozen
         in_engine = settings.states is not None and settings.system == "deepcompile"
         self._engine = deepspeed.initialize(
             model=model,
@@ -148,8 +148,10 @@ class DeepSpeed:
             masters = record.flattened(optimizer.fp32_partitioned_groups_flat)
             return {data.PARAMETERS: shards, data.OPTIMIZER_STATES: [*masters, *_states(optimizer.optimizer)]}
         gradients = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
+        sharded = optimizer._zero12.sharded.shares if self._shards_frozen else []
+        parameters = [*optimizer.bit16_groups_flat, *self._engine.module.parameters(), *sharded]
         return {
-            data.PARAMETERS: record.flattened([*optimizer.bit16_groups_flat, *self._engine.module.parameters()]),
+            data.PARAMETERS: record.flattened(parameters),
             data.OPTIMIZER_STATES: [
                 *record.flattened(optimizer.single_partition_of_fp32_groups),
                 *_states(optimizer.optimizer),
@@ -169,7 +171,9 @@ class FSDP2:
     """``fully_shard`` on every block, with every block compiled, as PyTorch's own training code does.
 
     Parameters are kept from the first forward of a step to its last backward, so that each is gathered once a step, as
-    ZeRO-1 and ZeRO-2 do; with ``settings.lora`` from no forward to its backward. Gradients are reduced in ``settings.dtype``: once a step if ``settings.stage`` is 1, and in
+    ZeRO-1 and ZeRO-2 do; with ``settings.lora`` each is gathered again for each backward.
+
+    Gradients are reduced in ``settings.dtype``: once a step if ``settings.stage`` is 1, and in
     every micro-batch if it is 2. With ``settings.float8_gather``, one all-reduce after each step computes the scales
     of all weights.
     """

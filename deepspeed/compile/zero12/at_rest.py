@@ -64,14 +64,14 @@ class AtRest(_NextClass):
     awake_class: Type[torch.Tensor]
 
     # torch's own methods of these names are no calls of torch functions.
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: Any) -> Any:
         raise vars(self)[_SHARE].refusal("copied")
 
-    def __reduce_ex__(self, protocol):
+    def __reduce_ex__(self, protocol: Any) -> Any:
         raise vars(self)[_SHARE].refusal("saved")
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.__name__
         if name in ("__get__", "__set__", "__delete__"):

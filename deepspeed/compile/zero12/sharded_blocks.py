@@ -121,6 +121,11 @@ class ShardedBlocks:
         self._all_whole = 0
         self._is_closed = False
 
+    @property
+    def shares(self) -> List[torch.Tensor]:
+        """This rank's parts of the units, 1-D and of bytes."""
+        return [unit.share for unit in self.units if unit.share is not None]
+
     def shard(self) -> None:
         """Gives up all but this rank's part of each unit."""
         for unit in self.units:

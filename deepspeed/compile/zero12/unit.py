@@ -37,6 +37,7 @@ class Unit:
 
     Attributes:
         nbytes: of the whole unit, with padding.
+        share: this rank's part, 1-D and of bytes. None before :meth:`shard`, and on a single rank.
     """
 
     def __init__(self, parameters: Dict[str, Parameter], process_group: "ProcessGroup"):
@@ -57,9 +58,8 @@ class Unit:
             self._places[name] = range(first, len(self._tensors))
         self._share_bytes = _aligned(-(-nbytes // world))
         self.nbytes = world * self._share_bytes
-        # This rank's part, and the buffer. Both are 1-D, of bytes.
-        self._share: Any = None
-        self._buffer: Any = None
+        self.share: Any = None
+        self._buffer: Any = None  # 1-D, of bytes
         self._work: Any = None  # of the gather that nobody has waited for
         self._stream: Any = None  # on which the buffer's memory was allocated
         self.is_whole = True
@@ -72,7 +72,7 @@ class Unit:
         if not self._is_shared:
             return
         device = self._tensors[0].device
-        self._share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=device)
+        self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=device)
         buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         for index, tensor in enumerate(self._tensors):
             part = buffer[self._offsets[index] : self._offsets[index] + tensor.nbytes]
@@ -96,7 +96,7 @@ class Unit:
         self._buffer.untyped_storage().resize_(self.nbytes)
         self._stream = get_accelerator().current_stream()
         with collective(PURPOSE):
-            self._work = dist.all_gather_into_tensor(self._buffer, self._share, group=self._group, async_op=True)
+            self._work = dist.all_gather_into_tensor(self._buffer, self.share, group=self._group, async_op=True)
 
     def finish(self) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait until the unit is whole.
@@ -139,7 +139,7 @@ class Unit:
         if not self._is_shared:
             return
         begin = self._rank * self._share_bytes
-        self._share.copy_(self._buffer[begin : begin + self._share_bytes])
+        self.share.copy_(self._buffer[begin : begin + self._share_bytes])
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Writes this rank's part of a parameter's new values, at rest.
@@ -161,7 +161,7 @@ class Unit:
         if first >= last:
             return
         values = source.to(tensor.dtype).expand(tensor.shape).contiguous().view(-1).view(torch.uint8)
-        self._share[first - begin : last - begin].copy_(values[first - offset : last - offset])
+        self.share[first - begin : last - begin].copy_(values[first - offset : last - offset])
 
 
 def _aligned(nbytes):
