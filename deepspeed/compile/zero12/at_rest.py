@@ -71,7 +71,7 @@ class AtRest(_NextClass):
         raise vars(self)[_SHARE].refusal("saved")
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.__name__
         if name in ("__get__", "__set__", "__delete__"):

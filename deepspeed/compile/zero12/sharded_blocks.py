@@ -192,9 +192,9 @@ class ShardedBlocks:
         if unit is None:
             output = call(*args, **kwargs)
         else:
-            current.reach(unit)
             self._in_use[unit] += 1
             try:
+                current.reach(unit)
                 output = call(*args, **kwargs)
             finally:
                 self._in_use[unit] -= 1
