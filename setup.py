@@ -65,6 +65,12 @@ EDITS = (
     ),
     (
         ENGINE,
+        "move of the module to the device",
+        "            self.module.to(self.device)\n\n        # MoE related initialization\n",
+        "            zero12.self_compile.move_to_device(self)\n\n        # MoE related initialization\n",
+    ),
+    (
+        ENGINE,
         "broadcast of parameters",
         "        for n, p in self.module.named_parameters():\n"
         "            # Broadcast the model for different parameters\n",

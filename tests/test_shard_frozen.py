@@ -11,14 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import set_up, whole_parameters
+from deepspeed.compile.zero12 import self_compile, set_up, whole_parameters
 from deepspeed.compile.zero12.at_rest import AtRest
+from deepspeed.compile.zero12.subclasses import ON_HOST
 from deepspeed.compile.zero12.unit import Unit
 
 from support.frozen import MODELS, late
 from support.ids import vary
 from support.models import BlocksWithin
-from support.training import Case, batch, device, make_engine
+from support.training import Case, batch, compile_backend, device, engine_by_configuration, make_engine
 
 SHARDED = {"compile": {"regional_compilation": True, "shard_frozen": True}}
 WHOLE = {"compile": {"regional_compilation": True}}
@@ -345,6 +346,24 @@ def test_a_rank_holds_its_part(ranks, world):
     for whole, held in ranks(world).run(memory_at_rest):
         # Parameters begin at multiples of 64 bytes.
         assert held <= whole / world + 64 * 4 * 7
+
+
+def trained_from_the_host():
+    """What the first rank has is sharded, if frozen parameters of blocks have not been moved to the device."""
+    torch._dynamo.reset()
+    torch.manual_seed(dist.get_rank())
+    module = MODELS["plain"]()
+    with mock.patch.object(self_compile, "is_elsewhere", lambda *_: True), compile_backend("eager"):
+        engine = engine_by_configuration(module, True, **SHARDED)
+        waits = sum(ON_HOST in vars(each) for each in module.parameters())
+        with torch.no_grad():
+            evaluated = engine(batch(0, 0, 0, 4))
+    return waits, float(evaluated), [each.cpu() for each in trained_on(engine, module)[1:]]
+
+
+def test_from_the_host(ranks):
+    (waits, *first), (_, *second) = ranks(2).run(trained_from_the_host)
+    assert waits == 24 and first[0] == second[0] and same(first[1], second[1])
 
 
 def without_frozen_parameters():

@@ -136,10 +136,10 @@ def make_sharded_blocks(
     optimizer: "DeepSpeedZeroOptimizer", module: Module, blocks: List[Module], undo: contextlib.ExitStack
 ) -> ShardedBlocks:
     """Makes what shards the frozen parameters of blocks, with a process group of its own. Nothing is sharded yet."""
-    group = _group_of_shards(optimizer.dp_process_group)
-    _shorten_timeout(group, optimizer.bit16_groups_flat[0].device)
+    group, device = _group_of_shards(optimizer.dp_process_group), optimizer.bit16_groups_flat[0].device
+    _shorten_timeout(group, device)
     trained = registered_parameters(optimizer)
-    sharded = ShardedBlocks(module, blocks, called_by(module, blocks), trained, group)
+    sharded = ShardedBlocks(module, blocks, called_by(module, blocks), trained, group, device)
     undo.callback(sharded.close)
     if not sharded.units:
         warn("compile.shard_frozen=True has no effect, because no block has frozen parameters of its own")

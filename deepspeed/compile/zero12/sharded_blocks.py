@@ -85,7 +85,7 @@ class ShardedBlocks:
         blocks: its blocks.
         callers: for each module that calls blocks, the module and its blocks in the order of the model.
         trained: the parameters that the optimizer has.
-        process_group: as for :class:`Unit`.
+        process_group, device: as for :class:`Unit`.
     """
 
     def __init__(
@@ -95,15 +95,13 @@ class ShardedBlocks:
         callers: List[Tuple[Module, List[Module]]],
         trained: List[Parameter],
         process_group: "ProcessGroup",
+        device: torch.device,
     ):
         names = {parameter: name for name, parameter in module.named_parameters()}
-        kept = {id(parameter) for parameter in trained}
-        frozen = [each for each in names if id(each) not in kept and _can_be_sharded(each)]
-        _, *of_blocks = by_block(frozen, module, blocks)
         self._unit_of: Dict[int, Unit] = {}
-        for block, parameters in zip(blocks, of_blocks, strict=True):
+        for block, parameters in zip(blocks, frozen_of_blocks(module, blocks, trained), strict=True):
             if parameters:
-                self._unit_of[id(block)] = Unit({names[each]: each for each in parameters}, process_group)
+                self._unit_of[id(block)] = Unit({names[each]: each for each in parameters}, process_group, device)
         self.units = list(self._unit_of.values())
         self._units_of_caller = {
             id(caller): [self._unit_of[id(block)] for block in called if id(block) in self._unit_of]
@@ -265,6 +263,13 @@ class ShardedBlocks:
                 "The engine is destroyed, and frozen parameters stay sharded, so the model cannot be used; destroy "
                 "the engine within `with whole_parameters(engine):` to use it"
             )
+
+
+def frozen_of_blocks(module: Module, blocks: List[Module], trained: List[Parameter]) -> List[List[Parameter]]:
+    """Lists for each block the parameters that are sharded. ``trained``: the parameters that an optimizer has."""
+    kept = {id(parameter) for parameter in trained}
+    frozen = [each for each in module.parameters() if id(each) not in kept and _can_be_sharded(each)]
+    return by_block(frozen, module, blocks)[1:]
 
 
 def _can_be_sharded(parameter):

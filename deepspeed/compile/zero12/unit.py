@@ -17,7 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from .at_rest import put_to_rest, wake
 from .collectives import collective
-from .subclasses import plain_tensors
+from .subclasses import ON_HOST, plain_tensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,18 +31,19 @@ class Unit:
     """Parameters that are gathered together, as bytes, whatever their dtypes.
 
     Args:
-        parameters: name -> parameter, all contiguous and on one device.
+        parameters: name -> parameter, all contiguous.
         process_group: the ranks that share them. It must carry nothing else: other collectives come at other times on
             different ranks, and a process group matches messages by their order alone.
+        device: on which the unit is gathered. Parameters may be on the host until the unit is sharded.
 
     Attributes:
         nbytes: of the whole unit, with padding.
         share: this rank's part, 1-D and of bytes. None before :meth:`shard`, and on a single rank.
     """
 
-    def __init__(self, parameters: Dict[str, Parameter], process_group: "ProcessGroup"):
+    def __init__(self, parameters: Dict[str, Parameter], process_group: "ProcessGroup", device: torch.device):
         self._parameters = dict(parameters)
-        self._group = process_group
+        self._group, self._device = process_group, device
         self._rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._is_shared = world > 1
         self._tensors: List[torch.Tensor] = []  # those with memory
@@ -67,19 +68,25 @@ class Unit:
     def shard(self) -> None:
         """Moves the parameters into the buffer, keeps this rank's part of it, and gives it back.
 
-        A single rank keeps the parameters where they are.
+        Parameters that DeepSpeed has not broadcast, because they are on the host, get the first rank's values. A
+        single rank keeps the parameters where they are, on its device.
         """
+        on_host = [parameter for parameter in self._parameters.values() if vars(parameter).pop(ON_HOST, False)]
         if not self._is_shared:
+            for tensor in plain_tensors(on_host):
+                tensor.data = tensor.data.to(self._device)
             return
-        device = self._tensors[0].device
-        self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=device)
-        buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=self._device)
+        buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device)
         for index, tensor in enumerate(self._tensors):
             part = buffer[self._offsets[index] : self._offsets[index] + tensor.nbytes]
             place = part.view(tensor.dtype).view(tensor.shape)
             place.copy_(tensor.detach())
             tensor.data = place
         self._buffer = buffer
+        if on_host:
+            with collective(PURPOSE):
+                dist.broadcast(buffer, src=dist.get_global_rank(self._group, 0), group=self._group)
         self.keep_own_part()
         self.give_back()
 
