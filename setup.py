@@ -65,6 +65,12 @@ EDITS = (
     ),
     (
         ENGINE,
+        "move of the module to the device",
+        "            self.module.to(self.device)\n\n        # MoE related initialization\n",
+        "            zero12.self_compile.move_to_device(self)\n\n        # MoE related initialization\n",
+    ),
+    (
+        ENGINE,
         "broadcast of parameters",
         "        for n, p in self.module.named_parameters():\n"
         "            # Broadcast the model for different parameters\n",
@@ -150,6 +156,19 @@ EDITS = (
         "end of compile()",
         "self.module.compile(**{**compile_kwargs, 'backend': backend})",
         "zero12.self_compile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
+    ),
+    (
+        ENGINE,
+        "saving of the module",
+        "        module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)\n",
+        "        zero12.optimizer.refuse_to_save(self, exclude_frozen_parameters)\n"
+        "        module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)\n",
+    ),
+    (
+        ENGINE,
+        "shared parameters of a checkpoint",
+        "param.ds_id if is_zero3_model else param.data_ptr()",
+        "param.ds_id if is_zero3_model else zero12.at_rest.place_of(param)",
     ),
     (
         ENGINE,

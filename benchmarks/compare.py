@@ -38,6 +38,7 @@ FORK, OVERLAPPED, ONE_GRAPH = "fork", "fork, gather overlapped", "fork as one gr
 BASE, ZERO, FSDP2 = "base", "fork without DeepCompile", "FSDP2"
 FLOAT8_GATHERED = "FSDP2, float8 gathered"
 BASE_ZERO, DDP = "base without DeepCompile", "DDP"
+SHARDED, ZERO3 = "fork, frozen sharded", "ZeRO-3 without DeepCompile"
 COLUMNS = {
     FORK: ["--system", "deepcompile"],
     OVERLAPPED: ["--system", "deepcompile", "--overlap-gather"],
@@ -48,6 +49,8 @@ COLUMNS = {
     FLOAT8_GATHERED: ["--system", "fsdp2", "--float8-gather"],
     BASE_ZERO: ["--system", "zero"],
     DDP: ["--system", "ddp"],
+    SHARDED: ["--system", "deepcompile", "--shard-frozen"],
+    ZERO3: ["--system", "zero", "--stage", "3"],
 }
 OF_BASE, OF_TORCH = (BASE, BASE_ZERO), (FSDP2, FLOAT8_GATHERED, DDP)
 ON_CPU = "--shape tiny --dtype fp32 --seq 64 --bucket 200000 --steps 12 --warm 4".split()
@@ -55,6 +58,7 @@ ON_GPUS = "--shape qwen3-8b".split()
 # These arguments follow from the system, or belong to benchmarks.measure alone.
 NOT_FOR_ALL = {
     *("--system", "--one-graph", "--overlap-gather", "--chunked-loss", "--activation-budget", "--float8-gather"),
+    "--shard-frozen",
     *("--json", "--trace"),
 }
 
@@ -146,6 +150,7 @@ def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict
             default = [name for name in default if name != FLOAT8_GATHERED or "tensorwise" in rest]
             # Only where they are named.
             default = [name for name in default if name not in (BASE_ZERO, DDP)]
+            default = [name for name in default if name not in (SHARDED, ZERO3) or "--lora" in rest]
             for system in options.systems or default:
                 reason = reason_against(system, case, gpus, options)
                 if reason:

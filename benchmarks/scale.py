@@ -23,6 +23,7 @@ from .messages import OUTSIDE, Sizes, broadcasts, partition_numel, reductions, s
 from .workload import SHAPES
 
 RANKS = [8, 16, 32, 64, 128, 256, 512, 1024]
+TOKENS = 4096  # of a micro-batch
 BUCKET = 500_000_000  # DeepSpeed's default of `reduce_bucket_size`
 SEND_BEFORE = 2**25  # with how many elements a bucket was sent before that depended on the number of ranks
 
@@ -233,6 +234,42 @@ SYSTEMS: dict[str, Callable[[Case, Cluster, int], Cost]] = {
 }
 
 
+def gather_frozen(case: Case, cluster: Cluster, ranks: int) -> Cost:
+    """What ``shard_frozen`` costs a step of LoRA of one micro-batch.
+
+    Each block is gathered for the forward and for the backward, while the previous one computes. The backward through
+    frozen parameters takes as long as the forward. Adapters are left out.
+    """
+    busy = exposed = 0.0
+    blocks = case.of_units()[1:]
+    for place, (size, _) in enumerate(blocks):
+        took = cluster.to_all(size, ranks)
+        under = case.compute / 3 * blocks[place - 1][1] if place else 0.0
+        busy, exposed = busy + 2 * took, exposed + 2 * max(0.0, took - under)
+    return Cost(busy, exposed)
+
+
+def frozen(case: Case, latency: float) -> str:
+    """Returns the table of :func:`gather_frozen` by bandwidth."""
+    cells = [["GB/s", "ranks", "a step gathers for, ms", "and waits for, ms (of the step)", "hidden from, tokens"]]
+    compute = 2 * case.compute / 3
+    for bandwidth in (360e9, 180e9, 45e9):
+        for ranks in (8, 64):
+            cost = gather_frozen(case, Cluster(bandwidth=bandwidth, latency=latency), ranks)
+            blocks = compute * sum(part for _, part in case.of_units()[1:])
+            part = cost.exposed / (cost.exposed + compute)
+            cells.append(
+                [
+                    f"{bandwidth / 1e9:.0f}",
+                    str(ranks),
+                    f"{1e3 * cost.busy:.0f}",
+                    f"{1e3 * cost.exposed:.0f} ({part:.0%})",
+                    f"{TOKENS * cost.busy / blocks:,.0f}",
+                ]
+            )
+    return rows(cells)
+
+
 def cases() -> list[tuple[Case, list[int]]]:
     """Lists what is reckoned, and for how many ranks."""
     # 0.353 s were measured for Qwen3-8B at sequence 4096 on an H200. For Qwen3-32B they grow as the products do.
@@ -307,6 +344,7 @@ def fit(file: Path, cluster: Cluster) -> str:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
     parser.add_argument("--latency", type=float, default=1.0, help="how many times NCCL's own constants a hop takes")
+    parser.add_argument("--frozen", action="store_true", help="print what shard_frozen costs instead")
     parser.add_argument("--fit", type=Path, help="print what benchmarks.collectives wrote into this file instead")
     return parser
 
@@ -316,6 +354,10 @@ def main() -> None:
     cluster = Cluster(latency=options.latency)
     if options.fit:
         print(fit(options.fit, cluster))
+        return
+    if options.frozen:
+        for case, _ in cases():
+            print(f"\n{case.name}\n\n{frozen(case, options.latency)}")
         return
     print("Cells: ms that the compute stream waits (as a part of the step), ms that the collectives take.")
     for case, of in cases():

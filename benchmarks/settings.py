@@ -25,12 +25,16 @@ class Settings:
         seq: tokens in a sequence.
         micro_batch: sequences in a micro-batch, on each rank.
         accumulation: micro-batches in an optimizer step.
-        stage: of ZeRO, 1 or 2. With 2, FSDP2 reduces gradients in every micro-batch; with 1, in the last one only.
+        stage: of ZeRO, 1 or 2, or 3 without DeepCompile. With 2, FSDP2 reduces gradients in every micro-batch; with 1,
+            in the last one only.
         checkpoint: whether every layer keeps only its input and the backward computes the rest again.
         float8: the recipe of torchao by which the linear layers of the blocks multiply in float8, one of
             ``workload.RECIPES``; None: they multiply in ``dtype``.
         float8_gather: whether FSDP2 casts its shards to float8 before it gathers them, with scales that are computed
             after each step. Only for the recipe "tensorwise".
+        lora: the rank of adapters at every linear layer of the blocks; all else is frozen. None: all is trained. FSDP2
+            then gathers parameters again for the backward.
+        shard_frozen: whether DeepCompile shards the blocks' frozen parameters (``shard_frozen``).
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
         overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
         chunked_loss: whether DeepCompile computes the loss in chunks of logits, "on", "off" or by "size"; None: as by
@@ -62,6 +66,8 @@ class Settings:
     checkpoint: bool = False
     float8: str | None = None
     float8_gather: bool = False
+    lora: int | None = None
+    shard_frozen: bool = False
     one_graph: bool = False
     overlap_gather: bool = False
     chunked_loss: str | None = None
@@ -101,12 +107,16 @@ def parse_command_line(description: str) -> CommandLine:
     parser.add_argument("--seq", type=int, help="tokens in a sequence")
     parser.add_argument("--micro-batch", type=int, help="sequences per process")
     parser.add_argument("--accumulation", type=int, help="micro-batches in a step")
-    parser.add_argument("--stage", type=int, choices=(1, 2), help="of ZeRO; 2: FSDP2 reduces in every micro-batch too")
+    parser.add_argument(
+        "--stage", type=int, choices=(1, 2, 3), help="of ZeRO; 2: FSDP2 reduces in every micro-batch too"
+    )
     parser.add_argument("--checkpoint", action="store_true", default=None, help="activations of every layer")
     parser.add_argument("--float8", choices=RECIPES, help="torchao's recipe for the linear layers of the blocks")
     parser.add_argument(
         "--float8-gather", action="store_true", default=None, help="FSDP2 gathers weights in float8, tensorwise only"
     )
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank and freeze all else")
+    parser.add_argument("--shard-frozen", action="store_true", default=None, help="DeepCompile's shard_frozen")
     parser.add_argument(
         "--one-graph", action="store_true", default=None, help="DeepCompile with one graph for the whole model"
     )
@@ -136,7 +146,7 @@ def parse_command_line(description: str) -> CommandLine:
     arguments.pop("local_rank", None)
     files = [arguments.pop(name, None) for name in ("json", "trace")]
     settings = Settings(**arguments)
-    positive = ("layers", "seq", "micro_batch", "accumulation", "bucket", "steps")
+    positive = ("layers", "seq", "micro_batch", "accumulation", "bucket", "steps", "lora")
     for name in positive:
         if getattr(settings, name) is not None and getattr(settings, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
@@ -144,6 +154,10 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--warm must be at least 1 and less than --steps, so that a step is left to be timed")
     if (settings.one_graph or settings.overlap_gather) and settings.system != "deepcompile":
         parser.error("--one-graph and --overlap-gather go with --system deepcompile")
+    if settings.shard_frozen and (settings.system != "deepcompile" or not settings.lora):
+        parser.error("--shard-frozen goes with --system deepcompile and --lora")
+    if settings.stage == 3 and settings.system != "zero":
+        parser.error("--stage 3 goes with --system zero")
     if settings.chunked_loss and settings.system != "deepcompile":
         parser.error("--chunked-loss goes with --system deepcompile")
     if settings.activation_budget is not None and settings.system != "deepcompile":

@@ -18,7 +18,7 @@ from .devices import on_gpus, synchronize
 from .recorder import data, record
 from .settings import Settings
 from .systems import make_system
-from .workload import SHAPES, Batches, build_model, multiply_in_float8
+from .workload import SHAPES, Batches, add_adapters, build_model, multiply_in_float8
 
 
 def say(text: str) -> None:
@@ -98,6 +98,8 @@ class Trainer:
         model = build_model(shape, dtype, device, settings.checkpoint)
         if settings.float8:
             multiply_in_float8(model, settings.float8, settings.float8_gather)
+        if settings.lora:
+            add_adapters(model, settings.lora)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.batches = Batches(shape.vocab_size, settings.micro_batch, settings.seq, dist.get_rank(), device)
         self.system = make_system(settings, model)

@@ -4,6 +4,7 @@
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -73,6 +74,10 @@ def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> 
     return DeepSpeedCPUAdam(parameters, lr=settings.learning_rate, weight_decay=0.01)
 
 
+def _trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def _states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return record.flattened([list(state.values()) for state in optimizer.state.values()])
 
@@ -83,14 +88,14 @@ class DeepSpeed:
     def __init__(self, settings: Settings, model: torch.nn.Module):
         import deepspeed
 
-        budget = settings.activation_budget
+        budget, self._shards_frozen = settings.activation_budget, settings.shard_frozen
         in_engine = settings.states is not None and settings.system == "deepcompile"
         muon = settings.optimizer == "muon"
         params = {"muon_lr": settings.learning_rate, "adam_lr": settings.learning_rate}
         self._engine = deepspeed.initialize(
             model=model,
-            model_parameters=model.parameters() if muon else None,
-            optimizer=None if muon else _optimizer(settings, model.parameters()),
+            model_parameters=_trained(model) if muon else None,
+            optimizer=None if muon else _optimizer(settings, _trained(model)),
             config={
                 "train_micro_batch_size_per_gpu": settings.micro_batch,
                 "gradient_accumulation_steps": settings.accumulation,
@@ -107,6 +112,7 @@ class DeepSpeed:
                     "deepcompile": settings.system == "deepcompile",
                     # The base does not know these options, so they are there only where they are asked for.
                     **({"regional_compilation": False} if settings.one_graph else {}),
+                    **({"shard_frozen": True} if settings.shard_frozen else {}),
                     **({"overlap_param_gather": True} if settings.overlap_gather else {}),
                     **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
                     **({"activation_memory_budget": budget} if budget is not None else {}),
@@ -133,9 +139,15 @@ class DeepSpeed:
 
     def tensors(self):
         optimizer = self._engine.optimizer
+        if self._engine.zero_optimization_stage() == 3:
+            shards = [parameter.ds_tensor for parameter in self._engine.module.parameters()]
+            masters = record.flattened(optimizer.fp32_partitioned_groups_flat)
+            return {data.PARAMETERS: shards, data.OPTIMIZER_STATES: [*masters, *_states(optimizer.optimizer)]}
         gradients = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
+        sharded = optimizer._zero12.sharded.shares if self._shards_frozen else []
+        parameters = [*optimizer.bit16_groups_flat, *self._engine.module.parameters(), *sharded]
         return {
-            data.PARAMETERS: record.flattened([*optimizer.bit16_groups_flat, *self._engine.module.parameters()]),
+            data.PARAMETERS: record.flattened(parameters),
             data.OPTIMIZER_STATES: [
                 *record.flattened(optimizer.single_partition_of_fp32_groups),
                 *_states(optimizer.optimizer),
@@ -155,7 +167,9 @@ class FSDP2:
     """``fully_shard`` on every block, with every block compiled, as PyTorch's own training code does.
 
     Parameters are kept from the first forward of a step to its last backward, so that each is gathered once a step, as
-    ZeRO-1 and ZeRO-2 do. Gradients are reduced in ``settings.dtype``: once a step if ``settings.stage`` is 1, and in
+    ZeRO-1 and ZeRO-2 do; with ``settings.lora`` each is gathered again for each backward.
+
+    Gradients are reduced in ``settings.dtype``: once a step if ``settings.stage`` is 1, and in
     every micro-batch if it is 2. With ``settings.float8_gather``, one all-reduce after each step computes the scales
     of all weights.
     """
@@ -167,6 +181,8 @@ class FSDP2:
         self._model, self._accumulation = model, settings.accumulation
         self._reduces_always, self._gathers_float8 = settings.stage == 2, settings.float8_gather
         self._vocabulary = model.config.vocab_size
+        # Frozen parameters are gathered for each forward and each backward, so that they fit.
+        self._reshards_always = settings.lora is not None
         precision = MixedPrecisionPolicy()
         if settings.dtype == "bf16":
             precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -176,10 +192,16 @@ class FSDP2:
 
         def shard(*modules):
             # The shards are the fp32 master weights. They start from the same bf16 values as ZeRO's master weights.
-            for module in modules:
-                module.float()
+            for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
+                # What was sharded before is fp32 already.
+                if parameter.requires_grad and parameter.dtype != torch.float32:
+                    parameter.data = parameter.data.float()
             fully_shard(
-                list(modules), mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False
+                list(modules),
+                mesh=mesh,
+                mp_policy=precision,
+                offload_policy=offload,
+                reshard_after_forward=settings.lora is not None,
             )
 
         backend = _torch_backend(settings.backend)
@@ -192,14 +214,14 @@ class FSDP2:
         # What no call above has sharded belongs to the root: tied embeddings and the norm.
         shard(model)
         self._loss = torch.compile(model.loss_function, backend=backend)
-        self._optimizer = _optimizer(settings, model.parameters())
+        self._optimizer = _optimizer(settings, _trained(model))
 
     def forward(self, ids):
         return self._loss(logits=self._model(input_ids=ids).logits, labels=ids, vocab_size=self._vocabulary)
 
     def backward(self, loss, boundary):
         self._model.set_requires_gradient_sync(boundary or self._reduces_always)
-        self._model.set_reshard_after_backward(boundary)
+        self._model.set_reshard_after_backward(boundary or self._reshards_always)
         (loss / self._accumulation).backward()
 
     def step(self, boundary):

@@ -83,6 +83,32 @@ def multiply_in_float8(model: torch.nn.Module, recipe: str, gathered: bool) -> N
     convert_to_float8_training(model.model.layers, config=config)
 
 
+class Adapted(torch.nn.Module):
+    """A frozen linear layer with an adapter (LoRA) that is trained."""
+
+    def __init__(self, linear: torch.nn.Linear, rank: int):
+        super().__init__()
+        self.base = linear
+        self.first, self.second = (
+            torch.nn.Linear(*sizes, bias=False, device=linear.weight.device, dtype=linear.weight.dtype)
+            for sizes in ((linear.in_features, rank), (rank, linear.out_features))
+        )
+        torch.nn.init.zeros_(self.second.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.second(self.first(x))
+
+
+def add_adapters(model: torch.nn.Module, rank: int) -> None:
+    """Freezes a model, and gives each linear layer of the blocks an adapter of this rank."""
+    model.requires_grad_(False)
+    torch.manual_seed(1)
+    for module in list(model.model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, torch.nn.Linear):
+                setattr(module, name, Adapted(child, rank))
+
+
 def text(limit: int) -> str:
     """Returns the source of Python's standard library, cut after the file with which it reaches ``limit`` characters.
 

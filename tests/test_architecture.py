@@ -22,7 +22,7 @@ ZERO12 = COMPILE / "zero12"
 # stands for the files of a folder that are not named: a rule for partitions needs no entry, and knows no other rule.
 FLOORS = """
 about fx passes.zero_1_and_2_compile zero12.hooks zero12.messages zero12.monitoring zero12.schedulers
-zero12.subclasses zero12.native zero12.interrupted
+zero12.subclasses zero12.native zero12.interrupted zero12.at_rest
 zero12.collectives zero12.key_value_cache zero12.layout zero12.offload
 zero12.update.recorded zero12.update.authors zero12.update.rule zero12.update.dynamic_map zero12.norm
 zero12.update.ranges
@@ -30,8 +30,9 @@ zero12.update.own_step zero12.update.blockwise zero12.update.adam_of_blocks
 zero12.update.adam_kernel
 zero12.update.*
 zero12.update zero12.update.groups
-zero12.backward zero12.gather zero12.step
+zero12.backward zero12.gather zero12.step zero12.unit
 zero12.gather_hooks
+zero12.sharded_blocks
 zero12.state zero12.eight_bit_states
 zero12.optimizer
 zero12.graph.block_calls zero12.graph.guards zero12.graph.liger
@@ -62,6 +63,9 @@ TRAINING = {
     "eight_bit_states",
     "gather",
     "gather_hooks",
+    "unit",
+    "sharded_blocks",
+    "at_rest",
     "layout",
     "offload",
 }

@@ -38,6 +38,7 @@ class CompileConfig(BaseCompileConfig):
         "activation_memory_budget",
         "monitor_memory",
         "optimizer_states",
+        "shard_frozen",
     )
 
     regional_compilation: Union[bool, List[str], None] = None
@@ -68,6 +69,12 @@ class CompileConfig(BaseCompileConfig):
     """Whether rank 0 writes its counters of gradients, and its peaks of memory, to DeepSpeed's monitors every
     ``steps_per_print`` steps. Off by default, because each report restarts these counters and torch's peaks, which
     other code may read."""
+
+    shard_frozen: bool = False
+    """Whether each rank keeps only a part of the blocks' frozen parameters, and gets the rest just before a block uses
+    them, as for LoRA of a model that does not fit. This needs regional compilation. Off by default, because all ranks
+    must then evaluate together, and read frozen parameters only in
+    ``deepspeed.compile.zero12.whole_parameters(engine)``."""
 
     memory_picture: Optional[MemoryPictureConfig] = None
     """Has one step recorded, and pictures of its memory drawn: a PNG file, a page for a browser, and the data. By
@@ -107,5 +114,10 @@ class CompileConfig(BaseCompileConfig):
             raise ValueError(
                 "compile.overlap_param_gather needs blocks that wait for their parameters; set "
                 "compile.regional_compilation to true, or leave one of them out"
+            )
+        if self.shard_frozen and self.regional_compilation is False:
+            raise ValueError(
+                "compile.shard_frozen needs blocks whose parameters are gathered; set compile.regional_compilation to "
+                "true, or leave one of them out"
             )
         return self

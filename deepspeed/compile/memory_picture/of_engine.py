@@ -23,6 +23,7 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ..zero12.messages import warn
+from ..zero12.state import state_of
 from . import data, files
 from .record import Recording, Tensors, begins, ends, flattened, phase
 
@@ -332,9 +333,11 @@ def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
     if optimizer.cpu_offload:
         # Gradients and new parameters pass through this memory, which stays.
         targets += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
+    zero12 = state_of(engine)
+    shares = zero12.sharded.shares if zero12 is not None and zero12.sharded is not None else []
     kept = [parameter.grad for parameter in module.parameters()]
     return {
-        data.PARAMETERS: flattened([*optimizer.bit16_groups_flat, *module.parameters(), *module.buffers()]),
+        data.PARAMETERS: flattened([*optimizer.bit16_groups_flat, *module.parameters(), *module.buffers(), *shares]),
         data.OPTIMIZER_STATES: flattened([*optimizer.single_partition_of_fp32_groups, *states]),
         data.TARGETS: flattened(targets),
         data.WAITING: flattened(kept),

@@ -2,16 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepCompile for ZeRO-1 and ZeRO-2. This file has the functions for users; ``docs/architecture.md`` maps the rest."""
 
-from typing import TYPE_CHECKING, Dict
+import contextlib
+from typing import TYPE_CHECKING, ContextManager, Dict
 
 # DeepSpeed's engine calls functions of these files, in lines that setup.py adds to it.
-from . import eight_bit_states, forward, offload, optimizer, schedulers, self_compile, subclasses  # noqa: F401
+from . import at_rest, eight_bit_states, forward, offload, optimizer, schedulers, self_compile, subclasses  # noqa: F401
 from .state import state_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-__all__ = ["gradient_counters", "reset_gradient_counters", "wait_for_parameters"]
+__all__ = ["gradient_counters", "reset_gradient_counters", "wait_for_parameters", "whole_parameters"]
 
 
 def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
@@ -60,6 +61,19 @@ def wait_for_parameters(engine: "DeepSpeedEngine") -> None:
     zero12 = state_of(engine)
     if zero12 is not None:
         zero12.gather.wait_all()
+
+
+def whole_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:
+    """Returns a context in which an engine's frozen parameters are whole on every rank. All ranks enter it together.
+
+    With ``compile.shard_frozen``, the caller must read, save or change frozen parameters of blocks within this
+    context. Changes must be the same on all ranks, and stay. Within the context, a rank may evaluate or generate
+    alone. Without that option the context does nothing.
+    """
+    zero12 = state_of(engine)
+    if zero12 is None or zero12.sharded is None:
+        return contextlib.nullcontext()
+    return zero12.sharded.whole()
 
 
 def _reducer_of(engine):

@@ -28,8 +28,9 @@ def around_forward(
     Raises:
         ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.
     """
-    if engine.is_deepcompile_enabled() and not engine.is_compiled and torch.is_grad_enabled():
-        compile_before_forward(engine)
+    if engine.is_deepcompile_enabled() and not engine.is_compiled:
+        if torch.is_grad_enabled() or engine._config.compile_config.shard_frozen:
+            compile_before_forward(engine)
     zero12 = state_of(engine)
     if zero12 is None:
         return contextlib.nullcontext((inputs, kwargs))

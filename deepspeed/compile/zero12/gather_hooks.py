@@ -46,7 +46,7 @@ class Waiting:
     """
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", module: Module, blocks: List[Module]):
-        self.gather = OverlappedGather(optimizer, _units(optimizer, module, blocks))
+        self.gather = OverlappedGather(optimizer, by_block(registered_parameters(optimizer), module, blocks))
         self._units_of_block = {id(block): sorted(self.gather.units_of(block.parameters())) for block in blocks}
         self._hooks = []
         # Which blocks the forward under way has called, and (whether the module trains, whether gradients are
@@ -128,8 +128,11 @@ def _modules_outside(module, blocks):
     return [each for each in module.modules() if id(each) not in inside]
 
 
-def _units(optimizer, module, blocks):
-    """Lists the units in the order in which they are sent: ``OUTSIDE``, then the parameters of each block alone."""
+def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:
+    """Lists those of ``parameters`` of the unit ``OUTSIDE``, then those that each block holds alone.
+
+    ``parameters`` may hold others than those of the module, as an optimizer may.
+    """
     outside = {
         id(parameter) for each in _modules_outside(module, blocks) for parameter in each.parameters(recurse=False)
     }
@@ -138,8 +141,7 @@ def _units(optimizer, module, blocks):
         for parameter in block.parameters():
             holders[id(parameter)].add(index)
     units = [[] for _ in range(1 + len(blocks))]
-    # Go through the registered parameters: the optimizer may have parameters that the module does not have.
-    for parameter in registered_parameters(optimizer):
+    for parameter in parameters:
         held_by = holders[id(parameter)]
         alone = len(held_by) == 1 and id(parameter) not in outside
         units[1 + next(iter(held_by)) if alone else OUTSIDE].append(parameter)

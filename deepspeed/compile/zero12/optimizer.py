@@ -300,6 +300,17 @@ def drop_gradients(engine: "DeepSpeedEngine") -> None:
         engine.optimizer.zero_grad()
 
 
+def refuse_to_save(engine: "DeepSpeedEngine", exclude_frozen_parameters: bool) -> None:
+    """Called on all ranks before a checkpoint of the module is written.
+
+    Raises:
+        RuntimeError: if frozen parameters are to be saved of which each rank has only a part.
+    """
+    zero12 = state_of(engine)
+    if zero12 is not None and zero12.sharded is not None and not exclude_frozen_parameters:
+        zero12.sharded.refuse_to_save()
+
+
 def report_memory(engine: "DeepSpeedEngine") -> None:
     """Called on all ranks after an optimizer step. Writes to monitors, if the configuration asks for it."""
     zero12 = state_of(engine)

@@ -65,6 +65,7 @@ class Plan(NamedTuple):
     why_whole: str  # if there are no blocks, the reason why the model is compiled as a whole
     overlaps_reduction: bool  # whether a bucket may be on its way while the backward goes on
     overlaps_gather: bool  # whether the next forward begins while updated parameters are still being gathered
+    shards_frozen: bool  # whether each rank keeps only a part of the blocks' frozen parameters
     synchronize_before: bool  # whether the host waits for the device before each bucket
     synchronize_after: bool  # and after it
     compiles: bool  # whether anything is compiled, or all runs as it is written
@@ -100,6 +101,7 @@ def make_plan(
         why_whole=why_whole,
         overlaps_reduction=_overlaps_reduction(engine, compile_config),
         overlaps_gather=bool(blocks) and compile_config.overlap_param_gather,
+        shards_frozen=compile_config.shard_frozen,
         synchronize_before=compile_config.sync_before_reduce,
         synchronize_after=compile_config.sync_after_reduce,
         compiles=_compiles(compile_kwargs),
@@ -429,6 +431,11 @@ def _unsupported_blocks(choose, compile_config, compile_kwargs):
         yield (
             "compile.overlap_param_gather needs blocks that wait for their parameters, and the model is compiled as a "
             f"whole, because {why}; name its blocks' classes in compile.regional_compilation, or leave this out"
+        )
+    if compile_config.shard_frozen and not blocks:
+        yield (
+            "compile.shard_frozen needs blocks whose parameters are gathered, and the model is compiled as a whole, "
+            f"because {why}; name its blocks' classes in compile.regional_compilation, or leave this out"
         )
 
 

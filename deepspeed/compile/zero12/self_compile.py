@@ -8,6 +8,7 @@ that all ranks make.
 """
 
 import inspect
+import itertools
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 import torch
@@ -17,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from .layout import holds_its_parameters
 from .messages import inform, warn
 from .state import state_of
+from .subclasses import ON_HOST
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -33,8 +35,9 @@ def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
 def compile_before_forward(engine: "DeepSpeedEngine") -> None:
     """Called before a forward for which gradients are enabled. Compiles the engine before its first training forward.
 
-    A forward in evaluation mode does not count as a training forward, because a rank may evaluate alone, even with
-    gradients.
+    With ``compile.shard_frozen`` it is called before every forward, and compiles the engine before the first of all.
+    Otherwise a forward in evaluation mode does not count as a training forward, because a rank may evaluate alone,
+    even with gradients.
 
     Raises:
         ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.
@@ -47,8 +50,13 @@ def compile_before_forward(engine: "DeepSpeedEngine") -> None:
 def _compile_before_forward(engine):
     if not _is_due(engine):
         return
-    if engine.module.training:
+    if engine.module.training and torch.is_grad_enabled():
         _compile(engine, "before its first training forward")
+        return
+    if engine._config.compile_config.shard_frozen:
+        # All ranks make every forward together, and this one may need parameters that are still on the host.
+        with torch.inference_mode(False):
+            _compile(engine, "before its first forward")
         return
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
     # too late for an error: check the options now.
@@ -65,6 +73,44 @@ def compile_after_step(engine: "DeepSpeedEngine") -> None:
     """
     if not engine.is_compiled and _is_due(engine):
         _compile(engine, "after its first step")
+
+
+def move_to_device(engine: "DeepSpeedEngine") -> None:
+    """Called when an engine begins. Moves the module to the engine's device.
+
+    With ``compile.shard_frozen``, the frozen parameters of blocks that are on the host stay there until they are
+    sharded, so the model need not fit on one device.
+    """
+    module, stays = engine.module, []
+    trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
+    if engine._config.compile_config.shard_frozen and trains and engine.zero_optimization_stage() in (1, 2):
+        stays = _to_be_sharded(engine)
+    if not stays:
+        module.to(engine.device)
+        return
+    stay = {id(parameter) for parameter in stays}
+    module._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
+    for parameter in stays:
+        setattr(parameter, ON_HOST, True)
+
+
+def _to_be_sharded(engine):
+    """Lists the parameters that will be sharded and are not on the engine's device."""
+    from .graph.choose_blocks import choose_blocks
+    from .sharded_blocks import frozen_of_blocks
+
+    try:
+        blocks, _ = choose_blocks(engine.module, engine._config.compile_config.regional_compilation, {})
+    except ValueError:
+        # engine.compile() will raise it.
+        return []
+    frozen = itertools.chain.from_iterable(frozen_of_blocks(engine.module, blocks, []))
+    return [parameter for parameter in frozen if is_elsewhere(parameter, torch.device(engine.device))]
+
+
+def is_elsewhere(parameter: torch.nn.Parameter, device: torch.device) -> bool:
+    """Whether a parameter is not on ``device``."""
+    return parameter.device.type != device.type
 
 
 def note_arguments(

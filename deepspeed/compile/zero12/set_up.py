@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 import deepspeed.comm as dist
 from deepspeed.utils import logger
@@ -17,14 +17,17 @@ from .forward import switch_off_flops_profiler
 from .gather_hooks import Waiting
 from .graph import compile_blocks, liger
 from .graph.backend import Backend
+from .graph.choose_blocks import called_by
 from .graph.compilation_limit import CompilationLimit
 from .graph.progress import Progress
 from .key_value_cache import train_without_cache
 from .layout import flat_layout, registered_parameters
+from .messages import warn
 from .native import Reducer, reducer_module
 from .offload import memory_for_gradients
 from .optimizer import attach, has_hooks, take_over_parameters
 from .options import Plan, make_plan
+from .sharded_blocks import ShardedBlocks
 from .state import Zero12
 from .update import make_rules
 from .update.muon import BATCH_NUMEL, Orthogonalizer, matrices_of
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 _last_identity = 0
+_groups_of_shards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 # With how many elements a bucket is sent; see send_numel().
 SEND_NUMEL = 2**25
 SEND_NUMEL_OF_A_RANK = 2**20
@@ -76,6 +80,9 @@ def set_up(
         if plan.overlaps_gather:
             waiting = Waiting(optimizer, module, plan.blocks)
             undo.callback(waiting.remove_hooks)
+        sharded = None
+        if plan.shards_frozen:
+            sharded = make_sharded_blocks(optimizer, module, plan.blocks, undo)
         undo.callback(switch_off_flops_profiler(engine))
         limit = CompilationLimit(plan.compilations, raises=plan.fullgraph)
         graphs = Backend(
@@ -90,14 +97,18 @@ def set_up(
         if plan.blocks:
             names = sorted({type(block).__name__ for block in plan.blocks})
             logger.info(f"DeepCompile makes one graph for all {len(plan.blocks)} blocks of each class of {names}")
-            compile_blocks.compile_blocks(module, plan.blocks, graphs, compile_kwargs, limit, undo, waiting)
+            compile_blocks.compile_blocks(module, plan.blocks, graphs, compile_kwargs, limit, undo, waiting, sharded)
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
         rules = make_rules(plan.backend == "inductor" and plan.compiles, plan.optimizer_states)
         matrices = matrices_of(optimizer)
         batch_numel = min(BATCH_NUMEL, int(engine.zero_reduce_bucket_size()) // 2)
         updates = Orthogonalizer(matrices, batch_numel) if matrices else None
-        zero12 = Zero12(engine, reducer, limit, waiting, rules, updates, plan.optimizer_states, plan.monitors_memory)
+        zero12 = Zero12(
+            *(engine, reducer, limit, waiting, sharded, rules, updates, plan.optimizer_states, plan.monitors_memory)
+        )
+        if sharded is not None:
+            sharded.shard()
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
         attach(optimizer, zero12)
         zero12.undo = undo.pop_all()
@@ -110,14 +121,14 @@ def shorten_timeouts(optimizer: "DeepSpeedZeroOptimizer") -> None:
     DeepSpeed makes these groups with torch's default timeout, which is half an hour with gloo, and ignores the timeout
     given to ``init_distributed()``. A timeout that is already shorter stays as it is.
     """
-    device = optimizer.bit16_groups_flat[0].device
-    world = _communicating_backend(dist.get_world_group(), device)
     for group in {optimizer.dp_process_group, *optimizer.real_dp_process_group} - {None}:
-        backend = _communicating_backend(group, device)
-        if not {world.name(), backend.name()} <= {"gloo", "nccl"}:
-            continue
-        if world.options._timeout < backend.options._timeout:
-            backend.set_timeout(world.options._timeout)
+        _shorten_timeout(group, optimizer.bit16_groups_flat[0].device)
+
+
+def _shorten_timeout(group, device):
+    world, backend = (_communicating_backend(each, device) for each in (dist.get_world_group(), group))
+    if {world.name(), backend.name()} <= {"gloo", "nccl"} and world.options._timeout < backend.options._timeout:
+        backend.set_timeout(world.options._timeout)
 
 
 def _communicating_backend(group, device):
@@ -125,6 +136,33 @@ def _communicating_backend(group, device):
     backend = group._get_backend(device)
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend, and torch 2.11's wrapper cannot set a timeout.
     return getattr(backend, "wrapped_pg", backend)
+
+
+def make_sharded_blocks(
+    optimizer: "DeepSpeedZeroOptimizer", module: Module, blocks: List[Module], undo: contextlib.ExitStack
+) -> ShardedBlocks:
+    """Makes what shards the frozen parameters of blocks, with a process group of its own. Nothing is sharded yet."""
+    group, device = _group_of_shards(optimizer.dp_process_group), optimizer.bit16_groups_flat[0].device
+    _shorten_timeout(group, device)
+    trained = registered_parameters(optimizer)
+    sharded = ShardedBlocks(module, blocks, called_by(module, blocks), trained, group, device)
+    undo.callback(sharded.close)
+    if not sharded.units:
+        warn("compile.shard_frozen=True has no effect, because no block has frozen parameters of its own")
+    return sharded
+
+
+def _group_of_shards(group):
+    """Returns the process group for sharded parameters of the ranks of ``group``. All engines of these have the same.
+
+    Engines come and go, but a communicator takes memory and time.
+    """
+    if group not in _groups_of_shards:
+        ranks = dist.get_all_ranks_from_group(group)
+        # If ``group`` has not all ranks, the others are not here.
+        is_part = len(ranks) < dist.get_world_size()
+        _groups_of_shards[group] = torch.distributed.new_group(ranks, use_local_synchronization=is_part)
+    return _groups_of_shards[group]
 
 
 def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:

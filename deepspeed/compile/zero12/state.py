@@ -12,6 +12,7 @@ from .gather_hooks import Waiting
 from .interrupted import InterruptedStep
 from .layout import registered_parameters
 from .native import Reducer
+from .sharded_blocks import ShardedBlocks
 from .update.muon import Orthogonalizer
 from .update.rule import Rule
 
@@ -29,6 +30,7 @@ class Zero12:
         reducer: the engine's native reducer.
         limit: the engine's ``CompilationLimit``.
         waiting: None, or the ``Waiting`` for parameters that are on their way.
+        sharded: None, or the ``ShardedBlocks`` with the frozen parameters.
         rules: the rules that step partitions, in the order in which they are asked.
         orthogonalizer: None, or what computes Muon's updates.
         optimizer_states: the format of optimizer states, or None for the optimizer's own.
@@ -49,6 +51,7 @@ class Zero12:
         reducer: Reducer,
         limit: "CompilationLimit",
         waiting: Optional[Waiting],
+        sharded: Optional[ShardedBlocks],
         rules: List[Rule],
         orthogonalizer: Optional[Orthogonalizer],
         optimizer_states: Optional[str],
@@ -61,6 +64,7 @@ class Zero12:
         self.backward = BackwardLife(engine, reducer)
         self.interrupted_step = InterruptedStep()
         self.waiting = waiting
+        self.sharded = sharded
         self.gather: AllGather = AllGather(engine.optimizer) if waiting is None else waiting.gather
         self.rules = rules
         self.orthogonalizer = orthogonalizer

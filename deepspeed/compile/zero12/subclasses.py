@@ -22,6 +22,8 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 # What DeepSpeed's engine calls ------------------------------------------------------------------------------------
 
 
+# Marks parameters that are on the host until they are sharded. Only then does each rank get the first rank's values.
+ON_HOST = "_sharded_from_host"
 # By what DeepSpeed chooses the process group of a parameter, or leaves it out.
 _MARKS = ("allreduce", "group_name", "ds_status", "ds_optim_param")
 
@@ -29,6 +31,8 @@ _MARKS = ("allreduce", "group_name", "ds_status", "ds_optim_param")
 def to_broadcast(module: Module) -> Iterator[Tuple[str, torch.Tensor]]:
     """Called when an engine begins. Yields (name of a parameter, tensor), which DeepSpeed broadcasts as bytes."""
     for name, parameter in module.named_parameters():
+        if ON_HOST in vars(parameter):
+            continue
         # Each rank has a part of its own of a DTensor.
         for tensor in [parameter] if isinstance(parameter, DTensor) else plain_tensors([parameter]):
             # Only a tensor with a dimension can be viewed as bytes.

@@ -18,6 +18,7 @@ from ..hooks import no_hook
 
 if TYPE_CHECKING:
     from ..gather_hooks import Waiting
+    from ..sharded_blocks import ShardedBlocks
     from .compilation_limit import CompilationLimit
 
 
@@ -103,9 +104,10 @@ class CallOfCaller(Call):
     traces ``nn.Module.__call__()`` and finds this call, so the module gets a hook.
     """
 
-    def __init__(self, module: Module, waiting: Optional["Waiting"]):
+    def __init__(self, module: Module, waiting: Optional["Waiting"], sharded: Optional["ShardedBlocks"]):
         super().__init__(module)
         self._waiting = waiting
+        self._sharded = sharded
         self._hook: Optional[RemovableHandle] = None
 
     def put_in(self) -> None:
@@ -120,11 +122,14 @@ class CallOfCaller(Call):
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):
         caller, waiting = self._module(), self._waiting
-        if waiting is None:
-            return caller._call_impl(*args, **kwargs)
-        waiting.enter(caller)
-        output = caller._call_impl(*args, **kwargs)
-        waiting.leave()
+        if waiting is not None:
+            waiting.enter(caller)
+        if self._sharded is None:
+            output = caller._call_impl(*args, **kwargs)
+        else:
+            output = self._sharded.call_caller(caller, caller._call_impl, args, kwargs)
+        if waiting is not None:
+            waiting.leave()
         return output
 
 
@@ -137,6 +142,7 @@ class CallOfBlock(Call):
             What is returned takes the block and the inputs.
         limit: the ``CompilationLimit`` of the engine.
         waiting: None, or the ``Waiting`` of the engine.
+        sharded: None, or the ``ShardedBlocks`` of the engine.
     """
 
     def __init__(
@@ -145,11 +151,13 @@ class CallOfBlock(Call):
         compiled: Callable[..., Callable],
         limit: "CompilationLimit",
         waiting: Optional["Waiting"],
+        sharded: Optional["ShardedBlocks"],
     ):
         super().__init__(block)
         self._compiled = compiled
         self._limit = limit
         self._waiting = waiting
+        self._sharded = sharded
 
     # Code other than the caller may be compiled and call a block whose hooks keep the block out of that code's graph.
     @torch.compiler.disable
@@ -158,6 +166,11 @@ class CallOfBlock(Call):
         if self._waiting is not None:
             # Hooks may read parameters too.
             self._waiting.enter(block)
+        if self._sharded is not None:
+            return self._sharded.call_block(block, functools.partial(self._call, block), args, kwargs)
+        return self._call(block, *args, **kwargs)
+
+    def _call(self, block, /, *args, **kwargs):
         own = vars(block)
         # The caller may have given this block a forward of its own since.
         if self._limit.is_off() or "forward" in own:

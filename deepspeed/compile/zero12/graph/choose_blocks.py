@@ -191,14 +191,22 @@ def _is_called_by_torch(kind):
 
 def callers_of(module: Module, blocks: List[Module]) -> List[Module]:
     """Lists the modules whose forward calls blocks: for each block, the nearest module around it with a forward."""
+    return [caller for caller, _ in called_by(module, blocks)]
+
+
+def called_by(module: Module, blocks: List[Module]) -> List[Tuple[Module, List[Module]]]:
+    """Lists the modules whose forward calls blocks, each with its blocks in the order of the model."""
     ids = {id(block) for block in blocks}
 
     def walk(parent, caller):
         caller = caller if isinstance(parent, (ModuleList, ModuleDict, OptimizedModule)) else parent
         for child in parent.children():
             if id(child) in ids:
-                yield caller
+                yield caller, child
             else:
                 yield from walk(child, caller)
 
-    return _each_once(walk(module, module))
+    called: Dict[Module, List[Module]] = defaultdict(list)
+    for caller, block in walk(module, module):
+        called[caller].append(block)
+    return [(caller, _each_once(of_caller)) for caller, of_caller in called.items()]

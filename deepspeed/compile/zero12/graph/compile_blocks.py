@@ -20,6 +20,7 @@ from .compilation_limit import CompilationLimit, own_code
 
 if TYPE_CHECKING:
     from ..gather_hooks import Waiting
+    from ..sharded_blocks import ShardedBlocks
 
 
 def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> List[Parameter]:
@@ -51,6 +52,7 @@ def compile_blocks(
     limit: CompilationLimit,
     undo: contextlib.ExitStack,
     waiting: Optional["Waiting"] = None,
+    sharded: Optional["ShardedBlocks"] = None,
 ) -> None:
     """Compiles each block's forward, with one graph for all blocks of a class. Modules that call blocks stay eager.
 
@@ -66,13 +68,14 @@ def compile_blocks(
         undo: gets the function that takes out each :class:`Call`.
         waiting: None, or a ``Waiting``. The call of a changed module begins with ``enter()``, and the call of a module
             that calls blocks ends with ``leave()``.
+        sharded: None, or the ``ShardedBlocks`` that calls changed modules, with their parameters whole.
     """
     compiled = _CompiledForwards(backend, compile_kwargs)
     # Change modules only after all options were read: a model is changed as a whole or not at all.
     for kind in {type(block): None for block in blocks}:
         compiled.of(kind)
-    calls: List[Call] = [CallOfCaller(caller, waiting) for caller in callers_of(module, blocks)]
-    calls.extend(CallOfBlock(block, compiled.of, limit, waiting) for block in blocks)
+    calls: List[Call] = [CallOfCaller(caller, waiting, sharded) for caller in callers_of(module, blocks)]
+    calls.extend(CallOfBlock(block, compiled.of, limit, waiting, sharded) for block in blocks)
     for call in calls:
         undo.callback(call.take_out)
         call.put_in()

@@ -1,0 +1,291 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""When the units of blocks are gathered and given back (``compile.shard_frozen``).
+
+A call of a module that calls blocks is a pass. A pass gathers the units of its blocks in the order of the model, and
+the backward through the pass gathers them in the reverse order, each once, on every rank: a rank that skips a block
+gathers its unit too, because other ranks need this rank's part, and gives it back at once. So ranks may skip different
+blocks. A unit that was given back and is needed again within a pass is gathered once more, out of order. That happens
+if a pass comes back to an earlier block, or if checkpointing spans several blocks. All ranks must then do the same.
+"""
+
+import collections
+import contextlib
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_leaves
+
+from deepspeed.utils import logger
+
+from .gather_hooks import by_block
+from .subclasses import plain_tensors
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# How many units are whole at a time: the one that a block computes with, and the next one, which is being gathered.
+MOST_WHOLE = 2
+
+
+class Pass:
+    """The order in which a pass, or a backward through it, gathers units.
+
+    Args:
+        owner: who gathers units and gives them back.
+        units: the units, in this order.
+    """
+
+    def __init__(self, owner: "ShardedBlocks", units: List[Unit]):
+        self.units = units
+        self._owner = owner
+        self._place = {unit: place for place, unit in enumerate(units)}
+        # How many units this pass has begun to gather.
+        self._begun = 0
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._place
+
+    def reversed(self) -> "Pass":
+        return Pass(self._owner, self.units[::-1])
+
+    def reach(self, unit: Unit) -> None:
+        """Gathers a unit, and begins to gather the one behind it."""
+        place = self._place[unit]
+        while self._begun <= place:
+            self._begin_next()
+        # Starts it once more if it was given back.
+        self._owner.begin(unit)
+        unit.finish()
+        if self._begun == place + 1 < len(self.units):
+            self._begin_next()
+
+    def _begin_next(self):
+        self._owner.begin(self.units[self._begun])
+        self._begun += 1
+
+    def end(self) -> None:
+        """Gathers the units that this rank did not need, for the other ranks, and gives all units back."""
+        while self._begun < len(self.units):
+            self._begin_next()
+        for unit in self.units:
+            self._owner.give_back(unit)
+
+
+class ShardedBlocks:
+    """Shards the frozen parameters of blocks over ranks, and gathers them block by block.
+
+    Frozen parameters outside blocks, and those that several blocks hold, stay whole on every rank.
+
+    Args:
+        module: the model.
+        blocks: its blocks.
+        callers: for each module that calls blocks, the module and its blocks in the order of the model.
+        trained: the parameters that the optimizer has.
+        process_group, device: as for :class:`Unit`.
+    """
+
+    def __init__(
+        self,
+        module: Module,
+        blocks: List[Module],
+        callers: List[Tuple[Module, List[Module]]],
+        trained: List[Parameter],
+        process_group: "ProcessGroup",
+        device: torch.device,
+    ):
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        self._unit_of: Dict[int, Unit] = {}
+        for block, parameters in zip(blocks, frozen_of_blocks(module, blocks, trained), strict=True):
+            if parameters:
+                self._unit_of[id(block)] = Unit({names[each]: each for each in parameters}, process_group, device)
+        self.units = list(self._unit_of.values())
+        self._units_of_caller = {
+            id(caller): [self._unit_of[id(block)] for block in called if id(block) in self._unit_of]
+            for caller, called in callers
+        }
+        # The passes that are under way: one calls blocks that call others in turn.
+        self._passes: List[Pass] = []
+        # The backward that is under way: the pass that it goes through, and in which order it gathers.
+        self._backward_of: Optional[Pass] = None
+        self._backward: Optional[Pass] = None
+        # The units that are whole or on their way, in the order in which they were begun; the units of blocks whose
+        # forward is under way.
+        self._whole: List[Unit] = []
+        self._in_use: collections.Counter = collections.Counter()
+        self._all_whole = 0
+        self._is_closed = False
+
+    @property
+    def shares(self) -> List[torch.Tensor]:
+        """This rank's parts of the units, 1-D and of bytes."""
+        return [unit.share for unit in self.units if unit.share is not None]
+
+    def shard(self) -> None:
+        """Gives up all but this rank's part of each unit."""
+        for unit in self.units:
+            unit.shard()
+
+    # Units that are whole ------------------------------------------------------------------------------------------
+
+    def begin(self, unit: Unit) -> None:
+        """Begins to gather a unit, unless it is whole or on its way, and gives others back for it."""
+        if self._all_whole or unit in self._whole:
+            return
+        idle = [each for each in self._whole if not self._in_use[each]]
+        while idle and len(self._whole) >= MOST_WHOLE:
+            self.give_back(idle.pop(0))
+        self._whole.append(unit)
+        unit.start()
+
+    def give_back(self, unit: Unit) -> None:
+        """Gives a unit back, unless the forward of its block is under way."""
+        if unit in self._whole and not self._in_use[unit] and not self._all_whole:
+            self._whole.remove(unit)
+            unit.give_back()
+
+    # Forwards ------------------------------------------------------------------------------------------------------
+
+    def call_caller(self, caller: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
+        """Calls a module that calls blocks."""
+        units = self._units_of_caller[id(caller)]
+        return self._call(Pass(self, units), None, call, args, kwargs)
+
+    def call_block(self, block: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
+        """Calls a block, with its parameters whole."""
+        unit = self._unit_of.get(id(block))
+        if unit is None:
+            return call(*args, **kwargs)
+        # A block that runs in a backward is computed again, because it is checkpointed.
+        for current in (*self._passes[-1:], self._backward if _in_backward() else None):
+            if current is not None and unit in current:
+                of = self._backward_of if current is self._backward else current
+                return self._within(current, of, unit, call, args, kwargs)
+        # Someone calls the block by itself.
+        return self._call(Pass(self, [unit]), unit, call, args, kwargs)
+
+    def _call(self, of, unit, call, args, kwargs):
+        if self._backward is not None and not _in_backward():
+            # The last backward raised.
+            self._end_backward()
+        self._passes.append(of)
+        try:
+            output = self._within(of, of, unit, call, args, kwargs)
+        except torch.distributed.DistBackendError:
+            self._passes.pop()
+            raise
+        except BaseException:
+            self._passes.pop()
+            # Other ranks may be waiting for this rank's part.
+            of.end()
+            raise
+        self._passes.pop()
+        of.end()
+        return output
+
+    def _within(self, current, of, unit, call, args, kwargs):
+        if unit is None:
+            output = call(*args, **kwargs)
+        else:
+            self._in_use[unit] += 1
+            try:
+                current.reach(unit)
+                output = call(*args, **kwargs)
+            finally:
+                self._in_use[unit] -= 1
+        if torch.is_grad_enabled():
+            # An input that is handed on is an output of another block, which is reached through it.
+            inputs = {id(each) for each in tree_leaves((args, kwargs))}
+            for each in _tensors(output):
+                if each.grad_fn is not None and id(each) not in inputs:
+                    each.register_hook(lambda _: self._backward_reaches(of, unit))
+        return output
+
+    # Backwards -----------------------------------------------------------------------------------------------------
+
+    def _backward_reaches(self, of, unit):
+        """Called when a backward comes to an output of a block, or with None of a module that calls blocks."""
+        if self._all_whole or (self._is_closed and (unit is None or unit.is_whole)):
+            return
+        if self._is_closed:
+            raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
+        if self._backward_of is not of:
+            # Autograd goes through the last pass first, and comes to an earlier one when it is through.
+            self._end_backward()
+            self._backward_of, self._backward = of, of.reversed()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(of))
+        if unit is not None:
+            self._backward.reach(unit)
+
+    def _end_backward(self, of=None):
+        if self._backward is not None and (of is None or of is self._backward_of):
+            backward, self._backward, self._backward_of = self._backward, None, None
+            backward.end()
+
+    # Whole ---------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """Context in which all parameters are whole. All ranks enter it. Changes of the parameters stay."""
+        if self._passes or _in_backward():
+            raise RuntimeError("whole_parameters() was called within a forward or a backward; call it outside of them")
+        if not self._all_whole:
+            self._end_backward()
+            for unit in self.units:
+                unit.start()
+                unit.finish()
+        self._all_whole += 1
+        try:
+            yield
+        finally:
+            self._all_whole -= 1
+            if not self._all_whole and not self._is_closed:
+                for unit in self.units:
+                    unit.keep_own_part()
+                    unit.give_back()
+
+    def refuse_to_save(self) -> None:
+        """Raises RuntimeError unless all parameters are whole."""
+        if any(not unit.is_whole for unit in self.units):
+            raise RuntimeError(
+                "compile.shard_frozen keeps a part of the frozen parameters on each rank; call save_checkpoint() with "
+                "exclude_frozen_parameters=True, or within `with whole_parameters(engine):`"
+            )
+
+    def close(self) -> None:
+        """Called at the engine's end. The parameters stay as they are: whole in :meth:`whole`, else at rest."""
+        self._is_closed = True
+        if self.units and not self._all_whole:
+            logger.warning(
+                "The engine is destroyed, and frozen parameters stay sharded, so the model cannot be used; destroy "
+                "the engine within `with whole_parameters(engine):` to use it"
+            )
+
+
+def frozen_of_blocks(module: Module, blocks: List[Module], trained: List[Parameter]) -> List[List[Parameter]]:
+    """Lists for each block the parameters that are sharded. ``trained``: the parameters that an optimizer has."""
+    kept = {id(parameter) for parameter in trained}
+    frozen = [each for each in module.parameters() if id(each) not in kept and _can_be_sharded(each)]
+    return by_block(frozen, module, blocks)[1:]
+
+
+def _can_be_sharded(parameter):
+    if parameter.requires_grad or isinstance(parameter, DTensor) or not parameter.numel():
+        return False
+    return all(tensor.is_contiguous() and not tensor.is_meta for tensor in plain_tensors([parameter]))
+
+
+def _tensors(output):
+    """Yields the tensors of an output, also those of objects that torch does not know."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            yield from (each for each in tree_leaves(vars(leaf)) if isinstance(each, torch.Tensor))
+
+
+def _in_backward():
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,175 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A unit: parameters of which each rank keeps a part, and which are gathered together before they are used.
+
+All parameters of a unit lie in one buffer. When the unit is given back, the buffer's storage is shrunk to nothing, and
+the parameters, which are views of it, stay as they are. What autograd has saved of them are views of the same storage,
+so a backward finds their values there when the unit is gathered again.
+"""
+
+from typing import TYPE_CHECKING, Any, Dict, List
+
+import torch
+from torch.nn import Parameter
+
+import deepspeed.comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from .at_rest import put_to_rest, wake
+from .collectives import collective
+from .subclasses import ON_HOST, plain_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# Generated code takes for granted that parameters are aligned to 16 bytes; torch's allocators align to 64 or more.
+ALIGN_BYTES = 64
+PURPOSE = "gather frozen parameters"
+
+
+class Unit:
+    """Parameters that are gathered together, as bytes, whatever their dtypes.
+
+    Args:
+        parameters: name -> parameter, all contiguous.
+        process_group: the ranks that share them. It must carry nothing else: other collectives come at other times on
+            different ranks, and a process group matches messages by their order alone.
+        device: on which the unit is gathered. Parameters may be on the host until the unit is sharded.
+
+    Attributes:
+        nbytes: of the whole unit, with padding.
+        share: this rank's part, 1-D and of bytes. None before :meth:`shard`, and on a single rank.
+    """
+
+    def __init__(self, parameters: Dict[str, Parameter], process_group: "ProcessGroup", device: torch.device):
+        self._parameters = dict(parameters)
+        self._group, self._device = process_group, device
+        self._rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self._is_shared = world > 1
+        self._tensors: List[torch.Tensor] = []  # those with memory
+        self._offsets: List[int] = []  # of the tensors in the buffer, in bytes
+        self._places: Dict[str, range] = {}  # name of a parameter -> which of the tensors it is made of
+        nbytes = 0
+        for name, parameter in parameters.items():
+            first = len(self._tensors)
+            for tensor in plain_tensors([parameter]):
+                self._tensors.append(tensor)
+                self._offsets.append(nbytes)
+                nbytes += _aligned(tensor.nbytes)
+            self._places[name] = range(first, len(self._tensors))
+        self._share_bytes = _aligned(-(-nbytes // world))
+        self.nbytes = world * self._share_bytes
+        self.share: Any = None
+        self._buffer: Any = None  # 1-D, of bytes
+        self._work: Any = None  # of the gather that nobody has waited for
+        self._stream: Any = None  # on which the buffer's memory was allocated
+        self.is_whole = True
+
+    def shard(self) -> None:
+        """Moves the parameters into the buffer, keeps this rank's part of it, and gives it back.
+
+        Parameters that DeepSpeed has not broadcast, because they are on the host, get the first rank's values. A
+        single rank keeps the parameters where they are, on its device.
+        """
+        on_host = [parameter for parameter in self._parameters.values() if vars(parameter).pop(ON_HOST, False)]
+        if not self._is_shared:
+            for tensor in plain_tensors(on_host):
+                tensor.data = tensor.data.to(self._device)
+            return
+        self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=self._device)
+        buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device)
+        for index, tensor in enumerate(self._tensors):
+            part = buffer[self._offsets[index] : self._offsets[index] + tensor.nbytes]
+            place = part.view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach())
+            tensor.data = place
+        self._buffer = buffer
+        if on_host:
+            with collective(PURPOSE):
+                dist.broadcast(buffer, src=dist.get_global_rank(self._group, 0), group=self._group)
+        self.keep_own_part()
+        self.give_back()
+
+    # Gathered and given back ---------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts to gather the unit. All ranks must start the same units in the same order.
+
+        Raises:
+            DistBackendError: if the collective failed.
+        """
+        if self.is_whole or self._work is not None:
+            return
+        self._buffer.untyped_storage().resize_(self.nbytes)
+        self._stream = get_accelerator().current_stream()
+        with collective(PURPOSE):
+            self._work = dist.all_gather_into_tensor(self._buffer, self.share, group=self._group, async_op=True)
+
+    def finish(self) -> None:
+        """Makes the current stream, and on a CPU the calling thread, wait until the unit is whole.
+
+        Raises:
+            DistBackendError: if the parameters could not be received.
+        """
+        if self.is_whole:
+            return
+        self._wait()
+        for parameter in self._parameters.values():
+            wake(parameter)
+        self.is_whole = True
+        if self._stream is not None and get_accelerator().current_stream() != self._stream:
+            # Otherwise the allocator could give the memory away, when it is given back, while this stream reads it.
+            self._buffer.record_stream(get_accelerator().current_stream())
+
+    def _wait(self):
+        if self._work is not None:
+            with collective(PURPOSE):
+                self._work.wait()
+            self._work = None
+
+    def give_back(self) -> None:
+        """Gives the memory of the unit back. What this stream was told to compute with it is computed before."""
+        if not self._is_shared:
+            return
+        # A gather that is on its way still writes.
+        self._wait()
+        if self.is_whole:
+            for name, parameter in self._parameters.items():
+                put_to_rest(parameter, name, self)
+        self.is_whole = False
+        self._buffer.untyped_storage().resize_(0)
+
+    # Values --------------------------------------------------------------------------------------------------------
+
+    def keep_own_part(self) -> None:
+        """Keeps the values that the parameters have now, while the unit is whole."""
+        if not self._is_shared:
+            return
+        begin = self._rank * self._share_bytes
+        self.share.copy_(self._buffer[begin : begin + self._share_bytes])
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Writes this rank's part of a parameter's new values, at rest.
+
+        Raises:
+            ValueError: if the values are not made of tensors as the parameter is.
+        """
+        places = self._places[name]
+        sources = list(plain_tensors([values]))
+        if len(sources) != len(places):
+            raise ValueError(f"parameter {name} is made of {len(places)} tensors, and its new values are not")
+        for index, source in zip(places, sources, strict=True):
+            self._write(index, source)
+
+    def _write(self, index, source):
+        tensor, offset = self._tensors[index], self._offsets[index]
+        begin = self._rank * self._share_bytes
+        first, last = max(offset, begin), min(offset + tensor.nbytes, begin + self._share_bytes)
+        if first >= last:
+            return
+        values = source.to(tensor.dtype).expand(tensor.shape).contiguous().view(-1).view(torch.uint8)
+        self.share[first - begin : last - begin].copy_(values[first - offset : last - offset])
+
+
+def _aligned(nbytes):
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES

@@ -1,0 +1,154 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Models whose blocks are frozen, with adapters that are trained, and gathers that come late."""
+
+import contextlib
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from deepspeed.compile.zero12 import unit
+
+from support.models import VOCABULARY, Block
+
+WIDTH = 12
+
+
+class AdaptedBlock(Block):
+    """A block that is frozen but for the adapter of one of its layers."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__(width)
+        self.requires_grad_(False)
+        self.first, self.second = nn.Linear(width, 3, bias=False), nn.Linear(3, 2 * width, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + self.down(F.gelu(self.up(x) + self.second(self.first(x))))
+
+
+class BreakingAdapted(AdaptedBlock):
+    def forward(self, x):
+        h = self.norm(x)
+        torch._dynamo.graph_break()
+        return x + self.down(F.gelu(self.up(h) + self.second(self.first(h))))
+
+
+class Body(nn.Module):
+    of_block = AdaptedBlock
+
+    def __init__(self, depth=4):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.embedding.weight.requires_grad_(False)
+        self.blocks = nn.ModuleList(self.of_block() for _ in range(depth))
+
+    def run(self, x, skip):
+        for index, block in enumerate(self.blocks):
+            if not (skip and index in (1, 2)):
+                x = self.run_block(block, x)
+        return x
+
+    def run_block(self, block, x):
+        return block(x)
+
+    def forward(self, ids, skip=False):
+        return self.run(self.embedding(ids), skip)
+
+
+class Adapted(nn.Module):
+    """Embedding, blocks and head; ``forward(ids, skip)`` returns a loss. ``skip`` leaves out two blocks."""
+
+    of_body = Body
+
+    def __init__(self):
+        super().__init__()
+        self.body = type(self).of_body()
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, ids, skip=False):
+        return F.cross_entropy(self.head(self.body(ids, skip)).flatten(0, 1), ids.flatten())
+
+
+def model_of(**members):
+    """Returns a model whose body differs in some methods or its block."""
+    return type("Adapted", (Adapted,), {"of_body": type("Body", (Body,), members)})
+
+
+def again(self, x, skip):
+    """Comes back to earlier blocks."""
+    return Body.run(self, Body.run(self, x, skip), skip)
+
+
+def in_segments(self, x, skip):
+    return checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
+
+
+class Tied(Adapted):
+    """Two blocks have one weight, and the head has a weight of a third."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = self.body.blocks
+        blocks[1].up.weight = blocks[3].up.weight
+        self.body.norm = blocks[2].norm
+
+
+class AroundItself(Body):
+    """The model itself calls the blocks."""
+
+    def forward(self, ids, skip=False):
+        return super().forward(ids, skip).square().mean()
+
+
+MODELS = {
+    "plain": Adapted,
+    "breaking": model_of(of_block=BreakingAdapted),
+    "reentrant": model_of(run_block=lambda self, block, x: checkpoint(block, x.requires_grad_(), use_reentrant=True)),
+    "non-reentrant": model_of(run_block=lambda self, block, x: checkpoint(block, x, use_reentrant=False)),
+    "segments": model_of(run=in_segments),
+    "again": model_of(run=again),
+    "tied": Tied,
+    "itself": AroundItself,
+}
+
+
+@contextlib.contextmanager
+def late(delay):
+    """Each gather comes ``delay`` seconds late, and memory that is given back holds something else."""
+    start, give_back = unit.Unit.start, unit.Unit.give_back
+
+    def start_late(self):
+        before = self._work
+        start(self)
+        if self._work is not None and self._work is not before:
+            self._work = _Late(self._work, self._buffer, delay)
+
+    def spoil(self):
+        if self.is_whole and self._is_shared:
+            self._buffer.fill_(255)
+        give_back(self)
+
+    unit.Unit.start, unit.Unit.give_back = start_late, spoil
+    try:
+        yield
+    finally:
+        unit.Unit.start, unit.Unit.give_back = start, give_back
+
+
+class _Late:
+    """What a gather brings is there only after it was waited for."""
+
+    def __init__(self, work, buffer, delay):
+        self._work, self._buffer, self._delay = work, buffer, delay
+        work.wait()
+        self._values = buffer.clone()
+        buffer.fill_(255)
+
+    def wait(self):
+        time.sleep(self._delay)
+        self._buffer.copy_(self._values)

@@ -1,0 +1,380 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen parameters that are sharded over ranks train to the same bits as whole ones."""
+
+import contextlib
+import copy
+from typing import Any, List, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.zero12 import self_compile, set_up, whole_parameters
+from deepspeed.compile.zero12.at_rest import AtRest
+from deepspeed.compile.zero12.subclasses import ON_HOST
+from deepspeed.compile.zero12.unit import Unit
+
+from support.frozen import MODELS, late
+from support.ids import vary
+from support.models import BlocksWithin
+from support.training import Case, batch, compile_backend, device, engine_by_configuration, make_engine
+
+SHARDED = {"compile": {"regional_compilation": True, "shard_frozen": True}}
+WHOLE = {"compile": {"regional_compilation": True}}
+
+
+def make(model, config, **case):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = MODELS[model]().to(device())
+    return module, make_engine(module, Case(adam=True, config=config, **case))
+
+
+class Trained(NamedTuple):
+    losses: List[torch.Tensor]
+    parameters: List[torch.Tensor]
+    at_rest: int  # parameters that were at rest after the steps
+    most_whole: int  # units that were whole or on their way at a time
+
+
+@contextlib.contextmanager
+def watched(engine):
+    """Yields a list to which it appends how many units are whole or on their way whenever one is begun."""
+    counts, start = [], Unit.start
+    sharded = engine.optimizer._zero12.sharded
+
+    def counted(self):
+        start(self)
+        counts.append(sum(unit.is_whole or unit._work is not None for unit in sharded.units))
+
+    Unit.start = counted
+    try:
+        yield counts
+    finally:
+        Unit.start = start
+
+
+def train(model, config, steps=3, skips=False, evaluates=False, **case):
+    module, engine = make(model, config, **case)
+    rank, losses = dist.get_rank(), []
+    with watched(engine) as counts:
+        for step in range(steps):
+            for micro_step in range(engine.gradient_accumulation_steps()):
+                loss = engine(batch(step, micro_step, rank, 4), skips and (rank + step) % 2 == 0)
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.detach())
+            if evaluates:
+                engine.eval()
+                with torch.no_grad():
+                    losses.append(engine(batch(step, 0, rank, 5)))
+                engine.train()
+    at_rest = sum(isinstance(each, AtRest) for each in module.parameters())
+    with whole_parameters(engine):
+        parameters = [each.detach().clone() for each in module.parameters()]
+        engine.destroy()
+    return Trained(losses, parameters, at_rest, max(counts, default=0))
+
+
+def same(first: Any, second: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+class Compared(NamedTuple):
+    same: bool
+    at_rest: int
+    most_whole: int
+
+
+def compare(model, delay=None, **more):
+    with late(delay) if delay is not None else contextlib.nullcontext():
+        sharded = train(model, SHARDED, **more)
+    whole = train(model, WHOLE, **more)
+    assert whole.at_rest == 0
+    equal = same(sharded.losses, whole.losses) and same(sharded.parameters, whole.parameters)
+    return Compared(equal, sharded.at_rest, sharded.most_whole)
+
+
+@pytest.mark.quick
+@vary(
+    "model, backend",
+    [*((model, "eager") for model in MODELS), ("plain", "inductor"), ("non-reentrant", "inductor")],
+)
+@vary("world, stage, accumulation", [(2, 1, 2), (3, 2, 1)])
+def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumulation):
+    for result in ranks(world).run(compare, model, stage=stage, accumulation=accumulation, backend=backend):
+        assert result.same
+        assert result.at_rest >= 18
+        assert result.most_whole == 2 if world > 1 else 0
+
+
+@vary("model", ["plain", "non-reentrant", "breaking"])
+@vary("world, stage, accumulation", [(3, 2, 1), (2, 1, 2)])
+def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation):
+    # A full bucket would wait for ranks that skip its parameters, and these may wait for a part of this rank.
+    case = {
+        "bucket": 10**6,
+        "stage": stage,
+        "accumulation": accumulation,
+        "skips": True,
+        "evaluates": True,
+        "steps": 4,
+    }
+    for result in ranks(world).run(compare, model, **case):
+        assert result.same and result.most_whole == 2
+
+
+@vary("model", MODELS)
+@vary("world", [2, 3])
+def test_gathers_that_come_late(ranks, model, world):
+    """A unit that is read before it came, or after it was given back, has NaNs."""
+    for result in ranks(world).run(compare, model, delay=0.002, evaluates=True):
+        assert result.same
+
+
+def test_one_rank_has_all(ranks):
+    (result,) = ranks(1).run(compare, "plain")
+    assert result.same and result.at_rest == 0
+
+
+def read(engine, module, weight, folder):
+    return weight.sum()
+
+
+def assigned(engine, module, weight, folder):
+    weight.data = torch.zeros_like(weight.data)
+
+
+def filled(engine, module, weight, folder):
+    with torch.no_grad():
+        weight.fill_(0)
+
+
+def computed_with(engine, module, weight, folder):
+    return torch.nn.functional.linear(torch.ones(1, weight.shape[1]), weight)
+
+
+def deep_copied(engine, module, weight, folder):
+    return copy.deepcopy(module)
+
+
+def moved(engine, module, weight, folder):
+    return module.half()
+
+
+def saved(engine, module, weight, folder):
+    torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt")
+
+
+def as_numpy(engine, module, weight, folder):
+    return module.state_dict()["body.blocks.0.up.weight"].numpy()
+
+
+def forward_of_a_block(engine, module, weight, folder):
+    block = module.body.blocks[0]
+    return type(block).forward(block, torch.ones(1, 12))
+
+
+def saved_checkpoint(engine, module, weight, folder):
+    engine.save_checkpoint(folder, tag="all")
+
+
+def made_trainable(engine, module, weight, folder):
+    weight.requires_grad = True
+
+
+def made_trainable_in_place(engine, module, weight, folder):
+    module.requires_grad_(True)
+
+
+REFUSED = {
+    function.__name__: function
+    for function in (
+        *(read, assigned, filled, computed_with, deep_copied, moved, saved, as_numpy, forward_of_a_block),
+        *(saved_checkpoint, made_trainable, made_trainable_in_place),
+    )
+}
+
+
+def refusals(folder):
+    module, engine = make("plain", SHARDED)
+    weight = module.body.blocks[0].up.weight
+    messages = {}
+    for name, function in REFUSED.items():
+        try:
+            function(engine, module, weight, folder)
+        except Exception as error:
+            messages[name] = str(error)
+    engine.destroy()
+    return messages
+
+
+def test_what_is_refused_at_rest(ranks, tmp_path):
+    for messages in ranks(2).run(refusals, str(tmp_path)):
+        for name in REFUSED:
+            assert "compile.shard_frozen" in messages[name], name
+            assert name == "saved_checkpoint" or "body.blocks.0." in messages[name], name
+
+
+def trained_on(engine, module):
+    """Trains one more step; returns the loss and the parameters."""
+    loss = engine(batch(9, 0, dist.get_rank(), 4))
+    engine.backward(loss)
+    engine.step()
+    with whole_parameters(engine):
+        return [loss.detach(), *(each.detach().clone() for each in module.parameters())]
+
+
+def described(engine, module, folder):
+    """What needs no values works on every rank alone."""
+    weight = module.body.blocks[1].up.weight
+    if dist.get_rank() == 0:
+        assert weight.shape == (24, 12) and weight.dtype == torch.float32 and not weight.requires_grad
+        assert "blocks.1.up.weight" in repr(weight) if isinstance(weight, AtRest) else True
+        state = module.state_dict()
+        assert torch.isfinite(state["body.blocks.1.first.weight"]).all()
+        assert state["body.blocks.1.up.weight"].cpu().clone().shape == (24, 12)
+        assert {id(each) for each in module.parameters()} >= {id(weight)}
+
+
+def loaded(engine, module, folder):
+    """Each rank takes its part of what it loads."""
+    generator = torch.Generator().manual_seed(5)
+    values = {
+        name: torch.rand(each.shape, generator=generator) - 0.5
+        for name, each in module.named_parameters()
+        if not each.requires_grad
+    }
+    module.load_state_dict(values, strict=False)
+
+
+def merged(engine, module, folder):
+    """Changes of frozen parameters within the context stay."""
+    with whole_parameters(engine), torch.no_grad():
+        for block in module.body.blocks:
+            block.up.weight += 0.1 * block.second.weight @ block.first.weight
+
+
+def evaluated_by_one(engine, module, folder):
+    with whole_parameters(engine), torch.no_grad():
+        if dist.get_rank() == 0:
+            module.eval()
+            module(batch(1, 1, 1, 5))
+            module.train()
+
+
+def called_by_itself(engine, module, folder):
+    x = torch.ones(1, 3, 12, device=device(), requires_grad=True)
+    module.body.blocks[2](x).sum().backward()
+    engine.zero_grad()
+    with torch.no_grad():
+        module.body.blocks[1](x)
+
+
+def interrupted(engine, module, folder):
+    """A forward and a backward that raise on all ranks."""
+
+    def fail(*_):
+        raise ValueError
+
+    for add in (module.body.blocks[1].register_forward_hook, module.body.blocks[1].register_full_backward_pre_hook):
+        hook = add(fail)
+        with pytest.raises(ValueError):
+            engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+        hook.remove()
+
+
+def checkpoint_without_frozen(engine, module, folder):
+    engine.save_checkpoint(folder, tag="adapters", exclude_frozen_parameters=True)
+    trained_on(engine, module)
+    engine.load_checkpoint(folder, tag="adapters", load_module_strict=False)
+
+
+def whole_checkpoint(engine, module, folder):
+    with whole_parameters(engine):
+        engine.save_checkpoint(folder, tag="whole")
+    with torch.no_grad():
+        module.load_state_dict({name: torch.zeros(each.shape) for name, each in module.named_parameters()})
+    engine.load_checkpoint(folder, tag="whole")
+
+
+WORKS = {
+    function.__name__: function
+    for function in (
+        *(described, loaded, merged, evaluated_by_one, called_by_itself, interrupted, checkpoint_without_frozen),
+        whole_checkpoint,
+    )
+}
+
+
+def beside_whole(name, folder, **case):
+    """Does the same with sharded and with whole parameters; returns whether what is trained then is the same."""
+    results = []
+    for kind, config in (("sharded", SHARDED), ("whole", WHOLE)):
+        module, engine = make("plain", config, **case)
+        trained_on(engine, module)
+        WORKS[name](engine, module, f"{folder}/{kind}")
+        results.append(trained_on(engine, module))
+        with whole_parameters(engine):
+            engine.destroy()
+        results[-1].append(module(batch(2, 2, 2, 4)).detach())
+    return same(*results)
+
+
+@vary("work", WORKS)
+@vary("stage", [1, 2])
+def test_what_works_at_rest(ranks, tmp_path, work, stage):
+    assert ranks(2).run(beside_whole, work, str(tmp_path), stage=stage) == [True, True]
+
+
+def memory_at_rest():
+    """Returns the bytes of frozen parameters of blocks, and how many of them this rank holds."""
+    module, engine = make("plain", SHARDED)
+    trained_on(engine, module)
+    sharded = engine.optimizer._zero12.sharded
+    frozen = [each for each in module.body.blocks.parameters() if not each.requires_grad]
+    held = sum(share.untyped_storage().nbytes() for share in sharded.shares)
+    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in frozen}
+    engine.destroy()
+    return sum(each.nbytes for each in frozen), held + sum(storages.values())
+
+
+@vary("world", [2, 3])
+def test_a_rank_holds_its_part(ranks, world):
+    for whole, held in ranks(world).run(memory_at_rest):
+        # Parameters begin at multiples of 64 bytes.
+        assert held <= whole / world + 64 * 4 * 7
+
+
+def trained_from_the_host():
+    """What the first rank has is sharded, if frozen parameters of blocks have not been moved to the device."""
+    torch._dynamo.reset()
+    torch.manual_seed(dist.get_rank())
+    module = MODELS["plain"]()
+    with mock.patch.object(self_compile, "is_elsewhere", lambda *_: True), compile_backend("eager"):
+        engine = engine_by_configuration(module, True, **SHARDED)
+        waits = sum(ON_HOST in vars(each) for each in module.parameters())
+        with torch.no_grad():
+            evaluated = engine(batch(0, 0, 0, 4))
+    return waits, float(evaluated), [each.cpu() for each in trained_on(engine, module)[1:]]
+
+
+def test_from_the_host(ranks):
+    (waits, *first), (_, *second) = ranks(2).run(trained_from_the_host)
+    assert waits == 24 and first[0] == second[0] and same(first[1], second[1])
+
+
+def without_frozen_parameters():
+    torch._dynamo.reset()
+    lines = []
+    with mock.patch.object(set_up, "warn", lines.append):
+        engine = make_engine(BlocksWithin().to(device()), Case(config=SHARDED))
+    engine.destroy()
+    return lines
+
+
+def test_without_frozen_parameters(ranks):
+    for lines in ranks(2).run(without_frozen_parameters):
+        assert any("compile.shard_frozen=True has no effect" in line for line in lines)
