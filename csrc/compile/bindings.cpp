@@ -66,7 +66,8 @@ PyObject* reduce_grad_directly(PyObject*, PyObject* const* arguments, Py_ssize_t
     const bool donated = arguments[3] == Py_True;
     {
         const py::gil_scoped_release unlocked;
-        RECORD_FUNCTION("deepcompile::reduce_grad", std::vector<c10::IValue>({gradient, registrations, slot, donated}));
+        RECORD_FUNCTION("deepcompile::reduce_grad",
+                        std::vector<c10::IValue>({gradient, registrations, slot, donated}));
         reduce(gradient, registrations, slot, donated);
     }
     return Py_NewRef(arguments[1]);
@@ -143,7 +144,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     // thread may need the interpreter's lock to go on.
     using unlocked = py::call_guard<py::gil_scoped_release>;
 
-    if (PyModule_AddFunctions(m.ptr(), deepcompile::functions_of_generated_code) != 0) { throw py::error_already_set(); }
+    if (PyModule_AddFunctions(m.ptr(), deepcompile::functions_of_generated_code) != 0) {
+        throw py::error_already_set();
+    }
     m.def("leads_to_compiled_code", &deepcompile::leads_to_compiled_code);
     m.def("could_not", &deepcompile::could_not);
     m.def("cut_at_partitions", [](int64_t offset, int64_t numel, int64_t partition_numel) {

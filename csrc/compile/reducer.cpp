@@ -114,9 +114,10 @@ void Reducer::register_parameter(
                       record.describe() + " reaches beyond the last partition of its group");
     // A group of one rank sends nothing.
     order_.add_parameter(record.index, its_group.world() > 1 && !record.pieces.empty());
-    its_group.own_pieces += std::count_if(record.pieces.begin(), record.pieces.end(), [&its_group](const Piece& piece) {
-        return piece.owner == its_group.rank();
-    });
+    its_group.own_pieces +=
+        std::count_if(record.pieces.begin(), record.pieces.end(), [&its_group](const Piece& piece) {
+            return piece.owner == its_group.rank();
+        });
     if (record.pieces.size() == 1 && record.pieces.front().owner == its_group.rank()) {
         its_group.shapes.emplace(record.pieces.front().target_offset, at::DimVector(record.parameter.sizes()));
     }
@@ -295,7 +296,9 @@ std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
         // The optimizer steps a parameter that got no gradient too, on zeros.
         for (auto& group : groups_) { group.allocate_flat_partition(); }
         for (const auto& record : records_) {
-            if (record.group->targets.size() < record.group->own_pieces) { record.group->bind_to_zeros(record.pieces); }
+            if (record.group->targets.size() < record.group->own_pieces) {
+                record.group->bind_to_zeros(record.pieces);
+            }
         }
     }
     if (in_backward()) { leave_backward(BackwardState::none); }
@@ -381,7 +384,9 @@ void Reducer::forget_gradients(Dropped& dropped)
         record.unreduced.drop(dropped);
         // While a backward runs, perhaps on another thread, what lies in `parameter.grad` is autograd's.
         if (in_backward()) { continue; }
-        if (auto& slot = record.parameter.mutable_grad(); slot.defined()) { dropped.push_back(std::exchange(slot, {})); }
+        if (auto& slot = record.parameter.mutable_grad(); slot.defined()) {
+            dropped.push_back(std::exchange(slot, {}));
+        }
     }
 }
 
