@@ -7,7 +7,6 @@ The folder is the current one.
 
 import argparse
 import datetime
-import gc
 import os
 import socket
 from pathlib import Path
@@ -73,8 +72,6 @@ def train_and_resume(case, steps):
     }
 
 
-# Modules stay: without this, looking for garbage among them takes a quarter of the processor time.
-gc.freeze()
 parser = argparse.ArgumentParser()
 parser.add_argument("steps", type=int, help="before a checkpoint, and as many after it")
 parser.add_argument("--timeout", type=int, default=300, help="seconds after which a collective gives up")

@@ -205,8 +205,7 @@ def _serve(connection, settings, patience):
         # When all ranks have mapped it, none needs its name any more. Most of these processes are killed in the end.
         torch.distributed.barrier()
         remove_buffers(os.environ["MASTER_PORT"])
-    # Dynamo times the guards of each graph with empty caches, for a log that no test reads. Emptying them takes 18 ms,
-    # a tenth of the processor time of tests that compile many small graphs.
+    # Dynamo times the guards of each graph with empty caches, for a log that no test reads. Emptying them takes 18 ms.
     guards.profile_guard_manager = lambda *_: 0.0
     linear = torch.nn.functional.linear
     # Only now, because DeepSpeed may have compiled native code, for which no test shall run out of time.
