@@ -238,7 +238,7 @@ def check(results, dtype="fp32"):
         (2, {"stage": 2, "accumulation": 2, "clipping": 1.0}),
         (3, {"stage": 1, "method": "standard", "overlapped": True}),
         (4, {"stage": 2, "depth": 1}),
-        (3, {"stage": 1, "aligned": True}),
+        (2, {"stage": 1, "aligned": True}),
         (2, {"stage": 1, "accumulation": 2, "bucket": 10**6}),
         (2, {"stage": 2, "per_head": True, "bucket": 2000}),
         (3, {"stage": 2, "clipping": 1.0, "dtype": "bf16", "recorded": True}),
