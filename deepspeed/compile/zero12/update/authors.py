@@ -14,6 +14,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 _WRAPPERS = {"torch.optim.optimizer", "torch.optim.lr_scheduler", "torch.utils._contextlib"}
 # Whose functions an optimizer may call.
 _PACKAGES = {"torch", "deepspeed", "builtins", *sys.stdlib_module_names} - {"__main__", "unittest"}
+# How the names of functions begin that Dynamo has made of others.
+_OF_DYNAMO = "__compiled_fn_"
 # What calls another function -> the attribute that has it.
 _INNER = {
     **dict.fromkeys((staticmethod, classmethod, MethodType), "__func__"),
@@ -70,7 +72,9 @@ def _calls_others(optimizer):
     cls = type(optimizer)
     classes = [each for each in cls.__mro__ if each.__module__ not in ("torch.optim.optimizer", "builtins")]
     namespaces = [*map(vars, classes), *(vars(sys.modules[each.__module__]) for each in classes)]
-    called = [cls._optimizer_step_code, *(value for each in namespaces for value in each.values())]
+    # Dynamo puts what it has compiled into the namespace of the module that it has compiled: here of Muon's.
+    entries = (entry for each in namespaces for entry in each.items())
+    called = [cls._optimizer_step_code, *(value for name, value in entries if not name.startswith(_OF_DYNAMO))]
     hidden = {"_optimizer_step_code", *(name for each in classes for name in vars(each))} - {"step"}
     hiding = [vars(optimizer)[name] for name in hidden & vars(optimizer).keys()]
     # Lists are equal if their entries are the same objects, which takes less time than to look into functions.
