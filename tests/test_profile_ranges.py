@@ -62,7 +62,7 @@ def test_a_profile_names_the_stages(ranks):
 
 
 def copies_of_gradients():
-    """Returns how many gradients a rank alone has bound in a backward of generated code, and how many it has copied."""
+    """Returns how many gradients a rank alone has bound in a backward of generated code, and how many it copied."""
     # Biases and norms get sums over rows, which Inductor gives another shape.
     _, engine = start(Case("BlocksWithin", backend="inductor", dtype="bf16"))
     for _ in range(2):
