@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero12 import self_compile, set_up, whole_parameters
 from deepspeed.compile.zero12.at_rest import AtRest
-from deepspeed.compile.zero12.subclasses import ON_HOST
+from deepspeed.compile.zero12.subclasses import ON_HOST, plain_tensors
 from deepspeed.compile.zero12.unit import Unit
 
 from support.frozen import MODELS, late
@@ -74,7 +74,7 @@ def train(model, config, steps=3, skips=False, evaluates=False, **case):
                 engine.train()
     at_rest = sum(isinstance(each, AtRest) for each in module.parameters())
     with whole_parameters(engine):
-        parameters = [each.detach().clone() for each in module.parameters()]
+        parameters = [each.clone() for each in plain_tensors(each.detach() for each in module.parameters())]
         engine.destroy()
     return Trained(losses, parameters, at_rest, max(counts, default=0))
 
