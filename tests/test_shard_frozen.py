@@ -4,6 +4,7 @@
 
 import contextlib
 import copy
+from importlib.util import find_spec
 from typing import Any, List, NamedTuple
 from unittest import mock
 
@@ -13,12 +14,12 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero12 import self_compile, set_up, whole_parameters
 from deepspeed.compile.zero12.at_rest import AtRest
-from deepspeed.compile.zero12.subclasses import ON_HOST
+from deepspeed.compile.zero12.subclasses import ON_HOST, plain_tensors
 from deepspeed.compile.zero12.unit import Unit
 
 from support.frozen import MODELS, late
 from support.ids import vary
-from support.models import BlocksWithin
+from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.training import Case, batch, compile_backend, device, engine_by_configuration, make_engine
 
 SHARDED = {"compile": {"regional_compilation": True, "shard_frozen": True}}
@@ -73,7 +74,7 @@ def train(model, config, steps=3, skips=False, evaluates=False, **case):
                 engine.train()
     at_rest = sum(isinstance(each, AtRest) for each in module.parameters())
     with whole_parameters(engine):
-        parameters = [each.detach().clone() for each in module.parameters()]
+        parameters = [each.clone() for each in plain_tensors(each.detach() for each in module.parameters())]
         engine.destroy()
     return Trained(losses, parameters, at_rest, max(counts, default=0))
 
@@ -364,6 +365,53 @@ def trained_from_the_host():
 def test_from_the_host(ranks):
     (waits, *first), (_, *second) = ranks(2).run(trained_from_the_host)
     assert waits == 24 and first[0] == second[0] and same(first[1], second[1])
+
+
+def with_peft(folder, config):
+    """Trains adapters of a checkpointed Qwen3; returns losses, texts, adapters and weights."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import Qwen3ForCausalLM
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(qwen3_config(VOCABULARY, layers=4))
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(model, adapters).to(device())
+    model.enable_input_require_grads()
+    engine = make_engine(model, Case(adam=True, config=config))
+    losses = []
+    model.train()
+    for step in range(3):
+        ids = batch(step, 0, dist.get_rank(), 8)
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    engine.eval()
+    prompt = {"input_ids": batch(0, 0, 0, 3), "max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(**prompt)
+    if dist.get_rank() == 0:
+        # One rank alone.
+        model.save_pretrained(folder)
+    saved = [] if dist.get_rank() else [*load_file(f"{folder}/adapter_model.safetensors").values()]
+    with whole_parameters(engine):
+        model.merge_adapter()
+    merged = model.generate(**prompt)
+    with whole_parameters(engine):
+        engine.destroy()
+    return [*losses, generated, merged, *saved, *(each.detach() for each in model.parameters())]
+
+
+def compare_with_peft(folder):
+    overlapped = {"compile": {**SHARDED["compile"], "overlap_param_gather": True}}
+    return same(with_peft(folder, overlapped), with_peft(folder, WHOLE))
+
+
+@pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
+def test_adapters_of_peft(ranks, tmp_path):
+    assert ranks(2).run(compare_with_peft, str(tmp_path)) == [True, True]
 
 
 def without_frozen_parameters():

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from deepspeed.compile.zero12 import unit
 
 from support.models import VOCABULARY, Block
+from support.subclasses import Scaled
 
 WIDTH = 12
 
@@ -35,6 +36,14 @@ class BreakingAdapted(AdaptedBlock):
         h = self.norm(x)
         torch._dynamo.graph_break()
         return x + self.down(F.gelu(self.up(h) + self.second(self.first(h))))
+
+
+class QuantizedAdapted(AdaptedBlock):
+    """A frozen weight is made of two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.up.weight = nn.Parameter(Scaled.of(self.up.weight.detach()), requires_grad=False)
 
 
 class Body(nn.Module):
@@ -108,6 +117,7 @@ class AroundItself(Body):
 MODELS = {
     "plain": Adapted,
     "breaking": model_of(of_block=BreakingAdapted),
+    "quantized": model_of(of_block=QuantizedAdapted),
     "reentrant": model_of(run_block=lambda self, block, x: checkpoint(block, x.requires_grad_(), use_reentrant=True)),
     "non-reentrant": model_of(run_block=lambda self, block, x: checkpoint(block, x, use_reentrant=False)),
     "segments": model_of(run=in_segments),
