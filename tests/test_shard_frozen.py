@@ -17,10 +17,21 @@ from deepspeed.compile.zero12.at_rest import AtRest
 from deepspeed.compile.zero12.subclasses import ON_HOST, plain_tensors
 from deepspeed.compile.zero12.unit import Unit
 
+from support.checkpoints import EXACT
 from support.frozen import MODELS, late
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
-from support.training import Case, batch, compile_backend, device, engine_by_configuration, make_engine
+from support.options import outcome
+from support.training import (
+    BOUND,
+    Case,
+    batch,
+    compile_backend,
+    device,
+    engine_by_configuration,
+    make_engine,
+    relative_error,
+)
 
 SHARDED = {"compile": {"regional_compilation": True, "shard_frozen": True}}
 WHOLE = {"compile": {"regional_compilation": True}}
@@ -85,6 +96,7 @@ def same(first: Any, second: Any) -> bool:
 
 class Compared(NamedTuple):
     same: bool
+    error: float  # of losses and parameters that are numbers, relative
     at_rest: int
     most_whole: int
 
@@ -95,7 +107,10 @@ def compare(model, delay=None, **more):
     whole = train(model, WHOLE, **more)
     assert whole.at_rest == 0
     equal = same(sharded.losses, whole.losses) and same(sharded.parameters, whole.parameters)
-    return Compared(equal, sharded.at_rest, sharded.most_whole)
+    numbers = [
+        [each for each in (*run.losses, *run.parameters) if each.is_floating_point()] for run in (sharded, whole)
+    ]
+    return Compared(equal, relative_error(*numbers), sharded.at_rest, sharded.most_whole)
 
 
 @pytest.mark.quick
@@ -106,7 +121,8 @@ def compare(model, delay=None, **more):
 @vary("world, stage, accumulation", [(2, 1, 2), (3, 2, 1)])
 def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumulation):
     for result in ranks(world).run(compare, model, stage=stage, accumulation=accumulation, backend=backend):
-        assert result.same
+        # On a GPU, generated code may add in another order where parameters begin elsewhere.
+        assert result.same or (backend == "inductor" and not EXACT and result.error < BOUND)
         assert result.at_rest >= 18
         assert result.most_whole == 2 if world > 1 else 0
 
@@ -426,3 +442,26 @@ def without_frozen_parameters():
 def test_without_frozen_parameters(ranks):
     for lines in ranks(2).run(without_frozen_parameters):
         assert any("compile.shard_frozen=True has no effect" in line for line in lines)
+
+
+def one_rank_evaluates(stage):
+    """Returns what a rank's training says while the other rank runs a forward of its own instead of a backward."""
+    module, engine = make("plain", SHARDED, stage=stage)
+    loss = engine(batch(0, 0, dist.get_rank(), 4))
+
+    def go_on():
+        if dist.get_rank() == 0:
+            with torch.no_grad():
+                module(batch(0, 0, 0, 4))
+        else:
+            engine.backward(loss)
+
+    return outcome(go_on)
+
+
+def test_ranks_that_gather_different_blocks_say_so(ranks):
+    """On a GPU the same is an assertion on the device, which ends the process."""
+    if device().type == "cuda":
+        pytest.skip("an assertion on the device ends the processes of other tests")
+    for said in ranks(2).run(one_rank_evaluates, 1):
+        assert "gathered the frozen parameters of different blocks" in said

@@ -101,7 +101,9 @@ class ShardedBlocks:
         self._unit_of: Dict[int, Unit] = {}
         for block, parameters in zip(blocks, frozen_of_blocks(module, blocks, trained), strict=True):
             if parameters:
-                self._unit_of[id(block)] = Unit({names[each]: each for each in parameters}, process_group, device)
+                self._unit_of[id(block)] = Unit(
+                    {names[each]: each for each in parameters}, process_group, device, number=len(self._unit_of)
+                )
         self.units = list(self._unit_of.values())
         self._units_of_caller = {
             id(caller): [self._unit_of[id(block)] for block in called if id(block) in self._unit_of]

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 # Generated code takes for granted that parameters are aligned to 16 bytes; torch's allocators align to 64 or more.
 ALIGN_BYTES = 64
 PURPOSE = "gather frozen parameters"
+DIFFERENT = (
+    "ranks gathered the frozen parameters of different blocks: with compile.shard_frozen all ranks run the same "
+    "forwards and backwards; for one rank alone, all ranks enter whole_parameters(engine) of deepspeed.compile.zero12"
+)
 
 
 class Unit:
@@ -35,17 +39,22 @@ class Unit:
         process_group: the ranks that share them. It must carry nothing else: other collectives come at other times on
             different ranks, and a process group matches messages by their order alone.
         device: on which the unit is gathered. Parameters may be on the host until the unit is sharded.
+        number: of the unit, the same on all ranks.
 
     Attributes:
         nbytes: of the whole unit, with padding.
         share: this rank's part, 1-D and of bytes. None before :meth:`shard`, and on a single rank.
     """
 
-    def __init__(self, parameters: Dict[str, Parameter], process_group: "ProcessGroup", device: torch.device):
+    def __init__(
+        self, parameters: Dict[str, Parameter], process_group: "ProcessGroup", device: torch.device, number: int
+    ):
         self._parameters = dict(parameters)
         self._group, self._device = process_group, device
         self._rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._is_shared = world > 1
+        self._number = torch.tensor([number], device=device)
+        self._numbers = self._number.repeat(world)  # of the units that ranks gather at the same time
         self._tensors: List[torch.Tensor] = []  # those with memory
         self._offsets: List[int] = []  # of the tensors in the buffer, in bytes
         self._places: Dict[str, range] = {}  # name of a parameter -> which of the tensors it is made of
@@ -62,6 +71,7 @@ class Unit:
         self.share: Any = None
         self._buffer: Any = None  # 1-D, of bytes
         self._work: Any = None  # of the gather that nobody has waited for
+        self._compared: Any = None  # of the gather of numbers before it
         self._stream: Any = None  # on which the buffer's memory was allocated
         self.is_whole = True
 
@@ -103,6 +113,8 @@ class Unit:
         self._buffer.untyped_storage().resize_(self.nbytes)
         self._stream = get_accelerator().current_stream()
         with collective(PURPOSE):
+            # First, because parts of different units may differ in size.
+            self._compared = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
             self._work = dist.all_gather_into_tensor(self._buffer, self.share, group=self._group, async_op=True)
 
     def finish(self) -> None:
@@ -122,10 +134,14 @@ class Unit:
             self._buffer.record_stream(get_accelerator().current_stream())
 
     def _wait(self):
-        if self._work is not None:
-            with collective(PURPOSE):
-                self._work.wait()
-            self._work = None
+        if self._work is None:
+            return
+        with collective(PURPOSE):
+            self._compared.wait()
+            # The host does not wait for a GPU here, so the GPU asserts.
+            torch._assert_async((self._numbers == self._number).all(), DIFFERENT)
+            self._work.wait()
+        self._work = None
 
     def give_back(self) -> None:
         """Gives the memory of the unit back. What this stream was told to compute with it is computed before."""
