@@ -68,15 +68,13 @@ def test_trains_as_without_deepcompile(ranks, kernels, checkpoints):
         assert error < 1e-4
 
 
-@pytest.mark.parametrize("name", ["liger_rms_norm", "liger_loss"])
-def test_what_is_kept_out_still_goes_wrong(name):
-    """If this fails, it was mended: take the function out of ``_FUNCTIONS`` in ``zero12/graph/liger.py``."""
+def test_the_norm_still_goes_wrong():
+    """If this fails, it was mended: take the norm out of ``_FUNCTIONS`` in ``zero12/graph/liger.py``."""
     # In a process of its own, since a kernel that reads other memory ends all work on the GPU.
-    program = [sys.executable, ROOT / "docs" / "findings" / f"{name}.py"]
+    program = [sys.executable, ROOT / "docs" / "findings" / "liger_rms_norm.py"]
     finished = subprocess.run(program, capture_output=True, text=True, timeout=240)
     if finished.returncode:
         assert "illegal memory access" in finished.stderr, finished.stderr[-2000:]
         return
     numbers = [float(each) for each in re.findall(r"[-+.\de]*\d", finished.stdout)]
-    wrong = abs(numbers[0] - numbers[1]) > 1e-3 * abs(numbers[0]) if name == "liger_loss" else max(numbers) > 0.05
-    assert wrong, finished.stdout
+    assert max(numbers) > 0.05, finished.stdout
