@@ -114,9 +114,8 @@ def test_a_smaller_budget_keeps_less(ranks, stage, backend, model, regional, com
 @vary("stage, backend", [(1, "eager"), (2, "inductor")])
 def test_within_checkpointed_layers(ranks, stage, backend, model):
     cases = [case_of(budget, stage=stage, backend=backend, model=model) for budget in (1, 0.5, 0)]
-    kept = kept_by(ranks, cases)
-    # Behind the forward, checkpointing has left nothing to compute again.
-    assert max(kept) - min(kept) < SLACK
+    all_, half, none = kept_by(ranks, cases)
+    assert none <= half <= all_ and none < all_ - SLACK
 
 
 class ChangesABuffer(Block):
