@@ -115,7 +115,8 @@ def test_a_smaller_budget_keeps_less(ranks, stage, backend, model, regional, com
 def test_within_checkpointed_layers(ranks, stage, backend, model):
     cases = [case_of(budget, stage=stage, backend=backend, model=model) for budget in (1, 0.5, 0)]
     all_, half, none = kept_by(ranks, cases)
-    assert none <= half <= all_ and none < all_ - SLACK
+    # What else the process allocates differs by less than SLACK.
+    assert none - SLACK < half < all_ + SLACK and none < all_ - SLACK
 
 
 class ChangesABuffer(Block):
