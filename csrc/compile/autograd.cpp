@@ -54,17 +54,6 @@ void Reducer::watch_accumulation(ParameterRecord& record)
     record.accumulation_node = std::move(node);
 }
 
-std::vector<int64_t> Reducer::ever_hooked() const
-{
-    std::vector<int64_t> indices;
-    std::lock_guard lock(mutex_);
-    for (const auto& record : records_) {
-        const auto* meta = torch::autograd::impl::get_autograd_meta(record.parameter);
-        if (meta && (!meta->hooks_.empty() || meta->post_acc_grad_hooks_)) { indices.push_back(record.index); }
-    }
-    return indices;
-}
-
 void Reducer::follow_stream()
 {
     std::lock_guard lock(mutex_);

@@ -520,9 +520,6 @@ public:
         return state == BackwardState::running || state == BackwardState::ended;
     }
 
-    /// Indices of parameters at which somebody has registered a hook, even if the hook was removed since.
-    std::vector<int64_t> ever_hooked() const;
-
     /// From now on, `begin` is called when a gradient arrives and no backward has begun. It calls begin_backward() and
     /// returns true, or returns false. In the latter case the gradient stays on this rank, and the next backward takes
     /// it. `settle` is called after a backward raised and was abandoned, from any thread.

@@ -70,8 +70,12 @@ class StepLocalGradients(_NextClass):
 
     def backward_prologue(self) -> None:
         self._zero12.refuse()
-        registered = self._zero12.registered
-        hooked = [index for index in self._zero12.reducer.ever_hooked() if has_hooks(registered[index])]
+        # What has_hooks() tells, without a call for each parameter, which would take most of the time.
+        hooked = [
+            index
+            for index, parameter in enumerate(self._zero12.registered)
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+        ]
         self._zero12.backward.begin(super().backward_prologue, hooked)
 
     def backward_epilogue(self, *args, **kwargs) -> None:
