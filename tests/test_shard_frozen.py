@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import self_compile, set_up, whole_parameters
+from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up
 from deepspeed.compile.zero12.at_rest import AtRest
 from deepspeed.compile.zero12.subclasses import ON_HOST, plain_tensors
 from deepspeed.compile.zero12.unit import Unit
@@ -48,24 +48,24 @@ class Trained(NamedTuple):
     losses: List[torch.Tensor]
     parameters: List[torch.Tensor]
     at_rest: int  # parameters that were at rest after the steps
-    most_whole: int  # units that were whole or on their way at a time
+    most_gathered: int  # units that were whole or on their way at a time
 
 
 @contextlib.contextmanager
 def watched(engine):
     """Yields a list to which it appends how many units are whole or on their way whenever one is begun."""
-    counts, start = [], Unit.start
+    counts, start = [], Unit.start_gather
     sharded = engine.optimizer._zero12.sharded
 
     def counted(self):
         start(self)
-        counts.append(sum(unit.is_whole or unit._work is not None for unit in sharded.units))
+        counts.append(sum(unit.is_gathered or unit._work is not None for unit in sharded.units))
 
-    Unit.start = counted
+    Unit.start_gather = counted
     try:
         yield counts
     finally:
-        Unit.start = start
+        Unit.start_gather = start
 
 
 def train(model, config, steps=3, skips=False, evaluates=False, **case):
@@ -84,7 +84,7 @@ def train(model, config, steps=3, skips=False, evaluates=False, **case):
                     losses.append(engine(batch(step, 0, rank, 5)))
                 engine.train()
     at_rest = sum(isinstance(each, AtRest) for each in module.parameters())
-    with whole_parameters(engine):
+    with gathered_parameters(engine):
         parameters = [each.clone() for each in plain_tensors(each.detach() for each in module.parameters())]
         engine.destroy()
     return Trained(losses, parameters, at_rest, max(counts, default=0))
@@ -98,7 +98,7 @@ class Compared(NamedTuple):
     same: bool
     error: float  # of losses and parameters that are numbers, relative
     at_rest: int
-    most_whole: int
+    most_gathered: int
 
 
 def compare(model, delay=None, **more):
@@ -110,7 +110,7 @@ def compare(model, delay=None, **more):
     numbers = [
         [each for each in (*run.losses, *run.parameters) if each.is_floating_point()] for run in (sharded, whole)
     ]
-    return Compared(equal, relative_error(*numbers), sharded.at_rest, sharded.most_whole)
+    return Compared(equal, relative_error(*numbers), sharded.at_rest, sharded.most_gathered)
 
 
 @pytest.mark.quick
@@ -124,7 +124,7 @@ def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumul
         # On a GPU, generated code may add in another order where parameters begin elsewhere.
         assert result.same or (backend == "inductor" and not EXACT and result.error < BOUND)
         assert result.at_rest >= 18
-        assert result.most_whole == 2 if world > 1 else 0
+        assert result.most_gathered == 2 if world > 1 else 0
 
 
 @vary("model", ["plain", "non-reentrant", "breaking"])
@@ -140,7 +140,7 @@ def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation):
         "steps": 4,
     }
     for result in ranks(world).run(compare, model, **case):
-        assert result.same and result.most_whole == 2
+        assert result.same and result.most_gathered == 2
 
 
 @vary("model", MODELS)
@@ -240,7 +240,7 @@ def trained_on(engine, module):
     loss = engine(batch(9, 0, dist.get_rank(), 4))
     engine.backward(loss)
     engine.step()
-    with whole_parameters(engine):
+    with gathered_parameters(engine):
         return [loss.detach(), *(each.detach().clone() for each in module.parameters())]
 
 
@@ -269,13 +269,13 @@ def loaded(engine, module, folder):
 
 def merged(engine, module, folder):
     """Changes of frozen parameters within the context stay."""
-    with whole_parameters(engine), torch.no_grad():
+    with gathered_parameters(engine), torch.no_grad():
         for block in module.body.blocks:
             block.up.weight += 0.1 * block.second.weight @ block.first.weight
 
 
 def evaluated_by_one(engine, module, folder):
-    with whole_parameters(engine), torch.no_grad():
+    with gathered_parameters(engine), torch.no_grad():
         if dist.get_rank() == 0:
             module.eval()
             module(batch(1, 1, 1, 5))
@@ -310,7 +310,7 @@ def checkpoint_without_frozen(engine, module, folder):
 
 
 def whole_checkpoint(engine, module, folder):
-    with whole_parameters(engine):
+    with gathered_parameters(engine):
         engine.save_checkpoint(folder, tag="whole")
     with torch.no_grad():
         module.load_state_dict({name: torch.zeros(each.shape) for name, each in module.named_parameters()})
@@ -334,7 +334,7 @@ def beside_whole(name, folder, **case):
         trained_on(engine, module)
         WORKS[name](engine, module, f"{folder}/{kind}")
         results.append(trained_on(engine, module))
-        with whole_parameters(engine):
+        with gathered_parameters(engine):
             engine.destroy()
         results[-1].append(module(batch(2, 2, 2, 4)).detach())
     return same(*results)
@@ -412,10 +412,10 @@ def with_peft(folder, config):
         # One rank alone.
         model.save_pretrained(folder)
     saved = [] if dist.get_rank() else [*load_file(f"{folder}/adapter_model.safetensors").values()]
-    with whole_parameters(engine):
+    with gathered_parameters(engine):
         model.merge_adapter()
     merged = model.generate(**prompt)
-    with whole_parameters(engine):
+    with gathered_parameters(engine):
         engine.destroy()
     return [*losses, generated, merged, *saved, *(each.detach() for each in model.parameters())]
 

@@ -74,7 +74,7 @@ class CompileConfig(BaseCompileConfig):
     """Whether each rank keeps only a part of the blocks' frozen parameters, and gets the rest just before a block uses
     them, as for LoRA of a model that does not fit. This needs regional compilation. Off by default, because all ranks
     must then evaluate together, and read frozen parameters only in
-    ``deepspeed.compile.zero12.whole_parameters(engine)``."""
+    ``deepspeed.compile.zero12.gathered_parameters(engine)``."""
 
     memory_picture: Optional[MemoryPictureConfig] = None
     """Has one step recorded, and pictures of its memory drawn: a PNG file, a page for a browser, and the data. By

@@ -130,7 +130,7 @@ MODELS = {
 @contextlib.contextmanager
 def late(delay):
     """Each gather comes ``delay`` seconds late, and memory that is given back holds something else."""
-    start, give_back = unit.Unit.start, unit.Unit.give_back
+    start, reshard = unit.Unit.start_gather, unit.Unit.reshard
 
     def start_late(self):
         before = self._work
@@ -139,15 +139,15 @@ def late(delay):
             self._work = _Late(self._work, self._buffer, delay)
 
     def spoil(self):
-        if self.is_whole and self._is_shared:
+        if self.is_gathered and self._is_shared:
             self._buffer.fill_(255)
-        give_back(self)
+        reshard(self)
 
-    unit.Unit.start, unit.Unit.give_back = start_late, spoil
+    unit.Unit.start_gather, unit.Unit.reshard = start_late, spoil
     try:
         yield
     finally:
-        unit.Unit.start, unit.Unit.give_back = start, give_back
+        unit.Unit.start_gather, unit.Unit.reshard = start, reshard
 
 
 class _Late:

@@ -12,7 +12,7 @@ from .state import state_of
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-__all__ = ["gradient_counters", "reset_gradient_counters", "wait_for_parameters", "whole_parameters"]
+__all__ = ["gradient_counters", "reset_gradient_counters", "wait_for_parameters", "gathered_parameters"]
 
 
 def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
@@ -63,8 +63,8 @@ def wait_for_parameters(engine: "DeepSpeedEngine") -> None:
         zero12.gather.wait_all()
 
 
-def whole_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:
-    """Returns a context in which an engine's frozen parameters are whole on every rank. All ranks enter it together.
+def gathered_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:
+    """Returns a context in which each rank has all of an engine's frozen parameters. All ranks enter it together.
 
     With ``compile.shard_frozen``, the caller must read, save or change frozen parameters of blocks within this
     context. Changes must be the same on all ranks, and stay. Within the context, a rank may evaluate or generate
@@ -73,7 +73,7 @@ def whole_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:
     zero12 = state_of(engine)
     if zero12 is None or zero12.sharded is None:
         return contextlib.nullcontext()
-    return zero12.sharded.whole()
+    return zero12.sharded.gathered()
 
 
 def _reducer_of(engine):

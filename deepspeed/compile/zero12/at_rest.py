@@ -53,15 +53,15 @@ class _Share:
     def refusal(self, what: str) -> RuntimeError:
         return RuntimeError(
             f"parameter {self.name} is sharded over the ranks by compile.shard_frozen and cannot be {what} here; do "
-            "it within `with whole_parameters(engine):` of deepspeed.compile.zero12, which all ranks enter together, "
-            "or save without frozen parameters (exclude_frozen_parameters=True)"
+            "it within `with gathered_parameters(engine):` of deepspeed.compile.zero12, which all ranks enter "
+            "together, or save without frozen parameters (exclude_frozen_parameters=True)"
         )
 
 
 class AtRest(_NextClass):
     """Comes before the class of a tensor whose memory is given back."""
 
-    awake_class: Type[torch.Tensor]
+    gathered_class: Type[torch.Tensor]
 
     # torch's own methods of these names are no calls of torch functions.
     def __deepcopy__(self, memo: Any) -> Any:
@@ -132,21 +132,21 @@ def _with_rest(kind):
     if issubclass(kind, AtRest):
         return kind
     if kind not in _classes:
-        _classes[kind] = type(kind)(f"{kind.__name__}AtRest", (AtRest, kind), {"awake_class": kind})
+        _classes[kind] = type(kind)(f"{kind.__name__}AtRest", (AtRest, kind), {"gathered_class": kind})
     return _classes[kind]
 
 
-def put_to_rest(parameter: torch.Tensor, name: str, unit: "Unit") -> None:
+def mark_sharded(parameter: torch.Tensor, name: str, unit: "Unit") -> None:
     """Makes a parameter raise an error when it is read. ``name`` is the parameter's, for errors."""
     if _SHARE not in vars(parameter):
         vars(parameter)[_SHARE] = _Share(name, unit)
     parameter.__class__ = _with_rest(type(parameter))
 
 
-def wake(parameter: torch.Tensor) -> None:
-    """Undoes :func:`put_to_rest`."""
+def unmark(parameter: torch.Tensor) -> None:
+    """Undoes :func:`mark_sharded`."""
     if isinstance(parameter, AtRest):
-        parameter.__class__ = parameter.awake_class
+        parameter.__class__ = parameter.gathered_class
 
 
 # What DeepSpeed's engine calls ------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""When the units of blocks are gathered and given back (``compile.shard_frozen``).
+"""When the units of blocks are gathered and resharded (``compile.shard_frozen``).
 
 A call of a module that calls blocks is a pass. A pass gathers the units of its blocks in the order of the model, and
 the backward through the pass gathers them in the reverse order, each once, on every rank: a rank that skips a block
-gathers its unit too, because other ranks need this rank's part, and gives it back at once. So ranks may skip different
-blocks. A unit that was given back and is needed again within a pass is gathered once more, out of order. That happens
+gathers its unit too, because other ranks need this rank's part, and reshards it at once. So ranks may skip different
+blocks. A unit that was resharded and is needed again within a pass is gathered once more, out of order. That happens
 if a pass comes back to an earlier block, or if checkpointing spans several blocks. All ranks must then do the same.
 """
 
@@ -27,15 +27,15 @@ from .unit import Unit
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# How many units are whole at a time: the one that a block computes with, and the next one, which is being gathered.
-MOST_WHOLE = 2
+# How many units are gathered at a time: the one that a block computes with, and the next one, which is being gathered.
+MOST_GATHERED = 2
 
 
 class Pass:
     """The order in which a pass, or a backward through it, gathers units.
 
     Args:
-        owner: who gathers units and gives them back.
+        owner: who gathers and reshards units.
         units: the units, in this order.
     """
 
@@ -57,9 +57,9 @@ class Pass:
         place = self._place[unit]
         while self._begun <= place:
             self._begin_next()
-        # Starts it once more if it was given back.
+        # Starts it once more if it was resharded.
         self._owner.begin(unit)
-        unit.finish()
+        unit.finish_gather()
         if self._begun == place + 1 < len(self.units):
             self._begin_next()
 
@@ -68,11 +68,11 @@ class Pass:
         self._begun += 1
 
     def end(self) -> None:
-        """Gathers the units that this rank did not need, for the other ranks, and gives all units back."""
+        """Gathers the units that this rank did not need, for the other ranks, and reshards all units."""
         while self._begun < len(self.units):
             self._begin_next()
         for unit in self.units:
-            self._owner.give_back(unit)
+            self._owner.reshard(unit)
 
 
 class ShardedBlocks:
@@ -114,11 +114,11 @@ class ShardedBlocks:
         # The backward that is under way: the pass that it goes through, and in which order it gathers.
         self._backward_of: Optional[Pass] = None
         self._backward: Optional[Pass] = None
-        # The units that are whole or on their way, in the order in which they were begun; the units of blocks whose
+        # The units that are gathered or on their way, in the order in which they were begun; the units of blocks whose
         # forward is under way.
-        self._whole: List[Unit] = []
+        self._gathered: List[Unit] = []
         self._in_use: collections.Counter = collections.Counter()
-        self._all_whole = 0
+        self._all_gathered = 0
         self._is_closed = False
 
     @property
@@ -131,23 +131,23 @@ class ShardedBlocks:
         for unit in self.units:
             unit.shard()
 
-    # Units that are whole ------------------------------------------------------------------------------------------
+    # Gathered units ------------------------------------------------------------------------------------------------
 
     def begin(self, unit: Unit) -> None:
-        """Begins to gather a unit, unless it is whole or on its way, and gives others back for it."""
-        if self._all_whole or unit in self._whole:
+        """Begins to gather a unit, unless it is gathered or on its way, and reshards others for it."""
+        if self._all_gathered or unit in self._gathered:
             return
-        idle = [each for each in self._whole if not self._in_use[each]]
-        while idle and len(self._whole) >= MOST_WHOLE:
-            self.give_back(idle.pop(0))
-        self._whole.append(unit)
-        unit.start()
+        idle = [each for each in self._gathered if not self._in_use[each]]
+        while idle and len(self._gathered) >= MOST_GATHERED:
+            self.reshard(idle.pop(0))
+        self._gathered.append(unit)
+        unit.start_gather()
 
-    def give_back(self, unit: Unit) -> None:
-        """Gives a unit back, unless the forward of its block is under way."""
-        if unit in self._whole and not self._in_use[unit] and not self._all_whole:
-            self._whole.remove(unit)
-            unit.give_back()
+    def reshard(self, unit: Unit) -> None:
+        """Reshards a unit, unless the forward of its block is under way."""
+        if unit in self._gathered and not self._in_use[unit] and not self._all_gathered:
+            self._gathered.remove(unit)
+            unit.reshard()
 
     # Forwards ------------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class ShardedBlocks:
         return self._call(Pass(self, units), None, call, args, kwargs)
 
     def call_block(self, block: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
-        """Calls a block, with its parameters whole."""
+        """Calls a block, with its parameters gathered."""
         unit = self._unit_of.get(id(block))
         if unit is None:
             return call(*args, **kwargs)
@@ -210,7 +210,7 @@ class ShardedBlocks:
 
     def _backward_reaches(self, of, unit):
         """Called when a backward comes to an output of a block, or with None of a module that calls blocks."""
-        if self._all_whole or (self._is_closed and (unit is None or unit.is_whole)):
+        if self._all_gathered or (self._is_closed and (unit is None or unit.is_gathered)):
             return
         if self._is_closed:
             raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
@@ -230,40 +230,42 @@ class ShardedBlocks:
     # Whole ---------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def whole(self) -> Iterator[None]:
-        """Context in which all parameters are whole. All ranks enter it. Changes of the parameters stay."""
+    def gathered(self) -> Iterator[None]:
+        """Context in which all parameters are gathered. All ranks enter it. Changes of the parameters stay."""
         if self._passes or _in_backward():
-            raise RuntimeError("whole_parameters() was called within a forward or a backward; call it outside of them")
-        if not self._all_whole:
+            raise RuntimeError(
+                "gathered_parameters() was called within a forward or a backward; call it outside of them"
+            )
+        if not self._all_gathered:
             self._end_backward()
             for unit in self.units:
-                unit.start()
-                unit.finish()
-        self._all_whole += 1
+                unit.start_gather()
+                unit.finish_gather()
+        self._all_gathered += 1
         try:
             yield
         finally:
-            self._all_whole -= 1
-            if not self._all_whole and not self._is_closed:
+            self._all_gathered -= 1
+            if not self._all_gathered and not self._is_closed:
                 for unit in self.units:
                     unit.keep_own_part()
-                    unit.give_back()
+                    unit.reshard()
 
     def refuse_to_save(self) -> None:
-        """Raises RuntimeError unless all parameters are whole."""
-        if any(not unit.is_whole for unit in self.units):
+        """Raises RuntimeError unless all parameters are gathered."""
+        if any(not unit.is_gathered for unit in self.units):
             raise RuntimeError(
                 "compile.shard_frozen keeps a part of the frozen parameters on each rank; call save_checkpoint() with "
-                "exclude_frozen_parameters=True, or within `with whole_parameters(engine):`"
+                "exclude_frozen_parameters=True, or within `with gathered_parameters(engine):`"
             )
 
     def close(self) -> None:
-        """Called at the engine's end. The parameters stay as they are: whole in :meth:`whole`, else at rest."""
+        """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
         self._is_closed = True
-        if self.units and not self._all_whole:
+        if self.units and not self._all_gathered:
             logger.warning(
                 "The engine is destroyed, and frozen parameters stay sharded, so the model cannot be used; destroy "
-                "the engine within `with whole_parameters(engine):` to use it"
+                "the engine within `with gathered_parameters(engine):` to use it"
             )
 
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A unit: parameters of which each rank keeps a part, and which are gathered together before they are used.
 
-All parameters of a unit lie in one buffer. When the unit is given back, the buffer's storage is shrunk to nothing, and
+All parameters of a unit lie in one buffer. When the unit is resharded, the buffer's storage is shrunk to nothing, and
 the parameters, which are views of it, stay as they are. What autograd has saved of them are views of the same storage,
 so a backward finds their values there when the unit is gathered again.
 """
@@ -15,7 +15,7 @@ from torch.nn import Parameter
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from .at_rest import put_to_rest, wake
+from .at_rest import mark_sharded, unmark
 from .collectives import collective
 from .subclasses import ON_HOST, plain_tensors
 
@@ -27,7 +27,7 @@ ALIGN_BYTES = 64
 PURPOSE = "gather frozen parameters"
 DIFFERENT = (
     "ranks gathered the frozen parameters of different blocks: with compile.shard_frozen all ranks run the same "
-    "forwards and backwards; for one rank alone, all ranks enter whole_parameters(engine) of deepspeed.compile.zero12"
+    "forwards and backwards; for one rank alone, all ranks enter gathered_parameters(engine)"
 )
 
 
@@ -73,10 +73,10 @@ class Unit:
         self._work: Any = None  # of the gather that nobody has waited for
         self._compared: Any = None  # of the gather of numbers before it
         self._stream: Any = None  # on which the buffer's memory was allocated
-        self.is_whole = True
+        self.is_gathered = True
 
     def shard(self) -> None:
-        """Moves the parameters into the buffer, keeps this rank's part of it, and gives it back.
+        """Moves the parameters into the buffer, keeps this rank's part of it, and reshards it.
 
         Parameters that DeepSpeed has not broadcast, because they are on the host, get the first rank's values. A
         single rank keeps the parameters where they are, on its device.
@@ -98,17 +98,17 @@ class Unit:
             with collective(PURPOSE):
                 dist.broadcast(buffer, src=dist.get_global_rank(self._group, 0), group=self._group)
         self.keep_own_part()
-        self.give_back()
+        self.reshard()
 
-    # Gathered and given back ---------------------------------------------------------------------------------------
+    # Gathered and resharded ----------------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start_gather(self) -> None:
         """Starts to gather the unit. All ranks must start the same units in the same order.
 
         Raises:
             DistBackendError: if the collective failed.
         """
-        if self.is_whole or self._work is not None:
+        if self.is_gathered or self._work is not None:
             return
         self._buffer.untyped_storage().resize_(self.nbytes)
         self._stream = get_accelerator().current_stream()
@@ -117,20 +117,20 @@ class Unit:
             self._compared = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
             self._work = dist.all_gather_into_tensor(self._buffer, self.share, group=self._group, async_op=True)
 
-    def finish(self) -> None:
-        """Makes the current stream, and on a CPU the calling thread, wait until the unit is whole.
+    def finish_gather(self) -> None:
+        """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered.
 
         Raises:
             DistBackendError: if the parameters could not be received.
         """
-        if self.is_whole:
+        if self.is_gathered:
             return
         self._wait()
         for parameter in self._parameters.values():
-            wake(parameter)
-        self.is_whole = True
+            unmark(parameter)
+        self.is_gathered = True
         if self._stream is not None and get_accelerator().current_stream() != self._stream:
-            # Otherwise the allocator could give the memory away, when it is given back, while this stream reads it.
+            # Otherwise the allocator could give the memory away, when it is resharded, while this stream reads it.
             self._buffer.record_stream(get_accelerator().current_stream())
 
     def _wait(self):
@@ -143,22 +143,22 @@ class Unit:
             self._work.wait()
         self._work = None
 
-    def give_back(self) -> None:
-        """Gives the memory of the unit back. What this stream was told to compute with it is computed before."""
+    def reshard(self) -> None:
+        """Frees the memory of the unit. What this stream was told to compute with it is computed before."""
         if not self._is_shared:
             return
         # A gather that is on its way still writes.
         self._wait()
-        if self.is_whole:
+        if self.is_gathered:
             for name, parameter in self._parameters.items():
-                put_to_rest(parameter, name, self)
-        self.is_whole = False
+                mark_sharded(parameter, name, self)
+        self.is_gathered = False
         self._buffer.untyped_storage().resize_(0)
 
     # Values --------------------------------------------------------------------------------------------------------
 
     def keep_own_part(self) -> None:
-        """Keeps the values that the parameters have now, while the unit is whole."""
+        """Keeps the values that the parameters have now, while the unit is gathered."""
         if not self._is_shared:
             return
         begin = self._rank * self._share_bytes
