@@ -12,6 +12,7 @@ repetitions on the slowest rank, in nanoseconds for each element of a partition,
 """
 
 import argparse
+import functools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -58,8 +59,10 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.compile.zero12.norm import sum_of_squares
+    from deepspeed.compile.zero12.update.compiled import CompiledUpdates
     from deepspeed.compile.zero12.update.own_step import OwnStep
     from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
+    from deepspeed.compile.zero12.update.rule import Partition
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     gradient = get_accelerator().pin_empty(numel, dtype=torch.bfloat16, device="cpu").normal_()
@@ -71,10 +74,12 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
     def send(first, last):
         sent[first:last].copy_(gradient[first:last], non_blocking=True)
 
-    def step():
+    def step(updates):
         # The new parameters are written over the gradients, as in a step.
+        update = updates and updates.begin(Partition(adam, 0, 0, factor, gradient.dtype, gradient))
         given = PartitionGradient(_Views(gradient), factor, master.data, gradient.dtype)
-        Ranges(OwnStep(adam, 0), numel, given, lambda first, last: gradient[first:last], send).step_rest()
+        update = update or OwnStep(adam, 0)
+        Ranges(update, numel, given, lambda first, last: gradient[first:last], send).step_rest()
 
     def adam_alone():
         master.grad = master.data
@@ -83,7 +88,8 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
 
     elements = {
         "norm": lambda: sum_of_squares([gradient]),
-        "ranges: cast, scale, Adam, cast back, send": step,
+        "ranges: cast, scale, Adam, cast back, send": lambda: step(None),
+        "one compiled pass, send": functools.partial(step, CompiledUpdates()),
         "Adam alone, of the whole partition": adam_alone,
     }
     figures = {name: seconds(part, repetitions) / numel * 1e9 for name, part in elements.items()}

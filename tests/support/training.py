@@ -169,8 +169,6 @@ def updates_compiled_from(numel, large=2**22):
         mock.patch.object(compiled, "LEAST_NUMEL", numel),
         mock.patch.object(ranges, "IN_PLACE_NUMEL", large),
         mock.patch.object(ranges, "SMALL_NUMEL", numel),
-        # On CPUs too, whatever an optimizer has of its own.
-        mock.patch.object(compiled, "has_fast_kernel", lambda *_: False),
     ):
         yield
 

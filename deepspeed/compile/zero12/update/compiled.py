@@ -7,11 +7,10 @@ parameters. ``recorded.py`` compiles the pass from the optimizer's own ``step()`
 """
 
 import itertools
-from typing import Any, Callable, Dict, Optional, Set, Tuple
+from typing import Callable, Dict, Optional, Set, Tuple
 
 import torch
 
-from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import logger
 
 from ..messages import inform, warn
@@ -52,7 +51,6 @@ class CompiledUpdates:
             or master.dtype != torch.float32
             or not may_be_cut(partition)
             or not _is_known(partition)
-            or has_fast_kernel(optimizer, partition.group, master)
         ):
             return None
         kind = Kind(partition.gradient_dtype, new.dtype, new.data_ptr() % 16 == 0, partition.factor is not None)
@@ -148,11 +146,6 @@ class CompiledStep:
 def _rows(range_of_elements):
     """Views a range as [rows, ALIGN_NUMEL], because the number of rows may be any, and the kernel knows the other."""
     return range_of_elements.view(-1, ALIGN_NUMEL)
-
-
-def has_fast_kernel(optimizer: torch.optim.Optimizer, group: Dict[str, Any], master: torch.Tensor) -> bool:
-    """Whether an optimizer's own kernel is faster than a compiled pass, as those made by hand for CPUs are."""
-    return master.is_cpu and (isinstance(optimizer, DeepSpeedCPUAdam) or bool(group.get("fused")))
 
 
 def _is_known(partition):

@@ -13,7 +13,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 # Smaller learning rates count as zero. Adam divides by the rate in fp32, where a quotient may overflow.
 LEAST_RATE = 1e-30
@@ -105,7 +105,7 @@ class _Range(torch.nn.Module):
 
 def class_of_torch(inner: torch.optim.Optimizer) -> Type[torch.optim.Optimizer]:
     """Returns torch's class whose update is that of ``inner``, which may be one of DeepSpeed in C++."""
-    if isinstance(inner, FusedAdam):
+    if isinstance(inner, (FusedAdam, DeepSpeedCPUAdam)):
         return torch.optim.AdamW if inner.adam_w_mode else torch.optim.Adam
     return type(inner)
 
