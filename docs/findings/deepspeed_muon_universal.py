@@ -18,5 +18,5 @@ engine.backward(engine(torch.ones(1, 4)).sum())
 engine.step()
 folder = tempfile.mkdtemp()
 engine.save_checkpoint(folder, tag="saved")
-sys.argv = ["", "--input_folder", f"{folder}/saved", "--output_folder", f"{folder}/universal"]
+sys.argv = ["", "--input_folder", f"{folder}/saved", "--output_folder", f"{folder}/made", "--inject_missing_state"]
 ds_to_universal.main(ds_to_universal.parse_arguments())  # KeyError: 'exp_avg'
