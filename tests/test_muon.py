@@ -126,7 +126,7 @@ def refused():
     def raised(module, optimizer=None, **config):
         zero = {"stage": 1, **config.pop("zero_optimization", {})}
         config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **config}
-        config["compile"] = {"deepcompile": True}
+        config |= {"compile": {"deepcompile": True}, "zero_allow_untested_optimizer": True}
         if optimizer is None:
             config["optimizer"] = {"type": "Muon", "params": {"lr": 0.01}}
         forget_autocast()
@@ -141,10 +141,18 @@ def refused():
 
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
-    module = layers()
-    groups = [{"params": list(module.parameters()), "use_muon": True}]
+    class Another(MuonWithAuxAdam):
+        """A name that does not tell what it is."""
+
+    def of_all(module, cls=MuonWithAuxAdam):
+        return module, cls([{"params": list(module.parameters()), "use_muon": True}])
+
+    with_heads = nn.Linear(8, 4, bias=False).to(device())
+    with_heads.weight.muon_num_heads = 3
     return {
-        "bias": raised(module, MuonWithAuxAdam(groups)),
+        "bias": raised(*of_all(layers())),
+        "heads": raised(*of_all(with_heads)),
+        "subclass": raised(*of_all(layers(), Another)),
         "owners": raised(nn.Linear(4, 4, bias=False).to(device())),
         "elastic": raised(layers(), zero_optimization={"elastic_checkpoint": True}),
         "offload": raised(layers(), zero_optimization={"offload_optimizer": {"device": "cpu"}}),
@@ -156,6 +164,8 @@ def test_refused_with_muon(ranks):
     for said in ranks(3).run(refused):
         for name, part in {
             "bias": "use_muon, and its parameter 0.bias is no matrix",
+            "heads": "muon_num_heads=3 of parameter weight does not divide its shape [4, 8] into heads; set it to",
+            "subclass": "Another needs whole matrices, which it does not get from ZeRO; use DeepSpeed's own",
             "owners": "each of Muon's 1 matrices would be orthogonalized on 3.0 ranks on average",
             "elastic": "zero_optimization.elastic_checkpoint cuts Muon's momentum",
             "offload": "zero_optimization.offload_optimizer is not supported with Muon",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from support.ids import vary
@@ -153,3 +154,25 @@ def test_checkpoints_are_for_as_many_ranks(ranks, tmp_path):
         assert error == 0.0
     for said in ranks(3).run(load, training, str(tmp_path)):
         assert "DP world size of 2 but the current world size is 3" in said
+
+
+def states_behind_a_load(training, folder):
+    """Returns how far apart a state of Adam's is before a checkpoint is saved and after it was loaded."""
+    module, engine = start(training, deepcompile=True)
+    train(engine, training, range(2))
+    expected = safe_get_full_optimizer_state(module.embedding.weight, "exp_avg").clone()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    module, engine = start(training, deepcompile=True, seed=1)
+    engine.load_checkpoint(folder)
+    error = relative_error([safe_get_full_optimizer_state(module.embedding.weight, "exp_avg")], [expected])
+    has_momentum = bool(momenta(engine))
+    engine.destroy()
+    return error, has_momentum
+
+
+def test_states_are_read_where_a_rank_has_no_matrix(ranks, tmp_path):
+    training = Training(model="OneSmallMatrix", compiled=False)
+    errors, with_momentum = zip(*ranks(3).run(states_behind_a_load, training, str(tmp_path)), strict=True)
+    assert with_momentum == (True, False, False)
+    assert errors == (0.0, 0.0, 0.0)

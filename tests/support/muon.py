@@ -131,11 +131,12 @@ class Tied(Matrices):
 
 
 class Slim(Matrices):
-    """Has a matrix of one row, and one of one column."""
+    """Has a matrix of one row, one of one column, and one without rows."""
 
     def __init__(self, depth, convolution, width=12):
         super().__init__(depth, convolution, width)
         self.body.blocks.append(nn.Sequential(nn.Linear(width, 1), nn.Tanh(), nn.Linear(1, width)))
+        self.nothing = nn.Parameter(torch.zeros(0, width))
 
 
 class Filters(nn.Module):
