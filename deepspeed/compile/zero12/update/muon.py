@@ -169,6 +169,7 @@ class Orthogonalizer:
                     places.append(place)
                     sources.append(gradients[index] if is_own else received.pop((index, part.owner)))
             torch._foreach_copy_(places, sources)
+            # Drops what was received, of which Newton-Schulz may then have the memory.
             del sources
             update = _update(memory.view(shape), of_batch.view(shape), settings).reshape(len(batch), numel)
             for row, index in zip(update, batch, strict=True):
