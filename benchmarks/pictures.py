@@ -7,11 +7,13 @@ From the root of the repository::
     python -m benchmarks.pictures FOLDER    reads FOLDER/results.json and writes pictures beside it
     python -m benchmarks.pictures losses PICTURE FILE...      the losses of runs, from what --json has written
     python -m benchmarks.pictures frontier PICTURE FILE...    time of a step against memory of activations
+    python -m benchmarks.pictures demo PICTURE FILE...        the losses of demos, from what their --json has written
 
-A run of the second and third command has the name of its file.
+A run of all commands but the first has the name of its file.
 """
 
 import json
+import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +30,7 @@ from .results import Result, describe, highest, is_measured, unit_of  # noqa: E4
 draw_png = panel_drawer()
 
 LINE = "#30475e"
+MEAN_OF = 20  # steps, of whose losses draw_demos() draws the mean
 COLOURS = ("#d1495b", "#30475e", "#edae49", "#66a182", "#8d6a9f", "#2e86ab")
 
 
@@ -127,6 +130,36 @@ def draw_frontier(results: Mapping[str, Result], title: str, file: Path) -> None
     pyplot.close(figure)
 
 
+def draw_demos(demos: Mapping[str, Mapping], file: Path) -> None:
+    """Draws the losses of runs of the demo with DeepCompile on, and as thick lines means over ``MEAN_OF`` steps.
+
+    Args:
+        demos: name of a run -> what ``examples/demo/train_qwen3.py --json`` has written.
+        file: to write.
+    """
+    figure, panel = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for colour, (name, demo) in zip(COLOURS, demos.items(), strict=False):
+        losses = demo["on"]["losses"]
+        steps, last = range(1, len(losses) + 1), statistics.mean(losses[-MEAN_OF:])
+        means = [statistics.mean(losses[max(0, step - MEAN_OF // 2) : step + MEAN_OF // 2]) for step in steps]
+        panel.plot(steps, losses, color=colour, linewidth=0.6, alpha=0.4)
+        panel.plot(steps, means, color=colour, linewidth=2.2)
+        at = {"xytext": (6, -3), "textcoords": "offset points", "color": colour}
+        panel.annotate(f"{name}: {last:.2f}", (len(losses), last), **at)
+    panel.set_xlabel("step")
+    panel.set_ylabel("loss, mean over ranks")
+    panel.set_ylim(bottom=0)
+    panel.spines[["top", "right"]].set_visible(False)
+    config, of_first = (next(iter(demos.values()))[key] for key in ("config", "on"))
+    figure.suptitle(
+        f"The demo's Qwen3, {of_first['parameters'] / 1e6:.1f} million parameters in {config['dtype']}, "
+        f"ZeRO-{config['stage']}. Thick lines: means of {MEAN_OF} steps. Numbers: of the last {MEAN_OF}.",
+        size=9,
+    )
+    figure.savefig(file, dpi=150)
+    pyplot.close(figure)
+
+
 def draw(folder: Path) -> list[Path]:
     """Draws everything in ``folder``/results.json; returns the files written."""
     files = []
@@ -146,16 +179,19 @@ def draw(folder: Path) -> list[Path]:
 
 def main(arguments: list[str]) -> None:
     kinds = {"losses": draw_losses, "frontier": draw_frontier}
-    if len(arguments) > 2 and arguments[0] in kinds:
-        results = {Path(name).stem: json.loads(Path(name).read_text()) for name in arguments[2:]}
+    results = {Path(name).stem: json.loads(Path(name).read_text()) for name in arguments[2:]}
+    if results and arguments[0] == "demo":
+        draw_demos(results, Path(arguments[1]))
+    elif results and arguments[0] in kinds:
         title = describe(next(iter(results.values())), with_kept=arguments[0] != "frontier")
         kinds[arguments[0]](results, title, Path(arguments[1]))
     elif len(arguments) == 1 and (Path(arguments[0]) / "results.json").is_file():
         print("\n".join(map(str, draw(Path(arguments[0])))))
     else:
         raise SystemExit(
-            "usage: python -m benchmarks.pictures FOLDER, where benchmarks.compare has left results.json; or losses "
-            "or frontier in place of FOLDER, the picture to write, and files of benchmarks.measure --json"
+            "usage: python -m benchmarks.pictures FOLDER, where benchmarks.compare has left results.json; or losses, "
+            "frontier or demo in place of FOLDER, the picture to write, and files of benchmarks.measure --json, or "
+            "for demo of examples/demo/train_qwen3.py --json"
         )
 
 

@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo" / "train_qwen3.py"
 
 
-def launch(script, *arguments, processes=2):
-    """Runs a script in processes on CPU and returns the finished launcher."""
+def launch(script, *arguments, processes=2, **environment):
+    """Runs a script in processes on CPU, with an environment, and returns the finished launcher."""
     # As a module: where packages were installed into a folder of their own, the script is not beside the interpreter.
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
     port = free_port()
@@ -33,6 +33,7 @@ def launch(script, *arguments, processes=2):
             **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
             "DS_ACCELERATOR": "cpu",
             "CUDA_VISIBLE_DEVICES": "",
+            **environment,
         },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -80,6 +81,26 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     whole = 4 * off["parameters"]
     assert whole / 2 <= held["after the backward"] < whole
     assert off["gradient_bytes"]["peak of the backward"] >= whole
+
+
+@pytest.mark.slow
+def test_trains_with_muon(tmp_path):
+    """And a picture of its losses is drawn by what draws pictures for the documentation."""
+    pytest.importorskip("transformers", reason="the demo needs transformers: pip install -r requirements/demo.txt")
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: requirements/benchmarks.txt")
+    file, picture = tmp_path / "Muon.json", tmp_path / "losses.png"
+    shape = ["--layers", "1", "--hidden", "128", "--seq", "32"]
+    arguments = ["--steps", "3", "--backend", "eager", "--optimizer", "muon", *shape, "--json", str(file)]
+    # To compile Newton-Schulz for each shape of a matrix takes a minute.
+    finished = launch(DEMO, *arguments, TORCH_COMPILE_DISABLE="1")
+    assert finished.returncode == 0, finished.stdout
+    assert "gradient_clipping" not in finished.stdout
+    results = json.loads(file.read_text())
+    assert results["config"]["optimizer"] == "muon"
+    assert results["on"]["losses"] == pytest.approx(results["off"]["losses"], rel=1e-4)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    draw = [sys.executable, "-m", "benchmarks.pictures", "demo", picture, file]
+    assert subprocess.run(draw, cwd=ROOT, env=environment).returncode == 0 and picture.stat().st_size > 5000
 
 
 def test_the_demo_refuses_in_a_sentence():

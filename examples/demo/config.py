@@ -24,7 +24,8 @@ class Config:
     stage: int = 1  # of ZeRO
     backend: str = "inductor"
     dtype: str = "fp32"
-    learning_rate: float = 1e-3
+    optimizer: str = "adamw"  # or "muon", which leaves embedding and vectors to an Adam
+    learning_rate: float = 1e-3  # of Adam
     bucket: int = 500_000  # elements
     pictures: str = ""  # a folder for pictures of the third step's memory
 
@@ -53,6 +54,7 @@ def parse_arguments(description, text_length):
     parser.add_argument("--stage", type=int, choices=(1, 2), help="of ZeRO")
     parser.add_argument("--accumulation", type=int, help="micro-batches in a step")
     parser.add_argument("--backend", choices=("inductor", "eager"), help="eager: graphs, but no generated code")
+    parser.add_argument("--optimizer", choices=("adamw", "muon"), help="muon: DeepSpeed's own")
     dtype = parser.add_mutually_exclusive_group()
     dtype.add_argument("--bf16", dest="dtype", action="store_const", const="bf16")
     dtype.add_argument("--fp32", dest="dtype", action="store_const", const="fp32")

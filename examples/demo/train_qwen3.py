@@ -34,11 +34,14 @@ TEXT = Path(__file__).resolve().parents[2] / "LICENSE"
 def ds_config(config, deepcompile):
     """Returns what a user would write into ``ds_config.json``."""
     folder = f"{config.pictures}/{'on' if deepcompile else 'off'}"
+    muon = config.optimizer == "muon"
+    params = {"adam_lr" if muon else "lr": config.learning_rate, "torch_adam": True}
     return {
         "train_micro_batch_size_per_gpu": config.micro_batch,
         "gradient_accumulation_steps": config.accumulation,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": config.learning_rate, "torch_adam": True}},
+        # With Muon it would clip updates, whose norm is large, and so divide all learning rates.
+        "gradient_clipping": 0.0 if muon else 1.0,
+        "optimizer": {"type": "Muon" if muon else "AdamW", "params": params},
         "bf16": {"enabled": config.dtype == "bf16"},
         "zero_optimization": {"stage": config.stage, "reduce_bucket_size": config.bucket},
         "compile": {

@@ -156,9 +156,7 @@ class StepLocalGradients(_NextClass):
         The base raises in the middle of the step if a state is quantized in blocks and a parameter begins in a block.
         """
         if not self._hp_optimizer_states_linked:
-            # Muon's momentum has whole matrices, so it lies elsewhere than in the partition.
-            updates = self._zero12.orthogonalizer
-            of_muon = () if updates is None else updates.matrices
+            of_muon = _groups_of_muon(self)
             for group, (parameters, master) in enumerate(zip(self.bit16_groups, self.single_partition_of_fp32_groups)):
                 # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
                 spans = [(piece.offset, piece.numel) for piece in pieces(self, group)]
@@ -180,8 +178,19 @@ class StepLocalGradients(_NextClass):
 def _link_states(optimizer):
     """Links parameters with the states that there are after a load or a move of states."""
     optimizer._hp_optimizer_states_linked = False
-    if all(optimizer.optimizer.state.get(master) for master in optimizer.single_partition_of_fp32_groups):
+    of_muon = _groups_of_muon(optimizer)
+    masters = enumerate(optimizer.single_partition_of_fp32_groups)
+    if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in of_muon):
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def _groups_of_muon(optimizer):
+    """Returns the indices of parameter groups whose states are not linked.
+
+    Muon's momentum has whole matrices, so it lies elsewhere than in the partition. A rank without matrices has none.
+    """
+    updates = optimizer._zero12.orthogonalizer
+    return () if updates is None else updates.matrices
 
 
 def _can_be_cut(state, spans):

@@ -333,7 +333,8 @@ def _unsupported_optimizers(engine):
 def _unsupported_muon(optimizer):
     inner = optimizer.optimizer
     if not is_muon(inner):
-        if "muon" in type(inner).__name__.lower():
+        # A class of another name that inherits from a Muon would be stepped as plain SGD, here as in DeepSpeed.
+        if any("muon" in cls.__name__.lower() for cls in type(inner).__mro__):
             yield (
                 f"optimizer {type(inner).__module__}.{type(inner).__name__} needs whole matrices, which it does not "
                 'get from ZeRO; use DeepSpeed\'s own, "optimizer": {"type": "Muon"}'
@@ -357,9 +358,15 @@ def _unsupported_muon(optimizer):
     of_groups = matrices_of(optimizer)
     for group, matrices in of_groups.items():
         for matrix in matrices:
-            if matrix.parameter.dim() < 2:
-                name = optimizer.param_names[matrix.parameter]
+            name, shape = optimizer.param_names[matrix.parameter], matrix.parameter.shape
+            heads = getattr(matrix.parameter, "muon_num_heads", None)
+            if len(shape) < 2:
                 yield f"parameter group {group} has use_muon, and its parameter {name} is no matrix; set it to false"
+            elif heads is not None and (len(shape) != 2 or heads < 1 or shape[0] % heads):
+                yield (
+                    f"muon_num_heads={heads} of parameter {name} does not divide its shape {list(shape)} into heads; "
+                    "set it to None"
+                )
     owners, count = (sum(map(of, of_groups.values())) for of in (_owners, len))
     if owners > 2 * count:
         yield (

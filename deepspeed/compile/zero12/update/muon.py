@@ -51,7 +51,8 @@ class Matrix(NamedTuple):
         """Rows and columns of what is orthogonalized by itself: the whole matrix, or one head of it.
 
         As in DeepSpeed's function, the filters of a convolution in four dimensions make up a matrix with a row for
-        each output, and leading dimensions of other parameters number their matrices.
+        each output, and leading dimensions of other parameters number their matrices. That function scales filters by
+        the ratio of their last two dimensions, but raises; here the ratio is that of the matrix.
         """
         shape = self.parameter.shape
         heads = getattr(self.parameter, "muon_num_heads", None)
@@ -168,6 +169,7 @@ class Orthogonalizer:
                     places.append(place)
                     sources.append(gradients[index] if is_own else received.pop((index, part.owner)))
             torch._foreach_copy_(places, sources)
+            # Drops what was received, of which Newton-Schulz may then have the memory.
             del sources
             update = _update(memory.view(shape), of_batch.view(shape), settings).reshape(len(batch), numel)
             for row, index in zip(update, batch, strict=True):
@@ -177,7 +179,8 @@ class Orthogonalizer:
             torch._foreach_copy_(targets, updates)
 
     def _batches(self, own: List[Matrix]) -> Iterator[range]:
-        """Yields the indices of matrices to orthogonalize together: neighbours of one shape."""
+        """Yields the indices of matrices to orthogonalize together: neighbours of one shape, so that their momentum is
+        one piece of memory. DeepSpeed sorts a group by shape, so neighbours are all matrices of a shape."""
         first = 0
         while first < len(own):
             limit = max(1, self._batch_numel // own[first].parameter.numel())

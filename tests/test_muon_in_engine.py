@@ -1,0 +1,178 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What goes on around an engine with DeepSpeed's own Muon: schedulers, autocast, states moved, memory, conversions."""
+
+import gc
+import sys
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from support.ids import vary
+from support.lifetime import allocated_bytes
+from support.muon import Training, check, momenta, seen, start, train, train_beside
+from support.options import outcome
+from support.training import device, relative_error
+
+SMALL = 100  # elements, of which a tensor does not count
+
+
+@vary("schedule", ["WarmupLR", "LambdaLR"])
+def test_both_learning_rates_follow_a_scheduler(ranks, schedule):
+    training = Training(schedule=schedule, compiled=False, recorded=schedule == "LambdaLR")
+    for result in check(ranks(2).run(train_beside, training)):
+        assert result.rates == result.rates_of_base
+        of_muon, of_adam = zip(*result.rates[1:6], strict=True)
+        assert len({*of_muon, *of_adam}) == 10, "the rates do not change, or not by themselves"
+
+
+def test_autocast_in_bf16(ranks):
+    autocast = {"enabled": True, "dtype": "bfloat16"}
+    # Parameters are in fp32, and gradients of linear layers are sent in bf16.
+    training = Training(config={"torch_autocast": autocast}, compiled=False, stage=2)
+    for result in ranks(2).run(train_beside, training):
+        assert result.moved > 1e-2
+        assert result.parameters < 2**-8, result
+        assert max(result.owners) > 1
+
+
+# States moved away and back ----------------------------------------------------------------------------------------
+
+
+def train_with_states_moved(training):
+    """Trains with states that stay, and with states that are moved away and back between steps.
+
+    Returns the errors of parameters, masters and momentum, and in how many steps momentum left its place.
+    """
+    module, engine = start(training, deepcompile=True)
+    train(engine, training, range(4))
+    expected = seen(module, engine)
+    engine.destroy()
+    module, engine = start(training, deepcompile=True)
+    places = set()
+    for step in range(4):
+        train(engine, training, [step])
+        places.add(momenta(engine)[0].data_ptr())
+        gc.freeze()
+        engine.offload_states(include=[OffloadStateTypeEnum.optim_states] if step % 2 else None)
+        places.add(momenta(engine)[0].data_ptr())
+        engine.reload_states(non_blocking=step % 2 == 1)
+        gc.unfreeze()
+    actual = seen(module, engine)
+    engine.destroy()
+    return [relative_error(*each) for each in zip(actual, expected, strict=True)], len(places)
+
+
+def test_states_moved_away_and_back(ranks):
+    for errors, places in ranks(2).run(train_with_states_moved, Training(stage=2, compiled=False)):
+        assert errors == [0.0, 0.0, 0.0]
+        assert places > 1 or device().type == "cpu"
+
+
+# Memory ------------------------------------------------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    """Bytes that training has left behind a step."""
+
+    momentum: int
+    of_states: int  # of Muon and of Adam
+    of_tensors: int  # of all tensors that were not there before the first step
+    allocated: int  # more than after the first step
+
+
+def kept_by_steps(training):
+    module, engine = start(training, deepcompile=True)
+    gc.collect()
+    before = _storages()
+    train(engine, training, [0])
+    allocated = allocated_bytes(device().type == "cuda")
+    train(engine, training, [1, 2])
+    gc.collect()
+    allocated = allocated_bytes(device().type == "cuda") - allocated
+    new = sum(size for place, size in _storages().items() if place not in before)
+    states = [each for state in engine.optimizer.optimizer.state.values() for each in state.values()]
+    sizes = [each.nbytes for each in states if isinstance(each, torch.Tensor) and each.numel() > SMALL]
+    momentum = sum(each.nbytes for each in momenta(engine))
+    engine.destroy()
+    return Kept(momentum, sum(sizes), new, allocated)
+
+
+def _storages():
+    """Returns the place of the memory of each tensor that is no small one -> its bytes."""
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    memory = [each.untyped_storage() for each in tensors if each.numel() > SMALL]
+    return {each.data_ptr(): each.nbytes() for each in memory}
+
+
+@vary("world", [2, 3])
+def test_only_states_stay_between_steps(ranks, world):
+    for kept in ranks(world).run(kept_by_steps, Training(model="Wide", stage=2, bucket=10**6, compiled=False)):
+        assert kept.momentum > 10**6
+        assert kept.of_tensors == kept.of_states, kept
+        # What a C heap comes and goes by is small against it.
+        assert kept.allocated < 0.1 * kept.momentum, kept
+
+
+# Checkpoints for other ranks ---------------------------------------------------------------------------------------
+
+
+def save(training, folder):
+    """Saves a checkpoint. Returns what making a universal one of it raises, and the error of exported weights."""
+    module, engine = start(training, deepcompile=True)
+    train(engine, training, range(2))
+    engine.save_checkpoint(folder, tag="saved")
+    dist.barrier()
+    arguments = ["", "--input_folder", f"{folder}/saved", "--output_folder", f"{folder}/{dist.get_rank()}"]
+    arguments += ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    with mock.patch.object(sys, "argv", arguments):
+        said = outcome(lambda: ds_to_universal.main(ds_to_universal.parse_arguments()))
+    exported = get_fp32_state_dict_from_zero_checkpoint(folder, tag="saved")
+    error = relative_error([exported[name] for name, _ in module.named_parameters()], module.cpu().parameters())
+    engine.destroy()
+    return said, error
+
+
+def load(training, folder):
+    _, engine = start(training, deepcompile=True)
+    said = outcome(engine.load_checkpoint, folder, tag="saved")
+    engine.destroy()
+    return said
+
+
+def test_checkpoints_are_for_as_many_ranks(ranks, tmp_path):
+    training = Training(compiled=False)
+    for said, error in ranks(2).run(save, training, str(tmp_path)):
+        assert said == "KeyError: 'exp_avg'", said
+        assert error == 0.0
+    for said in ranks(3).run(load, training, str(tmp_path)):
+        assert "DP world size of 2 but the current world size is 3" in said
+
+
+def states_behind_a_load(training, folder):
+    """Returns how far apart a state of Adam's is before a checkpoint is saved and after it was loaded."""
+    module, engine = start(training, deepcompile=True)
+    train(engine, training, range(2))
+    expected = safe_get_full_optimizer_state(module.embedding.weight, "exp_avg").clone()
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    module, engine = start(training, deepcompile=True, seed=1)
+    engine.load_checkpoint(folder)
+    error = relative_error([safe_get_full_optimizer_state(module.embedding.weight, "exp_avg")], [expected])
+    has_momentum = bool(momenta(engine))
+    engine.destroy()
+    return error, has_momentum
+
+
+def test_states_are_read_where_a_rank_has_no_matrix(ranks, tmp_path):
+    training = Training(model="OneSmallMatrix", compiled=False)
+    errors, with_momentum = zip(*ranks(3).run(states_behind_a_load, training, str(tmp_path)), strict=True)
+    assert with_momentum == (True, False, False)
+    assert errors == (0.0, 0.0, 0.0)
