@@ -20,6 +20,8 @@ REPORTS = pytest.StashKey[Path]()
 # Inductor caches a graph for any length with kernels for the length at hand, which is short in tests. Training on the
 # same machine would find these and be slow.
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(BENCHMARKS.parent / "build" / "inductor"))
+# Kernels for one number at a time compile in two thirds of the time of those for vectors, and tests compile hundreds.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # Of this process, of ranks and of programs that tests start. With a thread for each core in each of these, threads
 # wait for each other in loops, which doubles the time of the examples.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -139,11 +139,12 @@ def test_the_recorder_needs_no_deepspeed():
                 assert not any(alias.name.startswith("deepspeed") for alias in node.names), path.name
 
 
-def test_the_compiler_is_imported_when_it_is_needed():
-    """It takes as long to import as all else of DeepSpeed, whose launcher and commands never need it."""
-    code = "import sys, torch, deepspeed; sys.exit('torch._dynamo' in sys.modules)"
+def test_the_compiler_and_tensors_of_meshes_are_imported_when_they_are_needed():
+    """They take as long to import as all else of DeepSpeed, whose launcher and commands never need them."""
+    code = "import sys, deepspeed; print([name for name in sys.argv[1:] if name in sys.modules])"
     # Not in the checkout's own folder, whose deepspeed/ is not the whole package.
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT / "tests").returncode == 0
+    command = [sys.executable, "-c", code, "torch._dynamo", "torch.distributed.tensor"]
+    assert subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_graphs_and_training_do_not_know_each_other():

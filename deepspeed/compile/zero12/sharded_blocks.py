@@ -14,14 +14,13 @@ import contextlib
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.utils import logger
 
 from .gather_hooks import by_block
-from .subclasses import plain_tensors
+from .subclasses import is_dtensor, plain_tensors
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -277,7 +276,7 @@ def frozen_of_blocks(module: Module, blocks: List[Module], trained: List[Paramet
 
 
 def _can_be_sharded(parameter):
-    if parameter.requires_grad or isinstance(parameter, DTensor) or not parameter.numel():
+    if parameter.requires_grad or is_dtensor(parameter) or not parameter.numel():
         return False
     return all(tensor.is_contiguous() and not tensor.is_meta for tensor in plain_tensors([parameter]))
 

@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters that are made of other tensors and have no memory of their own, such as torchao's quantized weights."""
 
+import sys
 from typing import Iterable, Iterator, Tuple
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -17,6 +17,12 @@ def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield from plain_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
         else:
             yield tensor
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a ``DTensor``. Does not import what defines these, which takes a quarter of DeepSpeed's import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 # What DeepSpeed's engine calls ------------------------------------------------------------------------------------
@@ -34,7 +40,7 @@ def to_broadcast(module: Module) -> Iterator[Tuple[str, torch.Tensor]]:
         if ON_HOST in vars(parameter):
             continue
         # Each rank has a part of its own of a DTensor.
-        for tensor in [parameter] if isinstance(parameter, DTensor) else plain_tensors([parameter]):
+        for tensor in [parameter] if is_dtensor(parameter) else plain_tensors([parameter]):
             # Only a tensor with a dimension can be viewed as bytes.
             sent = tensor if tensor.dim() else tensor.view(1)
             if sent is not parameter:
