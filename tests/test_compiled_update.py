@@ -9,6 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._inductor import config
+from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12.update import compiled as compiled_update
@@ -26,6 +28,15 @@ NUMEL = 1000
 LARGE = 64
 # Roundings of fp32 in some steps. Each element's may be of the largest elements', because of differences.
 CLOSE = {"rtol": 2e-6, "atol": 2e-6}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def with_vectors():
+    """Compiles updates as in training, where those on the host have vectors; conftest.py turns these off elsewhere."""
+    valid_vec_isa_list.cache_clear()
+    with config.patch({"cpp.vec_isa_ok": None}):
+        yield
+    valid_vec_isa_list.cache_clear()
 
 
 def draw(seed, numel=NUMEL):
