@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up
+from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up, sharded_blocks
 from deepspeed.compile.zero12.at_rest import AtRest
 from deepspeed.compile.zero12.subclasses import ON_HOST, plain_tensors
 from deepspeed.compile.zero12.unit import Unit
+from deepspeed.compile.zero12.update.blockwise import FORM, zeros
 
 from support.checkpoints import EXACT
 from support.frozen import MODELS, WIDTH, AdaptedBlock, late
@@ -442,6 +443,31 @@ def without_frozen_parameters():
 def test_without_frozen_parameters(ranks):
     for lines in ranks(2).run(without_frozen_parameters):
         assert any("compile.shard_frozen=True has no effect" in line for line in lines)
+
+
+def refused_states():
+    """Compiles an engine that has loaded states of another form, and once more without them."""
+    options = {**SHARDED["compile"], "deepcompile": True, "optimizer_states": "8bit"}
+    module, engine = make("plain", {"compile": options}, deepcompile=False)
+    before, lines = [each.detach().clone() for each in module.parameters()], []
+    (master,), states = engine.optimizer.single_partition_of_fp32_groups, engine.optimizer.optimizer.state
+    states[master] = {**zeros(0, master), FORM: {"version": -1}}
+    with mock.patch.object(sharded_blocks.logger, "warning", lines.append):
+        said = outcome(engine.compile, backend="eager")
+    whole = not any(isinstance(each, AtRest) for each in module.parameters())
+    unchanged = whole and same(before, [each.detach() for each in module.parameters()])
+    del states[master]
+    engine.compile(backend="eager")
+    trained_on(engine, module)
+    at_rest = sum(isinstance(each, AtRest) for each in module.parameters())
+    engine.destroy()
+    return said, unchanged, lines, at_rest
+
+
+def test_a_refusal_leaves_parameters_whole(ranks):
+    for said, unchanged, lines, at_rest in ranks(2).run(refused_states):
+        assert "8-bit optimizer states were loaded of the form" in said
+        assert unchanged and lines == [] and at_rest == 24
 
 
 def call_a_block_of_its_own():

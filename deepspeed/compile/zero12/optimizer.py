@@ -201,8 +201,6 @@ def _with_step_local_gradients(cls):
 
 def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     """Makes an optimizer take its gradients from the reducer of ``zero12``, the optimizer's new state."""
-    # First, because it raises if states of another form were loaded.
-    eight_bit_states.adopt(optimizer, zero12.optimizer_states is not None)
     zero12.backward.listen()
     # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:

@@ -262,7 +262,7 @@ class ShardedBlocks:
     def close(self) -> None:
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
         self._is_closed = True
-        if self.units and not self._all_gathered:
+        if any(not unit.is_gathered for unit in self.units):
             logger.warning(
                 "The engine is destroyed, and frozen parameters stay sharded, so the model cannot be used; destroy "
                 "the engine within `with gathered_parameters(engine):` to use it"
