@@ -19,7 +19,7 @@ from deepspeed.compile.zero12.unit import Unit
 from deepspeed.compile.zero12.update.blockwise import FORM, zeros
 
 from support.checkpoints import EXACT
-from support.frozen import MODELS, WIDTH, AdaptedBlock, late
+from support.frozen import CHANGING, MODELS, WIDTH, AdaptedBlock, late
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.options import outcome
@@ -41,7 +41,7 @@ WHOLE = {"compile": {"regional_compilation": True}}
 def make(model, config, **case):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = MODELS[model]().to(device())
+    module = {**MODELS, "changing": CHANGING}[model]().to(device())
     return module, make_engine(module, Case(adam=True, config=config, **case))
 
 
@@ -216,6 +216,71 @@ REFUSED = {
 }
 
 
+def within_a_forward(model):
+    """Returns what a forward says."""
+    module, engine = make(model, SHARDED)
+    said = outcome(engine, batch(0, 0, dist.get_rank(), 4))
+    engine.destroy()
+    return said
+
+
+def test_a_change_in_a_forward_is_refused(ranks):
+    for said in ranks(2).run(within_a_forward, "changing"):
+        assert "body.blocks.0.norm.bias is sharded" in said and "changed in a forward" in said
+
+
+def given_another_kind():
+    module, engine = make("plain", SHARDED)
+    with pytest.raises(RuntimeError, match="up.weight is sharded .* given another dtype or shape"):
+        with gathered_parameters(engine):
+            module.body.blocks[1].up.weight.data = module.body.blocks[1].up.weight.data.double()
+
+
+def test_another_dtype_is_refused(ranks):
+    ranks(2).run(given_another_kind)
+
+
+def train_two(config):
+    """Trains two engines with one loss, and then makes a third of one's model."""
+    (first, one), (second, other) = make("plain", config), make("breaking", config)
+    losses = []
+    for step in range(2):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        loss, beside = one(ids), other(ids)
+        (loss + beside).backward()
+        one.step()
+        other.step()
+        losses.extend([loss.detach(), beside.detach()])
+    with gathered_parameters(one), gathered_parameters(other):
+        one.destroy()
+        other.destroy()
+    again = make_engine(first, Case(adam=True, config=config))
+    losses.extend(trained_on(again, first))
+    with gathered_parameters(again):
+        again.destroy()
+    return [*losses, *(each.detach() for model in (first, second) for each in model.parameters())]
+
+
+def compare_two():
+    return same(train_two(SHARDED), train_two(WHOLE))
+
+
+def test_several_engines(ranks):
+    assert ranks(2).run(compare_two) == [True, True]
+
+
+def another_engine():
+    """Returns what a second engine of a model says whose parameters the first has at rest."""
+    module, engine = make("plain", SHARDED)
+    said = outcome(make_engine, module, Case(adam=True, config=SHARDED))
+    return said
+
+
+def test_another_engine_of_parameters_at_rest(ranks):
+    for said in ranks(2).run(another_engine):
+        assert said is not None and "compile.shard_frozen" in said
+
+
 def refusals(folder):
     module, engine = make("plain", SHARDED)
     weight = module.body.blocks[0].up.weight
@@ -318,11 +383,66 @@ def whole_checkpoint(engine, module, folder):
     engine.load_checkpoint(folder, tag="whole")
 
 
+def read_later(engine, module, folder):
+    """What was taken within the context may be read behind it."""
+    with gathered_parameters(engine), torch.no_grad():
+        state = module.state_dict()
+        weight = module.body.blocks[1].down.weight.detach()
+        copied = copy.deepcopy(module)
+    trained_on(engine, module)
+    weight = weight.clone()
+    module.load_state_dict({name: 0.5 * value for name, value in state.items()})
+    return [weight, copied(batch(3, 3, 3, 4)).detach()]
+
+
+def assigned_within(engine, module, folder):
+    """As peft does where it takes adapters out of weights."""
+    with gathered_parameters(engine):
+        for block in module.body.blocks:
+            block.up.weight.data = 0.5 * block.up.weight.data
+
+
+def evaluated_between(engine, module, folder):
+    """Between a forward and its backward."""
+    loss = engine(batch(0, 0, dist.get_rank(), 4))
+    with gathered_parameters(engine), torch.no_grad():
+        evaluated = module(batch(1, 1, dist.get_rank(), 5))
+    engine.backward(loss)
+    engine.step()
+    return [evaluated]
+
+
+def loaded_after_an_error(engine, module, folder):
+    """A backward that raised has left blocks gathered."""
+
+    def fail(*_):
+        raise ValueError
+
+    hook = module.body.blocks[1].register_full_backward_pre_hook(fail)
+    with pytest.raises(ValueError):
+        engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    hook.remove()
+    loaded(engine, module, folder)
+
+
+def trained_by_itself(engine, module, folder):
+    """Without the engine's forward, and with a backward of the caller's."""
+    module(batch(0, 0, dist.get_rank(), 4)).backward()
+    engine.step()
+
+
+def replaced_by_loading(engine, module, folder):
+    """Loading with assign=True gives the module other parameters, which stay whole."""
+    block = module.body.blocks[2]
+    block.load_state_dict({"up.weight": torch.full((24, 12), 0.1, device=device())}, strict=False, assign=True)
+
+
 WORKS = {
     function.__name__: function
     for function in (
         *(described, loaded, merged, evaluated_by_one, called_by_itself, interrupted, checkpoint_without_frozen),
-        whole_checkpoint,
+        *(whole_checkpoint, read_later, assigned_within, evaluated_between, loaded_after_an_error, trained_by_itself),
+        replaced_by_loading,
     )
 }
 
@@ -333,8 +453,8 @@ def beside_whole(name, folder, **case):
     for kind, config in (("sharded", SHARDED), ("whole", WHOLE)):
         module, engine = make("plain", config, **case)
         trained_on(engine, module)
-        WORKS[name](engine, module, f"{folder}/{kind}")
-        results.append(trained_on(engine, module))
+        returned = WORKS[name](engine, module, f"{folder}/{kind}") or []
+        results.append([*returned, *trained_on(engine, module)])
         with gathered_parameters(engine):
             engine.destroy()
         results[-1].append(module(batch(2, 2, 2, 4)).detach())

@@ -38,6 +38,22 @@ class BreakingAdapted(AdaptedBlock):
         return x + self.down(F.gelu(self.up(h) + self.second(self.first(h))))
 
 
+class LendingAdapted(AdaptedBlock):
+    """Beside its output it returns a view of a frozen parameter."""
+
+    def forward(self, x):
+        return super().forward(x), self.norm.weight[:3]
+
+
+class ChangingAdapted(AdaptedBlock):
+    """The forward changes a frozen parameter."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.norm.bias.add_(0.1)
+        return super().forward(x)
+
+
 class QuantizedAdapted(AdaptedBlock):
     """A frozen weight is made of two tensors."""
 
@@ -93,6 +109,14 @@ def again(self, x, skip):
     return Body.run(self, Body.run(self, x, skip), skip)
 
 
+def with_what_is_lent(self, x, skip):
+    lent = []
+    for block in self.blocks:
+        x, view = block(x)
+        lent.append(view)
+    return x + sum(each.sum() for each in lent)
+
+
 def in_segments(self, x, skip):
     return checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
 
@@ -123,8 +147,12 @@ MODELS = {
     "segments": model_of(run=in_segments),
     "again": model_of(run=again),
     "tied": Tied,
+    "lending": model_of(of_block=LendingAdapted, run=with_what_is_lent),
     "itself": AroundItself,
 }
+
+
+CHANGING = model_of(of_block=ChangingAdapted)
 
 
 @contextlib.contextmanager

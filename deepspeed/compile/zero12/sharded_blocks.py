@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from deepspeed.utils import logger
 
@@ -196,6 +196,9 @@ class ShardedBlocks:
             try:
                 current.reach(unit)
                 output = call(*args, **kwargs)
+                if not self._all_gathered:
+                    unit.refuse_changes()
+                    output = _apart_from(unit, output)
             finally:
                 self._in_use[unit] -= 1
         if torch.is_grad_enabled():
@@ -248,7 +251,7 @@ class ShardedBlocks:
             self._all_gathered -= 1
             if not self._all_gathered and not self._is_closed:
                 for unit in self.units:
-                    unit.keep_own_part()
+                    unit.keep_changes()
                     unit.reshard()
 
     def refuse_to_save(self) -> None:
@@ -280,6 +283,16 @@ def _can_be_sharded(parameter):
     if parameter.requires_grad or isinstance(parameter, DTensor) or not parameter.numel():
         return False
     return all(tensor.is_contiguous() and not tensor.is_meta for tensor in plain_tensors([parameter]))
+
+
+def _apart_from(unit, output):
+    """Returns an output of a block, in which tensors that are views of its parameters have memory of their own."""
+    leaves, structure = tree_flatten(output)
+    views = [isinstance(each, torch.Tensor) and unit.has_memory_of(each) for each in leaves]
+    if not any(views):
+        return output
+    own = [each.clone() if is_view else each for each, is_view in zip(leaves, views, strict=True)]
+    return tree_unflatten(own, structure)
 
 
 def _tensors(output):
