@@ -128,7 +128,7 @@ def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumul
         assert result.most_gathered == 2 if world > 1 else 0
 
 
-@vary("model", ["plain", "non-reentrant", "breaking"])
+@vary("model", ["plain", "non-reentrant", "breaking", "upper"])
 @vary("world, stage, accumulation", [(3, 2, 1), (2, 1, 2)])
 def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation):
     # A full bucket would wait for ranks that skip its parameters, and these may wait for a part of this rank.
@@ -142,6 +142,21 @@ def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation):
     }
     for result in ranks(world).run(compare, model, **case):
         assert result.same and result.most_gathered == 2
+
+
+def gathers_of_a_step(model):
+    module, engine = make(model, SHARDED)
+    with watched(engine) as counts:
+        loss = engine(batch(0, 0, 0, 4))
+        forward = len(counts)
+        engine.backward(loss)
+    engine.destroy()
+    return forward, len(counts) - forward
+
+
+@vary("model, backward", [("upper", 2), ("plain", 4)])
+def test_no_gather_where_no_gradient_flows(ranks, model, backward):
+    assert ranks(2).run(gathers_of_a_step, model) == [(4, backward)] * 2
 
 
 @vary("model", MODELS)

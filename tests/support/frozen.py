@@ -131,6 +131,14 @@ class Tied(Adapted):
         self.body.norm = blocks[2].norm
 
 
+class Upper(Adapted):
+    """The lower blocks have no adapters, so no gradient flows into them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body.blocks[:2].requires_grad_(False)
+
+
 class AroundItself(Body):
     """The model itself calls the blocks."""
 
@@ -147,6 +155,7 @@ MODELS = {
     "segments": model_of(run=in_segments),
     "again": model_of(run=again),
     "tied": Tied,
+    "upper": Upper,
     "lending": model_of(of_block=LendingAdapted, run=with_what_is_lent),
     "itself": AroundItself,
 }

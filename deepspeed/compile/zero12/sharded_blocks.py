@@ -5,12 +5,14 @@
 A call of a module that calls blocks is a pass. A pass gathers the units of its blocks in the order of the model, and
 the backward through the pass gathers them in the reverse order, each once, on every rank: a rank that skips a block
 gathers its unit too, because other ranks need this rank's part, and reshards it at once. So ranks may skip different
-blocks. A unit that was resharded and is needed again within a pass is gathered once more, out of order. That happens
-if a pass comes back to an earlier block, or if checkpointing spans several blocks. All ranks must then do the same.
+blocks. The backward leaves out the frozen blocks into which no gradient flows. A unit that was resharded and is needed
+again within a pass is gathered once more, out of order. That happens if a pass comes back to an earlier block, or if
+checkpointing spans several blocks. All ranks must then do the same.
 """
 
 import collections
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
@@ -37,11 +39,15 @@ class Pass:
     Args:
         owner: who gathers and reshards units.
         units: the units, in this order.
+        needed_from: the place of the first unit whose block, or a block before it, has a trained parameter. The
+            backward ends there unless a gradient flows on into what is before the blocks.
     """
 
-    def __init__(self, owner: "ShardedBlocks", units: List[Unit]):
+    def __init__(self, owner: "ShardedBlocks", units: List[Unit], needed_from: int = 0):
         self.units = units
         self._owner = owner
+        self._needed_from = needed_from
+        self._has_block_run = False
         self._place = {unit: place for place, unit in enumerate(units)}
         # How many units this pass has begun to gather.
         self._begun = 0
@@ -50,7 +56,26 @@ class Pass:
         return unit in self._place
 
     def reversed(self) -> "Pass":
-        return Pass(self._owner, self.units[::-1])
+        """Returns the order of the backward."""
+        return Pass(self._owner, self.units[self._needed_from :][::-1])
+
+    def note_inputs(self, inputs: Any) -> None:
+        """Called with the inputs of each block in a forward.
+
+        Ranks that skip different blocks must gather the same units in the backward. A gradient that flows on into
+        what is before the blocks does so through the first block that a rank runs, whichever that is.
+        """
+        if not self._has_block_run:
+            self._has_block_run = True
+            if any(each.requires_grad for each in _tensors(inputs)):
+                self._needed_from = 0
+
+    def note_gradient(self, unit: Optional[Unit]) -> None:
+        """Called if an output needs a gradient: of a block with this unit, or of what the pass is a call of (None)."""
+        if unit is not None:
+            self._needed_from = min(self._needed_from, self._place[unit])
+        elif not self._has_block_run:
+            self._needed_from = 0
 
     def reach(self, unit: Unit) -> None:
         """Gathers a unit, and begins to gather the one behind it."""
@@ -109,6 +134,7 @@ class ShardedBlocks:
             id(caller): [self._unit_of[id(block)] for block in called if id(block) in self._unit_of]
             for caller, called in callers
         }
+        self._needed_from = {id(caller): self._units_without_gradient(caller, called) for caller, called in callers}
         # The passes that are under way: one calls blocks that call others in turn.
         self._passes: List[Pass] = []
         # The backward that is under way: the pass that it goes through, and in which order it gathers.
@@ -120,6 +146,14 @@ class ShardedBlocks:
         self._in_use: collections.Counter = collections.Counter()
         self._all_gathered = 0
         self._is_closed = False
+
+    def _units_without_gradient(self, caller, called):
+        """Counts the units of blocks before the first trained parameter of a module that calls blocks."""
+        inside = {id(parameter) for block in called for parameter in block.parameters()}
+        if any(each.requires_grad and id(each) not in inside for each in caller.parameters()):
+            return 0
+        frozen = itertools.takewhile(lambda block: not any(each.requires_grad for each in block.parameters()), called)
+        return sum(id(block) in self._unit_of for block in frozen)
 
     @property
     def shares(self) -> List[torch.Tensor]:
@@ -154,7 +188,7 @@ class ShardedBlocks:
     def call_caller(self, caller: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a module that calls blocks."""
         units = self._units_of_caller[id(caller)]
-        return self._call(Pass(self, units), None, call, args, kwargs)
+        return self._call(Pass(self, units, self._needed_from[id(caller)]), None, call, args, kwargs)
 
     def call_block(self, block: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a block, with its parameters gathered."""
@@ -192,6 +226,7 @@ class ShardedBlocks:
         if unit is None:
             output = call(*args, **kwargs)
         else:
+            of.note_inputs((args, kwargs))
             self._in_use[unit] += 1
             try:
                 current.reach(unit)
@@ -206,6 +241,7 @@ class ShardedBlocks:
             inputs = {id(each) for each in tree_leaves((args, kwargs))}
             for each in _tensors(output):
                 if each.grad_fn is not None and id(each) not in inputs:
+                    of.note_gradient(unit)
                     each.register_hook(lambda _: self._backward_reaches(of, unit))
         return output
 
