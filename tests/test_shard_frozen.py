@@ -125,7 +125,8 @@ def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumul
         # On a GPU, generated code may add in another order where parameters begin elsewhere.
         assert result.same or (backend == "inductor" and not EXACT and result.error < BOUND)
         assert result.at_rest >= 18
-        assert result.most_gathered == 2 if world > 1 else 0
+        # Where each call is a pass of its own, there is no next block.
+        assert result.most_gathered == (1 if model == "from elsewhere" else 2)
 
 
 @vary("model", ["plain", "non-reentrant", "breaking", "upper"])

@@ -139,6 +139,16 @@ class Upper(Adapted):
         self.body.blocks[:2].requires_grad_(False)
 
 
+class FromElsewhere(Adapted):
+    """The blocks are not called by the module around them, but by compiled code."""
+
+    def forward(self, ids, skip=False):
+        x = self.body.embedding(ids)
+        for block in self.body.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
 class AroundItself(Body):
     """The model itself calls the blocks."""
 
@@ -156,6 +166,7 @@ MODELS = {
     "again": model_of(run=again),
     "tied": Tied,
     "upper": Upper,
+    "from elsewhere": FromElsewhere,
     "lending": model_of(of_block=LendingAdapted, run=with_what_is_lent),
     "itself": AroundItself,
 }
