@@ -11,6 +11,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import math
 from typing import List
 
 import torch
@@ -498,7 +499,9 @@ def check_rounded(run, recipe, results):
         # With offload_optimizer DeepSpeed adds up micro-batches in another place, and rounds otherwise. After several
         # forwards it does not notice each loss.backward(), but each engine.backward().
         alike = dataclasses.replace(recipe, offloaded=False, direct=False)
-        rounding = max(each.total_error for each in run(train, alike, deepcompile=False))
+        # Where ranks skip different pieces, DeepSpeed without DeepCompile may reduce gradients of different sizes.
+        can_compare = not recipe.each_rank_skips
+        rounding = max(each.total_error for each in run(train, alike, deepcompile=False)) if can_compare else math.inf
         if rounding < 0.5 * result.total_moved:
             assert result.total_error < 1.5 * rounding
         else:

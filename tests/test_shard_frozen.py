@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from test_faults_on_one_rank import PATIENCE, TIMEOUT, names_the_bucket, was_ended_by_nccl
 
 from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up, sharded_blocks
 from deepspeed.compile.zero12.at_rest import AtRest
@@ -23,6 +24,7 @@ from support.frozen import CHANGING, MODELS, WIDTH, AdaptedBlock, late
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.options import outcome
+from support.pool import Ranks
 from support.training import (
     BOUND,
     Case,
@@ -143,6 +145,16 @@ def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation):
     }
     for result in ranks(world).run(compare, model, **case):
         assert result.same and result.most_gathered == 2
+
+
+def skip_with_small_buckets(bucket):
+    return train("plain", SHARDED, bucket=bucket, stage=2, skips=True).most_gathered
+
+
+def test_ranks_that_skip_other_blocks_with_full_buckets(capfd):
+    """Ranks that wait for each other raise when the process group's time is up; NCCL ends their processes."""
+    for said in Ranks(2, patience=TIMEOUT).run_to_the_end(skip_with_small_buckets, 1, timeout=PATIENCE):
+        assert "could not gather frozen parameters" in said or names_the_bucket(said) or was_ended_by_nccl(said, capfd)
 
 
 def gathers_of_a_step(model):
