@@ -428,6 +428,7 @@ def assigned_within(engine, module, folder):
     with gathered_parameters(engine):
         for block in module.body.blocks:
             block.up.weight.data = 0.5 * block.up.weight.data
+    module.body.blocks[0].load_state_dict({"up.weight": torch.zeros(24, 12)}, strict=False)
 
 
 def evaluated_between(engine, module, folder):
@@ -532,8 +533,19 @@ def test_from_the_host(ranks):
     assert waits == 24 and first[0] == second[0] and same(first[1], second[1])
 
 
+def initialized_on_meta():
+    with torch.device("meta"):
+        module = MODELS["plain"]()
+    return outcome(engine_by_configuration, module, True, **SHARDED)
+
+
+def test_parameters_on_meta_are_refused(ranks):
+    for said in ranks(2).run(initialized_on_meta):
+        assert "is on the meta device, so compile.shard_frozen has no values to shard; load the model on the" in said
+
+
 def with_peft(folder, config):
-    """Trains adapters of a checkpointed Qwen3; returns losses, texts, adapters and weights."""
+    """Trains adapters of a checkpointed Qwen3; returns losses, texts, adapters, weights and what was saved of them."""
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
     from transformers import Qwen3ForCausalLM
@@ -561,12 +573,22 @@ def with_peft(folder, config):
         # One rank alone.
         model.save_pretrained(folder)
     saved = [] if dist.get_rank() else [*load_file(f"{folder}/adapter_model.safetensors").values()]
+    whole = model.base_model.model
+    if config is not WHOLE:
+        said = outcome(whole.save_pretrained, f"{folder}/at_rest")
+        assert said is not None and "compile.shard_frozen" in said, said
     with gathered_parameters(engine):
-        model.merge_adapter()
+        model.merge_adapter(safe_merge=True)
     merged = model.generate(**prompt)
     with gathered_parameters(engine):
+        model.unmerge_adapter()
+        if dist.get_rank() == 0:
+            whole.save_pretrained(f"{folder}/whole")
+            saved.extend(load_file(f"{folder}/whole/model.safetensors").values())
+    again = model.generate(**prompt)
+    with gathered_parameters(engine):
         engine.destroy()
-    return [*losses, generated, merged, *saved, *(each.detach() for each in model.parameters())]
+    return [*losses, generated, merged, again, *saved, *(each.detach() for each in model.parameters())]
 
 
 def compare_with_peft(folder):
