@@ -4,6 +4,7 @@
 
 import contextlib
 import copy
+import io
 from importlib.util import find_spec
 from typing import Any, List, NamedTuple
 from unittest import mock
@@ -416,11 +417,14 @@ def read_later(engine, module, folder):
     with gathered_parameters(engine), torch.no_grad():
         state = module.state_dict()
         weight = module.body.blocks[1].down.weight.detach()
-        copied = copy.deepcopy(module)
+        copied, pickled = copy.deepcopy(module), io.BytesIO()
+        torch.save([each for each in module.parameters() if not each.requires_grad], pickled)
     trained_on(engine, module)
+    pickled.seek(0)
+    frozen = [each.detach() for each in torch.load(pickled, weights_only=False)]
     weight = weight.clone()
     module.load_state_dict({name: 0.5 * value for name, value in state.items()})
-    return [weight, copied(batch(3, 3, 3, 4)).detach()]
+    return [weight, *frozen, copied(batch(3, 3, 3, 4)).detach()]
 
 
 def assigned_within(engine, module, folder):
