@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from test_faults_on_one_rank import PATIENCE, TIMEOUT, names_the_bucket, was_ended_by_nccl
 
-from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up, sharded_blocks
+from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up, sharded_blocks, unit
 from deepspeed.compile.zero12.at_rest import AtRest
 from deepspeed.compile.zero12.subclasses import ON_HOST, plain_tensors
 from deepspeed.compile.zero12.unit import Unit
@@ -259,14 +259,24 @@ def test_a_change_in_a_forward_is_refused(ranks):
 
 
 def given_another_kind():
+    """Returns which parameters of a block are at rest after one was given another dtype, and what is said of it."""
     module, engine = make("plain", SHARDED)
-    with pytest.raises(RuntimeError, match="up.weight is sharded .* given another dtype or shape"):
-        with gathered_parameters(engine):
-            module.body.blocks[1].up.weight.data = module.body.blocks[1].up.weight.data.double()
+    block, lines = module.body.blocks[1], []
+    with mock.patch.object(unit, "warn", lines.append), gathered_parameters(engine):
+        block.up.weight.data = block.up.weight.data.double()
+    at_rest = [name for name, each in block.named_parameters() if isinstance(each, AtRest)]
+    loaded(engine, module, None)
+    with gathered_parameters(engine):
+        kinds = {each.dtype for each in (block.up.weight, block.down.weight)}
+        engine.destroy()
+    return at_rest, kinds, lines
 
 
-def test_another_dtype_is_refused(ranks):
-    ranks(2).run(given_another_kind)
+def test_a_parameter_of_another_dtype_stays_whole(ranks):
+    for at_rest, kinds, lines in ranks(2).run(given_another_kind):
+        assert at_rest == ["norm.weight", "norm.bias", "up.bias", "down.weight", "down.bias"]
+        assert kinds == {torch.float32, torch.float64}
+        assert lines == [unit.ANOTHER_KIND.format("body.blocks.1.up.weight")]
 
 
 def train_two(config):

@@ -147,7 +147,7 @@ def unmark(parameter: torch.Tensor) -> None:
     if isinstance(parameter, AtRest):
         parameter.__class__ = parameter.gathered_class
         # A pickle of the parameter has all of its attributes.
-        del vars(parameter)[_SHARE]
+        delattr(parameter, _SHARE)
 
 
 # What DeepSpeed's engine calls ------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ the parameters, which are views of it, stay as they are. What autograd has saved
 so a backward finds their values there when the unit is gathered again.
 """
 
+import itertools
 from typing import TYPE_CHECKING, Any, Dict, List, Tuple
 
 import torch
@@ -18,6 +19,7 @@ from deepspeed.accelerator import get_accelerator
 
 from .at_rest import mark_sharded, unmark
 from .collectives import collective
+from .messages import warn
 from .subclasses import ON_HOST, plain_tensors
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 ALIGN_BYTES = 64
 PURPOSE = "gather frozen parameters"
 ANOTHER_KIND = (
-    "parameter {} is sharded over the ranks by compile.shard_frozen and was given another dtype or shape; within "
-    "gathered_parameters(engine) change its values only"
+    "parameter {} was given another dtype or shape, so compile.shard_frozen shards it no longer, and it stays whole on "
+    "every rank"
 )
 CHANGED = (
     "parameter {} is sharded over the ranks by compile.shard_frozen and was changed in a forward; the change would be "
@@ -67,7 +69,7 @@ class Unit:
         self._tensors: List[torch.Tensor] = []  # those with memory
         self._offsets: List[int] = []  # of the tensors in the buffer, in bytes
         self._kinds: List[Tuple[torch.dtype, torch.Size]] = []  # dtypes and shapes of the tensors
-        self._versions: List[int] = []  # of the tensors when they were gathered; torch counts changes in place
+        self._versions: Dict[int, int] = {}  # of the tensors when they were gathered; torch counts changes in place
         self._places: Dict[str, range] = {}  # name of a parameter -> which of the tensors it is made of
         nbytes = 0
         for name, parameter in parameters.items():
@@ -108,9 +110,10 @@ class Unit:
 
     def _move_into_new_buffer(self):
         buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device)
-        for tensor, offset, kind in zip(self._tensors, self._offsets, self._kinds, strict=True):
-            dtype, shape = kind
-            place = buffer[offset : offset + dtype.itemsize * shape.numel()].view(dtype).view(shape)
+        for index in self._indices():
+            tensor, (dtype, shape) = self._tensors[index], self._kinds[index]
+            begin = self._offsets[index]
+            place = buffer[begin : begin + dtype.itemsize * shape.numel()].view(dtype).view(shape)
             place.copy_(tensor.detach())
             tensor.data = place
         self._buffer = buffer
@@ -179,18 +182,15 @@ class Unit:
     def keep_changes(self) -> None:
         """Keeps the values that the parameters have now, while the unit is gathered.
 
-        What a caller has taken of the parameters, such as a state dict, keeps its memory when the unit is resharded.
-
-        Raises:
-            RuntimeError: if a parameter has another dtype or shape.
+        What a caller has taken of the parameters, such as a state dict, keeps its memory when the unit is resharded. A
+        parameter that has another dtype or shape leaves the unit.
         """
         if not self._is_shared:
             return
-        for name, places in self._places.items():
-            for index in places:
-                kind = self._tensors[index].dtype, self._tensors[index].shape
-                if kind != self._kinds[index]:
-                    raise RuntimeError(ANOTHER_KIND.format(name))
+        for name, places in [*self._places.items()]:
+            if any((self._tensors[index].dtype, self._tensors[index].shape) != self._kinds[index] for index in places):
+                warn(ANOTHER_KIND.format(name))
+                del self._places[name], self._parameters[name]
         self._move_into_new_buffer()
         self._keep_own_part()
 
@@ -201,13 +201,17 @@ class Unit:
 
     def refuse_changes(self) -> None:
         """Raises RuntimeError if a parameter was changed in place since the unit was gathered."""
-        if self._is_shared and self._versions != self._current_versions():
+        now = self._current_versions()
+        if self._is_shared and self._versions != now:
             for name, places in self._places.items():
-                if any(self._versions[index] != self._tensors[index]._version for index in places):
+                if any(self._versions[index] != now[index] for index in places):
                     raise RuntimeError(CHANGED.format(name))
 
     def _current_versions(self):
-        return [tensor._version for tensor in self._tensors]
+        return {index: self._tensors[index]._version for index in self._indices()}
+
+    def _indices(self):
+        return itertools.chain.from_iterable(self._places.values())
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory that is freed when the unit is resharded."""
