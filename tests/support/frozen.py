@@ -54,6 +54,23 @@ class ChangingAdapted(AdaptedBlock):
         return super().forward(x)
 
 
+class CastingAdapted(AdaptedBlock):
+    """The forward gives a frozen parameter the dtype of its input, as bitsandbytes does with the bias of a layer."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__(width)
+        self.norm.bias.data = self.norm.bias.data.double()
+
+    @torch.compiler.disable
+    def cast(self, x):
+        if self.norm.bias.dtype != x.dtype:
+            self.norm.bias.data = self.norm.bias.data.to(x.dtype)
+
+    def forward(self, x):
+        self.cast(x)
+        return super().forward(x)
+
+
 class QuantizedAdapted(AdaptedBlock):
     """A frozen weight is made of two tensors."""
 
@@ -167,6 +184,7 @@ MODELS = {
     "tied": Tied,
     "upper": Upper,
     "from elsewhere": FromElsewhere,
+    "casting": model_of(of_block=CastingAdapted),
     "lending": model_of(of_block=LendingAdapted, run=with_what_is_lent),
     "itself": AroundItself,
 }

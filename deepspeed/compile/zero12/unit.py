@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 ALIGN_BYTES = 64
 PURPOSE = "gather frozen parameters"
 ANOTHER_KIND = (
-    "parameter {} was given another dtype or shape, so compile.shard_frozen shards it no longer, and it stays whole on "
+    "parameter {} was given another dtype or shape, so compile.shard_frozen no longer shards it: it stays whole on "
     "every rank"
 )
 CHANGED = (
@@ -187,12 +187,17 @@ class Unit:
         """
         if not self._is_shared:
             return
+        self._let_others_leave()
+        self._move_into_new_buffer()
+        self._keep_own_part()
+
+    def _let_others_leave(self):
         for name, places in [*self._places.items()]:
             if any((self._tensors[index].dtype, self._tensors[index].shape) != self._kinds[index] for index in places):
                 warn(ANOTHER_KIND.format(name))
                 del self._places[name], self._parameters[name]
-        self._move_into_new_buffer()
-        self._keep_own_part()
+                for index in places:
+                    del self._versions[index]
 
     def _keep_own_part(self):
         begin = self._rank * self._share_bytes
@@ -200,12 +205,18 @@ class Unit:
         self._versions = self._current_versions()
 
     def refuse_changes(self) -> None:
-        """Raises RuntimeError if a parameter was changed in place since the unit was gathered."""
+        """Called after a forward. A parameter that the forward has given another dtype or shape leaves the unit.
+
+        Raises:
+            RuntimeError: if a parameter was changed in place since the unit was gathered.
+        """
+        if not self._is_shared:
+            return
+        self._let_others_leave()
         now = self._current_versions()
-        if self._is_shared and self._versions != now:
-            for name, places in self._places.items():
-                if any(self._versions[index] != now[index] for index in places):
-                    raise RuntimeError(CHANGED.format(name))
+        for name, places in self._places.items():
+            if any(self._versions[index] != now[index] for index in places):
+                raise RuntimeError(CHANGED.format(name))
 
     def _current_versions(self):
         return {index: self._tensors[index]._version for index in self._indices()}
@@ -233,12 +244,12 @@ class Unit:
             self._write(index, source)
 
     def _write(self, index, source):
-        tensor, offset = self._tensors[index], self._offsets[index]
-        begin = self._rank * self._share_bytes
-        first, last = max(offset, begin), min(offset + tensor.nbytes, begin + self._share_bytes)
+        (dtype, shape), offset = self._kinds[index], self._offsets[index]
+        end, begin = offset + dtype.itemsize * shape.numel(), self._rank * self._share_bytes
+        first, last = max(offset, begin), min(end, begin + self._share_bytes)
         if first >= last:
             return
-        values = source.to(tensor.dtype).expand(tensor.shape).contiguous().view(-1).view(torch.uint8)
+        values = source.to(dtype).expand(shape).contiguous().view(-1).view(torch.uint8)
         self.share[first - begin : last - begin].copy_(values[first - offset : last - offset])
 
 
