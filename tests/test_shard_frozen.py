@@ -72,14 +72,14 @@ def watched(engine):
         Unit.start_gather = start
 
 
-def train(model, config, steps=3, skips=False, evaluates=False, **case):
+def train(model, config, steps=3, skips=False, evaluates=False, direct=False, **case):
     module, engine = make(model, config, **case)
     rank, losses = dist.get_rank(), []
     with watched(engine) as counts:
         for step in range(steps):
             for micro_step in range(engine.gradient_accumulation_steps()):
                 loss = engine(batch(step, micro_step, rank, 4), skips and (rank + step) % 2 == 0)
-                engine.backward(loss)
+                loss.backward() if direct else engine.backward(loss)
                 engine.step()
                 losses.append(loss.detach())
             if evaluates:
@@ -132,15 +132,16 @@ def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumul
         assert result.most_gathered == (1 if model == "from elsewhere" else 2)
 
 
-@vary("model", ["plain", "non-reentrant", "breaking", "upper"])
-@vary("world, stage, accumulation", [(3, 2, 1), (2, 1, 2)])
-def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation):
+@vary("model", ["plain", "non-reentrant", "breaking", "upper", "trained head"])
+@vary("world, stage, accumulation, direct", [(3, 2, 1, False), (2, 1, 2, True)])
+def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation, direct):
     # A full bucket would wait for ranks that skip its parameters, and these may wait for a part of this rank.
     case = {
         "bucket": 10**6,
         "stage": stage,
         "accumulation": accumulation,
         "skips": True,
+        "direct": direct,
         "evaluates": True,
         "steps": 4,
     }

@@ -156,6 +156,23 @@ class Upper(Adapted):
         self.body.blocks[:2].requires_grad_(False)
 
 
+def without_first(self, x, skip):
+    """Leaves out the blocks that a backward comes to last."""
+    for block in self.blocks[2:] if skip else self.blocks:
+        x = block(x)
+    return x
+
+
+class TrainedHead(Adapted):
+    """The head is trained, so a backward meets a trained parameter before it comes to the blocks."""
+
+    of_body = type("Body", (Body,), {"run": without_first})
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight.requires_grad_(True)
+
+
 class FromElsewhere(Adapted):
     """The blocks are not called by the module around them, but by compiled code."""
 
@@ -185,6 +202,7 @@ MODELS = {
     "upper": Upper,
     "from elsewhere": FromElsewhere,
     "casting": model_of(of_block=CastingAdapted),
+    "trained head": TrainedHead,
     "lending": model_of(of_block=LendingAdapted, run=with_what_is_lent),
     "itself": AroundItself,
 }

@@ -79,6 +79,10 @@ class StepLocalGradients(_NextClass):
         self._zero12.backward.begin(super().backward_prologue, hooked)
 
     def backward_epilogue(self, *args, **kwargs) -> None:
+        if self._zero12.sharded is not None:
+            # Other ranks may wait for this rank's part of a block that this rank has skipped, and this rank is about
+            # to wait for their gradients.
+            self._zero12.sharded.end_backward()
         super().backward_epilogue(*args, **kwargs)
         self._zero12.backward.finish()
 

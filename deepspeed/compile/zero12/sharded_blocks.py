@@ -206,7 +206,7 @@ class ShardedBlocks:
     def _call(self, of, unit, call, args, kwargs):
         if self._backward is not None and not _in_backward():
             # The last backward raised.
-            self._end_backward()
+            self.end_backward()
         self._passes.append(of)
         try:
             output = self._within(of, of, unit, call, args, kwargs)
@@ -255,13 +255,14 @@ class ShardedBlocks:
             raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
         if self._backward_of is not of:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
-            self._end_backward()
+            self.end_backward()
             self._backward_of, self._backward = of, of.reversed()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(of))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(of))
         if unit is not None:
             self._backward.reach(unit)
 
-    def _end_backward(self, of=None):
+    def end_backward(self, of: Optional[Pass] = None) -> None:
+        """Ends the backward that is under way, or that has raised. ``of``: only if it goes through this pass."""
         if self._backward is not None and (of is None or of is self._backward_of):
             backward, self._backward, self._backward_of = self._backward, None, None
             backward.end()
@@ -276,7 +277,7 @@ class ShardedBlocks:
                 "gathered_parameters() was called within a forward or a backward; call it outside of them"
             )
         if not self._all_gathered:
-            self._end_backward()
+            self.end_backward()
             for unit in self.units:
                 unit.start_gather()
                 unit.finish_gather()
