@@ -4,6 +4,7 @@
 
 import contextlib
 import copy
+import io
 from importlib.util import find_spec
 from typing import Any, List, NamedTuple
 from unittest import mock
@@ -11,17 +12,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from test_faults_on_one_rank import PATIENCE, TIMEOUT, names_the_bucket, was_ended_by_nccl
 
-from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up
+from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up, sharded_blocks, unit
 from deepspeed.compile.zero12.at_rest import AtRest
 from deepspeed.compile.zero12.subclasses import ON_HOST, plain_tensors
 from deepspeed.compile.zero12.unit import Unit
+from deepspeed.compile.zero12.update.blockwise import FORM, zeros
 
 from support.checkpoints import EXACT
-from support.frozen import MODELS, WIDTH, AdaptedBlock, late
+from support.frozen import CHANGING, MODELS, WIDTH, AdaptedBlock, late
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.options import outcome
+from support.pool import Ranks
 from support.training import (
     BOUND,
     Case,
@@ -40,7 +44,7 @@ WHOLE = {"compile": {"regional_compilation": True}}
 def make(model, config, **case):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = MODELS[model]().to(device())
+    module = {**MODELS, "changing": CHANGING}[model]().to(device())
     return module, make_engine(module, Case(adam=True, config=config, **case))
 
 
@@ -68,14 +72,14 @@ def watched(engine):
         Unit.start_gather = start
 
 
-def train(model, config, steps=3, skips=False, evaluates=False, **case):
+def train(model, config, steps=3, skips=False, evaluates=False, direct=False, **case):
     module, engine = make(model, config, **case)
     rank, losses = dist.get_rank(), []
     with watched(engine) as counts:
         for step in range(steps):
             for micro_step in range(engine.gradient_accumulation_steps()):
                 loss = engine(batch(step, micro_step, rank, 4), skips and (rank + step) % 2 == 0)
-                engine.backward(loss)
+                loss.backward() if direct else engine.backward(loss)
                 engine.step()
                 losses.append(loss.detach())
             if evaluates:
@@ -124,23 +128,50 @@ def test_it_trains_to_the_same_bits(ranks, model, backend, world, stage, accumul
         # On a GPU, generated code may add in another order where parameters begin elsewhere.
         assert result.same or (backend == "inductor" and not EXACT and result.error < BOUND)
         assert result.at_rest >= 18
-        assert result.most_gathered == 2 if world > 1 else 0
+        # Where each call is a pass of its own, there is no next block.
+        assert result.most_gathered == (1 if model == "from elsewhere" else 2)
 
 
-@vary("model", ["plain", "non-reentrant", "breaking"])
-@vary("world, stage, accumulation", [(3, 2, 1), (2, 1, 2)])
-def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation):
+@vary("model", ["plain", "non-reentrant", "breaking", "upper", "trained head"])
+@vary("world, stage, accumulation, direct", [(3, 2, 1, False), (2, 1, 2, True)])
+def test_ranks_that_skip_other_blocks(ranks, model, world, stage, accumulation, direct):
     # A full bucket would wait for ranks that skip its parameters, and these may wait for a part of this rank.
     case = {
         "bucket": 10**6,
         "stage": stage,
         "accumulation": accumulation,
         "skips": True,
+        "direct": direct,
         "evaluates": True,
         "steps": 4,
     }
     for result in ranks(world).run(compare, model, **case):
         assert result.same and result.most_gathered == 2
+
+
+def skip_with_small_buckets(bucket):
+    return train("plain", SHARDED, bucket=bucket, stage=2, skips=True).most_gathered
+
+
+def test_ranks_that_skip_other_blocks_with_full_buckets(capfd):
+    """Ranks that wait for each other raise when the process group's time is up; NCCL ends their processes."""
+    for said in Ranks(2, patience=TIMEOUT).run_to_the_end(skip_with_small_buckets, 1, timeout=PATIENCE):
+        assert "could not gather frozen parameters" in said or names_the_bucket(said) or was_ended_by_nccl(said, capfd)
+
+
+def gathers_of_a_step(model):
+    module, engine = make(model, SHARDED)
+    with watched(engine) as counts:
+        loss = engine(batch(0, 0, 0, 4))
+        forward = len(counts)
+        engine.backward(loss)
+    engine.destroy()
+    return forward, len(counts) - forward
+
+
+@vary("model, backward", [("upper", 2), ("plain", 4)])
+def test_no_gather_where_no_gradient_flows(ranks, model, backward):
+    assert ranks(2).run(gathers_of_a_step, model) == [(4, backward)] * 2
 
 
 @vary("model", MODELS)
@@ -213,6 +244,81 @@ REFUSED = {
         *(saved_checkpoint, made_trainable, made_trainable_in_place),
     )
 }
+
+
+def within_a_forward(model):
+    """Returns what a forward says."""
+    module, engine = make(model, SHARDED)
+    said = outcome(engine, batch(0, 0, dist.get_rank(), 4))
+    engine.destroy()
+    return said
+
+
+def test_a_change_in_a_forward_is_refused(ranks):
+    for said in ranks(2).run(within_a_forward, "changing"):
+        assert "body.blocks.0.norm.bias is sharded" in said and "changed in a forward" in said
+
+
+def given_another_kind():
+    """Returns which parameters of a block are at rest after one was given another dtype, and what is said of it."""
+    module, engine = make("plain", SHARDED)
+    block, lines = module.body.blocks[1], []
+    with mock.patch.object(unit, "warn", lines.append), gathered_parameters(engine):
+        block.up.weight.data = block.up.weight.data.double()
+    at_rest = [name for name, each in block.named_parameters() if isinstance(each, AtRest)]
+    loaded(engine, module, None)
+    with gathered_parameters(engine):
+        kinds = {each.dtype for each in (block.up.weight, block.down.weight)}
+        engine.destroy()
+    return at_rest, kinds, lines
+
+
+def test_a_parameter_of_another_dtype_stays_whole(ranks):
+    for at_rest, kinds, lines in ranks(2).run(given_another_kind):
+        assert at_rest == ["norm.weight", "norm.bias", "up.bias", "down.weight", "down.bias"]
+        assert kinds == {torch.float32, torch.float64}
+        assert lines == [unit.ANOTHER_KIND.format("body.blocks.1.up.weight")]
+
+
+def train_two(config):
+    """Trains two engines with one loss, and then makes a third of one's model."""
+    (first, one), (second, other) = make("plain", config), make("breaking", config)
+    losses = []
+    for step in range(2):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        loss, beside = one(ids), other(ids)
+        (loss + beside).backward()
+        one.step()
+        other.step()
+        losses.extend([loss.detach(), beside.detach()])
+    with gathered_parameters(one), gathered_parameters(other):
+        one.destroy()
+        other.destroy()
+    again = make_engine(first, Case(adam=True, config=config))
+    losses.extend(trained_on(again, first))
+    with gathered_parameters(again):
+        again.destroy()
+    return [*losses, *(each.detach() for model in (first, second) for each in model.parameters())]
+
+
+def compare_two():
+    return same(train_two(SHARDED), train_two(WHOLE))
+
+
+def test_several_engines(ranks):
+    assert ranks(2).run(compare_two) == [True, True]
+
+
+def another_engine():
+    """Returns what a second engine of a model says whose parameters the first has at rest."""
+    module, engine = make("plain", SHARDED)
+    said = outcome(make_engine, module, Case(adam=True, config=SHARDED))
+    return said
+
+
+def test_another_engine_of_parameters_at_rest(ranks):
+    for said in ranks(2).run(another_engine):
+        assert said is not None and "compile.shard_frozen" in said
 
 
 def refusals(folder):
@@ -317,11 +423,70 @@ def whole_checkpoint(engine, module, folder):
     engine.load_checkpoint(folder, tag="whole")
 
 
+def read_later(engine, module, folder):
+    """What was taken within the context may be read behind it."""
+    with gathered_parameters(engine), torch.no_grad():
+        state = module.state_dict()
+        weight = module.body.blocks[1].down.weight.detach()
+        copied, pickled = copy.deepcopy(module), io.BytesIO()
+        torch.save([each for each in module.parameters() if not each.requires_grad], pickled)
+    trained_on(engine, module)
+    pickled.seek(0)
+    frozen = [each.detach() for each in torch.load(pickled, weights_only=False)]
+    weight = weight.clone()
+    module.load_state_dict({name: 0.5 * value for name, value in state.items()})
+    return [weight, *frozen, copied(batch(3, 3, 3, 4)).detach()]
+
+
+def assigned_within(engine, module, folder):
+    """As peft does where it takes adapters out of weights."""
+    with gathered_parameters(engine):
+        for block in module.body.blocks:
+            block.up.weight.data = 0.5 * block.up.weight.data
+    module.body.blocks[0].load_state_dict({"up.weight": torch.zeros(24, 12)}, strict=False)
+
+
+def evaluated_between(engine, module, folder):
+    """Between a forward and its backward."""
+    loss = engine(batch(0, 0, dist.get_rank(), 4))
+    with gathered_parameters(engine), torch.no_grad():
+        evaluated = module(batch(1, 1, dist.get_rank(), 5))
+    engine.backward(loss)
+    engine.step()
+    return [evaluated]
+
+
+def loaded_after_an_error(engine, module, folder):
+    """A backward that raised has left blocks gathered."""
+
+    def fail(*_):
+        raise ValueError
+
+    hook = module.body.blocks[1].register_full_backward_pre_hook(fail)
+    with pytest.raises(ValueError):
+        engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    hook.remove()
+    loaded(engine, module, folder)
+
+
+def trained_by_itself(engine, module, folder):
+    """Without the engine's forward, and with a backward of the caller's."""
+    module(batch(0, 0, dist.get_rank(), 4)).backward()
+    engine.step()
+
+
+def replaced_by_loading(engine, module, folder):
+    """Loading with assign=True gives the module other parameters, which stay whole."""
+    block = module.body.blocks[2]
+    block.load_state_dict({"up.weight": torch.full((24, 12), 0.1, device=device())}, strict=False, assign=True)
+
+
 WORKS = {
     function.__name__: function
     for function in (
         *(described, loaded, merged, evaluated_by_one, called_by_itself, interrupted, checkpoint_without_frozen),
-        whole_checkpoint,
+        *(whole_checkpoint, read_later, assigned_within, evaluated_between, loaded_after_an_error, trained_by_itself),
+        replaced_by_loading,
     )
 }
 
@@ -332,8 +497,8 @@ def beside_whole(name, folder, **case):
     for kind, config in (("sharded", SHARDED), ("whole", WHOLE)):
         module, engine = make("plain", config, **case)
         trained_on(engine, module)
-        WORKS[name](engine, module, f"{folder}/{kind}")
-        results.append(trained_on(engine, module))
+        returned = WORKS[name](engine, module, f"{folder}/{kind}") or []
+        results.append([*returned, *trained_on(engine, module)])
         with gathered_parameters(engine):
             engine.destroy()
         results[-1].append(module(batch(2, 2, 2, 4)).detach())
@@ -383,8 +548,19 @@ def test_from_the_host(ranks):
     assert waits == 24 and first[0] == second[0] and same(first[1], second[1])
 
 
+def initialized_on_meta():
+    with torch.device("meta"):
+        module = MODELS["plain"]()
+    return outcome(engine_by_configuration, module, True, **SHARDED)
+
+
+def test_parameters_on_meta_are_refused(ranks):
+    for said in ranks(2).run(initialized_on_meta):
+        assert "is on the meta device, so compile.shard_frozen has no values to shard; load the model on the" in said
+
+
 def with_peft(folder, config):
-    """Trains adapters of a checkpointed Qwen3; returns losses, texts, adapters and weights."""
+    """Trains adapters of a checkpointed Qwen3; returns losses, texts, adapters, weights and what was saved of them."""
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import load_file
     from transformers import Qwen3ForCausalLM
@@ -412,12 +588,22 @@ def with_peft(folder, config):
         # One rank alone.
         model.save_pretrained(folder)
     saved = [] if dist.get_rank() else [*load_file(f"{folder}/adapter_model.safetensors").values()]
+    whole = model.base_model.model
+    if config is not WHOLE:
+        said = outcome(whole.save_pretrained, f"{folder}/at_rest")
+        assert said is not None and "compile.shard_frozen" in said, said
     with gathered_parameters(engine):
-        model.merge_adapter()
+        model.merge_adapter(safe_merge=True)
     merged = model.generate(**prompt)
     with gathered_parameters(engine):
+        model.unmerge_adapter()
+        if dist.get_rank() == 0:
+            whole.save_pretrained(f"{folder}/whole")
+            saved.extend(load_file(f"{folder}/whole/model.safetensors").values())
+    again = model.generate(**prompt)
+    with gathered_parameters(engine):
         engine.destroy()
-    return [*losses, generated, merged, *saved, *(each.detach() for each in model.parameters())]
+    return [*losses, generated, merged, again, *saved, *(each.detach() for each in model.parameters())]
 
 
 def compare_with_peft(folder):
@@ -442,6 +628,31 @@ def without_frozen_parameters():
 def test_without_frozen_parameters(ranks):
     for lines in ranks(2).run(without_frozen_parameters):
         assert any("compile.shard_frozen=True has no effect" in line for line in lines)
+
+
+def refused_states():
+    """Compiles an engine that has loaded states of another form, and once more without them."""
+    options = {**SHARDED["compile"], "deepcompile": True, "optimizer_states": "8bit"}
+    module, engine = make("plain", {"compile": options}, deepcompile=False)
+    before, lines = [each.detach().clone() for each in module.parameters()], []
+    (master,), states = engine.optimizer.single_partition_of_fp32_groups, engine.optimizer.optimizer.state
+    states[master] = {**zeros(0, master), FORM: {"version": -1}}
+    with mock.patch.object(sharded_blocks.logger, "warning", lines.append):
+        said = outcome(engine.compile, backend="eager")
+    whole = not any(isinstance(each, AtRest) for each in module.parameters())
+    unchanged = whole and same(before, [each.detach() for each in module.parameters()])
+    del states[master]
+    engine.compile(backend="eager")
+    trained_on(engine, module)
+    at_rest = sum(isinstance(each, AtRest) for each in module.parameters())
+    engine.destroy()
+    return said, unchanged, lines, at_rest
+
+
+def test_a_refusal_leaves_parameters_whole(ranks):
+    for said, unchanged, lines, at_rest in ranks(2).run(refused_states):
+        assert "8-bit optimizer states were loaded of the form" in said
+        assert unchanged and lines == [] and at_rest == 24
 
 
 def call_a_block_of_its_own():

@@ -38,6 +38,39 @@ class BreakingAdapted(AdaptedBlock):
         return x + self.down(F.gelu(self.up(h) + self.second(self.first(h))))
 
 
+class LendingAdapted(AdaptedBlock):
+    """Beside its output it returns a view of a frozen parameter."""
+
+    def forward(self, x):
+        return super().forward(x), self.norm.weight[:3]
+
+
+class ChangingAdapted(AdaptedBlock):
+    """The forward changes a frozen parameter."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.norm.bias.add_(0.1)
+        return super().forward(x)
+
+
+class CastingAdapted(AdaptedBlock):
+    """The forward gives a frozen parameter the dtype of its input, as bitsandbytes does with the bias of a layer."""
+
+    def __init__(self, width=WIDTH):
+        super().__init__(width)
+        self.norm.bias.data = self.norm.bias.data.double()
+
+    @torch.compiler.disable
+    def cast(self, x):
+        if self.norm.bias.dtype != x.dtype:
+            self.norm.bias.data = self.norm.bias.data.to(x.dtype)
+
+    def forward(self, x):
+        self.cast(x)
+        return super().forward(x)
+
+
 class QuantizedAdapted(AdaptedBlock):
     """A frozen weight is made of two tensors."""
 
@@ -93,6 +126,14 @@ def again(self, x, skip):
     return Body.run(self, Body.run(self, x, skip), skip)
 
 
+def with_what_is_lent(self, x, skip):
+    lent = []
+    for block in self.blocks:
+        x, view = block(x)
+        lent.append(view)
+    return x + sum(each.sum() for each in lent)
+
+
 def in_segments(self, x, skip):
     return checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
 
@@ -105,6 +146,41 @@ class Tied(Adapted):
         blocks = self.body.blocks
         blocks[1].up.weight = blocks[3].up.weight
         self.body.norm = blocks[2].norm
+
+
+class Upper(Adapted):
+    """The lower blocks have no adapters, so no gradient flows into them."""
+
+    def __init__(self):
+        super().__init__()
+        self.body.blocks[:2].requires_grad_(False)
+
+
+def without_first(self, x, skip):
+    """Leaves out the blocks that a backward comes to last."""
+    for block in self.blocks[2:] if skip else self.blocks:
+        x = block(x)
+    return x
+
+
+class TrainedHead(Adapted):
+    """The head is trained, so a backward meets a trained parameter before it comes to the blocks."""
+
+    of_body = type("Body", (Body,), {"run": without_first})
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight.requires_grad_(True)
+
+
+class FromElsewhere(Adapted):
+    """The blocks are not called by the module around them, but by compiled code."""
+
+    def forward(self, ids, skip=False):
+        x = self.body.embedding(ids)
+        for block in self.body.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
 class AroundItself(Body):
@@ -123,8 +199,16 @@ MODELS = {
     "segments": model_of(run=in_segments),
     "again": model_of(run=again),
     "tied": Tied,
+    "upper": Upper,
+    "from elsewhere": FromElsewhere,
+    "casting": model_of(of_block=CastingAdapted),
+    "trained head": TrainedHead,
+    "lending": model_of(of_block=LendingAdapted, run=with_what_is_lent),
     "itself": AroundItself,
 }
+
+
+CHANGING = model_of(of_block=ChangingAdapted)
 
 
 @contextlib.contextmanager

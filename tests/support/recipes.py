@@ -21,6 +21,12 @@ KINDS = (
     *("linear", "block", "norm", "gain", "empty", "scalar", "sum of two"),
     *("token", "positions", "convolution", "max norm", "dropout", "noise"),
 )
+# Which parameters of a piece do not train: the first of its first module, all but the last of each, or all.
+FREEZES = {
+    "first": lambda modules: list(modules.parameters())[:1],
+    "most": lambda modules: [each for module in modules for each in list(module.parameters())[:-1]],
+    "all": lambda modules: modules.parameters(),
+}
 LONGEST = 8
 
 
@@ -36,7 +42,7 @@ class Piece:
         breaks: whether the graph breaks behind each module.
         checkpointed: None, or whether activations are checkpointed reentrantly.
         skipped: whether it is left out in odd steps.
-        frozen: whether its first parameter is.
+        frozen: None, or which of its parameters do not train: one of ``FREEZES``.
         hooked: whether a hook doubles its last parameter's gradient.
         changed: None, or from which step on, and to before which, a hook changes what its last module inside returns.
     """
@@ -48,7 +54,7 @@ class Piece:
     breaks: bool = False
     checkpointed: Optional[bool] = None
     skipped: bool = False
-    frozen: bool = False
+    frozen: Optional[str] = None
     hooked: bool = False
     changed: Optional[Tuple[int, int]] = None
 
@@ -79,7 +85,9 @@ class Recipe:
         rests: whether the learning rate of the second step is zero, as where a warm-up begins or a decay ends.
         penalized: whether a penalty on parameters has a backward of its own before that of each micro-batch.
         freezes: whether the first parameter is frozen between forward and backward in odd steps.
-        moves: whether parameters get other memory in the second step's first backward.
+        moves: whether trained parameters get other memory in the second step's first backward.
+        embedding_frozen: whether the embedding does not train, so that a gradient may end above the first block.
+        shards: whether each rank keeps a part of the blocks' frozen parameters.
     """
 
     pieces: Tuple[Piece, ...] = (Piece(),)
@@ -121,6 +129,8 @@ class Recipe:
     penalized: bool = False
     freezes: bool = False
     moves: bool = False
+    embedding_frozen: bool = False
+    shards: bool = False
     steps: int = 3
 
 
@@ -222,6 +232,7 @@ class Body(nn.Module):
         super().__init__()
         self.recipe = recipe
         self.embedding = nn.Embedding(VOCABULARY, recipe.width)
+        self.embedding.weight.requires_grad_(not recipe.embedding_frozen)
         # Aliases are pieces too, so that their parameters are registered once.
         self.lists = nn.ModuleList()
         for index, piece in enumerate(recipe.pieces):
@@ -229,8 +240,8 @@ class Body(nn.Module):
                 self.lists.append(self.lists[piece.like % index])
                 continue
             modules = nn.ModuleList(MAKE[piece.kind](recipe.width) for _ in range(piece.repeats))
-            if piece.frozen:
-                next(modules.parameters()).requires_grad_(False)
+            for parameter in FREEZES[piece.frozen](modules) if piece.frozen is not None else ():
+                parameter.requires_grad_(False)
             self.lists.append(modules)
 
     def forward(self, ids, skip=False):

@@ -138,8 +138,7 @@ def _with_rest(kind):
 
 def mark_sharded(parameter: torch.Tensor, name: str, unit: "Unit") -> None:
     """Makes a parameter raise an error when it is read. ``name`` is the parameter's, for errors."""
-    if _SHARE not in vars(parameter):
-        vars(parameter)[_SHARE] = _Share(name, unit)
+    vars(parameter)[_SHARE] = _Share(name, unit)
     parameter.__class__ = _with_rest(type(parameter))
 
 
@@ -147,6 +146,8 @@ def unmark(parameter: torch.Tensor) -> None:
     """Undoes :func:`mark_sharded`."""
     if isinstance(parameter, AtRest):
         parameter.__class__ = parameter.gathered_class
+        # A pickle of the parameter has all of its attributes.
+        delattr(parameter, _SHARE)
 
 
 # What DeepSpeed's engine calls ------------------------------------------------------------------------------------

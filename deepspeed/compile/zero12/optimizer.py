@@ -79,6 +79,10 @@ class StepLocalGradients(_NextClass):
         self._zero12.backward.begin(super().backward_prologue, hooked)
 
     def backward_epilogue(self, *args, **kwargs) -> None:
+        if self._zero12.sharded is not None:
+            # Other ranks may wait for this rank's part of a block that this rank has skipped, and this rank is about
+            # to wait for their gradients.
+            self._zero12.sharded.end_backward()
         super().backward_epilogue(*args, **kwargs)
         self._zero12.backward.finish()
 
@@ -210,8 +214,6 @@ def _with_step_local_gradients(cls):
 
 def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     """Makes an optimizer take its gradients from the reducer of ``zero12``, the optimizer's new state."""
-    # First, because it raises if states of another form were loaded.
-    eight_bit_states.adopt(optimizer, zero12.optimizer_states is not None)
     zero12.backward.listen()
     # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:

@@ -80,10 +80,14 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
 
     With ``compile.shard_frozen``, the frozen parameters of blocks that are on the host stay there until they are
     sharded, so the model need not fit on one device.
+
+    Raises:
+        ValueError: if parameters that are to be sharded are on the meta device.
     """
     module, stays = engine.module, []
     trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
     if engine._config.compile_config.shard_frozen and trains and engine.zero_optimization_stage() in (1, 2):
+        _refuse_meta(module)
         stays = _to_be_sharded(engine)
     if not stays:
         module.to(engine.device)
@@ -92,6 +96,16 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
     module._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
     for parameter in stays:
         setattr(parameter, ON_HOST, True)
+
+
+def _refuse_meta(module):
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name} is on the meta device, so compile.shard_frozen has no values to shard; load the "
+                "model on the host before deepspeed.initialize(), which leaves the blocks' frozen parameters there "
+                "until each rank takes its part"
+            )
 
 
 def _to_be_sharded(engine):

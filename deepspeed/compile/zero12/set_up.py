@@ -12,6 +12,7 @@ from torch.nn import Module, Parameter
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
+from . import eight_bit_states
 from .collectives import collective
 from .forward import switch_off_flops_profiler
 from .gather_hooks import Waiting
@@ -107,6 +108,8 @@ def set_up(
         zero12 = Zero12(
             *(engine, reducer, limit, waiting, sharded, rules, updates, plan.optimizer_states, plan.monitors_memory)
         )
+        # It refuses loaded states of another form, so it comes before anything is given up.
+        eight_bit_states.adopt(optimizer, plan.optimizer_states is not None)
         if sharded is not None:
             sharded.shard()
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.

@@ -5,17 +5,19 @@
 A call of a module that calls blocks is a pass. A pass gathers the units of its blocks in the order of the model, and
 the backward through the pass gathers them in the reverse order, each once, on every rank: a rank that skips a block
 gathers its unit too, because other ranks need this rank's part, and reshards it at once. So ranks may skip different
-blocks. A unit that was resharded and is needed again within a pass is gathered once more, out of order. That happens
-if a pass comes back to an earlier block, or if checkpointing spans several blocks. All ranks must then do the same.
+blocks. The backward leaves out the frozen blocks into which no gradient flows. A unit that was resharded and is needed
+again within a pass is gathered once more, out of order. That happens if a pass comes back to an earlier block, or if
+checkpointing spans several blocks. All ranks must then do the same.
 """
 
 import collections
 import contextlib
+import itertools
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from deepspeed.utils import logger
 
@@ -36,11 +38,15 @@ class Pass:
     Args:
         owner: who gathers and reshards units.
         units: the units, in this order.
+        needed_from: the place of the first unit whose block, or a block before it, has a trained parameter. The
+            backward ends there unless a gradient flows on into what is before the blocks.
     """
 
-    def __init__(self, owner: "ShardedBlocks", units: List[Unit]):
+    def __init__(self, owner: "ShardedBlocks", units: List[Unit], needed_from: int = 0):
         self.units = units
         self._owner = owner
+        self._needed_from = needed_from
+        self._has_block_run = False
         self._place = {unit: place for place, unit in enumerate(units)}
         # How many units this pass has begun to gather.
         self._begun = 0
@@ -49,7 +55,26 @@ class Pass:
         return unit in self._place
 
     def reversed(self) -> "Pass":
-        return Pass(self._owner, self.units[::-1])
+        """Returns the order of the backward."""
+        return Pass(self._owner, self.units[self._needed_from :][::-1])
+
+    def note_inputs(self, inputs: Any) -> None:
+        """Called with the inputs of each block in a forward.
+
+        Ranks that skip different blocks must gather the same units in the backward. A gradient that flows on into
+        what is before the blocks does so through the first block that a rank runs, whichever that is.
+        """
+        if not self._has_block_run:
+            self._has_block_run = True
+            if any(each.requires_grad for each in _tensors(inputs)):
+                self._needed_from = 0
+
+    def note_gradient(self, unit: Optional[Unit]) -> None:
+        """Called if an output needs a gradient: of a block with this unit, or of what the pass is a call of (None)."""
+        if unit is not None:
+            self._needed_from = min(self._needed_from, self._place[unit])
+        elif not self._has_block_run:
+            self._needed_from = 0
 
     def reach(self, unit: Unit) -> None:
         """Gathers a unit, and begins to gather the one behind it."""
@@ -108,6 +133,7 @@ class ShardedBlocks:
             id(caller): [self._unit_of[id(block)] for block in called if id(block) in self._unit_of]
             for caller, called in callers
         }
+        self._needed_from = {id(caller): self._units_without_gradient(caller, called) for caller, called in callers}
         # The passes that are under way: one calls blocks that call others in turn.
         self._passes: List[Pass] = []
         # The backward that is under way: the pass that it goes through, and in which order it gathers.
@@ -119,6 +145,14 @@ class ShardedBlocks:
         self._in_use: collections.Counter = collections.Counter()
         self._all_gathered = 0
         self._is_closed = False
+
+    def _units_without_gradient(self, caller, called):
+        """Counts the units of blocks before the first trained parameter of a module that calls blocks."""
+        inside = {id(parameter) for block in called for parameter in block.parameters()}
+        if any(each.requires_grad and id(each) not in inside for each in caller.parameters()):
+            return 0
+        frozen = itertools.takewhile(lambda block: not any(each.requires_grad for each in block.parameters()), called)
+        return sum(id(block) in self._unit_of for block in frozen)
 
     @property
     def shares(self) -> List[torch.Tensor]:
@@ -153,7 +187,7 @@ class ShardedBlocks:
     def call_caller(self, caller: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a module that calls blocks."""
         units = self._units_of_caller[id(caller)]
-        return self._call(Pass(self, units), None, call, args, kwargs)
+        return self._call(Pass(self, units, self._needed_from[id(caller)]), None, call, args, kwargs)
 
     def call_block(self, block: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a block, with its parameters gathered."""
@@ -171,7 +205,7 @@ class ShardedBlocks:
     def _call(self, of, unit, call, args, kwargs):
         if self._backward is not None and not _in_backward():
             # The last backward raised.
-            self._end_backward()
+            self.end_backward()
         self._passes.append(of)
         try:
             output = self._within(of, of, unit, call, args, kwargs)
@@ -191,10 +225,14 @@ class ShardedBlocks:
         if unit is None:
             output = call(*args, **kwargs)
         else:
+            of.note_inputs((args, kwargs))
             self._in_use[unit] += 1
             try:
                 current.reach(unit)
                 output = call(*args, **kwargs)
+                if not self._all_gathered:
+                    unit.refuse_changes()
+                    output = _apart_from(unit, output)
             finally:
                 self._in_use[unit] -= 1
         if torch.is_grad_enabled():
@@ -202,6 +240,7 @@ class ShardedBlocks:
             inputs = {id(each) for each in tree_leaves((args, kwargs))}
             for each in _tensors(output):
                 if each.grad_fn is not None and id(each) not in inputs:
+                    of.note_gradient(unit)
                     each.register_hook(lambda _: self._backward_reaches(of, unit))
         return output
 
@@ -215,13 +254,14 @@ class ShardedBlocks:
             raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
         if self._backward_of is not of:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
-            self._end_backward()
+            self.end_backward()
             self._backward_of, self._backward = of, of.reversed()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(of))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(of))
         if unit is not None:
             self._backward.reach(unit)
 
-    def _end_backward(self, of=None):
+    def end_backward(self, of: Optional[Pass] = None) -> None:
+        """Ends the backward that is under way, or that has raised. ``of``: only if it goes through this pass."""
         if self._backward is not None and (of is None or of is self._backward_of):
             backward, self._backward, self._backward_of = self._backward, None, None
             backward.end()
@@ -236,7 +276,7 @@ class ShardedBlocks:
                 "gathered_parameters() was called within a forward or a backward; call it outside of them"
             )
         if not self._all_gathered:
-            self._end_backward()
+            self.end_backward()
             for unit in self.units:
                 unit.start_gather()
                 unit.finish_gather()
@@ -247,7 +287,7 @@ class ShardedBlocks:
             self._all_gathered -= 1
             if not self._all_gathered and not self._is_closed:
                 for unit in self.units:
-                    unit.keep_own_part()
+                    unit.keep_changes()
                     unit.reshard()
 
     def refuse_to_save(self) -> None:
@@ -261,7 +301,7 @@ class ShardedBlocks:
     def close(self) -> None:
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
         self._is_closed = True
-        if self.units and not self._all_gathered:
+        if any(not unit.is_gathered for unit in self.units):
             logger.warning(
                 "The engine is destroyed, and frozen parameters stay sharded, so the model cannot be used; destroy "
                 "the engine within `with gathered_parameters(engine):` to use it"
@@ -279,6 +319,16 @@ def _can_be_sharded(parameter):
     if parameter.requires_grad or is_dtensor(parameter) or not parameter.numel():
         return False
     return all(tensor.is_contiguous() and not tensor.is_meta for tensor in plain_tensors([parameter]))
+
+
+def _apart_from(unit, output):
+    """Returns an output of a block, in which tensors that are views of its parameters have memory of their own."""
+    leaves, structure = tree_flatten(output)
+    views = [isinstance(each, torch.Tensor) and unit.has_memory_of(each) for each in leaves]
+    if not any(views):
+        return output
+    own = [each.clone() if is_view else each for each, is_view in zip(leaves, views, strict=True)]
+    return tree_unflatten(own, structure)
 
 
 def _tensors(output):

@@ -7,16 +7,19 @@ the parameters, which are views of it, stay as they are. What autograd has saved
 so a backward finds their values there when the unit is gathered again.
 """
 
-from typing import TYPE_CHECKING, Any, Dict, List
+import itertools
+from typing import TYPE_CHECKING, Any, Dict, List, Tuple
 
 import torch
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from .at_rest import mark_sharded, unmark
 from .collectives import collective
+from .messages import warn
 from .subclasses import ON_HOST, plain_tensors
 
 if TYPE_CHECKING:
@@ -25,6 +28,14 @@ if TYPE_CHECKING:
 # Generated code takes for granted that parameters are aligned to 16 bytes; torch's allocators align to 64 or more.
 ALIGN_BYTES = 64
 PURPOSE = "gather frozen parameters"
+ANOTHER_KIND = (
+    "parameter {} was given another dtype or shape, so compile.shard_frozen no longer shards it: it stays whole on "
+    "every rank"
+)
+CHANGED = (
+    "parameter {} is sharded over the ranks by compile.shard_frozen and was changed in a forward; the change would be "
+    "lost, so make it a buffer, which stays whole, or leave compile.shard_frozen out"
+)
 DIFFERENT = (
     "ranks gathered the frozen parameters of different blocks: with compile.shard_frozen all ranks run the same "
     "forwards and backwards; for one rank alone, all ranks enter gathered_parameters(engine)"
@@ -57,6 +68,8 @@ class Unit:
         self._numbers = self._number.repeat(world)  # of the units that ranks gather at the same time
         self._tensors: List[torch.Tensor] = []  # those with memory
         self._offsets: List[int] = []  # of the tensors in the buffer, in bytes
+        self._kinds: List[Tuple[torch.dtype, torch.Size]] = []  # dtypes and shapes of the tensors
+        self._versions: Dict[int, int] = {}  # of the tensors when they were gathered; torch counts changes in place
         self._places: Dict[str, range] = {}  # name of a parameter -> which of the tensors it is made of
         nbytes = 0
         for name, parameter in parameters.items():
@@ -64,6 +77,7 @@ class Unit:
             for tensor in plain_tensors([parameter]):
                 self._tensors.append(tensor)
                 self._offsets.append(nbytes)
+                self._kinds.append((tensor.dtype, tensor.shape))
                 nbytes += _aligned(tensor.nbytes)
             self._places[name] = range(first, len(self._tensors))
         self._share_bytes = _aligned(-(-nbytes // world))
@@ -87,18 +101,22 @@ class Unit:
                 tensor.data = tensor.data.to(self._device)
             return
         self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=self._device)
+        self._move_into_new_buffer()
+        if on_host:
+            with collective(PURPOSE):
+                dist.broadcast(self._buffer, src=dist.get_global_rank(self._group, 0), group=self._group)
+        self._keep_own_part()
+        self.reshard()
+
+    def _move_into_new_buffer(self):
         buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device)
-        for index, tensor in enumerate(self._tensors):
-            part = buffer[self._offsets[index] : self._offsets[index] + tensor.nbytes]
-            place = part.view(tensor.dtype).view(tensor.shape)
+        for index in self._indices():
+            tensor, (dtype, shape) = self._tensors[index], self._kinds[index]
+            begin = self._offsets[index]
+            place = buffer[begin : begin + dtype.itemsize * shape.numel()].view(dtype).view(shape)
             place.copy_(tensor.detach())
             tensor.data = place
         self._buffer = buffer
-        if on_host:
-            with collective(PURPOSE):
-                dist.broadcast(buffer, src=dist.get_global_rank(self._group, 0), group=self._group)
-        self.keep_own_part()
-        self.reshard()
 
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
@@ -129,6 +147,7 @@ class Unit:
         for parameter in self._parameters.values():
             unmark(parameter)
         self.is_gathered = True
+        self._versions = self._current_versions()
         if self._stream is not None and get_accelerator().current_stream() != self._stream:
             # Otherwise the allocator could give the memory away, when it is resharded, while this stream reads it.
             self._buffer.record_stream(get_accelerator().current_stream())
@@ -150,6 +169,9 @@ class Unit:
         # A gather that is on its way still writes.
         self._wait()
         if self.is_gathered:
+            if self._versions != self._current_versions():
+                # A backward raised and left the unit gathered, and a state dict was loaded since.
+                self._keep_own_part()
             for name, parameter in self._parameters.items():
                 mark_sharded(parameter, name, self)
         self.is_gathered = False
@@ -157,12 +179,56 @@ class Unit:
 
     # Values --------------------------------------------------------------------------------------------------------
 
-    def keep_own_part(self) -> None:
-        """Keeps the values that the parameters have now, while the unit is gathered."""
+    def keep_changes(self) -> None:
+        """Keeps the values that the parameters have now, while the unit is gathered.
+
+        What a caller has taken of the parameters, such as a state dict, keeps its memory when the unit is resharded. A
+        parameter that has another dtype or shape leaves the unit.
+        """
         if not self._is_shared:
             return
+        self._let_others_leave()
+        self._move_into_new_buffer()
+        self._keep_own_part()
+
+    def _let_others_leave(self):
+        for name, places in [*self._places.items()]:
+            if any((self._tensors[index].dtype, self._tensors[index].shape) != self._kinds[index] for index in places):
+                warn(ANOTHER_KIND.format(name))
+                del self._places[name], self._parameters[name]
+                for index in places:
+                    del self._versions[index]
+
+    def _keep_own_part(self):
         begin = self._rank * self._share_bytes
         self.share.copy_(self._buffer[begin : begin + self._share_bytes])
+        self._versions = self._current_versions()
+
+    def refuse_changes(self) -> None:
+        """Called after a forward. A parameter that the forward has given another dtype or shape leaves the unit.
+
+        Raises:
+            RuntimeError: if a parameter was changed in place since the unit was gathered.
+        """
+        if not self._is_shared:
+            return
+        self._let_others_leave()
+        now = self._current_versions()
+        for name, places in self._places.items():
+            if any(self._versions[index] != now[index] for index in places):
+                raise RuntimeError(CHANGED.format(name))
+
+    def _current_versions(self):
+        return {index: self._tensors[index]._version for index in self._indices()}
+
+    def _indices(self):
+        return itertools.chain.from_iterable(self._places.values())
+
+    def has_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory that is freed when the unit is resharded."""
+        if not self._is_shared or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+            return False
+        return tensor.untyped_storage()._cdata == self._buffer.untyped_storage()._cdata
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Writes this rank's part of a parameter's new values, at rest.
@@ -178,12 +244,12 @@ class Unit:
             self._write(index, source)
 
     def _write(self, index, source):
-        tensor, offset = self._tensors[index], self._offsets[index]
-        begin = self._rank * self._share_bytes
-        first, last = max(offset, begin), min(offset + tensor.nbytes, begin + self._share_bytes)
+        (dtype, shape), offset = self._kinds[index], self._offsets[index]
+        end, begin = offset + dtype.itemsize * shape.numel(), self._rank * self._share_bytes
+        first, last = max(offset, begin), min(end, begin + self._share_bytes)
         if first >= last:
             return
-        values = source.to(tensor.dtype).expand(tensor.shape).contiguous().view(-1).view(torch.uint8)
+        values = source.to(dtype).expand(shape).contiguous().view(-1).view(torch.uint8)
         self.share[first - begin : last - begin].copy_(values[first - offset : last - offset])
 
 

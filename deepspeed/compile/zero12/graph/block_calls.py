@@ -158,6 +158,18 @@ class CallOfBlock(Call):
         self._limit = limit
         self._waiting = waiting
         self._sharded = sharded
+        self._hook: Optional[RemovableHandle] = None
+
+    def put_in(self) -> None:
+        super().put_in()
+        if self._sharded is not None:
+            # As for a CallOfCaller: a graph of the code around the block has no place at which to gather it.
+            self._hook = self._module().register_forward_pre_hook(no_hook, prepend=True)
+
+    def take_out(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        super().take_out()
 
     # Code other than the caller may be compiled and call a block whose hooks keep the block out of that code's graph.
     @torch.compiler.disable
@@ -175,7 +187,7 @@ class CallOfBlock(Call):
         # The caller may have given this block a forward of its own since.
         if self._limit.is_off() or "forward" in own:
             return block._call_impl(*args, **kwargs)
-        if not _has_hooks(own):
+        if not _has_hooks(own, but=self._hook is not None):
             # Dynamo checks its guards faster while nothing has changed the block's attributes.
             return self._run(block, *args, **kwargs)
 
@@ -223,8 +235,11 @@ class CallOfBlock(Call):
             own[CHECKPOINT] = checkpoint
 
 
-def _has_hooks(own):
-    return own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
+def _has_hooks(own, but):
+    """Whether a module has hooks. ``but``: how many pre-hooks do not count."""
+    if len(own["_forward_pre_hooks"]) > but:
+        return True
+    return own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
 
 
 def _checkpoints_what_it_decorates(forward):
