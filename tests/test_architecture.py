@@ -144,7 +144,9 @@ def test_the_compiler_and_tensors_of_meshes_are_imported_when_they_are_needed():
     code = "import sys, deepspeed; print([name for name in sys.argv[1:] if name in sys.modules])"
     # Not in the checkout's own folder, whose deepspeed/ is not the whole package.
     command = [sys.executable, "-c", code, "torch._dynamo", "torch.distributed.tensor"]
-    assert subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True).stdout == "[]\n"
+    printed = subprocess.run(command, cwd=ROOT / "tests", capture_output=True, text=True).stdout
+    # DeepSpeed may print a line about the accelerator first.
+    assert printed.splitlines()[-1] == "[]"
 
 
 def test_graphs_and_training_do_not_know_each_other():
