@@ -2,19 +2,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepSpeed's own Muon, beside DeepSpeed without DeepCompile."""
 
+import itertools
 import logging
 
 import torch
 import torch.nn as nn
 
 import deepspeed
-from deepspeed.compile.zero12.update.muon import norm_of_updates
+from deepspeed.compile.zero12.update.muon import _update, norm_of_updates
 
 from support.beside import logged
 from support.ids import vary
-from support.muon import Training, check, seen, start, train, train_beside
+from support.muon import Training, check, products_in_fp32, seen, start, train, train_beside
 from support.options import outcome
-from support.training import BOUND, device, forget_autocast, relative_error
+from support.training import BOUND, as_recorded, device, forget_autocast, relative_error
 
 
 @vary(
@@ -37,6 +38,23 @@ def test_it_trains_as_without_deepcompile(ranks, world, varied):
     assert max(results[0].owners) > 1, "no boundary cuts a matrix"
     if training.depth == 1:
         assert max(results[0].owners) > 2, "no matrix lies in three partitions"
+
+
+def test_updates_of_all_kinds_of_batches_are_compiled():
+    """Of two groups, whose batches have as many matrices as fit together, those that are left over, or one."""
+    torch._dynamo.reset()
+    shapes = [(16, 8), (4, 8), (8, 16), (24, 8), (8, 24)]  # of Qwen3, in small
+    with (
+        as_recorded(True),
+        products_in_fp32(),
+        torch.no_grad(),
+        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
+    ):
+        for momentum in (0.9, 0.95):
+            for count, (rows, columns) in itertools.product((10, 4, 1), shapes):
+                gradient = torch.randn(count, rows, columns, device=device())
+                _update(gradient, torch.zeros_like(gradient), {"momentum": momentum})
+    torch._dynamo.reset()
 
 
 # Overflow and checkpoints --------------------------------------------------------------------------------------------

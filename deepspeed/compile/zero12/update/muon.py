@@ -30,6 +30,9 @@ MOMENTUM = "momentum_buffer"
 # Elements of matrices of one shape that are orthogonalized together, as many as a bucket is sent with: 64 MiB in bf16.
 # Newton-Schulz has about four times as much memory at a time, and its products are large enough for a GPU.
 BATCH_NUMEL = 2**25
+# Torch compiles an update anew for wide, tall and square matrices, for one matrix and for several, and for each
+# momentum and method. One rank may need more than torch's own limit of 8. Beyond the limit, updates run uncompiled.
+COMPILATIONS = 64
 
 
 class Part(NamedTuple):
@@ -194,7 +197,9 @@ def _update(gradient, momentum, settings):
     """Returns the updates of a batch of matrices, and changes ``gradient`` and ``momentum``."""
     from deepspeed.runtime.zero.muon.original_muon import muon_update
 
-    return muon_update(gradient, momentum, beta=settings["momentum"], ns_method=settings.get("ns_method", "gram"))
+    dynamo = torch._dynamo.config
+    with dynamo.patch(recompile_limit=max(dynamo.recompile_limit, COMPILATIONS)):
+        return muon_update(gradient, momentum, beta=settings["momentum"], ns_method=settings.get("ns_method", "gram"))
 
 
 def _momentum(optimizer, group, numel, like):
