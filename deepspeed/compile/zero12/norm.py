@@ -24,17 +24,17 @@ SMALL_NUMEL_ON_HOST = 2**15
 
 
 def global_norm(
-    optimizer: "DeepSpeedZeroOptimizer", scale: float = 1.0, unscaled: Collection[int] = ()
+    optimizer: "DeepSpeedZeroOptimizer", scale: float = 1.0, without_scale: Collection[int] = ()
 ) -> torch.Tensor:
     """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid.
 
     Args:
         optimizer: the ZeRO-1/2 optimizer.
         scale: the loss scale.
-        unscaled: indices of the parameter groups whose gradients lack the loss scale. The norm counts it.
+        without_scale: indices of the parameter groups whose gradients lack the loss scale. The norm counts it.
     """
     norms = [_group_norm(optimizer, group) for group in range(len(optimizer.bit16_groups))]
-    norms = [norm * scale if group in unscaled else norm for group, norm in enumerate(norms)]
+    norms = [norm * scale if group in without_scale else norm for group, norm in enumerate(norms)]
     return combine_grad_norm_groups(norms, norm_type=2)
 
 
@@ -105,7 +105,10 @@ def overflowed(optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor]
 
 
 def factors_of(
-    optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor], scale: float, unscaled: Collection[int] = ()
+    optimizer: "DeepSpeedZeroOptimizer",
+    norm: Optional[torch.Tensor],
+    scale: float,
+    without_scale: Collection[int] = (),
 ) -> List[Optional[torch.Tensor]]:
     """Returns, for each parameter group, the factor that unscales and clips gradients: see :func:`factor_of`.
 
@@ -113,8 +116,8 @@ def factors_of(
     """
     factor = factor_of(optimizer, norm, scale)
     clips = optimizer.clip_grad != 0.0 and factor is not None
-    of_unscaled = factor * scale if clips else None  # type: ignore[operator]
-    return [of_unscaled if group in unscaled else factor for group in range(len(optimizer.bit16_groups))]
+    of_others = factor * scale if clips else None  # type: ignore[operator]
+    return [of_others if group in without_scale else factor for group in range(len(optimizer.bit16_groups))]
 
 
 def factor_of(

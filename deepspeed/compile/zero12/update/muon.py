@@ -104,7 +104,7 @@ def stand_in(inner: torch.optim.Optimizer, index: int) -> Tuple[torch.optim.Opti
     """Returns an optimizer that steps a parameter group element by element, and the group's index there.
 
     This is the optimizer itself, unless it is DeepSpeed's Muon. What Muon does with an update is what SGD does with a
-    gradient. The other groups are those of an Adam, with which Muon shares groups and states.
+    gradient. The other groups are those of an Adam, which this call makes share Muon's groups and states.
     """
     if not is_muon(inner):
         return inner, index
