@@ -50,8 +50,8 @@ def seconds(function: Callable[[], object], repetitions: int) -> float:
     return fastest
 
 
-def measure(numel: int, repetitions: int) -> dict[str, float]:
-    """Returns name -> nanoseconds for each element, or GB/s.
+def measure(numel: int, repetitions: int) -> Iterator[tuple[str, float]]:
+    """Yields the name of each part, and nanoseconds for each element or GB/s, as soon as it is measured.
 
     Args:
         numel: elements of a partition.
@@ -92,19 +92,18 @@ def measure(numel: int, repetitions: int) -> dict[str, float]:
         "one compiled pass, send": functools.partial(step, CompiledUpdates()),
         "Adam alone, of the whole partition": adam_alone,
     }
-    figures = {name: seconds(part, repetitions) / numel * 1e9 for name, part in elements.items()}
-    # Reads three fp32 tensors and a gradient, and writes three.
-    ranks = dist.get_world_size()
-    figures["host memory under Adam alone, all ranks, GB/s"] = (
-        28 * ranks / figures["Adam alone, of the whole partition"]
-    )
+    for name, part in elements.items():
+        figure = seconds(part, repetitions) / numel * 1e9
+        yield name, figure
+    # Adam alone, the last part, reads three fp32 tensors and a gradient, and writes three.
+    yield "host memory under Adam alone, all ranks, GB/s", 28 * dist.get_world_size() / figure
     if on_gpus():
         links = {
             "to the host, each rank, GB/s": lambda: gradient.copy_(sent, non_blocking=True),
             "to the device, each rank, GB/s": lambda: sent.copy_(gradient, non_blocking=True),
         }
-        figures |= {name: 2 * numel / seconds(copy, repetitions) / 1e9 for name, copy in links.items()}
-    return figures
+        for name, copy in links.items():
+            yield name, 2 * numel / seconds(copy, repetitions) / 1e9
 
 
 def main() -> None:
@@ -118,7 +117,7 @@ def main() -> None:
     torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["WORLD_SIZE"])))
     # Ranks wait for each other on the host, so gloo serves GPUs too.
     dist.init_process_group("gloo")
-    for name, figure in measure(options.numel, options.repetitions).items():
+    for name, figure in measure(options.numel, options.repetitions):
         say(f"{name:50} {figure:8.3f}")
     dist.destroy_process_group()
 

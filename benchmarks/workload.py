@@ -67,16 +67,20 @@ def build_model(shape: Shape, dtype: torch.dtype, device: str, checkpoint: bool)
 def multiply_in_float8(model: torch.nn.Module, recipe: str, gathered: bool) -> None:
     """Has torchao replace the linear layers of the blocks by layers that multiply in float8; the head stays.
 
-    On a CPU the layers emulate that. The parameters stay, in their dtype.
+    On a CPU the layers emulate that. The parameters stay, in their dtype, unless FSDP2 gathers them.
 
     Args:
         model: what :func:`build_model` returned.
         recipe: one of ``RECIPES``.
-        gathered: whether FSDP2 shall cast the shards of these layers to float8 before it gathers them.
+        gathered: whether FSDP2 shall cast the shards of these layers to float8 before it gathers them. The parameters
+            are fp32 then, as the shards are.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     emulated = next(model.parameters()).device.type == "cpu"
+    if gathered:
+        # torchao then wraps the weights, and a cast of a wrapper leaves the tensor in it as it is.
+        model.model.layers.float()
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name(recipe), enable_fsdp_float8_all_gather=gathered, emulate=emulated
     )

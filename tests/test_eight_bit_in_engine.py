@@ -148,8 +148,9 @@ def train_on_given_gradients(case):
         engine.step()
     (states,), (master,) = states_of(engine), engine.optimizer.single_partition_of_fp32_groups
     offset = dist.get_rank() * master.numel()
-    found = {name: value.clone() for name, value in states.items() if torch.is_tensor(value)}
-    masters = torch.cat([safe_get_full_fp32_param(each).flatten() for each in module.parameters()])
+    # Ranks may have GPUs of their own, and their states are compared.
+    found = {name: value.cpu().clone() for name, value in states.items() if torch.is_tensor(value)}
+    masters = torch.cat([safe_get_full_fp32_param(each).flatten() for each in module.parameters()]).cpu()
     engine.destroy()
     return offset, found, masters
 

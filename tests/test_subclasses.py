@@ -48,7 +48,7 @@ def weights_at_the_beginning(case):
     module = build(case, seed=torch.distributed.get_rank())
     engine = make_engine(module, case)
     names = [debug_param2name(parameter) for parameter in module.parameters() if not isinstance(parameter, Scaled)]
-    weights = [tensor.detach().clone() for tensor in plain_tensors(module.parameters())]
+    weights = [tensor.detach().cpu().clone() for tensor in plain_tensors(module.parameters())]
     engine.destroy()
     return weights, "unknown" in names
 
