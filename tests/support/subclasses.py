@@ -23,6 +23,10 @@ class Scaled(torch.Tensor):
         scales = matrix.abs().amax(1, keepdim=True) / 127
         return cls((matrix / scales).round().to(torch.int8), scales)
 
+    def __repr__(self):
+        # torch 2.11 takes it while it compiles, and tensor's own reads numbers, of which there are none then.
+        return f"Scaled(rows={self.rows}, scales={self.scales})"
+
     def __tensor_flatten__(self):
         return ["rows", "scales"], None
 
