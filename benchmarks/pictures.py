@@ -12,26 +12,32 @@ From the root of the repository::
 A run of all commands but the first has the name of its file.
 """
 
+import itertools
 import json
 import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-matplotlib.use("Agg")  # no display needed
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.patches import Patch  # noqa: E402
-
-from .recorder import data, panel_drawer  # noqa: E402
-from .results import Result, describe, highest, is_measured, unit_of  # noqa: E402
+from .recorder import data, panel_drawer
+from .results import Result, describe, highest, is_measured, unit_of
 
 draw_png = panel_drawer()
 
 LINE = "#30475e"
 MEAN_OF = 20  # steps, of whose losses draw_demos() draws the mean
 COLOURS = ("#d1495b", "#30475e", "#edae49", "#66a182", "#8d6a9f", "#2e86ab")
+
+
+def _write(figure: Figure, title: str, file: Path) -> None:
+    """Puts the title above the panels of a figure, and writes the figure."""
+    for panel in figure.axes:
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=8, wrap=True)
+    figure.savefig(file, dpi=150)
 
 
 def _timeline(result: Result, which: int) -> data.StepMemory:
@@ -53,11 +59,10 @@ def draw_memory(results: Mapping[str, Result], which: int, title: str, file: Pat
         file: to write.
     """
     unit, name = unit_of(results.values())
-    figure, panels = pyplot.subplots(
-        1, len(results), figsize=(1.5 + 4 * len(results), 4.2), sharey=True, squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(1.5 + 4 * len(results), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(results), sharey=True, squeeze=False)[0]
     steps = {system: _timeline(result, which) for system, result in results.items()}
-    for panel, (system, step) in zip(panels[0], steps.items()):
+    for panel, (system, step) in zip(panels, steps.items()):
         draw_png.draw_panel(panel, step, (unit, name))
         gradients = max(step.sums(data.OF_GRADIENTS)) / unit
         panel.set_title(
@@ -66,14 +71,12 @@ def draw_memory(results: Mapping[str, Result], which: int, title: str, file: Pat
             size=9,
         )
         panel.set_xlabel("s, on the host, under the profiler")
-    panels[0][0].set_ylabel(name)
-    panels[0][0].set_ylim(0, 1.28 * max(step.peak().bytes for step in steps.values()) / unit)
+    panels[0].set_ylabel(name)
+    panels[0].set_ylim(0, 1.28 * max(step.peak().bytes for step in steps.values()) / unit)
     shown = data.categories_of(*steps.values())
     patches = [Patch(color=data.COLOURS[category], label=category) for category in shown]
     figure.legend(handles=patches, frameon=False, fontsize=8, ncols=len(shown), loc="outside lower center")
-    figure.suptitle(title, fontsize=8, wrap=True)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    _write(figure, title, file)
 
 
 def draw_losses(results: Mapping[str, Result], title: str, file: Path) -> None:
@@ -84,11 +87,10 @@ def draw_losses(results: Mapping[str, Result], title: str, file: Path) -> None:
         title: above the curves.
         file: to write.
     """
-    figure, (curves, apart) = pyplot.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    curves, apart = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     first = next(iter(results.values()))["losses"]
-    for colour, (system, result) in zip(COLOURS, results.items(), strict=False):
+    for colour, (system, result) in zip(itertools.cycle(COLOURS), results.items()):
         steps = range(1, len(result["losses"]) + 1)
         # The other curves often lie on the first one, which is thicker so that it shows below them.
         width = 3.0 if result["losses"] is first else 0.8
@@ -100,11 +102,7 @@ def draw_losses(results: Mapping[str, Result], title: str, file: Path) -> None:
     apart.axhline(0, color=LINE, linewidth=0.5)
     apart.set_xlabel("step")
     curves.legend(frameon=False)
-    for panel in (curves, apart):
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=8, wrap=True)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    _write(figure, title, file)
 
 
 def draw_frontier(results: Mapping[str, Result], title: str, file: Path) -> None:
@@ -115,7 +113,8 @@ def draw_frontier(results: Mapping[str, Result], title: str, file: Path) -> None
         title: above the points.
         file: to write.
     """
-    figure, panel = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    panel = figure.subplots()
     for name, result in results.items():
         kept = highest(result, "phases", "forward", "after") - highest(result, "phases", "step", "after")
         point, above = (kept / 2**30, 1e3 * result["step_s"]), result["run"]["checkpoint"]
@@ -124,10 +123,7 @@ def draw_frontier(results: Mapping[str, Result], title: str, file: Path) -> None
     panel.set_xlabel("activations after the forward, GiB")
     panel.set_ylabel("step, ms")
     panel.margins(x=0.15, y=0.12)
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title, fontsize=8, wrap=True)
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
+    _write(figure, title, file)
 
 
 def draw_demos(demos: Mapping[str, Mapping], file: Path) -> None:
@@ -137,8 +133,9 @@ def draw_demos(demos: Mapping[str, Mapping], file: Path) -> None:
         demos: name of a run -> what ``examples/demo/train_qwen3.py --json`` has written.
         file: to write.
     """
-    figure, panel = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for colour, (name, demo) in zip(COLOURS, demos.items(), strict=False):
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    panel = figure.subplots()
+    for colour, (name, demo) in zip(itertools.cycle(COLOURS), demos.items()):
         losses = demo["on"]["losses"]
         steps, last = range(1, len(losses) + 1), statistics.mean(losses[-MEAN_OF:])
         means = [statistics.mean(losses[max(0, step - MEAN_OF // 2) : step + MEAN_OF // 2]) for step in steps]
@@ -149,15 +146,13 @@ def draw_demos(demos: Mapping[str, Mapping], file: Path) -> None:
     panel.set_xlabel("step")
     panel.set_ylabel("loss, mean over ranks")
     panel.set_ylim(bottom=0)
-    panel.spines[["top", "right"]].set_visible(False)
     config, of_first = (next(iter(demos.values()))[key] for key in ("config", "on"))
-    figure.suptitle(
+    _write(
+        figure,
         f"The demo's Qwen3, {of_first['parameters'] / 1e6:.1f} million parameters in {config['dtype']}, "
         f"ZeRO-{config['stage']}. Thick lines: means of {MEAN_OF} steps. Numbers: of the last {MEAN_OF}.",
-        size=9,
+        file,
     )
-    figure.savefig(file, dpi=150)
-    pyplot.close(figure)
 
 
 def draw(folder: Path) -> list[Path]:

@@ -170,6 +170,17 @@ def test_locks_of_a_run_that_was_ended(package, tmp_path):
     assert sorted(extensions.glob("*/lock")) == [of_others]
 
 
+def test_pictures_show_every_system(package, monkeypatch):
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: requirements/benchmarks.txt")
+    pictures, figures = package("pictures"), []
+    monkeypatch.setattr(pictures, "_write", lambda figure, *_: figures.append(figure))
+    names = [str(number) for number in range(1 + len(pictures.COLOURS))]
+    pictures.draw_losses({name: {"losses": [2.0, 1.0]} for name in names}, "", Path())
+    on = {"losses": [2.0, 1.0], "parameters": 1}
+    pictures.draw_demos({name: {"on": on, "config": {"dtype": "fp32", "stage": 1}} for name in names}, Path())
+    assert [len(figure.axes[0].lines) for figure in figures] == [len(names), 2 * len(names)]
+
+
 @pytest.mark.slow
 def test_systems_train_alike(package, tmp_path):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
