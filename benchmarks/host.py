@@ -21,19 +21,8 @@ import torch
 import torch.distributed as dist
 
 from .devices import on_gpus, synchronize
+from .parts import step_partition
 from .steps import say
-
-
-class _Views:
-    """One bf16 gradient that fills a partition, given away as the optimizer's views are."""
-
-    flat_partition = None
-
-    def __init__(self, gradient: torch.Tensor):
-        self._gradient = gradient
-
-    def take(self) -> Iterator[tuple[int, torch.Tensor]]:
-        yield 0, self._gradient
 
 
 def seconds(function: Callable[[], object], repetitions: int) -> float:
@@ -60,9 +49,6 @@ def measure(numel: int, repetitions: int) -> Iterator[tuple[str, float]]:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.compile.zero12.norm import sum_of_squares
     from deepspeed.compile.zero12.update.compiled import CompiledUpdates
-    from deepspeed.compile.zero12.update.own_step import OwnStep
-    from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
-    from deepspeed.compile.zero12.update.rule import Partition
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     gradient = get_accelerator().pin_empty(numel, dtype=torch.bfloat16, device="cpu").normal_()
@@ -76,10 +62,7 @@ def measure(numel: int, repetitions: int) -> Iterator[tuple[str, float]]:
 
     def step(updates):
         # The new parameters are written over the gradients, as in a step.
-        update = updates and updates.begin(Partition(adam, 0, 0, factor, gradient.dtype, gradient))
-        given = PartitionGradient(_Views(gradient), factor, master.data, gradient.dtype)
-        update = update or OwnStep(adam, 0)
-        Ranges(update, numel, given, lambda first, last: gradient[first:last], send).step_rest()
+        step_partition(adam, updates, {0: gradient}, factor, gradient, send)
 
     def adam_alone():
         master.grad = master.data

@@ -21,11 +21,15 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from .devices import on_gpus, synchronize
 from .workload import SHAPES, Batches, Shape, build_model
+
+if TYPE_CHECKING:
+    from deepspeed.compile.zero12.update.rule import Rule
 
 BYTES_OF_AN_UPDATE = 28  # a bf16 gradient and parameter, and three fp32 tensors that are read and written
 BYTES_WITH_8_BITS = 16  # the same with two states of a byte each
@@ -63,6 +67,36 @@ class _Views(dict):
             yield self.popitem()
 
 
+def step_partition(
+    adam: torch.optim.Optimizer,
+    updates: "Rule | None",
+    gradients: dict[int, torch.Tensor],
+    factor: torch.Tensor,
+    new: torch.Tensor,
+    written: Callable[[int, int], object],
+) -> None:
+    """Steps a partition as an engine does.
+
+    Args:
+        adam: the optimizer, of one parameter: the fp32 master weights of the partition.
+        updates: the rule that steps ranges. None: the optimizer does.
+        gradients: offset -> gradient.
+        factor: by which gradients are multiplied.
+        new: memory for the parameters, which may be that of the gradients.
+        written: what is called with (first, last) when the parameters [first, last) are there.
+    """
+    from deepspeed.compile.zero12.update.own_step import OwnStep
+    from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
+    from deepspeed.compile.zero12.update.rule import Partition
+
+    (master,) = adam.param_groups[0]["params"]
+    update = updates and updates.begin(Partition(adam, 0, 0, factor, new.dtype, new))
+    # Each step is given the gradients anew.
+    given = PartitionGradient(_Views(gradients), factor, master.data, new.dtype)
+    ranges = Ranges(update or OwnStep(adam, 0), master.numel(), given, lambda first, last: new[first:last], written)
+    ranges.step_rest()
+
+
 def bandwidth(device: str, repetitions: int) -> float:
     """Returns the bytes a second, read and written, of a copy on the device."""
     source = torch.empty(2**30 if on_gpus() else 2**24, dtype=torch.bfloat16, device=device)
@@ -79,9 +113,6 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
     from deepspeed.compile.zero12.norm import sum_of_squares
     from deepspeed.compile.zero12.update import compiled
     from deepspeed.compile.zero12.update.eight_bit import EightBitAdam
-    from deepspeed.compile.zero12.update.own_step import OwnStep
-    from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
-    from deepspeed.compile.zero12.update.rule import Partition
 
     with torch.device("meta"):
         sizes = [each.numel() for each in build_model(shape, torch.bfloat16, "meta", False).parameters()]
@@ -98,11 +129,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
     print(f"{numel / 1e9:.2f} billion elements; {BYTES_OF_AN_UPDATE} bytes each in {1e3 * floor:.2f} ms")
 
     def step(adam, updates):
-        # Each step is given the gradients anew. Without an update, the optimizer steps range by range.
-        update = updates and updates.begin(Partition(adam, 0, 0, factor, torch.bfloat16, new))
-        given = PartitionGradient(_Views(gradients), factor, master.data, torch.bfloat16)
-        update = update or OwnStep(adam, 0)
-        Ranges(update, numel, given, lambda first, last: new[first:last], lambda *_: None).step_rest()
+        step_partition(adam, updates, gradients, factor, new, lambda *_: None)
 
     for kind in ("fused", "foreach"):
         adam = torch.optim.AdamW([master], lr=1e-5, **{kind: True})
