@@ -20,7 +20,7 @@ import time
 import torch
 
 from .devices import on_gpus, synchronize
-from .workload import SHAPES, build_model
+from .workload import SHAPES, build_model, replace_linear_layers
 
 KERNELS = ("rope", "fused_linear_cross_entropy", "rms_norm", "swiglu")
 LAYERS_WITH_ADAPTERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -32,15 +32,15 @@ def in_nf4(model: torch.nn.Module, device: str) -> None:
     import bitsandbytes
 
     settings = {"compute_dtype": torch.bfloat16, "quant_type": "nf4", "bias": False}
-    for layer in model.model.layers:
-        for parent in list(layer.modules()):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, torch.nn.Linear):
-                    quantized = bitsandbytes.nn.Linear4bit(child.in_features, child.out_features, **settings)
-                    quantized.weight = bitsandbytes.nn.Params4bit(
-                        child.weight.data.cpu(), requires_grad=False, quant_type="nf4", module=quantized
-                    )
-                    setattr(parent, name, quantized.to(device))
+
+    def quantized(linear):
+        made = bitsandbytes.nn.Linear4bit(linear.in_features, linear.out_features, **settings)
+        made.weight = bitsandbytes.nn.Params4bit(
+            linear.weight.data.cpu(), requires_grad=False, quant_type="nf4", module=made
+        )
+        return made.to(device)
+
+    replace_linear_layers(model, quantized)
 
 
 def with_adapters(model: torch.nn.Module) -> torch.nn.Module:
@@ -69,7 +69,7 @@ def main() -> None:
     os.environ.setdefault("MASTER_PORT", "29500")
     device = "cuda" if on_gpus() else "cpu"
     shape = dataclasses.replace(SHAPES[options.shape], num_hidden_layers=options.layers)
-    model = build_model(shape, torch.bfloat16, device, False).train()
+    model = build_model(shape, torch.bfloat16, device, False)
     if options.what == "lora":
         if options.nf4:
             in_nf4(model, device)

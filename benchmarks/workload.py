@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import re
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -107,10 +108,15 @@ def add_adapters(model: torch.nn.Module, rank: int) -> None:
     """Freezes a model, and gives each linear layer of the blocks an adapter of this rank."""
     model.requires_grad_(False)
     torch.manual_seed(1)
+    replace_linear_layers(model, lambda linear: Adapted(linear, rank))
+
+
+def replace_linear_layers(model: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
+    """Replaces each linear layer of the blocks by what ``make`` returns for it."""
     for module in list(model.model.layers.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, torch.nn.Linear):
-                setattr(module, name, Adapted(child, rank))
+                setattr(module, name, make(child))
 
 
 def text(limit: int) -> str:
