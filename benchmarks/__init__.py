@@ -9,23 +9,30 @@ Commands, from the root of the repository::
     python -m benchmarks.pictures FOLDER      draws the results of benchmarks.compare once more
     deepspeed --module benchmarks.host        times the parts of a step with the optimizer on the host
     python -m benchmarks.parts                times the parts of a step on one device
+    python -m benchmarks.packages             times steps with other packages' kernels, adapters and quantized weights
+    deepspeed --module benchmarks.collectives times the collectives of a step
+    python -m benchmarks.scale                reckons what communication costs a step on many ranks
 
 The files, each of which imports only from those below it:
 
-=============  ========================================================================================
-compare.py     the command: which systems in which cases; writes the results
-processes.py   starts the rank processes of one run under DeepSpeed's launcher, and ends them
-pictures.py    draws memory through one step, and losses
-host.py        the command that times the parts of a step on the host
-parts.py       the command that times the parts of a step on one device
-measure.py     what each rank process runs: trains one system and collects its figures
-tables.py      tables of one result and of several side by side
-results.py     what a result holds, and how to read figures from it
-steps.py       the training steps of a rank: to take their times, to read memory, to profile
-systems.py     how DeepSpeed and FSDP2 train: forward, backward and step behind the same calls
-settings.py    the settings of one run, and their command line
-workload.py    what is trained: the model and the batches
-recorder.py    records memory through one step: the code of this fork's compile.memory_picture
-devices.py     whether to use GPUs, and which
-=============  ========================================================================================
+==============  ========================================================================================
+compare.py      the command: which systems in which cases; writes the results
+processes.py    starts the rank processes of one run under DeepSpeed's launcher, and ends them
+pictures.py     draws memory through one step, and losses
+host.py         the command that times the parts of a step on the host
+parts.py        the command that times the parts of a step on one device
+packages.py     the command that times steps with other packages
+collectives.py  the command that times collectives
+scale.py        the command that reckons what communication costs
+messages.py     lists what a step sends on any number of ranks, without these ranks
+measure.py      what each rank process runs: trains one system and collects its figures
+tables.py       tables of one result and of several side by side
+results.py      what a result holds, and how to read figures from it
+steps.py        the training steps of a rank: to take their times, to read memory, to profile
+systems.py      how DeepSpeed and FSDP2 train: forward, backward and step behind the same calls
+settings.py     the settings of one run, and their command line
+workload.py     what is trained: the model and the batches
+recorder.py     records memory through one step: the code of this fork's compile.memory_picture
+devices.py      whether to use GPUs, and which
+==============  ========================================================================================
 """
