@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``torch.compile`` backend of ZeRO-1/2: the usual compiler with reductions in the backward."""
 
+import dataclasses
 import functools
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.utils import GPU_ALIGN_BYTES
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from deepspeed.utils import logger
 
@@ -35,10 +36,11 @@ def cache_key() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in shaping)).hexdigest()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class ReduceGradPartitioner(CustomPartitionerFn):
     """Inserts the reductions, then splits the joint graph as torch would, within a budget for activations.
 
-    Args:
+    Attributes:
         slots: index of a graph's input that is reduced -> its slot in the registrations.
         graph_id: the frame's graph id, or None if the frame reduces nothing.
         release_reduce_buckets: whether the backward of this graph is the last that reduces.
@@ -47,41 +49,21 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         budget: as in :func:`split_joint`.
     """
 
-    def __init__(
-        self,
-        slots: Mapping[int, int],
-        graph_id: Optional[int],
-        release_reduce_buckets: bool,
-        debug_log: bool,
-        lies_anywhere: Sequence[bool],
-        budget: Optional[float],
-    ):
-        self.slots = dict(slots)
-        self.graph_id = graph_id
-        self.release_reduce_buckets = release_reduce_buckets
-        self.debug_log = debug_log
-        self.lies_anywhere = tuple(lies_anywhere)
-        self.budget = budget
-        # Names of the inputs that may lie at any address. None until the partitioner runs, which happens only for
-        # graphs with a backward.
-        self.names_lying_anywhere: Optional[Set[str]] = None
+    slots: Mapping[int, int]
+    graph_id: Optional[int]
+    release_reduce_buckets: bool
+    debug_log: bool
+    lies_anywhere: Sequence[bool]
+    budget: Optional[float]
 
     def uuid(self) -> bytes:
         """Identifies this partitioner in the keys of torch's caches."""
         schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
         slots = sorted(self.slots.items())
-        of_graph = (slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere, self.budget)
-        key = (cache_key(), schema, *of_graph)
+        key = cache_key(), schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere, self.budget
         return hashlib.sha256(repr(key).encode()).digest()
 
-    def names_among(self, placeholders: Iterable[Node]) -> Set[str]:
-        """Returns the names of those inputs of a graph that may lie at any address."""
-        indices = {index for index, flag in enumerate(self.lies_anywhere) if flag}
-        return {node.name for node in placeholders if index_of(node) in indices}
-
     def __call__(self, gm: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
-        primals = gm.graph.find_nodes(op="placeholder")
-        self.names_lying_anywhere = self.names_among(primals)
         insert_reductions(gm, self.slots)
         forward, backward = split_joint(gm, joint_inputs, self.budget, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
@@ -261,11 +243,11 @@ def _generate_code(gm, example_inputs, partitioner, mode, options):
     patches = {**(list_mode_options(mode) if mode else {}), **(options or {}), "custom_partitioner_fn": partitioner}
     if not any(partitioner.lies_anywhere):
         return compile_fx(gm, example_inputs, config_patches=patches)
-    inner_compile = functools.partial(_compile_for_any_address, partitioner)
+    inner_compile = functools.partial(_compile_for_any_address, partitioner.lies_anywhere)
     return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
 
 
-def _compile_for_any_address(partitioner, gm, example_inputs, **kwargs):
+def _compile_for_any_address(lies_anywhere, gm, example_inputs, **kwargs):
     """Compiles a forward or backward graph that may be called with parameters at addresses of any alignment.
 
     A graph that serves several layers is compiled for one layer, and Inductor assumes that the other layers'
@@ -274,15 +256,11 @@ def _compile_for_any_address(partitioner, gm, example_inputs, **kwargs):
     """
     from torch._inductor.compile_fx import compile_fx_inner
 
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    names = partitioner.names_lying_anywhere
-    if names is None:
-        # The partitioner did not run: this is a forward without gradients, for example under checkpointing. The
-        # graph's inputs are those of the frame.
-        names = partitioner.names_among(placeholders)
+    indices = {index for index, flag in enumerate(lies_anywhere) if flag}
+    # torch's partitioner hands the placeholders of a joint graph on to the graphs that it splits it into.
     inputs = [
-        _at_any_address(value) if node.name in names and isinstance(value, torch.Tensor) else value
-        for node, value in zip(placeholders, example_inputs, strict=True)
+        _at_any_address(value) if index_of(node) in indices and isinstance(value, torch.Tensor) else value
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
     ]
     return compile_fx_inner(gm, inputs, **kwargs)
 
