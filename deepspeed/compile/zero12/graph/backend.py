@@ -17,7 +17,7 @@ from deepspeed.utils import logger
 
 from ...fx import should_release_reduce_buckets
 from . import find_loss, guards, loss, lowering
-from .compilation_limit import CompilationLimit
+from .compilation_limit import CompilationLimit, own_code
 from .frames import Registrations, one_more_input, traced_registrations
 from .progress import Progress
 from .reductions import donate_gradients, finish_backward_graph, index_of, insert_reductions
@@ -212,12 +212,16 @@ class Backend:
         return _generate_code(gm, inputs, partitioner, frame.mode, frame.options)
 
     def _part(self, part, frame):
-        """Compiles a part of a graph that has no parameters of the engine."""
+        """Returns a part of a graph that has no parameters of the engine, to be compiled when it is called."""
         if self._compiler == "eager":
             return part
-        return loss.compile_loss(
-            part, backend=self._compiler, mode=frame.mode, options=frame.options, dynamic=self._dynamic
-        )
+
+        # torch 2.11 does not compile a graph module that Dynamo has made, but compiles a function that calls one.
+        def run_part(*args):
+            return part(*args)
+
+        arguments = {"mode": frame.mode, "options": frame.options, "dynamic": self._dynamic}
+        return torch.compile(own_code(run_part), backend=self._compiler, **arguments)
 
 
 def _preceded(compiled, before):

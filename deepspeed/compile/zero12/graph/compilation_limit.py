@@ -31,16 +31,11 @@ _MANY = 4
 
 
 def own_code(function: Callable) -> types.FunctionType:
-    """Returns a copy of ``function`` with its own code object, for which Dynamo has counted no compilation yet."""
-    copied = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
+    """Returns a copy of a function without defaults that has a code object of its own.
+
+    Dynamo counts compilations by code object, so it has counted none of the copy.
+    """
+    return types.FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
 
 
 class CompilationLimit:

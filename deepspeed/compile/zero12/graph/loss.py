@@ -9,7 +9,7 @@ is free as soon as that backward has run.
 """
 
 import operator
-from typing import Any, Callable, Optional, Sequence
+from typing import Callable, Optional, Sequence
 
 import torch
 from torch.fx import GraphModule, Node
@@ -113,15 +113,3 @@ def inputs_of_head(split: GraphModule, example_inputs: Sequence) -> list:
     values = dict(zip(placeholders, example_inputs, strict=True))
     (call,) = split.graph.find_nodes(op="call_module", target=HEAD)
     return [values[argument] for argument in call.args]
-
-
-def compile_loss(loss: GraphModule, **arguments: Any) -> Callable:
-    """Returns a function that runs the graph of a loss, compiled by ``torch.compile(**arguments)`` when called."""
-
-    # torch 2.11 does not compile a graph module that Dynamo has made, but compiles a function that calls the module.
-    def compute_loss(*args):
-        return loss(*args)
-
-    # Dynamo counts compilations by code object, so each graph gets a code object of its own.
-    compute_loss.__code__ = compute_loss.__code__.replace()
-    return torch.compile(compute_loss, **arguments)
