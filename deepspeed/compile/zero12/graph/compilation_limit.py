@@ -100,21 +100,32 @@ class CompilationLimit:
         """Calls the forward of a block: ``compiled`` in training, and ``uncompiled`` in evaluation and generation."""
         if self.has_stopped or not self.trains(block):
             return uncompiled(block, *args, **kwargs)
-        try:
-            with self._room():
-                return compiled(block, *args, **kwargs)
-        finally:
-            guards.set_back()
+        return self._call(compiled, (block, *args), kwargs)
 
     def call_module(self, module: torch.nn.Module, compiled: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a module: ``compiled``, unless modules run uncompiled."""
         if self.is_off():
             return module._call_impl(*args, **kwargs)
+        if self.trains(module):
+            return self._call(compiled, args, kwargs)
+        before, self._evaluating = self._evaluating, True
         try:
-            with self._room():
-                if self.trains(module):
-                    return compiled(*args, **kwargs)
-                return self._evaluate(compiled, args, kwargs)
+            if not self._evaluation_is_over:
+                return self._call(compiled, args, kwargs)
+            with torch.compiler.set_stance("eager_on_recompile"):
+                return self._call(compiled, args, kwargs)
+        finally:
+            self._evaluating = before
+
+    def _call(self, compiled, args, kwargs):
+        """Calls ``compiled`` in a context in which Dynamo compiles frames again without a limit of its own."""
+        room: Any = contextlib.nullcontext()
+        # Lift the limit only if needed: lifting takes longer than a small block, and most models stay far below it.
+        if CompilationLimit._is_near:
+            room = torch._dynamo.config.patch(recompile_limit=_UNLIMITED, accumulated_recompile_limit=_UNLIMITED)
+        try:
+            with room:
+                return compiled(*args, **kwargs)
         finally:
             guards.set_back()
 
@@ -134,23 +145,6 @@ class CompilationLimit:
         whole = CallOfModule(module, torch.compile(own_code(call), **compile_kwargs), self)
         undo.callback(whole.take_out)
         whole.put_in()
-
-    def _room(self):
-        """Returns a context in which Dynamo compiles frames again without a limit of its own."""
-        # Lift the limit only if needed: lifting takes longer than a small block, and most models stay far below it.
-        if not CompilationLimit._is_near:
-            return contextlib.nullcontext()
-        return torch._dynamo.config.patch(recompile_limit=_UNLIMITED, accumulated_recompile_limit=_UNLIMITED)
-
-    def _evaluate(self, compiled, args, kwargs):
-        before, self._evaluating = self._evaluating, True
-        try:
-            if not self._evaluation_is_over:
-                return compiled(*args, **kwargs)
-            with torch.compiler.set_stance("eager_on_recompile"):
-                return compiled(*args, **kwargs)
-        finally:
-            self._evaluating = before
 
     def compiles(self, frame: int, compilations: int) -> None:
         """Called when a frame is compiled.
