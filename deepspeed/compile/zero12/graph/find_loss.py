@@ -19,7 +19,7 @@ from torch.fx.passes.split_module import split_module
 from ..messages import warn
 from .chunked_loss import ChunkedLoss, LossOfLogits
 from .frames import Registrations
-from .loss import changes_in_place, split_loss
+from .loss import changes_in_place, split_loss, traced_tensor
 
 # From so many logits on, 2 GiB in bf16, chunks are the default. The gradient of fewer logits is a small part of the
 # memory of a step, and their chunks are small matrix multiplications, which take longer.
@@ -102,31 +102,25 @@ class ChunkedLosses:
         placeholders = gm.graph.find_nodes(op="placeholder")
         values = dict(zip(placeholders, example_inputs, strict=True))
         is_registered = [id(value) in self._own for value in example_inputs]
-        try:
-            parameters = {node for node, flag in zip(placeholders, is_registered) if flag}
-            found, unfit = _find(gm.graph, parameters)
-        except Unfit as reason:
-            found, unfit = None, reason
-        if unfit and self._wanted and (_losses(gm.graph) or split_loss(gm, is_registered)):
-            self._warn(unfit)
+        parameters = {node for node, flag in zip(placeholders, is_registered) if flag}
+        found, unfit = _find(gm.graph, parameters)
+        may_warn = unfit and self._wanted and not self._has_warned
+        if may_warn and (_losses(gm.graph) or split_loss(gm, is_registered)):
+            self._has_warned = True
+            warn(
+                f"compile.chunked_loss=True has no effect on a loss of this model, because {unfit}; it is computed in "
+                "one piece"
+            )
         # Ask for the traced size, not its hint: with lengths that vary, the answer becomes a guard of the graph.
         if found is None or not (self._wanted or guard_or_false(_traced(found.head).numel() >= MANY_LOGITS)):
             return None
         reduced = [id(values.get(node)) in self._reducible for node in (found.weight, found.bias)]
         return _replaced(gm, found, ChunkedLoss(found.loss, reduced, self._registrations, compile_part))
 
-    def _warn(self, unfit):
-        if not self._has_warned:
-            self._has_warned = True
-            warn(
-                f"compile.chunked_loss=True has no effect on a loss of this model, because {unfit}; it is computed in "
-                "one piece"
-            )
-
 
 def _traced(node: Any) -> torch.Tensor:
-    value = node.meta.get("example_value") if isinstance(node, Node) else None
-    if not isinstance(value, torch.Tensor):
+    value = traced_tensor(node) if isinstance(node, Node) else None
+    if value is None:
         raise Unfit("torch does not know the shape of what its loss is computed from")
     return value
 
@@ -142,7 +136,10 @@ def _losses(graph):
 
 
 def _find(graph, parameters):
-    """Returns the fitting loss with the most logits, of equal ones the last, and why another does not fit, or None."""
+    """Returns the fitting loss with the most logits, of equal ones the last, and why another does not fit.
+
+    Either is None if there is none.
+    """
     found, unfit = [], None
     for cross_entropy in _losses(graph):
         try:
@@ -152,7 +149,7 @@ def _find(graph, parameters):
         except Unfit as reason:
             unfit = reason
     if not found:
-        raise unfit or Unfit("it does not call torch.nn.functional.cross_entropy")
+        return None, unfit or Unfit("it does not call torch.nn.functional.cross_entropy")
     return max(reversed(found), key=lambda each: _traced(each.head).numel()), unfit
 
 
@@ -183,8 +180,6 @@ def _logits_of(node) -> Tuple[Node, List[Node], List[Tuple]]:
     """Follows a loss's input back to the logits; returns these, the way, and the indices that drop tokens on it."""
     between, kept, vocabulary = [], [], _traced(node).shape[-1]
     while node.target is not torch._C._nn.linear and _name(node) not in {*_SCALES, "tanh"}:
-        if node.op == "placeholder":
-            raise Unfit("torch compiles its head and its cross_entropy apart from one another")
         source = node.args[0] if node.args else None
         before, after = _traced(source), _traced(node)
         name = _name(node)
@@ -205,8 +200,6 @@ def _head_of(logits) -> Tuple[Node, List[Node], float, Optional[float]]:
     """Follows logits back to the head; returns it, the way, and scale and cap as in :class:`LossOfLogits`."""
     node, scaling, scale, cap = logits, [], 1.0, None
     while node.target is not torch._C._nn.linear:
-        if node.op == "placeholder":
-            raise Unfit("torch compiles its head and its cross_entropy apart from one another")
         name, operands = _name(node), [*node.args, *node.kwargs.values()]
         if name == "mul" and len(operands) == 2 and isinstance(operands[1], Node):
             operands.reverse()
@@ -231,6 +224,9 @@ def _head_of(logits) -> Tuple[Node, List[Node], float, Optional[float]]:
 
 
 def _name(node):
+    """Returns the name of what a node between head and loss calls."""
+    if node.op == "placeholder":
+        raise Unfit("torch compiles its head and its cross_entropy apart from one another")
     return node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
 
 

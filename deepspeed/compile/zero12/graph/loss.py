@@ -67,7 +67,8 @@ def _last_returned(graph, parameters):
     return None
 
 
-def _traced_tensor(node: Node) -> Optional[torch.Tensor]:
+def traced_tensor(node: Node) -> Optional[torch.Tensor]:
+    """Returns the fake tensor that stood for a node's result when Dynamo traced it, or None if that is no tensor."""
     value = node.meta.get("example_value")
     return value if isinstance(value, torch.Tensor) else None
 
@@ -80,12 +81,12 @@ def changes_in_place(node: Node) -> bool:
 
 
 def _is_scalar(node: Node) -> bool:
-    value = _traced_tensor(node)
+    value = traced_tensor(node)
     return value is not None and value.dim() == 0 and value.requires_grad
 
 
 def _is_large(node: Node) -> bool:
-    value = _traced_tensor(node)
+    value = traced_tensor(node)
     if node.op == "placeholder" or value is None or not value.requires_grad:
         return False
     numel = value.numel() if isinstance(value.numel(), int) else value.numel().node.hint
