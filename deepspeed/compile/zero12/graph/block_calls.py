@@ -39,13 +39,21 @@ class Call:
 
     A copied or pickled call becomes None, so the copy runs its own forward. A call is copied if the module's class has
     a ``__getstate__`` that does not leave ``_compiled_call_impl`` out.
+
+    Args:
+        module: the module.
+        breaks_graphs: whether this call must end the graph of other code that calls the module. Dynamo goes straight
+            to the forward of a module without hooks. Of a module with a hook, Dynamo traces ``nn.Module.__call__()``
+            and finds this call, so the module gets a hook.
     """
 
-    def __init__(self, module: Module):
+    def __init__(self, module: Module, breaks_graphs: bool = False):
         # A strong reference would keep a model that nobody needs any more until Python looks for cycles.
         self._module = weakref.ref(module)
         # What the module had before: None, what its own compile() has made, or the call of an earlier engine.
         self._before: Optional[Callable] = None
+        self._breaks_graphs = breaks_graphs
+        self._hook: Optional[RemovableHandle] = None
 
     def __reduce__(self):
         return type(None), ()
@@ -56,9 +64,13 @@ class Call:
         own = vars(self._module())
         self._before = own.get("_compiled_call_impl")
         own["_compiled_call_impl"] = self
+        if self._breaks_graphs:
+            self._hook = self._module().register_forward_pre_hook(no_hook, prepend=True)
 
     def take_out(self) -> None:
         """Gives the module back what it had before, unless the caller has compiled the module otherwise since."""
+        if self._hook is not None:
+            self._hook.remove()
         module = self._module()
         if module is None:
             return
@@ -99,25 +111,13 @@ class CallOfCaller(Call):
     """Calls a module that calls blocks. The module runs uncompiled.
 
     If the compiler traced the module, it would trace into each block again and again. Also, some models ask whether
-    they are traced, and attention then gets a mask in memory instead of the word "causal". So this call breaks the
-    graph of other code. Dynamo goes straight to the forward of a module without hooks. Of a module with a hook, Dynamo
-    traces ``nn.Module.__call__()`` and finds this call, so the module gets a hook.
+    they are traced, and attention then gets a mask in memory instead of the word "causal".
     """
 
     def __init__(self, module: Module, waiting: Optional["Waiting"], sharded: Optional["ShardedBlocks"]):
-        super().__init__(module)
+        super().__init__(module, breaks_graphs=True)
         self._waiting = waiting
         self._sharded = sharded
-        self._hook: Optional[RemovableHandle] = None
-
-    def put_in(self) -> None:
-        super().put_in()
-        self._hook = self._module().register_forward_pre_hook(no_hook, prepend=True)
-
-    def take_out(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        super().take_out()
 
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):
@@ -153,23 +153,12 @@ class CallOfBlock(Call):
         waiting: Optional["Waiting"],
         sharded: Optional["ShardedBlocks"],
     ):
-        super().__init__(block)
+        # A graph of the code around the block has no place at which to gather it.
+        super().__init__(block, breaks_graphs=sharded is not None)
         self._compiled = compiled
         self._limit = limit
         self._waiting = waiting
         self._sharded = sharded
-        self._hook: Optional[RemovableHandle] = None
-
-    def put_in(self) -> None:
-        super().put_in()
-        if self._sharded is not None:
-            # As for a CallOfCaller: a graph of the code around the block has no place at which to gather it.
-            self._hook = self._module().register_forward_pre_hook(no_hook, prepend=True)
-
-    def take_out(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-        super().take_out()
 
     # Code other than the caller may be compiled and call a block whose hooks keep the block out of that code's graph.
     @torch.compiler.disable
@@ -187,7 +176,7 @@ class CallOfBlock(Call):
         # The caller may have given this block a forward of its own since.
         if self._limit.is_off() or "forward" in own:
             return block._call_impl(*args, **kwargs)
-        if not _has_hooks(own, but=self._hook is not None):
+        if not _has_hooks(own, but=self._breaks_graphs):
             # Dynamo checks its guards faster while nothing has changed the block's attributes.
             return self._run(block, *args, **kwargs)
 
