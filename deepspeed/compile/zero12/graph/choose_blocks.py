@@ -56,7 +56,7 @@ def _reason_for_whole(module, blocks):
     obstacle = _obstacle(module, blocks)
     if obstacle:
         return f"torch cannot compile {obstacle}"
-    if all(_is_compiled(block) for block in blocks):
+    if all(is_compiled(block) for block in blocks):
         # The caller has compiled exactly these blocks, as Accelerate does for its option of regional compilation.
         return None
     callers = callers_of(module, blocks)
@@ -158,9 +158,9 @@ def _of_classes(module, names):
             yield from _of_classes(child, names)
 
 
-def _is_compiled(module):
-    # An earlier engine's blocks are compiled by that engine, not by the caller.
-    return module._compiled_call_impl is not None and not isinstance(module._compiled_call_impl, Call)
+def is_compiled(module: Module) -> bool:
+    """Whether the caller has compiled a module. Blocks of an earlier engine are compiled by that engine instead."""
+    return not isinstance(module._compiled_call_impl, (Call, type(None)))
 
 
 def _kept_from_compiler(module):

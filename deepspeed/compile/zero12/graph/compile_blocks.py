@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 
 from ..messages import warn
 from .block_calls import Call, CallOfBlock, CallOfCaller, forward_of, run_forward, runs
-from .choose_blocks import callers_of
+from .choose_blocks import callers_of, is_compiled
 from .compilation_limit import CompilationLimit, own_code
 
 if TYPE_CHECKING:
@@ -122,9 +122,7 @@ def take_over_compiled(modules: Iterable[Module]) -> None:
 
     Modules that another engine has compiled stay as they are.
     """
-    compiled = [
-        each for each in modules if not isinstance(getattr(each, "_compiled_call_impl", None), (Call, type(None)))
-    ]
+    compiled = [each for each in modules if is_compiled(each)]
     if compiled:
         names = sorted({type(each).__name__ for each in compiled})
         warn(
@@ -138,7 +136,7 @@ def take_over_compiled(modules: Iterable[Module]) -> None:
 def refuse_blocks_of_others(module: Module) -> None:
     """Raises ValueError if an engine that trains other parameters has compiled parts of this model."""
     for each in module.modules():
-        if isinstance(getattr(each, "_compiled_call_impl", None), (CallOfBlock, CallOfCaller)):
+        if isinstance(each._compiled_call_impl, (CallOfBlock, CallOfCaller)):
             raise ValueError(
                 f"{type(each).__name__} is compiled by another engine, which trains other parameters of this model; "
                 "destroy that engine, or set compile.regional_compilation to false for that engine"
