@@ -13,7 +13,6 @@ import torch
 from torch._inductor import config, ir
 from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
 from torch._inductor.virtualized import V
-from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
@@ -85,15 +84,15 @@ def lower_end_backward(reductions_and_registrations: List[ir.TensorBox], graph_i
 def lower_reduce_grad(gradient: ir.TensorBox, registrations: ir.TensorBox, slot: int, donated: bool = False) -> Any:
     """Lowers one call of ``reduce_grad``. :class:`ReduceGradKernel` decides later whether the gradient is donated."""
     operator = torch.ops.deepcompile.reduce_grad.default
-    outputs = ReduceGradKernel.create(operator, gradient, registrations, slot, donated)
-    return pytree.tree_map(lambda node: ir.TensorBox.create(node) if isinstance(node, ir.IRNode) else node, outputs)
+    return ir.TensorBox.create(ReduceGradKernel.create(operator, gradient, registrations, slot, donated))
 
 
 def register() -> None:
     """Makes Inductor use these lowerings. ``reducer_module()`` must have loaded the operators."""
-    operator = torch.ops.deepcompile.reduce_grad.default
-    add_needs_realized_inputs(operator)
-    register_lowering(operator, type_promotion_kind=None)(lower_reduce_grad)
-    operator = torch.ops.deepcompile.end_backward.default
-    add_needs_realized_inputs(operator)
-    register_lowering(operator, type_promotion_kind=None)(lower_end_backward)
+    operators = torch.ops.deepcompile
+    for operator, lower in (
+        (operators.reduce_grad.default, lower_reduce_grad),
+        (operators.end_backward.default, lower_end_backward),
+    ):
+        add_needs_realized_inputs(operator)
+        register_lowering(operator, type_promotion_kind=None)(lower)

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inserts reductions into joint graphs, and ends them in backward graphs."""
 
-from typing import List, Mapping, Optional
+from typing import Mapping, Optional
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
@@ -20,7 +20,7 @@ def _index(descriptor):
     return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
 
 
-def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node]:
+def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> None:
     """Puts ``reduce_grad(gradient, registrations, slot)`` after each parameter gradient of a joint graph.
 
     The registrations tell the graph in each call which parameters it was given, so one graph serves several layers.
@@ -29,14 +29,10 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
         joint: forward and backward in one graph, as AOTAutograd traces them, with descriptors.
         slots: index of a frame's input that is a reducible parameter -> slot in the registrations, which are the
             frame's last input.
-
-    Returns:
-        The inserted nodes. The partitioner is told to keep them in the backward.
     """
     graph = joint.graph
     output = graph.output_node()
     results = list(output.args[0])
-    inserted = []
     # A tensor subclass among a frame's inputs takes several inputs of the graph, so count by descriptors.
     inputs = {index: node for node in graph.find_nodes(op="placeholder") if (index := index_of(node)) is not None}
     for place, (gradient, descriptor) in enumerate(zip(results, output.meta["desc"])):
@@ -47,13 +43,12 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> List[Node
         with graph.inserting_after(gradient):
             reduction = graph.call_function(torch.ops.deepcompile.reduce_grad.default, (gradient, registrations, slot))
         reduction.meta["val"] = gradient.meta["val"].new_empty(0)
+        # The partitioner keeps what has this tag in the backward.
         reduction.meta["partitioner_tag"] = "must_be_in_backward"
         # Two parameters may share one gradient, so the reduction replaces only this parameter's output.
         results[place] = reduction
-        inserted.append(reduction)
     output.args = (results,)
     joint.recompile()
-    return inserted
 
 
 def finish_backward_graph(backward: GraphModule, graph_id: Optional[int], release_reduce_buckets: bool) -> None:
