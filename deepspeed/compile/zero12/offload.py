@@ -114,9 +114,10 @@ def parameters_on_their_way(optimizer: "DeepSpeedZeroOptimizer") -> Iterator[Non
     """Context of calls of :func:`send_to_device`: orders its copies after the current stream's work and before later
     work.
 
-    The base's stream of reductions is free: the reducer has its own way of overlapping. On CPU there is none.
+    The base's stream of reductions is free: the reducer has its own way of overlapping. On CPU there is none. Without
+    offloading nothing is sent, and no stream waits.
     """
-    stream = optimizer.reduction_stream
+    stream = optimizer.reduction_stream if optimizer.cpu_offload else None
     if stream is not None:
         stream.wait_stream(get_accelerator().current_stream())
     try:

@@ -193,8 +193,7 @@ def _groups_of_muon(optimizer):
 
     Muon's momentum has whole matrices, so it lies elsewhere than in the partition. A rank without matrices has none.
     """
-    updates = optimizer._zero12.orthogonalizer
-    return () if updates is None else updates.matrices
+    return optimizer._zero12.orthogonalizer.matrices
 
 
 def _can_be_cut(state, spans):

@@ -101,12 +101,17 @@ def set_up(
             compile_blocks.compile_blocks(module, plan.blocks, graphs, compile_kwargs, limit, undo, waiting, sharded)
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
-        rules = make_rules(plan.backend == "inductor" and plan.compiles, plan.optimizer_states)
-        matrices = matrices_of(optimizer)
         batch_numel = min(BATCH_NUMEL, int(engine.zero_reduce_bucket_size()) // 2)
-        updates = Orthogonalizer(matrices, batch_numel) if matrices else None
         zero12 = Zero12(
-            *(engine, reducer, limit, waiting, sharded, rules, updates, plan.optimizer_states, plan.monitors_memory)
+            engine,
+            reducer=reducer,
+            limit=limit,
+            waiting=waiting,
+            sharded=sharded,
+            rules=make_rules(plan.backend == "inductor" and plan.compiles, plan.optimizer_states),
+            orthogonalizer=Orthogonalizer(matrices_of(optimizer), batch_numel),
+            optimizer_states=plan.optimizer_states,
+            monitors_memory=plan.monitors_memory,
         )
         # It refuses loaded states of another form, so it comes before anything is given up.
         eight_bit_states.adopt(optimizer, plan.optimizer_states is not None)
