@@ -457,8 +457,7 @@ void PartitionGroup::allocate_flat_partition()
 
 HandedOver PartitionGroup::hand_over() const
 {
-    HandedOver handed_over{
-        {targets.begin(), targets.end()}, {}, flat_partition.defined() ? std::optional(flat_partition) : std::nullopt};
+    HandedOver handed_over{{targets.begin(), targets.end()}, {}, flat_partition};
     handed_over.views.reserve(targets.size());
     for (const auto& [offset, target] : targets) {
         const auto whole = shapes.find(offset);

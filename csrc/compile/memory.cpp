@@ -116,7 +116,7 @@ void StreamOrder::synchronize_device() const
 
 void StreamOrder::wait_on_host() const
 {
-    if (!on_cpu() && last_) { last_->synchronize(); }
+    if (last_) { last_->synchronize(); }
 }
 
 c10::Stream StreamOrder::copies()
