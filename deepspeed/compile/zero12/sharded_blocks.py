@@ -40,11 +40,15 @@ class Pass:
         units: the units, in this order.
         needed_from: the place of the first unit whose block, or a block before it, has a trained parameter. The
             backward ends there unless a gradient flows on into what is before the blocks.
+        forward: None, or the pass through which this backward goes.
     """
 
-    def __init__(self, owner: "ShardedBlocks", units: List[Unit], needed_from: int = 0):
+    def __init__(
+        self, owner: "ShardedBlocks", units: List[Unit], needed_from: int = 0, forward: Optional["Pass"] = None
+    ):
         self.units = units
         self._owner = owner
+        self._forward = forward
         self._needed_from = needed_from
         self._has_block_run = False
         self._place = {unit: place for place, unit in enumerate(units)}
@@ -54,9 +58,14 @@ class Pass:
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._place
 
+    @property
+    def forward(self) -> "Pass":
+        """The pass itself, or the one through which this backward goes."""
+        return self._forward or self
+
     def reversed(self) -> "Pass":
         """Returns the order of the backward."""
-        return Pass(self._owner, self.units[self._needed_from :][::-1])
+        return Pass(self._owner, self.units[self._needed_from :][::-1], forward=self)
 
     def note_inputs(self, inputs: Any) -> None:
         """Called with the inputs of each block in a forward.
@@ -129,15 +138,17 @@ class ShardedBlocks:
                     {names[each]: each for each in parameters}, process_group, device, number=len(self._unit_of)
                 )
         self.units = list(self._unit_of.values())
-        self._units_of_caller = {
-            id(caller): [self._unit_of[id(block)] for block in called if id(block) in self._unit_of]
+        # For each module that calls blocks, what a Pass is made of.
+        self._order_of = {
+            id(caller): (
+                [self._unit_of[id(block)] for block in called if id(block) in self._unit_of],
+                self._units_without_gradient(caller, called),
+            )
             for caller, called in callers
         }
-        self._needed_from = {id(caller): self._units_without_gradient(caller, called) for caller, called in callers}
         # The passes that are under way: one calls blocks that call others in turn.
         self._passes: List[Pass] = []
-        # The backward that is under way: the pass that it goes through, and in which order it gathers.
-        self._backward_of: Optional[Pass] = None
+        # The order of the backward that is under way.
         self._backward: Optional[Pass] = None
         # The units that are gathered or on their way, in the order in which they were begun; the units of blocks whose
         # forward is under way.
@@ -186,8 +197,7 @@ class ShardedBlocks:
 
     def call_caller(self, caller: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a module that calls blocks."""
-        units = self._units_of_caller[id(caller)]
-        return self._call(Pass(self, units, self._needed_from[id(caller)]), None, call, args, kwargs)
+        return self._call(Pass(self, *self._order_of[id(caller)]), None, call, args, kwargs)
 
     def call_block(self, block: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a block, with its parameters gathered."""
@@ -197,8 +207,7 @@ class ShardedBlocks:
         # A block that runs in a backward is computed again, because it is checkpointed.
         for current in (*self._passes[-1:], self._backward if _in_backward() else None):
             if current is not None and unit in current:
-                of = self._backward_of if current is self._backward else current
-                return self._within(current, of, unit, call, args, kwargs)
+                return self._within(current, unit, call, args, kwargs)
         # Someone calls the block by itself.
         return self._call(Pass(self, [unit]), unit, call, args, kwargs)
 
@@ -208,20 +217,20 @@ class ShardedBlocks:
             self.end_backward()
         self._passes.append(of)
         try:
-            output = self._within(of, of, unit, call, args, kwargs)
+            output = self._within(of, unit, call, args, kwargs)
         except torch.distributed.DistBackendError:
-            self._passes.pop()
             raise
         except BaseException:
-            self._passes.pop()
             # Other ranks may be waiting for this rank's part.
             of.end()
             raise
-        self._passes.pop()
+        finally:
+            self._passes.pop()
         of.end()
         return output
 
-    def _within(self, current, of, unit, call, args, kwargs):
+    def _within(self, current, unit, call, args, kwargs):
+        of = current.forward
         if unit is None:
             output = call(*args, **kwargs)
         else:
@@ -252,18 +261,18 @@ class ShardedBlocks:
             return
         if self._is_closed:
             raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
-        if self._backward_of is not of:
+        if self._backward is None or self._backward.forward is not of:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
             self.end_backward()
-            self._backward_of, self._backward = of, of.reversed()
+            self._backward = of.reversed()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(of))
         if unit is not None:
             self._backward.reach(unit)
 
     def end_backward(self, of: Optional[Pass] = None) -> None:
         """Ends the backward that is under way, or that has raised. ``of``: only if it goes through this pass."""
-        if self._backward is not None and (of is None or of is self._backward_of):
-            backward, self._backward, self._backward_of = self._backward, None, None
+        if self._backward is not None and (of is None or of is self._backward.forward):
+            backward, self._backward = self._backward, None
             backward.end()
 
     # Whole ---------------------------------------------------------------------------------------------------------
