@@ -5,7 +5,6 @@
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/hash.h>
 
@@ -166,9 +165,7 @@ bool Agreement::compare(const PartitionGroup& group, const std::string& purpose,
     if (!group.device.is_cpu()) {
         answers = at::empty(gathered.sizes(), at::TensorOptions().dtype(at::kLong).pinned_memory(true));
         answers.copy_(gathered, /*non_blocking=*/true);
-        c10::Event arrived(group.device.type());
-        arrived.record(c10::impl::VirtualGuardImpl(group.device.type()).getStream(group.device));
-        arrived.synchronize();
+        record_event(current_stream(group.device)).synchronize();
     }
     std::vector<Fingerprint> seen;
     std::string sent;
