@@ -7,7 +7,7 @@ parameters. ``recorded.py`` compiles the pass from the optimizer's own ``step()`
 """
 
 import itertools
-from typing import Callable, Dict, Optional, Set, Tuple
+from typing import Dict, Optional, Set, Tuple
 
 import torch
 
@@ -45,7 +45,7 @@ class CompiledUpdates:
             partition has fewer than ``LEAST_NUMEL`` elements or its master weights are not in fp32; if the update
             cannot be compiled; or if ``MAX_UPDATES`` were compiled for the group.
         """
-        optimizer, master, state, new = partition.optimizer, partition.master, partition.state, partition.new_like
+        optimizer, master, state, new = partition.optimizer, partition.master, partition.state, partition.new
         if (
             master.numel() < LEAST_NUMEL
             or master.dtype != torch.float32
@@ -101,8 +101,9 @@ class CompiledStep:
 
     def __init__(self, update: Update, partition: Partition):
         master, state = partition.master, partition.state
-        self._update, self._optimizer, self._master, self._state = update, partition.optimizer, master.data, state
-        self._own = OwnStep(partition.optimizer, partition.index)
+        self._update, self._optimizer, self._state = update, partition.optimizer, state
+        self._master, self._new = master.data, partition.new
+        self._own = OwnStep(partition)
         self._factors = [] if partition.factor is None else [partition.factor]
         self._per_element = [value for value in state.values() if is_per_element(value, master)]
         self._names = [name for name, value in state.items() if not is_per_element(value, master)]
@@ -114,11 +115,11 @@ class CompiledStep:
             scalars = [torch.full((), each.item(), dtype=each.dtype, device=master.device) for each in scalars]
         self._scalars = scalars
 
-    def run(self, gradient: PartitionGradient, first: int, limit: int, new: Callable[[int, int], torch.Tensor]) -> int:
+    def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         before = -first % ALIGN_NUMEL
         if before or limit - first < ALIGN_NUMEL:
             # The kernel takes whole rows. The optimizer itself steps the few elements around them.
-            return self._own.run(gradient, first, min(first + before, limit) if before else limit, new)
+            return self._own.run(gradient, first, min(first + before, limit) if before else limit)
         elements = gradient.unscaled(first, end_of_range(self._master, first, limit))
         last = first + elements.numel()
         states = [_rows(value[first:last]) for value in self._per_element]
@@ -126,7 +127,7 @@ class CompiledStep:
             _rows(elements),
             *self._factors,
             _rows(self._master[first:last]),
-            _rows(new(first, last)),
+            _rows(self._new[first:last]),
             *states,
             *self._scalars,
         )

@@ -60,26 +60,26 @@ class EightBitStep:
 
     def __init__(self, partition: Partition):
         self._partition, self._optimizer = partition, partition.optimizer
-        self._master = partition.master.data
+        self._master, self._new = partition.master.data, partition.new
         self._step_blocks = step_blocks_on(self._master.device)
         # How many elements of the first block lie before the partition.
         self._before = partition.offset % BLOCK
         self._states: Dict[str, Any] = {}
         self._cut: Dict[int, _CutBlock] = {}
 
-    def run(self, gradient: PartitionGradient, first: int, limit: int, new: Callable[[int, int], torch.Tensor]) -> int:
+    def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         if not self._states:
             self._begin()
         block, inside = divmod(self._before + first, BLOCK)
         if inside or limit - first < BLOCK:
             last = min(first + BLOCK - inside, limit)
-            self._run_part(gradient, block, first, last, new)
+            self._run_part(gradient, block, first, last)
             return last
         end = end_of_range(self._master, first, limit if self._master.is_cuda else min(limit, first + EAGER_NUMEL))
         elements = gradient.unscaled(first, end, BLOCK)
         last = first + elements.numel()
         states = self._blocks(slice(block, block + elements.numel() // BLOCK))
-        of_elements = (_rows(each) for each in (elements, self._master[first:last], new(first, last)))
+        of_elements = (_rows(each) for each in (elements, self._master[first:last], self._new[first:last]))
         self._step_blocks(Blocks(*of_elements, *states), self._settings)
         return last
 
@@ -103,7 +103,7 @@ class EightBitStep:
         named = [names_of(state) for state in SIGNED]
         return [self._states[name][rows] for name, _ in named], [self._states[name][rows] for _, name in named]
 
-    def _run_part(self, gradient, block, first, last, new):
+    def _run_part(self, gradient, block, first, last):
         """Steps some elements of a block, whose scale depends on other elements that are stepped at another time.
 
         The pass steps a copy of the block, so that each element has the same bits as in a block that is not cut. Codes
@@ -115,9 +115,8 @@ class EightBitStep:
         cut = self._cut[block]
         part = slice(self._before + first - block * BLOCK, self._before + last - block * BLOCK)
         values = gradient.as_it_is(first, last)
-        memory = new(first, last)
         cut.take(part, values)
-        master, new_row = cut.master.clone(), torch.empty_like(cut.master, dtype=memory.dtype)
+        master, new_row = cut.master.clone(), torch.empty_like(cut.master, dtype=self._new.dtype)
         states = self._blocks(slice(block, block + 1))
         if cut.missing == 0:
             del self._cut[block]
@@ -125,7 +124,7 @@ class EightBitStep:
             states = [[each.clone() for each in of_state] for of_state in states]
         self._step_blocks(Blocks(cut.gradient, master, new_row, *states), self._settings)
         self._master[first:last] = master[0, part]
-        memory.copy_(new_row[0, part])
+        self._new[first:last] = new_row[0, part]
 
     def finish(self) -> None:
         states = self._states

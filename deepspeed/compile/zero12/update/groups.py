@@ -57,7 +57,7 @@ class StepOfGroups:
             partition_offset(optimizer, group),
             self._factors[group],
             optimizer.gradient_accumulation_dtype,
-            _partition(optimizer, group),
+            _memory_of_new(optimizer, group),
         )
         steps = (rule.begin(partition) for rule in optimizer._zero12.rules)
         return next((step for step in steps if step is not None), None)
@@ -82,10 +82,8 @@ class StepOfGroups:
                 self._step_whole(group)
 
     def _ranges(self, group, step):
-        optimizer = self._optimizer
-        numel = optimizer.single_partition_of_fp32_groups[group].numel()
-        new, written = (functools.partial(each, optimizer, group) for each in (_memory_of_new, _send))
-        return Ranges(step, numel, self._take_gradient(group), new, written)
+        numel = self._optimizer.single_partition_of_fp32_groups[group].numel()
+        return Ranges(step, numel, self._take_gradient(group), functools.partial(_send, self._optimizer, group))
 
     def _take_gradient(self, group):
         """Takes the gradient of a partition out of ``averaged_gradients``."""
@@ -108,16 +106,14 @@ class StepOfGroups:
             # loaded then needs all groups.
             optimizer.optimizer.param_groups = param_groups
             master.grad = None
-        _memory_of_new(optimizer, group, 0, master.numel()).copy_(master.data)
+        _memory_of_new(optimizer, group).copy_(master.data)
         _send(optimizer, group, 0, master.numel())
 
 
-def _memory_of_new(optimizer, group, first, last):
-    """Returns the memory in which elements [first, last) of the new parameters are written: with offloading, on the
-    host, and otherwise in this rank's partition of the parameters."""
-    if optimizer.cpu_offload:
-        return memory_for_new_parameters(optimizer, group)[first:last]
-    return _partition(optimizer, group).data[first:last]
+def _memory_of_new(optimizer, group):
+    """Returns the memory in which new parameters are written, 1-D: with offloading, on the host, and otherwise this
+    rank's partition of the parameters."""
+    return memory_for_new_parameters(optimizer, group) if optimizer.cpu_offload else _partition(optimizer, group).data
 
 
 def _send(optimizer, group, first, last):
@@ -128,8 +124,5 @@ def _send(optimizer, group, first, last):
 
 def _partition(optimizer, group):
     """Returns this rank's partition of the parameters, 1-D."""
-    return optimizer.parallel_partitioned_bit16_groups[group][_rank(optimizer, group)]
-
-
-def _rank(optimizer, group):
-    return dist.get_rank(group=optimizer.real_dp_process_group[group])
+    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+    return optimizer.parallel_partitioned_bit16_groups[group][rank]

@@ -47,19 +47,11 @@ class Ranges:
         step: steps the ranges.
         numel: elements of the partition.
         gradient: the gradient of the partition.
-        new: a function of (first, last) that returns the memory for the new values of the elements [first, last).
-        written: a function to call with (first, last) when that memory has the new values.
+        written: a function to call with (first, last) when the new values of the elements [first, last) are written.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        numel: int,
-        gradient: "PartitionGradient",
-        new: Callable[[int, int], torch.Tensor],
-        written: Callable[[int, int], None],
-    ):
-        self._step, self._numel, self._gradient, self._new, self._written = step, numel, gradient, new, written
+    def __init__(self, step: Step, numel: int, gradient: "PartitionGradient", written: Callable[[int, int], None]):
+        self._step, self._numel, self._gradient, self._written = step, numel, gradient, written
         self._spans = [(0, numel)]  # what is left to do
 
     def step_first(self, spans: List[Tuple[int, int]]) -> None:
@@ -83,7 +75,7 @@ class Ranges:
     def _run(self, spans):
         for first, end in spans:
             while first < end:
-                last = self._step.run(self._gradient, first, end, self._new)
+                last = self._step.run(self._gradient, first, end)
                 if not first < last <= end:
                     raise RuntimeError(
                         f"{type(self._step).__name__}.run() was to step elements from {first} to {end} at most and "
