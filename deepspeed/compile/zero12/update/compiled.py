@@ -101,8 +101,7 @@ class CompiledStep:
 
     def __init__(self, update: Update, partition: Partition):
         master, state = partition.master, partition.state
-        self._update, self._optimizer, self._state = update, partition.optimizer, state
-        self._master, self._new = master.data, partition.new
+        self._update, self._master, self._state, self._new = update, master.data, state, partition.new
         self._own = OwnStep(partition)
         self._factors = [] if partition.factor is None else [partition.factor]
         self._per_element = [value for value in state.values() if is_per_element(value, master)]
@@ -134,9 +133,6 @@ class CompiledStep:
         return last
 
     def finish(self) -> None:
-        # What step() notes if a scheduler of torch has wrapped it: the scheduler warns if nothing calls step().
-        if "step" in vars(self._optimizer):
-            self._optimizer._opt_called = True
         for name, value in zip(self._names, self._new_scalars, strict=True):
             if torch.is_tensor(self._state[name]):
                 self._state[name].copy_(value)

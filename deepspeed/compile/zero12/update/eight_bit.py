@@ -15,7 +15,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from .adam_of_blocks import Blocks, Scalars, Settings
-from .blockwise import SIGNED, is_blockwise, map_of, names_of, to_blocks, zeros
+from .blockwise import SIGNED, has_moments, map_of, names_of, to_blocks, zeros
 from .dynamic_map import BLOCK
 from .ranges import PartitionGradient, end_of_range
 from .rule import Partition
@@ -42,8 +42,7 @@ class EightBitAdam:
     def begin(self, partition: Partition) -> Optional["EightBitStep"]:
         if problem_with(partition.optimizer) is not None or partition.master.dtype != torch.float32:
             return None
-        state = partition.state
-        if state and not is_blockwise(state) and not all(name in state for name in SIGNED):
+        if partition.state and not has_moments(partition.state):
             return None
         return EightBitStep(partition)
 
@@ -59,7 +58,7 @@ class EightBitStep:
     """One step of one partition. The methods are those of ``Step`` in ``rule.py``."""
 
     def __init__(self, partition: Partition):
-        self._partition, self._optimizer = partition, partition.optimizer
+        self._partition = partition
         self._master, self._new = partition.master.data, partition.new
         self._step_blocks = step_blocks_on(self._master.device)
         # How many elements of the first block lie before the partition.
@@ -86,11 +85,11 @@ class EightBitStep:
     def _begin(self):
         """Makes the states in the first step, and those that were loaded what this rule needs."""
         partition, master = self._partition, self._partition.master
-        state = partition.state or _new_state(partition)
-        if is_blockwise(state) or SIGNED.keys() <= state.keys():
+        state = partition.state
+        if state:
             to_blocks(state, partition.offset, master)
         else:
-            state.update(zeros(partition.offset, master))
+            state = {**_new_state(partition), **zeros(partition.offset, master)}
         # The host reads the count in each step, so it stays there.
         if torch.is_tensor(state["step"]):
             state["step"] = state["step"].cpu()
@@ -128,9 +127,6 @@ class EightBitStep:
 
     def finish(self) -> None:
         states = self._states
-        # What step() notes if a scheduler of torch has wrapped it: the scheduler warns if nothing calls step().
-        if "step" in vars(self._optimizer):
-            self._optimizer._opt_called = True
         if torch.is_tensor(states["step"]):
             states["step"].fill_(self._count)
         else:

@@ -80,6 +80,7 @@ class StepOfGroups:
                     ranges.pop(group).step_rest()
             else:
                 self._step_whole(group)
+        note_step(optimizer.optimizer)
 
     def _ranges(self, group, step):
         numel = self._optimizer.single_partition_of_fp32_groups[group].numel()
@@ -108,6 +109,12 @@ class StepOfGroups:
             master.grad = None
         _memory_of_new(optimizer, group).copy_(master.data)
         _send(optimizer, group, 0, master.numel())
+
+
+def note_step(inner: torch.optim.Optimizer) -> None:
+    """Notes what ``step()`` notes if a scheduler of torch has wrapped it: the scheduler warns if this is missing."""
+    if "step" in vars(inner):
+        inner._opt_called = True  # type: ignore[attr-defined]
 
 
 def _memory_of_new(optimizer, group):
