@@ -18,7 +18,7 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 
 from . import eight_bit_states, step
 from .layout import pieces, registered_parameters
-from .monitoring import write_memory
+from .monitoring import HELD, write_memory
 from .native import reducer_module
 from .offload import drop_unused_memory
 from .state import Zero12, state_of
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
 else:
     _NextClass = object
-
-# The counters of a reducer that are bytes of gradients at the moment. "bucket" is memory in which some of them lie.
-HELD = ("bound", "on_host", "pending", "unreduced")
 
 # The attached optimizers whose parameters no later engine has taken over.
 _attached = weakref.WeakSet()

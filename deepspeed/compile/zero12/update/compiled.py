@@ -15,7 +15,7 @@ from deepspeed.utils import logger
 
 from ..messages import inform, warn
 from .own_step import OwnStep, is_per_element, may_be_cut
-from .ranges import ALIGN_NUMEL, PartitionGradient, end_of_range
+from .ranges import ALIGN_NUMEL, PartitionGradient, end_of_range, is_aligned
 from .recorded import Kind, Update, class_of_torch, compile_update
 from .rule import Partition
 
@@ -53,7 +53,7 @@ class CompiledUpdates:
             or not _is_known(partition)
         ):
             return None
-        kind = Kind(partition.gradient_dtype, new.dtype, new.data_ptr() % 16 == 0, partition.factor is not None)
+        kind = Kind(partition.gradient_dtype, new.dtype, is_aligned(new), partition.factor is not None)
         settings = _settings(partition)
         # CompiledStep passes states in their order, so names count as well as dtypes.
         states = {name: value.dtype if is_per_element(value, master) else None for name, value in state.items()}

@@ -40,6 +40,11 @@ def end_of_range(master: torch.Tensor, first: int, limit: int) -> int:
     return min(first + (RANGE_NUMEL_ON_HOST if master.is_cpu else RANGE_NUMEL), limit)
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory begins at a multiple of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0
+
+
 class Ranges:
     """Steps a partition range by range.
 
@@ -145,13 +150,13 @@ class PartitionGradient:
         """
         if self._flat is not None:
             gradient = self._flat[first : limit - (limit - first) % multiple]
-            if _is_aligned(gradient):
+            if is_aligned(gradient):
                 return gradient
             gradient = gradient[:GATHERED_NUMEL]
             return self._gather([(first, gradient)], first, first + gradient.numel())
         last = self._end(first, limit, multiple)
         parts = self._parts(first, last)
-        if len(parts) == 1 and parts[0][1].numel() == last - first and _is_aligned(parts[0][1]):
+        if len(parts) == 1 and parts[0][1].numel() == last - first and is_aligned(parts[0][1]):
             return parts[0][1]
         return self._gather(parts, first, last)
 
@@ -188,7 +193,7 @@ class PartitionGradient:
             begin = max(first, offset + (first - offset) % multiple)
             end = min(behind, limit)
             end -= (end - first) % multiple
-            if begin < end and _is_aligned(gradient[begin - offset :]):
+            if begin < end and is_aligned(gradient[begin - offset :]):
                 return begin if begin > first else end
         return gathered - (gathered - first) % multiple
 
@@ -247,7 +252,3 @@ def _laid_out(
     for index in reversed(gaps):
         places.pop(index).zero_()
     return [(part, place) for (_, part), place in zip(parts, places, strict=True)]
-
-
-def _is_aligned(tensor):
-    return tensor.data_ptr() % 16 == 0
