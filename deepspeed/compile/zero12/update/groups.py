@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, List, Optional
 
 import torch
 
-import deepspeed.comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
 
 from ..layout import partition_offset
@@ -57,7 +56,7 @@ class StepOfGroups:
             partition_offset(optimizer, group),
             self._factors[group],
             optimizer.gradient_accumulation_dtype,
-            _memory_of_new(optimizer, group),
+            memory_for_new_parameters(optimizer, group),
         )
         steps = (rule.begin(partition) for rule in optimizer._zero12.rules)
         return next((step for step in steps if step is not None), None)
@@ -84,7 +83,8 @@ class StepOfGroups:
 
     def _ranges(self, group, step):
         numel = self._optimizer.single_partition_of_fp32_groups[group].numel()
-        return Ranges(step, numel, self._take_gradient(group), functools.partial(_send, self._optimizer, group))
+        written = functools.partial(send_to_device, self._optimizer, group)
+        return Ranges(step, numel, self._take_gradient(group), written)
 
     def _take_gradient(self, group):
         """Takes the gradient of a partition out of ``averaged_gradients``."""
@@ -107,29 +107,11 @@ class StepOfGroups:
             # loaded then needs all groups.
             optimizer.optimizer.param_groups = param_groups
             master.grad = None
-        _memory_of_new(optimizer, group).copy_(master.data)
-        _send(optimizer, group, 0, master.numel())
+        memory_for_new_parameters(optimizer, group).copy_(master.data)
+        send_to_device(optimizer, group, 0, master.numel())
 
 
 def note_step(inner: torch.optim.Optimizer) -> None:
     """Notes what ``step()`` notes if a scheduler of torch has wrapped it: the scheduler warns if this is missing."""
     if "step" in vars(inner):
         inner._opt_called = True  # type: ignore[attr-defined]
-
-
-def _memory_of_new(optimizer, group):
-    """Returns the memory in which new parameters are written, 1-D: with offloading, on the host, and otherwise this
-    rank's partition of the parameters."""
-    return memory_for_new_parameters(optimizer, group) if optimizer.cpu_offload else _partition(optimizer, group).data
-
-
-def _send(optimizer, group, first, last):
-    """With offloading, sends elements [first, last) of the new parameters to the device."""
-    if optimizer.cpu_offload:
-        send_to_device(optimizer, group, first, _partition(optimizer, group).data[first:last])
-
-
-def _partition(optimizer, group):
-    """Returns this rank's partition of the parameters, 1-D."""
-    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
-    return optimizer.parallel_partitioned_bit16_groups[group][rank]
