@@ -76,10 +76,10 @@ def measure(numel: int, repetitions: int) -> Iterator[tuple[str, float]]:
 
     def step(updates):
         # The new parameters are written over the gradients, as in a step.
-        update = updates and updates.begin(Partition(adam, 0, 0, factor, gradient.dtype, gradient))
+        partition = Partition(adam, 0, 0, factor, gradient.dtype, gradient)
+        update = (updates and updates.begin(partition)) or OwnStep(partition)
         given = PartitionGradient(_Views(gradient), factor, master.data, gradient.dtype)
-        update = update or OwnStep(adam, 0)
-        Ranges(update, numel, given, lambda first, last: gradient[first:last], send).step_rest()
+        Ranges(update, numel, given, send).step_rest()
 
     def adam_alone():
         master.grad = master.data

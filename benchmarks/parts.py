@@ -99,10 +99,10 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
 
     def step(adam, updates):
         # Each step is given the gradients anew. Without an update, the optimizer steps range by range.
-        update = updates and updates.begin(Partition(adam, 0, 0, factor, torch.bfloat16, new))
+        partition = Partition(adam, 0, 0, factor, torch.bfloat16, new)
+        update = (updates and updates.begin(partition)) or OwnStep(partition)
         given = PartitionGradient(_Views(gradients), factor, master.data, torch.bfloat16)
-        update = update or OwnStep(adam, 0)
-        Ranges(update, numel, given, lambda first, last: new[first:last], lambda *_: None).step_rest()
+        Ranges(update, numel, given, lambda *_: None).step_rest()
 
     for kind in ("fused", "foreach"):
         adam = torch.optim.AdamW([master], lr=1e-5, **{kind: True})

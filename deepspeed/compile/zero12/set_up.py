@@ -14,7 +14,6 @@ from deepspeed.utils import logger
 
 from . import eight_bit_states
 from .collectives import collective
-from .forward import switch_off_flops_profiler
 from .gather_hooks import Waiting
 from .graph import compile_blocks, liger
 from .graph.backend import Backend
@@ -84,7 +83,10 @@ def set_up(
         sharded = None
         if plan.shards_frozen:
             sharded = make_sharded_blocks(optimizer, module, plan.blocks, undo)
-        undo.callback(switch_off_flops_profiler(engine))
+        # The profiler, which one rank starts, replaces functions that the compiler traces.
+        profiler = engine._config.flops_profiler_config
+        undo.callback(setattr, profiler, "enabled", profiler.enabled)
+        profiler.enabled = False
         limit = CompilationLimit(plan.compilations, raises=plan.fullgraph)
         graphs = Backend(
             plan,
