@@ -90,11 +90,11 @@ def step_partition(
     from deepspeed.compile.zero12.update.rule import Partition
 
     (master,) = adam.param_groups[0]["params"]
-    update = updates and updates.begin(Partition(adam, 0, 0, factor, new.dtype, new))
+    partition = Partition(adam, 0, 0, factor, new.dtype, new)
+    update = (updates and updates.begin(partition)) or OwnStep(partition)
     # Each step is given the gradients anew.
     given = PartitionGradient(_Views(gradients), factor, master.data, new.dtype)
-    ranges = Ranges(update or OwnStep(adam, 0), master.numel(), given, lambda first, last: new[first:last], written)
-    ranges.step_rest()
+    Ranges(update, master.numel(), given, written).step_rest()
 
 
 def bandwidth(device: str, repetitions: int) -> float:

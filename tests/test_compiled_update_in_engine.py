@@ -14,7 +14,7 @@ import deepspeed
 from deepspeed.compile.zero12 import gather, wait_for_parameters
 from deepspeed.compile.zero12.gather import OverlappedGather
 from deepspeed.compile.zero12.update import compiled as compiled_update
-from deepspeed.compile.zero12.update import groups, make_rules
+from deepspeed.compile.zero12.update import make_rules
 from deepspeed.compile.zero12.update.compiled import CompiledStep, CompiledUpdates
 from deepspeed.compile.zero12.update.own_step import OwnRanges
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
@@ -110,11 +110,11 @@ def test_an_engine_compiles_its_updates(ranks, tmp_path, varied):
 
 
 def gradients_in_a_compiled_step(case):
-    """Returns how many targets exist each time that a range is stepped, while it writes its new values."""
+    """Returns how many targets exist each time that a range is stepped, while it reads its gradient."""
     with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48):
         _, engine = start(case)
         engine.optimizer._zero12.rules = make_rules(compiles=True)
-        return targets_at_calls(groups, "_memory_of_new", engine, steps=3)
+        return targets_at_calls(compiled_update, "_rows", engine, steps=3)
 
 
 # As users write it. The learning rates of a WarmupLR's first two steps are zero.

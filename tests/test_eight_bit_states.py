@@ -126,9 +126,7 @@ class OneRank:
         views = views_of(gradient[self.first : self.last], [cut - self.first for cut in cuts if cut > self.first])
         views = Views({offset: view for offset, view in views.items() if view.numel()})
         taken = PartitionGradient(views, factor, self.master.data, gradient.dtype)
-        ranges = Ranges(
-            *(step, self.last - self.first, taken, lambda first, last: self.new[first:last], lambda *_: None)
-        )
+        ranges = Ranges(step, self.last - self.first, taken, lambda *_: None)
         cut = [(max(first, self.first), min(last, self.last)) for first, last in spans]
         with mock.patch.object(of_partition, "SMALL_NUMEL", 0):
             ranges.step_first([(first - self.first, last - self.first) for first, last in cut if first < last])

@@ -105,7 +105,7 @@ def test_pictures_show_the_memory_of_a_range_with_gradients(method):
 def test_a_rule_that_does_not_say_how_far_it_went(returned):
     step = mock.Mock(run=lambda *_: returned)
     with pytest.raises(RuntimeError, match=f"from 0 to 4 at most and returned {returned}; a rule must return"):
-        Ranges(step, 4, None, None, lambda *_: None).step_rest()
+        Ranges(step, 4, None, lambda *_: None).step_rest()
 
 
 @pytest.mark.quick
@@ -126,10 +126,8 @@ def test_ranges_step_as_the_whole(name):
         stepped.clear()
         with ranges_of(7):
             gradient = PartitionGradient(given, None, cut.data, torch.bfloat16)
-            own = OwnStep(optimizer, 0)
-            Ranges(
-                *(own, NUMEL, gradient, lambda *span: new[slice(*span)], lambda *span: stepped.append(span))
-            ).step_rest()
+            own = OwnStep(partition_of(optimizer, new=new))
+            Ranges(own, NUMEL, gradient, lambda *span: stepped.append(span)).step_rest()
         assert torch.equal(new, cut)
         assert stepped == [(first, min(first + 7, NUMEL)) for first in range(0, NUMEL, 7)]
         scheduler.step()
@@ -572,7 +570,7 @@ def test_an_interrupted_optimizer_has_its_groups():
     groups, Interrupted.armed = optimizer.param_groups, True
     gradient = PartitionGradient(Views({0: torch.ones(4)}), None, parameter.data, torch.float32)
     with pytest.raises(KeyboardInterrupt):
-        OwnStep(optimizer, 0).run(gradient, 0, 4, lambda *_: torch.empty(4))
+        OwnStep(partition_of(optimizer)).run(gradient, 0, 4)
     assert optimizer.param_groups is groups and [*optimizer.state] == [parameter]
 
 

@@ -24,6 +24,17 @@ namespace deepcompile {
 
 using torch::autograd::variable_list;
 
+namespace {
+
+/// Autograd's node that accumulates into `parameter.grad`, or null. A record's `accumulation_node` is the node of the
+/// last backward: the parameter may have got another one since.
+AccumulationNode current_node(const at::Tensor& parameter)
+{
+    return torch::autograd::impl::try_get_grad_accumulator(parameter);
+}
+
+}  // namespace
+
 // Accumulation nodes and their hooks.
 
 void Reducer::look_at_parameters()
@@ -63,11 +74,10 @@ void Reducer::follow_stream()
     bool all = true;
     for (auto& record : records_) {
         if (!record.accumulation_node) { continue; }
-        const auto alive = [&record] { return torch::autograd::impl::try_get_grad_accumulator(record.parameter); };
-        const bool in_use = alive() == record.accumulation_node;
+        const bool in_use = current_node(record.parameter) == record.accumulation_node;
         record.accumulation_node = nullptr;
         // If a graph that is still alive has kept the node, the node is still there, with the hook.
-        if (in_use) { record.accumulation_node = alive(); }
+        if (in_use) { record.accumulation_node = current_node(record.parameter); }
         all = all && !record.accumulation_node;
         if (!record.accumulation_node) { watch_accumulation(record); }
     }
@@ -90,8 +100,7 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
     // Autograd also runs the node of a parameter whose gradient a compiled graph has reduced, and passes no gradient.
     auto& slot = parameter.mutable_grad();
     if (!slot.defined()) { return; }
-    at::Tensor gradient = std::move(slot);
-    slot = at::Tensor();
+    at::Tensor gradient = std::exchange(slot, {});
     // Autograd may have put into the slot a view of memory that another gradient still uses. For this hook, autograd
     // has also kept the node's input. If nothing else refers to the input, the input is a second name of the gradient's
     // memory and counts as one more reference to the storage.
@@ -101,19 +110,6 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
     const bool donated = gradient.layout() == at::kStrided && gradient.use_count() == 1 &&
                          gradient.storage().use_count() == (kept_for_hook ? 2 : 1);
     reduce(index, gradient, Route::autograd, donated);
-}
-
-bool ParameterRecord::autograd_wants() const
-{
-    const auto* asked = torch::autograd::get_current_graph_task_exec_info();
-    if (!asked || asked->empty()) { return true; }
-    // Not `accumulation_node`: the parameter may have got another node since the last backward.
-    const auto found = asked->find(torch::autograd::impl::try_get_grad_accumulator(parameter).get());
-    if (found == asked->end()) { return false; }
-    TORCH_CHECK(!found->second.captures_ || found->second.captures_->empty(),
-                describe() + " is reduced by its compiled graph, so torch.autograd.grad() cannot return its " +
-                    "gradient; use safe_get_full_grad() after engine.backward()");
-    return found->second.needed_;
 }
 
 // The end of a graph task.
@@ -164,7 +160,7 @@ try {
     TORCH_WARN(std::string("DeepCompile could not drop the gradients of a backward that raised: ") + error.what());
 }
 
-bool Reducer::abandon_unfinished(bool may_enclose)
+void Reducer::abandon_unfinished(bool may_enclose)
 {
     Dropped dropped;
     std::lock_guard lock(mutex_);
@@ -174,7 +170,6 @@ bool Reducer::abandon_unfinished(bool may_enclose)
     const bool encloses = may_enclose && state_ == BackwardState::running &&
                           (streams_.on_cpu() || graph_task_ == torch::autograd::get_current_graph_task_id());
     if (in_backward() && !encloses) { abandon(BackwardState::unfinished, dropped); }
-    return is_abandoned();
 }
 
 std::optional<std::string> Reducer::abandoned() const
@@ -191,16 +186,23 @@ void Reducer::settled()
     if (is_abandoned()) { state_ = BackwardState::none; }
 }
 
-// Gradients that autograd's running task cannot compute.
+// What autograd's running task computes.
 
 namespace {
 
-/// Whether autograd's running task runs a node of its graph. torch.autograd.grad() and backward(inputs=...) ask for some
-/// gradients only.
-bool runs(torch::autograd::Node* node)
+/// What the task does with each node that it was asked for, or null if it runs all nodes of its graph.
+/// torch.autograd.grad() and backward(inputs=...) ask for some gradients only.
+auto* asked_for()
 {
     const auto* asked = torch::autograd::get_current_graph_task_exec_info();
-    if (!asked || asked->empty()) { return true; }
+    return asked && !asked->empty() ? asked : nullptr;
+}
+
+/// Whether the task runs a node of its graph.
+bool runs(torch::autograd::Node* node)
+{
+    const auto* asked = asked_for();
+    if (!asked) { return true; }
     const auto found = asked->find(node);
     return found != asked->end() && found->second.needed_;
 }
@@ -220,6 +222,18 @@ bool runs_function(const IsIt& is_it)
 constexpr auto compiled_function = "CompiledFunctionBackward";
 
 }  // namespace
+
+bool ParameterRecord::autograd_wants() const
+{
+    const auto* asked = asked_for();
+    if (!asked) { return true; }
+    const auto found = asked->find(current_node(parameter).get());
+    if (found == asked->end()) { return false; }
+    TORCH_CHECK(!found->second.captures_ || found->second.captures_->empty(),
+                describe() + " is reduced by its compiled graph, so torch.autograd.grad() cannot return its " +
+                    "gradient; use safe_get_full_grad() after engine.backward()");
+    return found->second.needed_;
+}
 
 bool leads_to_checkpoints()
 {
@@ -241,14 +255,12 @@ bool Reducer::leads_to_parameters() const
         for (const auto& record : records_) {
             if (!record.parameter.requires_grad()) { continue; }
             some_trained = true;
-            // Not `record.accumulation_node`: the parameter may have got another node since the last backward.
-            const auto node = torch::autograd::impl::try_get_grad_accumulator(record.parameter);
+            const auto node = current_node(record.parameter);
             if (node && nodes->count(node.get()) && runs(node.get())) { return true; }
         }
     }
     // A function may run a backward of its own, as reentrant checkpointing does, which this graph does not show.
-    const auto* asked = torch::autograd::get_current_graph_task_exec_info();
-    return some_trained && (!asked || asked->empty()) &&
+    return some_trained && !asked_for() &&
            runs_function([](const std::string& name) { return name != compiled_function; });
 }
 
@@ -284,8 +296,7 @@ void UnreducedSum::add(const at::Tensor& gradient, bool donated)
 
 at::Tensor UnreducedSum::take()
 {
-    at::Tensor sum = std::move(sum_);
-    sum_ = at::Tensor();
+    at::Tensor sum = std::exchange(sum_, {});
     counters_.unreduced.remove(bytes_of(sum));
     // An earlier backward may have allocated the sum on another stream. The pool of that stream must not hand the
     // memory out while the current stream uses it.
@@ -311,8 +322,7 @@ void UnreducedSum::take_from_grad(const at::Tensor& parameter)
     auto& slot = parameter.mutable_grad();
     if (!slot.defined() || slot.layout() != at::kStrided) { return; }
     streams_.order_after_last_use();
-    at::Tensor kept = std::move(slot);
-    slot = at::Tensor();
+    at::Tensor kept = std::exchange(slot, {});
     // A gradient that somebody else refers to as well is copied below, on the current stream, and dropped at once. The
     // pool of the stream that allocated the gradient must not hand its memory out before the copy is done.
     record_on_current_stream(kept);

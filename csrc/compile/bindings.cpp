@@ -86,9 +86,9 @@ PyMethodDef functions_of_generated_code[] = {
 bool are_views(const HandedOver& handed_over, const py::list& entries)
 {
     if (entries.size() != handed_over.targets.size()) { return false; }
-    if (handed_over.flat && !entries.empty()) {
+    if (handed_over.flat.defined() && !entries.empty()) {
         const auto& [offset, first] = handed_over.targets.front();
-        const auto* begin = static_cast<const char*>(handed_over.flat->const_data_ptr());
+        const auto* begin = static_cast<const char*>(handed_over.flat.const_data_ptr());
         if (first.const_data_ptr() != begin + offset * first.element_size()) { return false; }
     }
     Py_ssize_t index = 0;

@@ -251,19 +251,14 @@ void Bucket::copy_to_host()
     const c10::StreamGuard on_copies(streams_.copies());
     // The collectives have waited for the stream that made the gradients, but a single rank has sent nothing.
     streams_.let_wait(streams_.copies());
-    const auto note_end = [&] {
-        c10::Event copied(on_copies.current_stream().device_type());
-        copied.record(on_copies.current_stream());
-        copied_ = std::move(copied);
-    };
     try {
         arrive();
     } catch (...) {
         // Copies may have been queued. abandon() waits for them.
-        note_end();
+        copied_ = record_event(streams_.copies());
         throw;
     }
-    note_end();
+    copied_ = record_event(streams_.copies());
 }
 
 void Bucket::arrive()
@@ -457,8 +452,7 @@ void PartitionGroup::allocate_flat_partition()
 
 HandedOver PartitionGroup::hand_over() const
 {
-    HandedOver handed_over{
-        {targets.begin(), targets.end()}, {}, flat_partition.defined() ? std::optional(flat_partition) : std::nullopt};
+    HandedOver handed_over{{targets.begin(), targets.end()}, {}, flat_partition};
     handed_over.views.reserve(targets.size());
     for (const auto& [offset, target] : targets) {
         const auto whole = shapes.find(offset);

@@ -4,7 +4,6 @@
 #include "deepcompile_memory.h"
 
 #include <ATen/record_function.h>
-#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <utility>
@@ -13,23 +12,6 @@
 // Gradient memory: how much of it there is, who may keep it, and which stream used it last.
 
 namespace deepcompile {
-
-namespace {
-
-/// Has `waiting` wait for the work that is on `used` now.
-void wait_for(const c10::Stream& used, const c10::Stream& waiting)
-{
-    c10::Event done(used.device_type());
-    done.record(used);
-    done.block(waiting);
-}
-
-c10::Stream current_stream(c10::Device device)
-{
-    return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
-}  // namespace
 
 std::map<std::string, int64_t> Counters::values() const
 {
@@ -104,6 +86,18 @@ void record_on_current_stream(const at::Tensor& tensor)
     if (!tensor.is_cpu()) { tensor.record_stream(current_stream(tensor.device())); }
 }
 
+c10::Stream current_stream(c10::Device device)
+{
+    return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+c10::Event record_event(const c10::Stream& stream)
+{
+    c10::Event event(stream.device_type());
+    event.record(stream);
+    return event;
+}
+
 c10::Stream StreamOrder::current() const
 {
     return current_stream(device_);
@@ -116,7 +110,7 @@ void StreamOrder::synchronize_device() const
 
 void StreamOrder::wait_on_host() const
 {
-    if (!on_cpu() && last_) { last_->synchronize(); }
+    if (last_) { last_->synchronize(); }
 }
 
 c10::Stream StreamOrder::copies()
@@ -130,7 +124,7 @@ void StreamOrder::order_after_last_use()
     if (on_cpu()) { return; }
     const auto stream = current();
     if (last_ && *last_ != stream) {
-        wait_for(*last_, stream);
+        record_event(*last_).block(stream);
         several_ = true;
     }
     last_ = stream;
@@ -138,7 +132,7 @@ void StreamOrder::order_after_last_use()
 
 void StreamOrder::let_wait(const c10::Stream& stream) const
 {
-    if (last_ && *last_ != stream) { wait_for(*last_, stream); }
+    if (last_ && *last_ != stream) { record_event(*last_).block(stream); }
 }
 
 void StreamOrder::record_on_last(const at::Tensor& tensor) const

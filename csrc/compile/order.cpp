@@ -5,7 +5,6 @@
 
 #include <ATen/Functions.h>
 #include <ATen/record_function.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/hash.h>
 
@@ -24,23 +23,11 @@ void SendOrder::add_parameter(int64_t index, bool is_sent)
     unseen_.resize(index + 1, steps_to_give_up - 1);
     if (!is_sent) { return; }
     turns_.insert(turns_.begin(), {index, 1});
-    ++left_[index];
 }
 
 const Turn* SendOrder::next() const
 {
     return complete() ? nullptr : &turns_[taken_];
-}
-
-void SendOrder::advance()
-{
-    --left_[turns_[taken_++].index];
-}
-
-bool SendOrder::comes_to(int64_t index) const
-{
-    const auto found = left_.find(index);
-    return found != left_.end() && found->second > 0;
 }
 
 int64_t SendOrder::contributions_to(int64_t index) const
@@ -53,8 +40,6 @@ int64_t SendOrder::contributions_to(int64_t index) const
 void SendOrder::begin_backward()
 {
     taken_ = 0;
-    left_.clear();
-    for (const auto& turn : turns_) { ++left_[turn.index]; }
     arrived_.clear();
     suits_ = true;
 }
@@ -180,9 +165,7 @@ bool Agreement::compare(const PartitionGroup& group, const std::string& purpose,
     if (!group.device.is_cpu()) {
         answers = at::empty(gathered.sizes(), at::TensorOptions().dtype(at::kLong).pinned_memory(true));
         answers.copy_(gathered, /*non_blocking=*/true);
-        c10::Event arrived(group.device.type());
-        arrived.record(c10::impl::VirtualGuardImpl(group.device.type()).getStream(group.device));
-        arrived.synchronize();
+        record_event(current_stream(group.device)).synchronize();
     }
     std::vector<Fingerprint> seen;
     std::string sent;
@@ -246,13 +229,13 @@ void Reducer::send_turn(ParameterRecord& record, const Turn& turn)
     enqueue_sum(record);
 }
 
-void Reducer::keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated)
+void Reducer::keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated, int64_t awaited)
 {
     // A gradient that joins the sum of earlier micro-batches needs no memory of its own.
     if (!record.unreduced.defined()) { record.is_new = true; }
     record.unreduced.add(gradient, donated);
     // A sum that lacks contributions waits for these. To send the turns before its own would not free it.
-    if (record.is_new && !record.is_early && record.received >= order_.contributions_to(record.index)) {
+    if (record.is_new && !record.is_early && record.received >= awaited) {
         record.is_early = true;
         early_numel_ += record.parameter.numel();
     }

@@ -112,7 +112,6 @@ void Reducer::register_parameter(
                            UnreducedSum(its_group.target_dtype, streams_, counters_)};
     TORCH_CHECK_VALUE(record.pieces.empty() || record.pieces.back().owner < its_group.world(),
                       record.describe() + " reaches beyond the last partition of its group");
-    // A group of one rank sends nothing.
     order_.add_parameter(record.index, its_group.world() > 1 && !record.pieces.empty());
     its_group.own_pieces +=
         std::count_if(record.pieces.begin(), record.pieces.end(), [&its_group](const Piece& piece) {
@@ -236,17 +235,18 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         send_those_in_turn();
         return;
     }
+    const int64_t awaited = order_.contributions_to(record.index);
     // A gradient that comes late can still join its parameter's in the bucket that is being filled.
-    if (!order_.comes_to(record.index) && buckets_.add_to_earlier(record, gradient)) {
+    if (awaited == 0 && buckets_.add_to_earlier(record, gradient)) {
         --record.received;
         return;
     }
     order_.came_out_of_turn();
     ++counters_.out_of_turn;
-    if (order_.comes_to(record.index)) {
-        keep_early(record, gradient, donated);
-    } else {
+    if (awaited == 0) {
         record.unreduced.add(gradient, donated);
+    } else {
+        keep_early(record, gradient, donated, awaited);
     }
 }
 

@@ -186,11 +186,9 @@ public:
 
     /// The next turn; null once all were taken.
     const Turn* next() const;
-    void advance();
+    void advance() { ++taken_; }
     bool complete() const { return taken_ == turns_.size(); }
-    /// Whether the parameter has a turn that was not taken.
-    bool comes_to(int64_t index) const;
-    /// The contributions that the parameter's next turn takes; 0 without such a turn.
+    /// The contributions that the parameter's next turn takes; 0 if all its turns were taken.
     int64_t contributions_to(int64_t index) const;
 
     /// Begins with the first turn, and forgets in which order the previous backward's contributions have arrived.
@@ -221,7 +219,6 @@ private:
 
     std::vector<Turn> turns_;
     size_t taken_ = 0;
-    std::unordered_map<int64_t, int64_t> left_;  ///< by parameter: its turns that were not taken
     std::vector<int64_t> arrived_;  ///< parameters of the last backward's contributions, as often as these came
     std::vector<int64_t> unseen_;   ///< by parameter: steps without a gradient on this rank
     bool suits_ = true;             ///< nothing came out of turn in the last backward
@@ -409,8 +406,8 @@ using Targets = std::map<int64_t, at::Tensor>;
 /// What the optimizer gets of a group when a step is complete.
 struct HandedOver {
     std::vector<std::pair<int64_t, at::Tensor>> targets;  ///< in ascending order of their offsets
-    std::vector<at::Tensor> views;   ///< one of each target, in the shape of its parameter if it is the whole of it
-    std::optional<at::Tensor> flat;  ///< the flat tensor in which the targets lie, if they lie in one
+    std::vector<at::Tensor> views;  ///< one of each target, in the shape of its parameter if it is the whole of it
+    at::Tensor flat;                ///< in which the targets lie; undefined if they do not lie in one flat tensor
 };
 
 /// The ranks that share a parameter group, and the gradient targets of this rank's partition of it.
@@ -503,11 +500,11 @@ public:
     /// abandoned and settled() was not called yet.
     bool begin_backward(bool reduces, const std::vector<size_t>& hooked);
 
-    /// Called when a backward begins, with `may_enclose`, and between backwards. Abandons the last backward if it neither finished nor can finish: it raised and a thread of autograd's still holds
-    /// its graph task, or an interrupt came after its graph had run. `may_enclose`: a backward begins, which the last one
-    /// may enclose; an enclosing backward goes on. Returns whether a backward was abandoned, now or before, and settled()
-    /// was not called yet.
-    bool abandon_unfinished(bool may_enclose);
+    /// Called when a backward begins, with `may_enclose`, and between backwards. Abandons the last backward if it neither
+    /// finished nor can finish: it raised and a thread of autograd's still holds its graph task, or an interrupt came
+    /// after its graph had run. `may_enclose`: a backward begins, which the last one may enclose; an enclosing backward
+    /// goes on.
+    void abandon_unfinished(bool may_enclose);
     /// "raised" or "unfinished" if a backward was abandoned and settled() was not called yet, and otherwise nothing.
     std::optional<std::string> abandoned() const;
     /// Called when the caller has dropped what it holds of the step of an abandoned backward. Only now may another
@@ -595,9 +592,10 @@ private:
     void begin_turns();
     void send_those_in_turn();
     void send_rest_of_turns();
-    /// Adds a gradient that comes before its turn to the parameter's sum. If more than a bucket and this gradient wait
-    /// then, sends the turns that hold them up, unless a part of such a turn has come.
-    void keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated);
+    /// Adds a gradient that comes before its turn, which takes `awaited` contributions, to the parameter's sum. If more
+    /// than a bucket and this gradient wait then, sends the turns that hold them up, unless a part of such a turn has
+    /// come.
+    void keep_early(ParameterRecord& record, const at::Tensor& gradient, bool donated, int64_t awaited);
     void send_turn(ParameterRecord& record, const Turn& turn);
     /// To be called when the parameter's sum is sent or dropped: the sum no longer counts as early.
     void end_early(ParameterRecord& record);

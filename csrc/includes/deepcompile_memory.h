@@ -10,6 +10,7 @@ told in deepcompile.h.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <atomic>
@@ -62,9 +63,9 @@ struct Counters {
 
 int64_t bytes_of(const at::Tensor& tensor);
 
-/// Tensors to drop after the reducer's mutex is released, so declare it before the lock. Dropping a tensor that Python knows runs what
-/// a user has tied to the tensor's end, such as a `weakref.finalize()` that calls the engine, and takes the interpreter's
-/// lock.
+/// Tensors to drop after the reducer's mutex is released, so declare it before the lock. Dropping a tensor that Python
+/// knows runs what a user has tied to the tensor's end, such as a `weakref.finalize()` that calls the engine, and takes
+/// the interpreter's lock.
 using Dropped = std::vector<at::Tensor>;
 
 /// Tells a profiler that records operands what the tensor's memory is for from now on. Without a profiler nothing
@@ -87,6 +88,11 @@ at::Tensor keep_or_copy(const at::Tensor& tensor, at::ScalarType dtype, bool don
 /// Tells the allocator that the calling thread's current stream uses the tensor's memory. Does nothing where the
 /// memory was allocated on that stream, or on CPU.
 void record_on_current_stream(const at::Tensor& tensor);
+
+/// The calling thread's current stream on a device.
+c10::Stream current_stream(c10::Device device);
+/// An event that comes when the device is through with what is on the stream now. Not on CPU.
+c10::Event record_event(const c10::Stream& stream);
 
 /// Puts the streams that use a reducer's memory into one order. Autograd runs a backward on the streams of its forward,
 /// so the gradients of one backward may come from several streams, and all of them use the same buckets, targets and

@@ -6,7 +6,7 @@
 compiles itself before its first training forward.
 """
 
-from typing import Any, ClassVar, List, Literal, Optional, Tuple, Union
+from typing import Any, List, Literal, Optional, Union
 
 from pydantic import Field, field_validator, model_validator
 
@@ -30,17 +30,6 @@ class MemoryPictureConfig(DeepSpeedConfigModel):
 class CompileConfig(BaseCompileConfig):
     """Settings of ``engine.compile()``. The options here are for ZeRO-1 and ZeRO-2."""
 
-    # Those that nothing else can honour.
-    _zero_1_and_2_only: ClassVar[Tuple[str, ...]] = (
-        "regional_compilation",
-        "overlap_param_gather",
-        "chunked_loss",
-        "activation_memory_budget",
-        "monitor_memory",
-        "optimizer_states",
-        "shard_frozen",
-    )
-
     regional_compilation: Union[bool, List[str], None] = None
     """Whether each repeated block of the model becomes a graph of its own, compiled once for all layers. A list names
     the classes of the blocks. By default (null), blocks become graphs of their own if they are alike, if a module
@@ -61,14 +50,14 @@ class CompileConfig(BaseCompileConfig):
     computes the rest again. By default (null), ``torch._functorch.config.activation_memory_budget`` says it, which is
     1 unless the caller has set it."""
 
-    optimizer_states: Optional[Literal["8bit"]] = None
-    """The format of Adam's two states. "8bit" keeps them in a byte an element, with a scale for each 256 elements. By
-    default (null), the optimizer keeps them as it does without DeepCompile."""
-
     monitor_memory: bool = False
     """Whether rank 0 writes its counters of gradients, and its peaks of memory, to DeepSpeed's monitors every
     ``steps_per_print`` steps. Off by default, because each report restarts these counters and torch's peaks, which
     other code may read."""
+
+    optimizer_states: Optional[Literal["8bit"]] = None
+    """The format of Adam's two states. "8bit" keeps them in a byte an element, with a scale for each 256 elements. By
+    default (null), the optimizer keeps them as it does without DeepCompile."""
 
     shard_frozen: bool = False
     """Whether each rank keeps only a part of the blocks' frozen parameters, and gets the rest just before a block uses
@@ -90,10 +79,16 @@ class CompileConfig(BaseCompileConfig):
         return value
 
     def set_for_zero_1_and_2(self) -> List[str]:
-        """Returns the names of the options that are set and that only ZeRO-1 and ZeRO-2 can honour."""
+        """Returns the names of the options that are set and that only ZeRO-1 and ZeRO-2 can honour.
+
+        These are the options that this class adds to the base's, but the one that works without DeepCompile.
+        """
+        added = [name for name in type(self).model_fields if name not in BaseCompileConfig.model_fields]
         # A budget of 0 is set.
         return [
-            name for name in self._zero_1_and_2_only if not any(getattr(self, name) is off for off in (None, False))
+            name
+            for name in added
+            if name != "memory_picture" and not any(getattr(self, name) is off for off in (None, False))
         ]
 
     @model_validator(mode="after")

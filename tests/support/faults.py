@@ -209,7 +209,7 @@ def half_a_step(case, folder):
     train_plain(plain, optimizer, 0, case.accumulation)
     engine.save_checkpoint(folder)
     # Not in the optimizer, because an optimizer whose step() was replaced is not stepped in chunks.
-    fails, raised = mock.patch.object(update_groups, "_send", side_effect=Injected("behind the update")), []
+    fails, raised = mock.patch.object(update_groups, "send_to_device", side_effect=Injected("behind the update")), []
     for context in (fails, contextlib.nullcontext()):
         try:
             with context:

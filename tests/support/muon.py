@@ -349,8 +349,7 @@ def _train_beside(training):
         norms.append(float(engine.get_global_grad_norm()))
         if deepcompile:
             after = held(gradient_counters(engine))
-            updates = engine.optimizer._zero12.orthogonalizer
-            matrices = {} if updates is None else updates.matrices
+            matrices = engine.optimizer._zero12.orthogonalizer.matrices
             steps = StepOfGroups(engine.optimizer, [None] * len(engine.optimizer.bit16_groups))._steps
             owners = [len(matrix.parts) for group in matrices.values() for matrix in group]
         engine.destroy()

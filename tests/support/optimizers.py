@@ -42,11 +42,11 @@ def deepspeed_adam(parameters, adamw, **settings):
     return FusedAdam(parameters, adam_w_mode=adamw, **settings)
 
 
-def partition_of(optimizer, index=0, factor=None, new_like=None):
-    """Returns a parameter group as the partition of one rank, with bf16 gradients and an aligned one of new values."""
+def partition_of(optimizer, index=0, factor=None, new=None):
+    """Returns a parameter group as the partition of one rank, with bf16 gradients and aligned memory of new values."""
     (parameter,) = optimizer.param_groups[index]["params"]
-    new_like = torch.empty(16, dtype=torch.bfloat16, device=parameter.device) if new_like is None else new_like
-    return Partition(optimizer, index, 0, factor, torch.bfloat16, new_like)
+    new = torch.empty_like(parameter.data, dtype=torch.bfloat16) if new is None else new
+    return Partition(optimizer, index, 0, factor, torch.bfloat16, new)
 
 
 class Views(dict):

@@ -84,6 +84,11 @@ class _Allocation:
     courses: List[Tuple[int, str]]
     ended: Optional[int] = None
 
+    @property
+    def stands(self) -> bool:
+        """Whether it is from before the recording. Such memory serves one purpose, whatever passes through it."""
+        return self.began < 0
+
     def is_held(self, index: int) -> bool:
         return self.began <= index and (self.ended is None or index < self.ended)
 
@@ -98,7 +103,6 @@ class _Allocations:
     def __init__(self, standing: Dict[int, Tuple[int, str]]):
         self.at = {address: _Allocation(size, -1, [(-1, category)]) for address, (size, category) in standing.items()}
         self.all = list(self.at.values())
-        self._standing = {id(allocation) for allocation in self.all}
 
     def change(self, index: int, address: int, size: int, category: str) -> None:
         """Notes an allocation, or a release (``size`` below 0)."""
@@ -117,14 +121,13 @@ class _Allocations:
     def free_gradients(self, index: int) -> None:
         """Frees what is still known as a gradient when a step has ended. A thread of gloo may have freed it unseen."""
         for address in list(self.at):
-            if id(self.at[address]) not in self._standing and self.category(address) in (TARGETS, ON_THEIR_WAY):
+            if not self.at[address].stands and self.category(address) in (TARGETS, ON_THEIR_WAY):
                 self.free(index, address)
 
     def put(self, index: int, address: int, category: str) -> None:
         """Puts the allocation at ``address``, if one is known there, into a category."""
         allocation = self.at.get(address)
-        # Memory that stands serves one purpose, whatever passes through it.
-        if allocation is not None and id(allocation) not in self._standing:
+        if allocation is not None and not allocation.stands:
             allocation.put(index, category)
 
     def category(self, address: int) -> Optional[str]:
@@ -287,7 +290,7 @@ def _follow(entries, phases, allocations, device):
 def _look_back(allocation, phases, begins, last, staged):
     """Corrects the categories of an allocation by what became of it."""
     first = allocation.courses[0]
-    if first[1] == REST and allocation.began >= 0:
+    if first[1] == REST and not allocation.stands:
         # The last forward that had begun, and the backward that follows it.
         before = bisect.bisect_right(begins["forward"], allocation.began) - 1
         if before >= 0:
@@ -296,7 +299,7 @@ def _look_back(allocation, phases, begins, last, staged):
             backward = begins["backward"][following] if following < len(begins["backward"]) else last
             if allocation.began < backward and allocation.is_held(backward - 1):
                 allocation.courses[0] = (first[0], ACTIVATIONS)
-    if staged or allocation.began < 0:
+    if staged or allocation.stands:
         return
     ends = [end for _, end in phases.indices["backward"]]
     for number, (index, category) in enumerate(allocation.courses):

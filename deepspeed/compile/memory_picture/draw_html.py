@@ -43,7 +43,7 @@ def draw(step: StepMemory, file: Path) -> None:
             Scatter(
                 x=step.seconds,
                 y=[held / size for held in step.held[name]],
-                name=f"{name}",
+                name=name,
                 stackgroup="memory",
                 line={"shape": "hv", "width": 0, "color": COLOURS[name]},
                 fillcolor=COLOURS[name],

@@ -107,16 +107,12 @@ def at_end(engine: "DeepSpeedEngine") -> None:
     recorder = _recorder(engine)
     if recorder is not None:
         recorder.close()
+        engine._memory_recorder = None
 
 
 def _recorded(engine, context):
     recorder = _recorder(engine)
-    if recorder is None:
-        return context
-    context = recorder.around_forward(context)
-    if recorder.over:
-        engine._memory_recorder = None
-    return context
+    return context if recorder is None else recorder.around_forward(context)
 
 
 def _option(engine):
@@ -154,7 +150,6 @@ class Recorder:
         self._backward_runs = False
         self._why_not = ""
         self.device = torch.device(deepspeed.accelerator.get_accelerator().current_device_name())
-        self.over = False
         # Also called when the process ends: a trainer need not destroy its engine.
         self.close = weakref.finalize(engine, self._say_missed)
 
@@ -163,7 +158,6 @@ class Recorder:
         if self._recording is not None and self._backward_runs:
             # The last backward did not end: it raised, past engine.backward().
             self._end("an error in the backward")
-        if self.over:
             return around
         if self._recording is None and self._is_due() and not self._step_began:
             self._begin()
@@ -247,9 +241,10 @@ class Recorder:
         if self._recording is None:
             return
         engine, recording = self._engine(), self._recording
-        self._recording, self.over, Recorder._busy = None, True, None
+        self._recording = Recorder._busy = None
         self._unwrap.close()
         self.close.detach()
+        engine._memory_recorder = None
         try:
             step = recording.stop({data.OPTIMIZER_STATES: tensors_of(engine)[data.OPTIMIZER_STATES]})
             step = dataclasses.replace(step.thinned(data.POINTS), raised=raised, about=self._about(engine))
@@ -292,7 +287,7 @@ class Recorder:
     def _say_missed(self):
         """Called when the engine is destroyed, or else when the process ends, if no step was recorded."""
         if self._recording is not None:
-            Recorder._busy, self.over = None, True
+            Recorder._busy = None
             self._unwrap.close()
             recording, self._recording = self._recording, None
             with contextlib.suppress(RuntimeError):

@@ -6,10 +6,12 @@ Torch reads memory that a storage does not have without a check, and the process
 has another class, :class:`AtRest` before its own, whose ``__torch_function__`` sees every call from Python.
 """
 
+import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, List, Type
+from typing import TYPE_CHECKING, Any, Type
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from torch import Tensor as _NextClass
@@ -28,8 +30,6 @@ _SAME_VALUES = {"detach", "clone", "cpu", "to", "contiguous"}
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
 # The attribute of a tensor at rest that says whose values it stands for.
 _SHARE = "_share_at_rest"
-# Class of a tensor -> its class at rest.
-_classes: Dict[Any, Any] = {}
 
 
 class _Share:
@@ -91,7 +91,7 @@ class AtRest(_NextClass):
             if name == "copy_" and not isinstance(args[1], AtRest):
                 share.write(args[1].detach())
                 return first
-        at_rest = next(each for each in _flattened(args, kwargs) if isinstance(each, AtRest))
+        at_rest = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, AtRest))
         raise vars(at_rest)[_SHARE].refusal(f"read or changed ({name})")
 
 
@@ -117,29 +117,27 @@ def _plain(function, *args, **kwargs):
 
 def _alias(tensor):
     """Returns another tensor at rest that stands for the same values."""
-    with torch._C.DisableTorchFunctionSubclass():
-        alias = tensor.detach()
-    alias.__class__ = _with_rest(type(alias))
-    vars(alias)[_SHARE] = vars(tensor)[_SHARE]
+    alias = _plain(tensor.detach)
+    _put_to_rest(alias, vars(tensor)[_SHARE])
     return alias
 
 
-def _flattened(*values) -> List[Any]:
-    return torch.utils._pytree.tree_leaves(values)
+def _put_to_rest(tensor, share):
+    tensor.__class__ = _with_rest(type(tensor))  # type: ignore[arg-type]
+    vars(tensor)[_SHARE] = share
 
 
+@functools.cache
 def _with_rest(kind):
+    """Returns the class at rest of a class of tensors."""
     if issubclass(kind, AtRest):
         return kind
-    if kind not in _classes:
-        _classes[kind] = type(kind)(f"{kind.__name__}AtRest", (AtRest, kind), {"gathered_class": kind})
-    return _classes[kind]
+    return type(kind)(f"{kind.__name__}AtRest", (AtRest, kind), {"gathered_class": kind})
 
 
 def mark_sharded(parameter: torch.Tensor, name: str, unit: "Unit") -> None:
     """Makes a parameter raise an error when it is read. ``name`` is the parameter's, for errors."""
-    vars(parameter)[_SHARE] = _Share(name, unit)
-    parameter.__class__ = _with_rest(type(parameter))
+    _put_to_rest(parameter, _Share(name, unit))
 
 
 def unmark(parameter: torch.Tensor) -> None:

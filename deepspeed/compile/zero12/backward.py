@@ -264,8 +264,8 @@ class BackwardLife:
         Args:
             may_enclose: whether a backward begins, which the last one may enclose. False between backwards.
         """
-        if self._reducer.abandon_unfinished(may_enclose):
-            self.settle()
+        self._reducer.abandon_unfinished(may_enclose)
+        self.settle()
 
     def settle(self) -> None:
         """Does for DeepSpeed what remains to be done if the reducer has abandoned a backward.

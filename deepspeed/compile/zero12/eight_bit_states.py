@@ -21,7 +21,7 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from .layout import partition_offset
-from .update.blockwise import FORM, SIGNED, fp32_values, is_blockwise, saved, to_blocks, to_fp32
+from .update.blockwise import FORM, SIGNED, fp32_values, has_moments, is_blockwise, saved, to_blocks, to_fp32
 from .update.dynamic_map import BLOCK
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def adopt(optimizer: DeepSpeedZeroOptimizer, in_8_bits: bool) -> None:
     """Makes loaded states 8-bit states or fp32 states, whichever the optimizer is to go on with."""
     for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
         states, offset = optimizer.optimizer.state.get(master, {}), partition_offset(optimizer, group)
-        if in_8_bits and (is_blockwise(states) or SIGNED.keys() <= states.keys()):
+        if in_8_bits and has_moments(states):
             to_blocks(states, offset, master)
         elif not in_8_bits and is_blockwise(states):
             to_fp32(states, offset, master.numel())

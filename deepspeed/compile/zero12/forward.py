@@ -7,7 +7,7 @@ hooks, because the compiler would compile them with the module.
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, Tuple
+from typing import TYPE_CHECKING, Any, ContextManager, Dict, Tuple
 
 import torch
 
@@ -71,17 +71,3 @@ def _acts_around_forward(engine):
         or engine.memory_breakdown()
         or (engine.fp16_enabled() and engine.fp16_auto_cast())
     )
-
-
-def switch_off_flops_profiler(engine: "DeepSpeedEngine") -> Callable[[], None]:
-    """Keeps the engine from starting the flops profiler on one rank. Returns a function that restores the option.
-
-    The profiler replaces functions that the compiler traces.
-    """
-    config = engine._config.flops_profiler_config
-    before, config.enabled = config.enabled, False
-
-    def restore():
-        config.enabled = before
-
-    return restore

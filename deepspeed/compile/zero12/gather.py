@@ -16,7 +16,7 @@ import deepspeed.comm as dist
 from deepspeed.runtime.utils import all_gather_dp_groups
 
 from .collectives import collective, grouped
-from .layout import Run, runs
+from .layout import Run, partition_offset, runs
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -99,7 +99,7 @@ class OverlappedGather(AllGather):
             return []
         optimizer = self._optimizer()
         rank = dist.get_rank(optimizer.real_dp_process_group[group])
-        begin = rank * int(optimizer.partition_size[group])
+        begin = partition_offset(optimizer, group)
         own = [run for run in self._runs[0] if run.group == group and run.owner == rank]
         return sorted((run.first - begin, run.last - begin) for run in own)
 

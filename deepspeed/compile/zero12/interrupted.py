@@ -35,13 +35,10 @@ class InterruptedStep:
         except BaseException as error:
             self._error = f"{type(error).__name__}: {error}"
             if engine is not None:
-                refuse = Hook(self._refuse)
+                refuse = Hook(lambda *_: self.refuse())
                 self._hooks.append(engine.register_forward_pre_hook(refuse))
                 self._hooks.append(engine.module.register_state_dict_pre_hook(refuse))
             raise
-
-    def _refuse(self, *_):
-        self.refuse()
 
     def refuse(self) -> None:
         """Raises RuntimeError if an exception ended a step while parameters were being changed."""

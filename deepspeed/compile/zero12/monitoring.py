@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
     from .native import Reducer
 
+# The counters of a reducer that are bytes of gradients at the moment. "bucket" is memory in which some of them lie.
+HELD = ("bound", "on_host", "pending", "unreduced")
 # Counters that are not written: the bytes held now, which are zero between two steps, and "registered", which never
 # changes.
-_LEFT_OUT = {"bound", "on_host", "pending", "bucket", "unreduced", "registered"}
+_LEFT_OUT = {*HELD, "bucket", "registered"}
 
 
 def write_memory(engine: "DeepSpeedEngine", reducer: "Reducer") -> None:

@@ -87,17 +87,14 @@ def sum_of_squares(gradients: List[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def host_waits(optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor]) -> bool:
-    """Whether the host waits for the device, to learn whether gradients overflowed.
+def overflowed(optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor]) -> bool:
+    """Returns whether gradients overflowed, for which the host waits for the device. False if it does not wait.
 
     The host waits with ``check_grad_overflow: true``. Otherwise the host waits, as in DeepSpeed's own step, if there
     is a norm and parameters are not in bf16.
     """
-    return optimizer.check_grad_overflow or (norm is not None and optimizer.dtype != torch.bfloat16)
-
-
-def overflowed(optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor]) -> bool:
-    """Returns whether gradients overflowed. The host waits for the device."""
+    if not optimizer.check_grad_overflow and (norm is None or optimizer.dtype == torch.bfloat16):
+        return False
     if norm is None:
         optimizer.check_overflow(partition_gradients=optimizer.partition_gradients)
         return optimizer.overflow
@@ -110,25 +107,20 @@ def factors_of(
     scale: float,
     without_scale: Collection[int] = (),
 ) -> List[Optional[torch.Tensor]]:
-    """Returns, for each parameter group, the factor that unscales and clips gradients: see :func:`factor_of`.
+    """Returns, for each parameter group, the factor that unscales and clips gradients.
 
-    The arguments are those of :func:`global_norm`, and its result.
+    Each is fp32 [1] where master weights are, or None for 1. The arguments are those of :func:`global_norm`, and its
+    result.
     """
-    factor = factor_of(optimizer, norm, scale)
-    clips = optimizer.clip_grad != 0.0 and factor is not None
-    of_others = factor * scale if clips else None  # type: ignore[operator]
-    return [of_others if group in without_scale else factor for group in range(len(optimizer.bit16_groups))]
-
-
-def factor_of(
-    optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor], scale: float
-) -> Optional[torch.Tensor]:
-    """Returns the factor that unscales and clips gradients, fp32 [1] where master weights are, or None for 1."""
     device = optimizer.single_partition_of_fp32_groups[0].device
-    if optimizer.clip_grad == 0.0:
-        return None if scale == 1.0 else torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
-    if norm is None:
-        raise RuntimeError("clip_grad clips gradients by their norm, so set compute_grad_norm to true")
-    # With an infinite norm the factor is zero. Torch's clip_grad_norm_() adds 1e-6 to the norm too.
-    excess = ((norm / scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0)
-    return (1.0 / (excess * scale)).reshape(1).to(device)
+    factor = of_unscaled = None
+    if optimizer.clip_grad != 0.0:
+        if norm is None:
+            raise RuntimeError("clip_grad clips gradients by their norm, so set compute_grad_norm to true")
+        # With an infinite norm the factor is zero. Torch's clip_grad_norm_() adds 1e-6 to the norm too.
+        excess = ((norm / scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0)
+        factor = (1.0 / (excess * scale)).reshape(1).to(device)
+        of_unscaled = factor * scale
+    elif scale != 1.0:
+        factor = torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
+    return [of_unscaled if group in without_scale else factor for group in range(len(optimizer.bit16_groups))]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Iterator, Optional
 
 import torch
 
+import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 if TYPE_CHECKING:
@@ -90,23 +91,25 @@ def drop_unused_memory(optimizer: "DeepSpeedZeroOptimizer") -> None:
 
 
 def memory_for_new_parameters(optimizer: "DeepSpeedZeroOptimizer", group: int) -> torch.Tensor:
-    """Returns the host memory, 1-D of ``partition_size`` elements, through which new parameters go to the device.
+    """Returns the memory in which the step writes the new parameters of this rank's partition, 1-D.
 
-    The gradient of an element may lie where its new value is written.
+    Without offloading this is the partition. With offloading it is the host memory through which new parameters go to
+    the device. The gradient of an element may lie where its new value is written.
     """
-    return optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group]
+    if optimizer.cpu_offload:
+        return optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group]
+    return _partition(optimizer, group)
 
 
-def send_to_device(optimizer: "DeepSpeedZeroOptimizer", group: int, first: int, target: torch.Tensor) -> None:
-    """Copies new parameters from :func:`memory_for_new_parameters` to the device.
-
-    ``target`` is this rank's parameters from element ``first`` of its partition on.
+def send_to_device(optimizer: "DeepSpeedZeroOptimizer", group: int, first: int, last: int) -> None:
+    """With offloading, copies elements [first, last) of a partition's new parameters to the device.
 
     The copy is queued on a stream of its own: :func:`parameters_on_their_way` has the current stream wait for it.
     """
-    source = memory_for_new_parameters(optimizer, group)[first : first + target.numel()]
-    with get_accelerator().stream(optimizer.reduction_stream):
-        target.copy_(source, non_blocking=True)
+    if optimizer.cpu_offload:
+        source = memory_for_new_parameters(optimizer, group)[first:last]
+        with get_accelerator().stream(optimizer.reduction_stream):
+            _partition(optimizer, group)[first:last].copy_(source, non_blocking=True)
 
 
 @contextlib.contextmanager
@@ -114,9 +117,10 @@ def parameters_on_their_way(optimizer: "DeepSpeedZeroOptimizer") -> Iterator[Non
     """Context of calls of :func:`send_to_device`: orders its copies after the current stream's work and before later
     work.
 
-    The base's stream of reductions is free: the reducer has its own way of overlapping. On CPU there is none.
+    The base's stream of reductions is free: the reducer has its own way of overlapping. On CPU there is none. Without
+    offloading nothing is sent, and no stream waits.
     """
-    stream = optimizer.reduction_stream
+    stream = optimizer.reduction_stream if optimizer.cpu_offload else None
     if stream is not None:
         stream.wait_stream(get_accelerator().current_stream())
     try:
@@ -124,6 +128,12 @@ def parameters_on_their_way(optimizer: "DeepSpeedZeroOptimizer") -> Iterator[Non
     finally:
         if stream is not None:
             get_accelerator().current_stream().wait_stream(stream)
+
+
+def _partition(optimizer, group):
+    """Returns this rank's partition of the parameters, 1-D."""
+    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+    return optimizer.parallel_partitioned_bit16_groups[group][rank].data
 
 
 def _master(optimizer, group):

@@ -18,7 +18,7 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 
 from . import eight_bit_states, step
 from .layout import pieces, registered_parameters
-from .monitoring import write_memory
+from .monitoring import HELD, write_memory
 from .native import reducer_module
 from .offload import drop_unused_memory
 from .state import Zero12, state_of
@@ -31,22 +31,8 @@ if TYPE_CHECKING:
 else:
     _NextClass = object
 
-# The counters of a reducer that are bytes of gradients at the moment. "bucket" is memory in which some of them lie.
-HELD = ("bound", "on_host", "pending", "unreduced")
-
 # The attached optimizers whose parameters no later engine has taken over.
 _attached = weakref.WeakSet()
-
-
-def _with_current_parameters(name):
-    """Returns a method that waits until all parameters have arrived and calls the base class's method ``name``."""
-
-    def method(self, *args, **kwargs):
-        self._zero12.gather.wait_all()
-        return getattr(super(StepLocalGradients, self), name)(*args, **kwargs)
-
-    method.__name__ = name
-    return method
 
 
 class StepLocalGradients(_NextClass):
@@ -124,9 +110,15 @@ class StepLocalGradients(_NextClass):
         self._zero12.backward.begin_anew()
         self._zero12.backward.drop_step()
 
-    # These methods of the base read or write parameters.
-    update_lp_params = _with_current_parameters("update_lp_params")
-    refresh_fp32_params = _with_current_parameters("refresh_fp32_params")
+    # The base's methods of these two names read or write parameters.
+
+    def update_lp_params(self) -> None:
+        self._zero12.gather.wait_all()
+        super().update_lp_params()
+
+    def refresh_fp32_params(self) -> None:
+        self._zero12.gather.wait_all()
+        super().refresh_fp32_params()
 
     def offload_states(self, *args, **kwargs) -> None:
         self._zero12.gather.wait_all()
@@ -175,7 +167,10 @@ class StepLocalGradients(_NextClass):
 
     def destroy(self) -> None:
         self._zero12.let_go()
-        detach(self)
+        # The base's gradient hooks stay removed: the optimizer must not train again.
+        self.__class__ = self.plain_class
+        _attached.discard(self)
+        del self._zero12
         self.destroy()
 
 
@@ -193,8 +188,7 @@ def _groups_of_muon(optimizer):
 
     Muon's momentum has whole matrices, so it lies elsewhere than in the partition. A rank without matrices has none.
     """
-    updates = optimizer._zero12.orthogonalizer
-    return () if updates is None else updates.matrices
+    return optimizer._zero12.orthogonalizer.matrices
 
 
 def _can_be_cut(state, spans):
@@ -229,13 +223,6 @@ def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
     _link_states(optimizer)
     _attached.add(optimizer)
-
-
-def detach(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Undoes :func:`attach`, but the base's gradient hooks stay removed: the optimizer must not train again."""
-    optimizer.__class__ = optimizer.plain_class
-    _attached.discard(optimizer)
-    del optimizer._zero12
 
 
 def keep_no_graph(optimizer: DeepSpeedZeroOptimizer) -> None:

@@ -367,16 +367,13 @@ def _unsupported_muon(optimizer):
                     f"muon_num_heads={heads} of parameter {name} does not divide its shape {list(shape)} into heads; "
                     "set it to None"
                 )
-    owners, count = (sum(map(of, of_groups.values())) for of in (_owners, len))
+    cut = [len(matrix.parts) for matrices in of_groups.values() for matrix in matrices]
+    owners, count = sum(cut), len(cut)
     if owners > 2 * count:
         yield (
             f"each of Muon's {count} matrices would be orthogonalized on {owners / count:.1f} ranks on average, "
             "because partitions are smaller than matrices; use fewer ranks, or AdamW"
         )
-
-
-def _owners(matrices):
-    return sum(len(matrix.parts) for matrix in matrices)
 
 
 def _unsupported_states(engine):

@@ -14,7 +14,6 @@ from deepspeed.utils import logger
 
 from . import eight_bit_states
 from .collectives import collective
-from .forward import switch_off_flops_profiler
 from .gather_hooks import Waiting
 from .graph import compile_blocks, liger
 from .graph.backend import Backend
@@ -84,7 +83,10 @@ def set_up(
         sharded = None
         if plan.shards_frozen:
             sharded = make_sharded_blocks(optimizer, module, plan.blocks, undo)
-        undo.callback(switch_off_flops_profiler(engine))
+        # The profiler, which one rank starts, replaces functions that the compiler traces.
+        profiler = engine._config.flops_profiler_config
+        undo.callback(setattr, profiler, "enabled", profiler.enabled)
+        profiler.enabled = False
         limit = CompilationLimit(plan.compilations, raises=plan.fullgraph)
         graphs = Backend(
             plan,
@@ -101,12 +103,17 @@ def set_up(
             compile_blocks.compile_blocks(module, plan.blocks, graphs, compile_kwargs, limit, undo, waiting, sharded)
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {plan.why_whole}")
-        rules = make_rules(plan.backend == "inductor" and plan.compiles, plan.optimizer_states)
-        matrices = matrices_of(optimizer)
         batch_numel = min(BATCH_NUMEL, int(engine.zero_reduce_bucket_size()) // 2)
-        updates = Orthogonalizer(matrices, batch_numel) if matrices else None
         zero12 = Zero12(
-            *(engine, reducer, limit, waiting, sharded, rules, updates, plan.optimizer_states, plan.monitors_memory)
+            engine,
+            reducer=reducer,
+            limit=limit,
+            waiting=waiting,
+            sharded=sharded,
+            rules=make_rules(plan.backend == "inductor" and plan.compiles, plan.optimizer_states),
+            orthogonalizer=Orthogonalizer(matrices_of(optimizer), batch_numel),
+            optimizer_states=plan.optimizer_states,
+            monitors_memory=plan.monitors_memory,
         )
         # It refuses loaded states of another form, so it comes before anything is given up.
         eight_bit_states.adopt(optimizer, plan.optimizer_states is not None)

@@ -1,14 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""When the units of blocks are gathered and resharded (``compile.shard_frozen``).
-
-A call of a module that calls blocks is a pass. A pass gathers the units of its blocks in the order of the model, and
-the backward through the pass gathers them in the reverse order, each once, on every rank: a rank that skips a block
-gathers its unit too, because other ranks need this rank's part, and reshards it at once. So ranks may skip different
-blocks. The backward leaves out the frozen blocks into which no gradient flows. A unit that was resharded and is needed
-again within a pass is gathered once more, out of order. That happens if a pass comes back to an earlier block, or if
-checkpointing spans several blocks. All ranks must then do the same.
-"""
+"""Gathers and reshards the units of blocks around calls and backwards (``compile.shard_frozen``)."""
 
 import collections
 import contextlib
@@ -22,6 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from deepspeed.utils import logger
 
 from .gather_hooks import by_block
+from .passes import Pass, tensors_in
 from .subclasses import is_dtensor, plain_tensors
 from .unit import Unit
 
@@ -30,73 +23,6 @@ if TYPE_CHECKING:
 
 # How many units are gathered at a time: the one that a block computes with, and the next one, which is being gathered.
 MOST_GATHERED = 2
-
-
-class Pass:
-    """The order in which a pass, or a backward through it, gathers units.
-
-    Args:
-        owner: who gathers and reshards units.
-        units: the units, in this order.
-        needed_from: the place of the first unit whose block, or a block before it, has a trained parameter. The
-            backward ends there unless a gradient flows on into what is before the blocks.
-    """
-
-    def __init__(self, owner: "ShardedBlocks", units: List[Unit], needed_from: int = 0):
-        self.units = units
-        self._owner = owner
-        self._needed_from = needed_from
-        self._has_block_run = False
-        self._place = {unit: place for place, unit in enumerate(units)}
-        # How many units this pass has begun to gather.
-        self._begun = 0
-
-    def __contains__(self, unit: Unit) -> bool:
-        return unit in self._place
-
-    def reversed(self) -> "Pass":
-        """Returns the order of the backward."""
-        return Pass(self._owner, self.units[self._needed_from :][::-1])
-
-    def note_inputs(self, inputs: Any) -> None:
-        """Called with the inputs of each block in a forward.
-
-        Ranks that skip different blocks must gather the same units in the backward. A gradient that flows on into
-        what is before the blocks does so through the first block that a rank runs, whichever that is.
-        """
-        if not self._has_block_run:
-            self._has_block_run = True
-            if any(each.requires_grad for each in _tensors(inputs)):
-                self._needed_from = 0
-
-    def note_gradient(self, unit: Optional[Unit]) -> None:
-        """Called if an output needs a gradient: of a block with this unit, or of what the pass is a call of (None)."""
-        if unit is not None:
-            self._needed_from = min(self._needed_from, self._place[unit])
-        elif not self._has_block_run:
-            self._needed_from = 0
-
-    def reach(self, unit: Unit) -> None:
-        """Gathers a unit, and begins to gather the one behind it."""
-        place = self._place[unit]
-        while self._begun <= place:
-            self._begin_next()
-        # Starts it once more if it was resharded.
-        self._owner.begin(unit)
-        unit.finish_gather()
-        if self._begun == place + 1 < len(self.units):
-            self._begin_next()
-
-    def _begin_next(self):
-        self._owner.begin(self.units[self._begun])
-        self._begun += 1
-
-    def end(self) -> None:
-        """Gathers the units that this rank did not need, for the other ranks, and reshards all units."""
-        while self._begun < len(self.units):
-            self._begin_next()
-        for unit in self.units:
-            self._owner.reshard(unit)
 
 
 class ShardedBlocks:
@@ -129,15 +55,17 @@ class ShardedBlocks:
                     {names[each]: each for each in parameters}, process_group, device, number=len(self._unit_of)
                 )
         self.units = list(self._unit_of.values())
-        self._units_of_caller = {
-            id(caller): [self._unit_of[id(block)] for block in called if id(block) in self._unit_of]
+        # For each module that calls blocks, what a Pass is made of.
+        self._order_of = {
+            id(caller): (
+                [self._unit_of[id(block)] for block in called if id(block) in self._unit_of],
+                self._units_without_gradient(caller, called),
+            )
             for caller, called in callers
         }
-        self._needed_from = {id(caller): self._units_without_gradient(caller, called) for caller, called in callers}
         # The passes that are under way: one calls blocks that call others in turn.
         self._passes: List[Pass] = []
-        # The backward that is under way: the pass that it goes through, and in which order it gathers.
-        self._backward_of: Optional[Pass] = None
+        # The order of the backward that is under way.
         self._backward: Optional[Pass] = None
         # The units that are gathered or on their way, in the order in which they were begun; the units of blocks whose
         # forward is under way.
@@ -186,8 +114,7 @@ class ShardedBlocks:
 
     def call_caller(self, caller: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a module that calls blocks."""
-        units = self._units_of_caller[id(caller)]
-        return self._call(Pass(self, units, self._needed_from[id(caller)]), None, call, args, kwargs)
+        return self._call(Pass(self, *self._order_of[id(caller)]), None, call, args, kwargs)
 
     def call_block(self, block: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a block, with its parameters gathered."""
@@ -197,8 +124,7 @@ class ShardedBlocks:
         # A block that runs in a backward is computed again, because it is checkpointed.
         for current in (*self._passes[-1:], self._backward if _in_backward() else None):
             if current is not None and unit in current:
-                of = self._backward_of if current is self._backward else current
-                return self._within(current, of, unit, call, args, kwargs)
+                return self._within(current, unit, call, args, kwargs)
         # Someone calls the block by itself.
         return self._call(Pass(self, [unit]), unit, call, args, kwargs)
 
@@ -208,20 +134,20 @@ class ShardedBlocks:
             self.end_backward()
         self._passes.append(of)
         try:
-            output = self._within(of, of, unit, call, args, kwargs)
+            output = self._within(of, unit, call, args, kwargs)
         except torch.distributed.DistBackendError:
-            self._passes.pop()
             raise
         except BaseException:
-            self._passes.pop()
             # Other ranks may be waiting for this rank's part.
             of.end()
             raise
-        self._passes.pop()
+        finally:
+            self._passes.pop()
         of.end()
         return output
 
-    def _within(self, current, of, unit, call, args, kwargs):
+    def _within(self, current, unit, call, args, kwargs):
+        of = current.forward
         if unit is None:
             output = call(*args, **kwargs)
         else:
@@ -238,7 +164,7 @@ class ShardedBlocks:
         if torch.is_grad_enabled():
             # An input that is handed on is an output of another block, which is reached through it.
             inputs = {id(each) for each in tree_leaves((args, kwargs))}
-            for each in _tensors(output):
+            for each in tensors_in(output):
                 if each.grad_fn is not None and id(each) not in inputs:
                     of.note_gradient(unit)
                     each.register_hook(lambda _: self._backward_reaches(of, unit))
@@ -252,18 +178,18 @@ class ShardedBlocks:
             return
         if self._is_closed:
             raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
-        if self._backward_of is not of:
+        if self._backward is None or self._backward.forward is not of:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
             self.end_backward()
-            self._backward_of, self._backward = of, of.reversed()
+            self._backward = of.reversed()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(of))
         if unit is not None:
             self._backward.reach(unit)
 
     def end_backward(self, of: Optional[Pass] = None) -> None:
         """Ends the backward that is under way, or that has raised. ``of``: only if it goes through this pass."""
-        if self._backward is not None and (of is None or of is self._backward_of):
-            backward, self._backward, self._backward_of = self._backward, None, None
+        if self._backward is not None and (of is None or of is self._backward.forward):
+            backward, self._backward = self._backward, None
             backward.end()
 
     # Whole ---------------------------------------------------------------------------------------------------------
@@ -329,15 +255,6 @@ def _apart_from(unit, output):
         return output
     own = [each.clone() if is_view else each for each, is_view in zip(leaves, views, strict=True)]
     return tree_unflatten(own, structure)
-
-
-def _tensors(output):
-    """Yields the tensors of an output, also those of objects that torch does not know."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__"):
-            yield from (each for each in tree_leaves(vars(leaf)) if isinstance(each, torch.Tensor))
 
 
 def _in_backward():

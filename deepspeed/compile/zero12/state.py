@@ -3,8 +3,9 @@
 """The state that DeepCompile ZeRO-1/2 keeps for one engine."""
 
 import contextlib
+import dataclasses
 import weakref
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 
 from .backward import BackwardLife
 from .gather import AllGather
@@ -22,58 +23,35 @@ if TYPE_CHECKING:
     from .graph.compilation_limit import CompilationLimit
 
 
+@dataclasses.dataclass(eq=False)
 class Zero12:
-    """The state of an engine under DeepCompile ZeRO-1/2. An attached optimizer holds this object as ``_zero12``.
+    """The state of an engine under DeepCompile ZeRO-1/2. An attached optimizer holds this object as ``_zero12``."""
 
-    Args:
-        engine: a DeepSpeedEngine whose optimizer is the ZeRO-1/2 optimizer.
-        reducer: the engine's native reducer.
-        limit: the engine's ``CompilationLimit``.
-        waiting: None, or the ``Waiting`` for parameters that are on their way.
-        sharded: None, or the ``ShardedBlocks`` with the frozen parameters.
-        rules: the rules that step partitions, in the order in which they are asked.
-        orthogonalizer: None, or what computes Muon's updates.
-        optimizer_states: the format of optimizer states, or None for the optimizer's own.
-        monitors_memory: whether monitors get the counters of gradients and the peaks of memory after a step.
+    owner: dataclasses.InitVar["DeepSpeedEngine"]  # the engine, whose optimizer is the ZeRO-1/2 optimizer
+    reducer: Reducer
+    limit: "CompilationLimit"
+    waiting: Optional[Waiting]  # for parameters that are on their way
+    sharded: Optional[ShardedBlocks]  # with the frozen parameters
+    rules: List[Rule]  # that step partitions, in the order in which they are asked
+    orthogonalizer: Orthogonalizer  # computes Muon's updates; without Muon it has no matrices
+    optimizer_states: Optional[str]  # the format of optimizer states, or None for the optimizer's own
+    monitors_memory: bool  # whether monitors get the counters of gradients and the peaks of memory after a step
 
-    Attributes:
-        registered: the registered parameters, in the order in which the reducer numbers them.
-        backward: the ``BackwardLife``.
-        interrupted_step: refuses to go on after a step that an exception ended while it changed parameters.
-        gather: distributes the stepped parameters to all ranks: an ``AllGather`` or an ``OverlappedGather``.
-        undo: functions to call when the engine is destroyed, in the reverse of the order in which they were added.
-        taken_over: whether a later engine trains the parameters.
-    """
-
-    def __init__(
-        self,
-        engine: "DeepSpeedEngine",
-        reducer: Reducer,
-        limit: "CompilationLimit",
-        waiting: Optional[Waiting],
-        sharded: Optional[ShardedBlocks],
-        rules: List[Rule],
-        orthogonalizer: Optional[Orthogonalizer],
-        optimizer_states: Optional[str],
-        monitors_memory: bool,
-    ):
-        self._engine = weakref.ref(engine)
-        self.reducer = reducer
-        self.limit = limit
-        self.registered = registered_parameters(engine.optimizer)
-        self.backward = BackwardLife(engine, reducer)
+    def __post_init__(self, owner: "DeepSpeedEngine") -> None:
+        self._engine = weakref.ref(owner)
+        # In the order in which the reducer numbers them.
+        self.registered = registered_parameters(owner.optimizer)
+        self.backward = BackwardLife(owner, self.reducer)
+        # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
-        self.waiting = waiting
-        self.sharded = sharded
-        self.gather: AllGather = AllGather(engine.optimizer) if waiting is None else waiting.gather
-        self.rules = rules
-        self.orthogonalizer = orthogonalizer
-        self.optimizer_states = optimizer_states
-        self.monitors_memory = monitors_memory
+        # Distributes the stepped parameters to all ranks.
+        self.gather: AllGather = AllGather(owner.optimizer) if self.waiting is None else self.waiting.gather
+        # Functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         self.undo = contextlib.ExitStack()
+        # Whether a later engine trains the parameters.
         self.taken_over = False
         # Optimizer states that were already on the host when the others were offloaded: (states of a parameter, name).
-        self.states_on_host = []
+        self.states_on_host: List[Tuple[Dict, str]] = []
 
     @property
     def engine(self) -> Optional["DeepSpeedEngine"]:

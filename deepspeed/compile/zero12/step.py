@@ -7,7 +7,6 @@ gradients and computes their norm, which also says whether gradients overflowed 
 this rank's partitions, in one pass more where it can. Gradients are released as they are read.
 """
 
-import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from .layout import lies_in_flat_tensor
 from .monitoring import timed
-from .norm import factors_of, global_norm, host_waits, overflowed
+from .norm import factors_of, global_norm, overflowed
 from .offload import parameters_on_their_way
 from .update.groups import StepOfGroups
 
@@ -58,11 +57,15 @@ def _run(optimizer):
     norm = global_norm(optimizer) if optimizer.compute_grad_norm else None
     # Gradients carry the loss scale of their backward: read the scale before _update_scale() changes it.
     scale = optimizer.loss_scale
+    updates = zero12.orthogonalizer
+
+    def begin():
+        return StepOfGroups(optimizer, factors_of(optimizer, norm, scale, updates.matrices))
+
     # What the device can compute before the host has waited for the norm, it computes in that time. Muon's updates
     # change its momentum, so they wait for the answer, and clipping takes their norm.
-    updates = zero12.orthogonalizer
-    groups = StepOfGroups(optimizer, factors_of(optimizer, norm, scale)) if updates is None else None
-    optimizer.overflow = host_waits(optimizer, norm) and overflowed(optimizer, norm)
+    groups = None if updates.matrices else begin()
+    optimizer.overflow = overflowed(optimizer, norm)
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:
         optimizer._global_grad_norm = None if norm is None else float("inf")
@@ -73,13 +76,13 @@ def _run(optimizer):
 
     linked = optimizer._hp_optimizer_states_linked
     with zero12.interrupted_step.changing_parameters(zero12.engine):
-        if updates is not None:
+        if groups is None:
             with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER), torch.profiler.record_function("deepcompile::muon"):
                 updates.run(optimizer)
             norm = None if norm is None else global_norm(optimizer, scale, updates.matrices)
-            groups = StepOfGroups(optimizer, factors_of(optimizer, norm, scale, updates.matrices))
+            groups = begin()
         optimizer._global_grad_norm = None if norm is None else norm / scale
-        with parameters_on_their_way(optimizer) if optimizer.cpu_offload else contextlib.nullcontext():
+        with parameters_on_their_way(optimizer):
             groups.run()
         if not linked:
             # In the first step, _optimizer_step() has linked the states of a group before later groups had any.

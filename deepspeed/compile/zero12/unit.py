@@ -7,8 +7,9 @@ the parameters, which are views of it, stay as they are. What autograd has saved
 so a backward finds their values there when the unit is gathered again.
 """
 
+import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, Dict, List, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List
 
 import torch
 from torch.nn import Parameter
@@ -42,6 +43,26 @@ DIFFERENT = (
 )
 
 
+@dataclasses.dataclass(eq=False)
+class _Place:
+    """Where a tensor lies in the buffer of its unit, and what it was when the unit was made."""
+
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+    begin: int  # in the buffer, in bytes
+    end: int
+    version: int = 0  # when the unit was gathered; torch counts changes in place
+
+    @property
+    def is_as_made(self) -> bool:
+        return (self.tensor.dtype, self.tensor.shape) == (self.dtype, self.shape)
+
+    @property
+    def is_changed(self) -> bool:
+        return self.tensor._version != self.version
+
+
 class Unit:
     """Parameters that are gathered together, as bytes, whatever their dtypes.
 
@@ -66,20 +87,15 @@ class Unit:
         self._is_shared = world > 1
         self._number = torch.tensor([number], device=device)
         self._numbers = self._number.repeat(world)  # of the units that ranks gather at the same time
-        self._tensors: List[torch.Tensor] = []  # those with memory
-        self._offsets: List[int] = []  # of the tensors in the buffer, in bytes
-        self._kinds: List[Tuple[torch.dtype, torch.Size]] = []  # dtypes and shapes of the tensors
-        self._versions: Dict[int, int] = {}  # of the tensors when they were gathered; torch counts changes in place
-        self._places: Dict[str, range] = {}  # name of a parameter -> which of the tensors it is made of
+        # Name of a parameter -> the places of the tensors with memory of which the parameter is made.
+        self._places: Dict[str, List[_Place]] = {}
         nbytes = 0
         for name, parameter in parameters.items():
-            first = len(self._tensors)
+            self._places[name] = []
             for tensor in plain_tensors([parameter]):
-                self._tensors.append(tensor)
-                self._offsets.append(nbytes)
-                self._kinds.append((tensor.dtype, tensor.shape))
+                place = _Place(tensor, tensor.dtype, tensor.shape, nbytes, nbytes + tensor.nbytes)
+                self._places[name].append(place)
                 nbytes += _aligned(tensor.nbytes)
-            self._places[name] = range(first, len(self._tensors))
         self._share_bytes = _aligned(-(-nbytes // world))
         self.nbytes = world * self._share_bytes
         self.share: Any = None
@@ -110,12 +126,10 @@ class Unit:
 
     def _move_into_new_buffer(self):
         buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device)
-        for index in self._indices():
-            tensor, (dtype, shape) = self._tensors[index], self._kinds[index]
-            begin = self._offsets[index]
-            place = buffer[begin : begin + dtype.itemsize * shape.numel()].view(dtype).view(shape)
-            place.copy_(tensor.detach())
-            tensor.data = place
+        for place in self._all_places():
+            memory = buffer[place.begin : place.end].view(place.dtype).view(place.shape)
+            memory.copy_(place.tensor.detach())
+            place.tensor.data = memory
         self._buffer = buffer
 
     # Gathered and resharded ----------------------------------------------------------------------------------------
@@ -147,7 +161,7 @@ class Unit:
         for parameter in self._parameters.values():
             unmark(parameter)
         self.is_gathered = True
-        self._versions = self._current_versions()
+        self._note_versions()
         if self._stream is not None and get_accelerator().current_stream() != self._stream:
             # Otherwise the allocator could give the memory away, when it is resharded, while this stream reads it.
             self._buffer.record_stream(get_accelerator().current_stream())
@@ -169,7 +183,7 @@ class Unit:
         # A gather that is on its way still writes.
         self._wait()
         if self.is_gathered:
-            if self._versions != self._current_versions():
+            if any(place.is_changed for place in self._all_places()):
                 # A backward raised and left the unit gathered, and a state dict was loaded since.
                 self._keep_own_part()
             for name, parameter in self._parameters.items():
@@ -193,16 +207,14 @@ class Unit:
 
     def _let_others_leave(self):
         for name, places in [*self._places.items()]:
-            if any((self._tensors[index].dtype, self._tensors[index].shape) != self._kinds[index] for index in places):
+            if not all(place.is_as_made for place in places):
                 warn(ANOTHER_KIND.format(name))
                 del self._places[name], self._parameters[name]
-                for index in places:
-                    del self._versions[index]
 
     def _keep_own_part(self):
         begin = self._rank * self._share_bytes
         self.share.copy_(self._buffer[begin : begin + self._share_bytes])
-        self._versions = self._current_versions()
+        self._note_versions()
 
     def refuse_changes(self) -> None:
         """Called after a forward. A parameter that the forward has given another dtype or shape leaves the unit.
@@ -213,15 +225,15 @@ class Unit:
         if not self._is_shared:
             return
         self._let_others_leave()
-        now = self._current_versions()
         for name, places in self._places.items():
-            if any(self._versions[index] != now[index] for index in places):
+            if any(place.is_changed for place in places):
                 raise RuntimeError(CHANGED.format(name))
 
-    def _current_versions(self):
-        return {index: self._tensors[index]._version for index in self._indices()}
+    def _note_versions(self):
+        for place in self._all_places():
+            place.version = place.tensor._version
 
-    def _indices(self):
+    def _all_places(self):
         return itertools.chain.from_iterable(self._places.values())
 
     def has_memory_of(self, tensor: torch.Tensor) -> bool:
@@ -240,17 +252,16 @@ class Unit:
         sources = list(plain_tensors([values]))
         if len(sources) != len(places):
             raise ValueError(f"parameter {name} is made of {len(places)} tensors, and its new values are not")
-        for index, source in zip(places, sources, strict=True):
-            self._write(index, source)
+        for place, source in zip(places, sources, strict=True):
+            self._write(place, source)
 
-    def _write(self, index, source):
-        (dtype, shape), offset = self._kinds[index], self._offsets[index]
-        end, begin = offset + dtype.itemsize * shape.numel(), self._rank * self._share_bytes
-        first, last = max(offset, begin), min(end, begin + self._share_bytes)
+    def _write(self, place, source):
+        begin = self._rank * self._share_bytes
+        first, last = max(place.begin, begin), min(place.end, begin + self._share_bytes)
         if first >= last:
             return
-        values = source.to(dtype).expand(shape).contiguous().view(-1).view(torch.uint8)
-        self.share[first - begin : last - begin].copy_(values[first - offset : last - offset])
+        values = source.to(place.dtype).expand(place.shape).contiguous().view(-1).view(torch.uint8)
+        self.share[first - begin : last - begin].copy_(values[first - place.begin : last - place.begin])
 
 
 def _aligned(nbytes):

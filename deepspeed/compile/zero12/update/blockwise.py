@@ -46,6 +46,11 @@ def is_blockwise(states: Any) -> bool:
     )
 
 
+def has_moments(states: Dict[str, Any]) -> bool:
+    """Whether an optimizer's states of a partition have Adam's two states, in 8 bits or in fp32."""
+    return is_blockwise(states) or SIGNED.keys() <= states.keys()
+
+
 def count_of_blocks(offset: int, numel: int) -> int:
     """Returns in how many blocks a partition lies that has ``numel`` elements and begins at ``offset``."""
     return -(-(offset % BLOCK + numel) // BLOCK)
@@ -80,7 +85,7 @@ def to_blocks(states: Dict[str, Any], offset: int, like: torch.Tensor) -> None:
         ValueError: if 8-bit states are those of another partition, or have another format.
     """
     _refuse_other_forms(states, offset)
-    if all(state in states for state in SIGNED):
+    if SIGNED.keys() <= states.keys():
         new = zeros(offset, like)
         for state in SIGNED:
             _encode(state, states.pop(state), offset % BLOCK, *(new[name] for name in names_of(state)))
@@ -124,11 +129,8 @@ def _encode(state, values, before, codes, scales):
 def fp32_values(states: Dict[str, Any], state: str, first: int, last: int) -> torch.Tensor:
     """Returns elements [first, last) of a state, fp32 1-D, counted from the beginning of its first block."""
     codes, scales = (states[name] for name in names_of(state))
-    codes, table, values = (
-        codes.view(torch.uint8).view(-1, BLOCK),
-        map_of(state, codes).values,
-        scales.new_empty(last - first),
-    )
+    codes, table = codes.view(torch.uint8).view(-1, BLOCK), map_of(state, codes).values
+    values = scales.new_empty(last - first)
     # Some blocks at a time, because a value in the making takes three times the memory of what is returned.
     for begin in range(first, last, _CONVERTED * BLOCK):
         end = min(begin + _CONVERTED * BLOCK, last)
@@ -163,8 +165,6 @@ def form_of(offset: int) -> Dict[str, int]:
 
 
 def saved(states: Dict[str, Any], offset: int) -> Dict[str, Any]:
-    """Returns the states of a partition that begins at ``offset`` as a checkpoint has them, without a copy."""
-    if not is_blockwise(states):
-        return states
+    """Returns the 8-bit states of a partition that begins at ``offset`` as a checkpoint has them, without a copy."""
     codes = {name: states[name].view(torch.float32) for name, _ in map(names_of, SIGNED)}
     return {**states, **codes, FORM: form_of(offset)}

@@ -7,7 +7,7 @@ parameters. ``recorded.py`` compiles the pass from the optimizer's own ``step()`
 """
 
 import itertools
-from typing import Callable, Dict, Optional, Set, Tuple
+from typing import Dict, Optional, Set, Tuple
 
 import torch
 
@@ -15,7 +15,7 @@ from deepspeed.utils import logger
 
 from ..messages import inform, warn
 from .own_step import OwnStep, is_per_element, may_be_cut
-from .ranges import ALIGN_NUMEL, PartitionGradient, end_of_range
+from .ranges import ALIGN_NUMEL, PartitionGradient, end_of_range, is_aligned
 from .recorded import Kind, Update, class_of_torch, compile_update
 from .rule import Partition
 
@@ -45,7 +45,7 @@ class CompiledUpdates:
             partition has fewer than ``LEAST_NUMEL`` elements or its master weights are not in fp32; if the update
             cannot be compiled; or if ``MAX_UPDATES`` were compiled for the group.
         """
-        optimizer, master, state, new = partition.optimizer, partition.master, partition.state, partition.new_like
+        optimizer, master, state, new = partition.optimizer, partition.master, partition.state, partition.new
         if (
             master.numel() < LEAST_NUMEL
             or master.dtype != torch.float32
@@ -53,7 +53,7 @@ class CompiledUpdates:
             or not _is_known(partition)
         ):
             return None
-        kind = Kind(partition.gradient_dtype, new.dtype, new.data_ptr() % 16 == 0, partition.factor is not None)
+        kind = Kind(partition.gradient_dtype, new.dtype, is_aligned(new), partition.factor is not None)
         settings = _settings(partition)
         # CompiledStep passes states in their order, so names count as well as dtypes.
         states = {name: value.dtype if is_per_element(value, master) else None for name, value in state.items()}
@@ -101,8 +101,8 @@ class CompiledStep:
 
     def __init__(self, update: Update, partition: Partition):
         master, state = partition.master, partition.state
-        self._update, self._optimizer, self._master, self._state = update, partition.optimizer, master.data, state
-        self._own = OwnStep(partition.optimizer, partition.index)
+        self._update, self._master, self._state, self._new = update, master.data, state, partition.new
+        self._own = OwnStep(partition)
         self._factors = [] if partition.factor is None else [partition.factor]
         self._per_element = [value for value in state.values() if is_per_element(value, master)]
         self._names = [name for name, value in state.items() if not is_per_element(value, master)]
@@ -114,11 +114,11 @@ class CompiledStep:
             scalars = [torch.full((), each.item(), dtype=each.dtype, device=master.device) for each in scalars]
         self._scalars = scalars
 
-    def run(self, gradient: PartitionGradient, first: int, limit: int, new: Callable[[int, int], torch.Tensor]) -> int:
+    def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         before = -first % ALIGN_NUMEL
         if before or limit - first < ALIGN_NUMEL:
             # The kernel takes whole rows. The optimizer itself steps the few elements around them.
-            return self._own.run(gradient, first, min(first + before, limit) if before else limit, new)
+            return self._own.run(gradient, first, min(first + before, limit) if before else limit)
         elements = gradient.unscaled(first, end_of_range(self._master, first, limit))
         last = first + elements.numel()
         states = [_rows(value[first:last]) for value in self._per_element]
@@ -126,16 +126,13 @@ class CompiledStep:
             _rows(elements),
             *self._factors,
             _rows(self._master[first:last]),
-            _rows(new(first, last)),
+            _rows(self._new[first:last]),
             *states,
             *self._scalars,
         )
         return last
 
     def finish(self) -> None:
-        # What step() notes if a scheduler of torch has wrapped it: the scheduler warns if nothing calls step().
-        if "step" in vars(self._optimizer):
-            self._optimizer._opt_called = True
         for name, value in zip(self._names, self._new_scalars, strict=True):
             if torch.is_tensor(self._state[name]):
                 self._state[name].copy_(value)

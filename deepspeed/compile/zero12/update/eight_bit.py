@@ -15,7 +15,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from .adam_of_blocks import Blocks, Scalars, Settings
-from .blockwise import SIGNED, is_blockwise, map_of, names_of, to_blocks, zeros
+from .blockwise import SIGNED, has_moments, map_of, names_of, to_blocks, zeros
 from .dynamic_map import BLOCK
 from .ranges import PartitionGradient, end_of_range
 from .rule import Partition
@@ -42,8 +42,7 @@ class EightBitAdam:
     def begin(self, partition: Partition) -> Optional["EightBitStep"]:
         if problem_with(partition.optimizer) is not None or partition.master.dtype != torch.float32:
             return None
-        state = partition.state
-        if state and not is_blockwise(state) and not all(name in state for name in SIGNED):
+        if partition.state and not has_moments(partition.state):
             return None
         return EightBitStep(partition)
 
@@ -59,38 +58,38 @@ class EightBitStep:
     """One step of one partition. The methods are those of ``Step`` in ``rule.py``."""
 
     def __init__(self, partition: Partition):
-        self._partition, self._optimizer = partition, partition.optimizer
-        self._master = partition.master.data
+        self._partition = partition
+        self._master, self._new = partition.master.data, partition.new
         self._step_blocks = step_blocks_on(self._master.device)
         # How many elements of the first block lie before the partition.
         self._before = partition.offset % BLOCK
         self._states: Dict[str, Any] = {}
         self._cut: Dict[int, _CutBlock] = {}
 
-    def run(self, gradient: PartitionGradient, first: int, limit: int, new: Callable[[int, int], torch.Tensor]) -> int:
+    def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         if not self._states:
             self._begin()
         block, inside = divmod(self._before + first, BLOCK)
         if inside or limit - first < BLOCK:
             last = min(first + BLOCK - inside, limit)
-            self._run_part(gradient, block, first, last, new)
+            self._run_part(gradient, block, first, last)
             return last
         end = end_of_range(self._master, first, limit if self._master.is_cuda else min(limit, first + EAGER_NUMEL))
         elements = gradient.unscaled(first, end, BLOCK)
         last = first + elements.numel()
         states = self._blocks(slice(block, block + elements.numel() // BLOCK))
-        of_elements = (_rows(each) for each in (elements, self._master[first:last], new(first, last)))
+        of_elements = (_rows(each) for each in (elements, self._master[first:last], self._new[first:last]))
         self._step_blocks(Blocks(*of_elements, *states), self._settings)
         return last
 
     def _begin(self):
         """Makes the states in the first step, and those that were loaded what this rule needs."""
         partition, master = self._partition, self._partition.master
-        state = partition.state or _new_state(partition)
-        if is_blockwise(state) or SIGNED.keys() <= state.keys():
+        state = partition.state
+        if state:
             to_blocks(state, partition.offset, master)
         else:
-            state.update(zeros(partition.offset, master))
+            state = {**_new_state(partition), **zeros(partition.offset, master)}
         # The host reads the count in each step, so it stays there.
         if torch.is_tensor(state["step"]):
             state["step"] = state["step"].cpu()
@@ -103,7 +102,7 @@ class EightBitStep:
         named = [names_of(state) for state in SIGNED]
         return [self._states[name][rows] for name, _ in named], [self._states[name][rows] for _, name in named]
 
-    def _run_part(self, gradient, block, first, last, new):
+    def _run_part(self, gradient, block, first, last):
         """Steps some elements of a block, whose scale depends on other elements that are stepped at another time.
 
         The pass steps a copy of the block, so that each element has the same bits as in a block that is not cut. Codes
@@ -115,9 +114,8 @@ class EightBitStep:
         cut = self._cut[block]
         part = slice(self._before + first - block * BLOCK, self._before + last - block * BLOCK)
         values = gradient.as_it_is(first, last)
-        memory = new(first, last)
         cut.take(part, values)
-        master, new_row = cut.master.clone(), torch.empty_like(cut.master, dtype=memory.dtype)
+        master, new_row = cut.master.clone(), torch.empty_like(cut.master, dtype=self._new.dtype)
         states = self._blocks(slice(block, block + 1))
         if cut.missing == 0:
             del self._cut[block]
@@ -125,13 +123,10 @@ class EightBitStep:
             states = [[each.clone() for each in of_state] for of_state in states]
         self._step_blocks(Blocks(cut.gradient, master, new_row, *states), self._settings)
         self._master[first:last] = master[0, part]
-        memory.copy_(new_row[0, part])
+        self._new[first:last] = new_row[0, part]
 
     def finish(self) -> None:
         states = self._states
-        # What step() notes if a scheduler of torch has wrapped it: the scheduler warns if nothing calls step().
-        if "step" in vars(self._optimizer):
-            self._optimizer._opt_called = True
         if torch.is_tensor(states["step"]):
             states["step"].fill_(self._count)
         else:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, List, Optional
 
 import torch
 
-import deepspeed.comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
 
 from ..layout import partition_offset
@@ -57,7 +56,7 @@ class StepOfGroups:
             partition_offset(optimizer, group),
             self._factors[group],
             optimizer.gradient_accumulation_dtype,
-            _partition(optimizer, group),
+            memory_for_new_parameters(optimizer, group),
         )
         steps = (rule.begin(partition) for rule in optimizer._zero12.rules)
         return next((step for step in steps if step is not None), None)
@@ -80,12 +79,12 @@ class StepOfGroups:
                     ranges.pop(group).step_rest()
             else:
                 self._step_whole(group)
+        note_step(optimizer.optimizer)
 
     def _ranges(self, group, step):
-        optimizer = self._optimizer
-        numel = optimizer.single_partition_of_fp32_groups[group].numel()
-        new, written = (functools.partial(each, optimizer, group) for each in (_memory_of_new, _send))
-        return Ranges(step, numel, self._take_gradient(group), new, written)
+        numel = self._optimizer.single_partition_of_fp32_groups[group].numel()
+        written = functools.partial(send_to_device, self._optimizer, group)
+        return Ranges(step, numel, self._take_gradient(group), written)
 
     def _take_gradient(self, group):
         """Takes the gradient of a partition out of ``averaged_gradients``."""
@@ -108,28 +107,11 @@ class StepOfGroups:
             # loaded then needs all groups.
             optimizer.optimizer.param_groups = param_groups
             master.grad = None
-        _memory_of_new(optimizer, group, 0, master.numel()).copy_(master.data)
-        _send(optimizer, group, 0, master.numel())
+        memory_for_new_parameters(optimizer, group).copy_(master.data)
+        send_to_device(optimizer, group, 0, master.numel())
 
 
-def _memory_of_new(optimizer, group, first, last):
-    """Returns the memory in which elements [first, last) of the new parameters are written: with offloading, on the
-    host, and otherwise in this rank's partition of the parameters."""
-    if optimizer.cpu_offload:
-        return memory_for_new_parameters(optimizer, group)[first:last]
-    return _partition(optimizer, group).data[first:last]
-
-
-def _send(optimizer, group, first, last):
-    """With offloading, sends elements [first, last) of the new parameters to the device."""
-    if optimizer.cpu_offload:
-        send_to_device(optimizer, group, first, _partition(optimizer, group).data[first:last])
-
-
-def _partition(optimizer, group):
-    """Returns this rank's partition of the parameters, 1-D."""
-    return optimizer.parallel_partitioned_bit16_groups[group][_rank(optimizer, group)]
-
-
-def _rank(optimizer, group):
-    return dist.get_rank(group=optimizer.real_dp_process_group[group])
+def note_step(inner: torch.optim.Optimizer) -> None:
+    """Notes what ``step()`` notes if a scheduler of torch has wrapped it: the scheduler warns if this is missing."""
+    if "step" in vars(inner):
+        inner._opt_called = True  # type: ignore[attr-defined]

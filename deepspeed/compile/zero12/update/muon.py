@@ -141,9 +141,6 @@ class Orthogonalizer:
         """
         for group in self.matrices:
             self._run(optimizer, group)
-        # What step() notes if a scheduler of torch has wrapped it: the scheduler warns if nothing calls step().
-        if "step" in vars(optimizer.optimizer):
-            optimizer.optimizer._opt_called = True
 
     def _run(self, optimizer, group):
         process_group = optimizer.real_dp_process_group[group]

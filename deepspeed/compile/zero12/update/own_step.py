@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has an optimizer step ranges of its parameter by its own ``step()``."""
 
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Dict, Optional
 
 import torch
 
@@ -42,30 +42,25 @@ class OwnRanges:
     """The rule by which an optimizer itself steps ranges."""
 
     def begin(self, partition: Partition) -> Optional["OwnStep"]:
-        return OwnStep(partition.optimizer, partition.index) if may_be_cut(partition) else None
+        return OwnStep(partition) if may_be_cut(partition) else None
 
 
 class OwnStep:
-    """One step of the only parameter of a parameter group, made range by range by the optimizer itself.
+    """One step of one partition, made range by range by the optimizer itself, which treats each element by itself.
 
     The methods are those of ``Step`` in ``rule.py``.
-
-    Args:
-        optimizer: an optimizer that treats each element by itself.
-        index: the index of the parameter group.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, index: int):
-        self._optimizer, self._index = optimizer, index
-        (self._whole,) = optimizer.param_groups[index]["params"]
-        self._state = optimizer.state.get(self._whole) or {}
+    def __init__(self, partition: Partition):
+        self._optimizer, self._index, self._new = partition.optimizer, partition.index, partition.new
+        self._whole, self._state = partition.master, partition.state
         # In the first step, the optimizer makes the state of each range.
         self._is_new = not self._state
         # States and settings that are no element's. Each range counts the step, so those of the last range are right.
         self._scalars: Dict[str, Any] = {}
         self._settings: Dict[str, Any] = {}
 
-    def run(self, gradient: PartitionGradient, first: int, limit: int, new: Callable[[int, int], torch.Tensor]) -> int:
+    def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         last = end_of_range(self._whole, first, limit)
         optimizer, groups = self._optimizer, self._optimizer.param_groups
         part = torch.nn.Parameter(self._whole.data[first:last])
@@ -81,7 +76,7 @@ class OwnStep:
             optimizer.param_groups = groups
             state = optimizer.state.pop(part, {})
         self._keep(state, group, first, last)
-        new(first, last).copy_(part.data)
+        self._new[first:last].copy_(part.data)
         return last
 
     def _keep(self, state, group, first, last):

@@ -40,6 +40,11 @@ def end_of_range(master: torch.Tensor, first: int, limit: int) -> int:
     return min(first + (RANGE_NUMEL_ON_HOST if master.is_cpu else RANGE_NUMEL), limit)
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory begins at a multiple of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0
+
+
 class Ranges:
     """Steps a partition range by range.
 
@@ -47,19 +52,11 @@ class Ranges:
         step: steps the ranges.
         numel: elements of the partition.
         gradient: the gradient of the partition.
-        new: a function of (first, last) that returns the memory for the new values of the elements [first, last).
-        written: a function to call with (first, last) when that memory has the new values.
+        written: a function to call with (first, last) when the new values of the elements [first, last) are written.
     """
 
-    def __init__(
-        self,
-        step: Step,
-        numel: int,
-        gradient: "PartitionGradient",
-        new: Callable[[int, int], torch.Tensor],
-        written: Callable[[int, int], None],
-    ):
-        self._step, self._numel, self._gradient, self._new, self._written = step, numel, gradient, new, written
+    def __init__(self, step: Step, numel: int, gradient: "PartitionGradient", written: Callable[[int, int], None]):
+        self._step, self._numel, self._gradient, self._written = step, numel, gradient, written
         self._spans = [(0, numel)]  # what is left to do
 
     def step_first(self, spans: List[Tuple[int, int]]) -> None:
@@ -83,7 +80,7 @@ class Ranges:
     def _run(self, spans):
         for first, end in spans:
             while first < end:
-                last = self._step.run(self._gradient, first, end, self._new)
+                last = self._step.run(self._gradient, first, end)
                 if not first < last <= end:
                     raise RuntimeError(
                         f"{type(self._step).__name__}.run() was to step elements from {first} to {end} at most and "
@@ -153,13 +150,13 @@ class PartitionGradient:
         """
         if self._flat is not None:
             gradient = self._flat[first : limit - (limit - first) % multiple]
-            if _is_aligned(gradient):
+            if is_aligned(gradient):
                 return gradient
             gradient = gradient[:GATHERED_NUMEL]
             return self._gather([(first, gradient)], first, first + gradient.numel())
         last = self._end(first, limit, multiple)
         parts = self._parts(first, last)
-        if len(parts) == 1 and parts[0][1].numel() == last - first and _is_aligned(parts[0][1]):
+        if len(parts) == 1 and parts[0][1].numel() == last - first and is_aligned(parts[0][1]):
             return parts[0][1]
         return self._gather(parts, first, last)
 
@@ -196,7 +193,7 @@ class PartitionGradient:
             begin = max(first, offset + (first - offset) % multiple)
             end = min(behind, limit)
             end -= (end - first) % multiple
-            if begin < end and _is_aligned(gradient[begin - offset :]):
+            if begin < end and is_aligned(gradient[begin - offset :]):
                 return begin if begin > first else end
         return gathered - (gathered - first) % multiple
 
@@ -255,7 +252,3 @@ def _laid_out(
     for index in reversed(gaps):
         places.pop(index).zero_()
     return [(part, place) for (_, part), place in zip(parts, places, strict=True)]
-
-
-def _is_aligned(tensor):
-    return tensor.data_ptr() % 16 == 0

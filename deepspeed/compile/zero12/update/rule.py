@@ -3,7 +3,7 @@
 """What a rule is: a way to step the elements of a partition."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Dict, Optional, Protocol
 
 import torch
 
@@ -20,7 +20,9 @@ class Partition:
     offset: int  # of the partition in the group's flat tensor, in elements
     factor: Optional[torch.Tensor]  # an fp32 tensor [1] with which to multiply gradients, or None for 1
     gradient_dtype: torch.dtype
-    new_like: torch.Tensor  # has the dtype of the parameters' new values, and begins where their memory begins
+    # The memory for the new values of the parameters, 1-D. With offloading the gradient may lie there too: read each
+    # element before it is written.
+    new: torch.Tensor
 
     @property
     def group(self) -> Dict[str, Any]:
@@ -41,17 +43,13 @@ class Partition:
 class Step(Protocol):
     """One step of one partition, made range by range, in any order."""
 
-    def run(
-        self, gradient: "PartitionGradient", first: int, limit: int, new: Callable[[int, int], torch.Tensor]
-    ) -> int:
+    def run(self, gradient: "PartitionGradient", first: int, limit: int) -> int:
         """Steps elements from ``first`` on, and writes their new values. Every element is stepped once.
 
         Args:
             gradient: the gradient of the partition, from which this method takes that of the elements it steps.
             first: the offset in the partition.
             limit: where to end at the latest.
-            new: a function of (first, last) that returns the memory for the new values of elements [first, last), 1-D.
-                With offloading this may be the memory of their gradient: read each element before it is written.
 
         Returns:
             the offset behind the last element that was stepped, greater than ``first``.

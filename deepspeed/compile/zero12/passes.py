@@ -1,0 +1,106 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which the units of blocks are gathered (``compile.shard_frozen``).
+
+A call of a module that calls blocks is a pass. A pass gathers the units of its blocks in the order of the model, and
+the backward through the pass gathers them in the reverse order, each once, on every rank: a rank that skips a block
+gathers its unit too, because other ranks need this rank's part, and reshards it at once. So ranks may skip different
+blocks. The backward leaves out the frozen blocks into which no gradient flows. A unit that was resharded and is needed
+again within a pass is gathered once more, out of order. That happens if a pass comes back to an earlier block, or if
+checkpointing spans several blocks. All ranks must then do the same.
+"""
+
+from typing import TYPE_CHECKING, Any, Iterator, List, Optional
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .sharded_blocks import ShardedBlocks
+
+
+class Pass:
+    """The order in which a pass, or a backward through it, gathers units.
+
+    Args:
+        owner: who gathers and reshards units.
+        units: the units, in this order.
+        needed_from: the place of the first unit whose block, or a block before it, has a trained parameter. The
+            backward ends there unless a gradient flows on into what is before the blocks.
+        forward: None, or the pass through which this backward goes.
+    """
+
+    def __init__(
+        self, owner: "ShardedBlocks", units: List[Unit], needed_from: int = 0, forward: Optional["Pass"] = None
+    ):
+        self.units = units
+        self._owner = owner
+        self._forward = forward
+        self._needed_from = needed_from
+        self._has_block_run = False
+        self._place = {unit: place for place, unit in enumerate(units)}
+        # How many units this pass has begun to gather.
+        self._begun = 0
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._place
+
+    @property
+    def forward(self) -> "Pass":
+        """The pass itself, or the one through which this backward goes."""
+        return self._forward or self
+
+    def reversed(self) -> "Pass":
+        """Returns the order of the backward."""
+        return Pass(self._owner, self.units[self._needed_from :][::-1], forward=self)
+
+    def note_inputs(self, inputs: Any) -> None:
+        """Called with the inputs of each block in a forward.
+
+        Ranks that skip different blocks must gather the same units in the backward. A gradient that flows on into
+        what is before the blocks does so through the first block that a rank runs, whichever that is.
+        """
+        if not self._has_block_run:
+            self._has_block_run = True
+            if any(each.requires_grad for each in tensors_in(inputs)):
+                self._needed_from = 0
+
+    def note_gradient(self, unit: Optional[Unit]) -> None:
+        """Called if an output needs a gradient: of a block with this unit, or of what the pass is a call of (None)."""
+        if unit is not None:
+            self._needed_from = min(self._needed_from, self._place[unit])
+        elif not self._has_block_run:
+            self._needed_from = 0
+
+    def reach(self, unit: Unit) -> None:
+        """Gathers a unit, and begins to gather the one behind it."""
+        place = self._place[unit]
+        while self._begun <= place:
+            self._begin_next()
+        # Starts it once more if it was resharded.
+        self._owner.begin(unit)
+        unit.finish_gather()
+        if self._begun == place + 1 < len(self.units):
+            self._begin_next()
+
+    def _begin_next(self):
+        self._owner.begin(self.units[self._begun])
+        self._begun += 1
+
+    def end(self) -> None:
+        """Gathers the units that this rank did not need, for the other ranks, and reshards all units."""
+        while self._begun < len(self.units):
+            self._begin_next()
+        for unit in self.units:
+            self._owner.reshard(unit)
+
+
+def tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors of inputs or of an output, also those of objects that torch does not know."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif hasattr(leaf, "__dict__"):
+            yield from (each for each in tree_leaves(vars(leaf)) if isinstance(each, torch.Tensor))
