@@ -40,7 +40,7 @@ class Registrations:
             if not all(each in self._index for each in key):
                 raise RuntimeError(
                     "a compiled graph was called with a parameter that the engine's optimizer does not have: it was "
-                    "put into the model after engine.compile(); make the engine anew"
+                    "put into the model, or its requires_grad set, after the engine was made; make the engine anew"
                 )
             numbers = [self._identity, *(self._index[each] for each in key)]
             # Name the device: the caller may have changed torch's default device.
