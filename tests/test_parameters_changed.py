@@ -16,7 +16,7 @@ import torch.nn as nn
 from support.beside import Beside, Outcome, check
 from support.ids import vary
 from support.models import VOCABULARY, Block, Model
-from support.training import Case, batch
+from support.training import Case, batch, build, make_engine
 
 LIMIT = 0.4
 
@@ -142,3 +142,27 @@ def test_hooks_on_saved_tensors(ranks, hooks, regional):
 @vary("regional", [True, False])
 def test_hooks_on_saved_tensors_of_generated_code(ranks, regional):
     check(ranks(2).run(train_with_hooks, copies, Case(backend="inductor", config=with_blocks(regional))))
+
+
+def unfreeze_later(case):
+    """Trains with a block frozen, then unfreezes it, which no optimizer has; returns what the next forward raises."""
+    torch._dynamo.reset()
+    module = build(case)
+    module.body.blocks[0].requires_grad_(False)
+    engine = make_engine(module, case)
+    ids = batch(0, 0, dist.get_rank(), 4)
+    engine.backward(engine(ids))
+    engine.step()
+    module.body.blocks[0].requires_grad_(True)
+    try:
+        engine(ids)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+
+
+def test_a_block_unfrozen_after_the_engine_was_made(ranks):
+    case = Case(model="BlocksWithin", config={"compile": {"regional_compilation": True}})
+    for said in ranks(2).run(unfreeze_later, case):
+        assert "or its requires_grad set, after the engine was made; make the engine anew" in said
