@@ -68,7 +68,7 @@ def build_model(shape: Shape, dtype: torch.dtype, device: str, checkpoint: bool)
 def multiply_in_float8(model: torch.nn.Module, recipe: str, gathered: bool) -> None:
     """Has torchao replace the linear layers of the blocks by layers that multiply in float8; the head stays.
 
-    On a CPU the layers emulate that. The parameters stay, in their dtype, unless FSDP2 gathers them.
+    On a CPU the layers emulate that. The parameters stay, in their dtype, unless FSDP2 gathers them in float8.
 
     Args:
         model: what :func:`build_model` returned.
@@ -113,10 +113,12 @@ def add_adapters(model: torch.nn.Module, rank: int) -> None:
 
 def replace_linear_layers(model: torch.nn.Module, make: Callable[[torch.nn.Linear], torch.nn.Module]) -> None:
     """Replaces each linear layer of the blocks by what ``make`` returns for it."""
-    for module in list(model.model.layers.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, torch.nn.Linear):
-                setattr(module, name, make(child))
+    for layer in model.model.layers:
+        # Of one layer at a time, because the list keeps what is replaced in memory.
+        for module in list(layer.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(module, name, make(child))
 
 
 def text(limit: int) -> str:

@@ -145,7 +145,10 @@ def test_hooks_on_saved_tensors_of_generated_code(ranks, regional):
 
 
 def unfreeze_later(case):
-    """Trains with a block frozen, then unfreezes it, which no optimizer has; returns what the next forward raises."""
+    """Trains with a block frozen, then unfreezes the block, whose parameters the optimizer does not have.
+
+    Returns what the next forward raises.
+    """
     torch._dynamo.reset()
     module = build(case)
     module.body.blocks[0].requires_grad_(False)

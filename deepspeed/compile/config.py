@@ -81,7 +81,7 @@ class CompileConfig(BaseCompileConfig):
     def set_for_zero_1_and_2(self) -> List[str]:
         """Returns the names of the options that are set and that only ZeRO-1 and ZeRO-2 can honour.
 
-        These are the options that this class adds to the base's, but the one that works without DeepCompile.
+        These are all options that this class adds to the base's, except the one that works without DeepCompile.
         """
         added = [name for name in type(self).model_fields if name not in BaseCompileConfig.model_fields]
         # A budget of 0 is set.

@@ -346,6 +346,8 @@ def _train_beside(training):
         module, engine = start(training, deepcompile)
         rates.append(train(engine, training, range(training.steps)))
         ends.append(seen(module, engine))
+        if training.schedule == "LambdaLR":
+            assert engine.optimizer.optimizer._opt_called, "the scheduler was not told of the steps, and would warn"
         norms.append(float(engine.get_global_grad_norm()))
         if deepcompile:
             after = held(gradient_counters(engine))

@@ -24,7 +24,7 @@ class Scaled(torch.Tensor):
         return cls((matrix / scales).round().to(torch.int8), scales)
 
     def __repr__(self):
-        # torch 2.11 takes it while it compiles, and tensor's own reads numbers, of which there are none then.
+        # torch 2.11 prints tensors while it compiles. Tensor's own function would read numbers, which fakes lack.
         return f"Scaled(rows={self.rows}, scales={self.scales})"
 
     def __tensor_flatten__(self):

@@ -88,7 +88,7 @@ def sum_of_squares(gradients: List[torch.Tensor]) -> torch.Tensor:
 
 
 def overflowed(optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor]) -> bool:
-    """Returns whether gradients overflowed, for which the host waits for the device. False if it does not wait.
+    """Returns whether gradients overflowed. The host waits for the device to learn it; without the wait: False.
 
     The host waits with ``check_grad_overflow: true``. Otherwise the host waits, as in DeepSpeed's own step, if there
     is a norm and parameters are not in bf16.

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Where gradients and new parameters lie on the host, if ``offload_optimizer`` keeps the optimizer there.
+"""Where a step writes new parameters, and where gradients lie if ``offload_optimizer`` puts the optimizer on the host.
 
 DeepSpeed has a tensor of each partition's size and of the parameters' dtype, pinned if ``pin_memory`` says so, through
 which new parameters go to the device. The gradients of the partition lie in the same memory: the optimizer has read a

@@ -153,7 +153,7 @@ class CallOfBlock(Call):
         waiting: Optional["Waiting"],
         sharded: Optional["ShardedBlocks"],
     ):
-        # A graph of the code around the block has no place at which to gather it.
+        # A graph of the code around the block has no place at which to gather the block.
         super().__init__(block, breaks_graphs=sharded is not None)
         self._compiled = compiled
         self._limit = limit

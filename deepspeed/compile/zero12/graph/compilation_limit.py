@@ -31,7 +31,7 @@ _MANY = 4
 
 
 def own_code(function: Callable) -> types.FunctionType:
-    """Returns a copy of a function without defaults that has a code object of its own.
+    """Returns a copy, with a code object of its own, of a function that has no defaults.
 
     Dynamo counts compilations by code object, so it has counted none of the copy.
     """
