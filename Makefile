@@ -68,7 +68,7 @@ ALONE := $(VENV)/.alone-$(call content,csrc)
 .SILENT:
 
 test: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
-	echo "Running every test with two of its cases, which takes up to half an hour on two cores ..."
+	echo "Running every test with two of its cases, which takes about 35 minutes on two cores ..."
 	$(RUN) pytest -q tests --fewer-cases --base $(BASE) $(IN_PARALLEL)
 
 test-all: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
