@@ -25,7 +25,8 @@ from support import shared_gpus
 TESTS = Path(__file__).resolve().parent.parent
 # What every rank imports.
 IMPORTED = ["torch", "torch._inductor.compile_fx", "deepspeed", "deepspeed.compile.init_z1_and_2"]
-# What the process imports from which ranks are forked. Not in ranks that are started otherwise: each would compile.
+# What the process imports from which ranks are forked, if torch is built for CPUs only. Not in ranks that are started
+# otherwise: each would compile.
 PRELOADED = [*IMPORTED, "support.warm"]
 
 
@@ -118,7 +119,9 @@ class Ranks:
         folder = os.getcwd()
         with mock.patch.dict(os.environ, self._environment):
             if forks:
-                context.set_forkserver_preload(PRELOADED)
+                # A torch that is built for GPUs starts autograd's threads when it first compiles, also without a GPU,
+                # and lets no process that is forked after that run a backward.
+                context.set_forkserver_preload(IMPORTED if torch.backends.cuda.is_built() else PRELOADED)
                 # The process from which others are forked looks for modules in the current folder first. In the
                 # checkout's own folder that would be deepspeed/, which is a part of the package.
                 os.chdir(TESTS)
