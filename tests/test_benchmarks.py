@@ -255,6 +255,16 @@ def test_float8_is_for_the_layers_of_blocks(package):
     assert type(model.lm_head) is torch.nn.Linear
 
 
+def test_what_is_gathered_in_float8_is_kept_in_fp32(package):
+    pytest.importorskip("torchao", reason="float8 needs torchao: requirements/benchmarks.txt")
+    workload = package("workload")
+    model = workload.build_model(workload.SHAPES["tiny"], torch.bfloat16, "cpu", checkpoint=False)
+    workload.multiply_in_float8(model, "tensorwise", gathered=True)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    # The wrapper says what it was told. AdamW steps the tensor in it.
+    assert weight.dtype == weight._tensor.dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
