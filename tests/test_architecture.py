@@ -31,7 +31,7 @@ zero12.update.adam_kernel
 zero12.update.*
 zero12.update zero12.update.groups
 zero12.backward zero12.gather zero12.step zero12.unit
-zero12.gather_hooks zero12.passes
+zero12.gather_hooks zero12.gather_order
 zero12.sharded_blocks
 zero12.state zero12.eight_bit_states
 zero12.optimizer
@@ -64,7 +64,7 @@ TRAINING = {
     "gather",
     "gather_hooks",
     "unit",
-    "passes",
+    "gather_order",
     "sharded_blocks",
     "at_rest",
     "layout",

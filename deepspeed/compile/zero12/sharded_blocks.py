@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from deepspeed.utils import logger
 
 from .gather_hooks import by_block
-from .passes import Pass, tensors_in
+from .gather_order import GatherOrder, tensors_in
 from .subclasses import is_dtensor, plain_tensors
 from .unit import Unit
 
@@ -55,7 +55,7 @@ class ShardedBlocks:
                     {names[each]: each for each in parameters}, process_group, device, number=len(self._unit_of)
                 )
         self.units = list(self._unit_of.values())
-        # For each module that calls blocks, what a Pass is made of.
+        # For each module that calls blocks, what a GatherOrder is made of.
         self._order_of = {
             id(caller): (
                 [self._unit_of[id(block)] for block in called if id(block) in self._unit_of],
@@ -64,9 +64,9 @@ class ShardedBlocks:
             for caller, called in callers
         }
         # The passes that are under way: one calls blocks that call others in turn.
-        self._passes: List[Pass] = []
+        self._passes: List[GatherOrder] = []
         # The order of the backward that is under way.
-        self._backward: Optional[Pass] = None
+        self._backward: Optional[GatherOrder] = None
         # The units that are gathered or on their way, in the order in which they were begun; the units of blocks whose
         # forward is under way.
         self._gathered: List[Unit] = []
@@ -114,7 +114,7 @@ class ShardedBlocks:
 
     def call_caller(self, caller: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a module that calls blocks."""
-        return self._call(Pass(self, *self._order_of[id(caller)]), None, call, args, kwargs)
+        return self._call(GatherOrder(self, *self._order_of[id(caller)]), None, call, args, kwargs)
 
     def call_block(self, block: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a block, with its parameters gathered."""
@@ -126,7 +126,7 @@ class ShardedBlocks:
             if current is not None and unit in current:
                 return self._within(current, unit, call, args, kwargs)
         # Someone calls the block by itself.
-        return self._call(Pass(self, [unit]), unit, call, args, kwargs)
+        return self._call(GatherOrder(self, [unit]), unit, call, args, kwargs)
 
     def _call(self, of, unit, call, args, kwargs):
         if self._backward is not None and not _in_backward():
@@ -186,7 +186,7 @@ class ShardedBlocks:
         if unit is not None:
             self._backward.reach(unit)
 
-    def end_backward(self, of: Optional[Pass] = None) -> None:
+    def end_backward(self, of: Optional[GatherOrder] = None) -> None:
         """Ends the backward that is under way, or that has raised. ``of``: only if it goes through this pass."""
         if self._backward is not None and (of is None or of is self._backward.forward):
             backward, self._backward = self._backward, None

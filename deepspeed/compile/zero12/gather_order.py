@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .sharded_blocks import ShardedBlocks
 
 
-class Pass:
+class GatherOrder:
     """The order in which a pass, or a backward through it, gathers units.
 
     Args:
@@ -33,7 +33,7 @@ class Pass:
     """
 
     def __init__(
-        self, owner: "ShardedBlocks", units: List[Unit], needed_from: int = 0, forward: Optional["Pass"] = None
+        self, owner: "ShardedBlocks", units: List[Unit], needed_from: int = 0, forward: Optional["GatherOrder"] = None
     ):
         self.units = units
         self._owner = owner
@@ -48,13 +48,13 @@ class Pass:
         return unit in self._place
 
     @property
-    def forward(self) -> "Pass":
+    def forward(self) -> "GatherOrder":
         """The pass itself, or the one through which this backward goes."""
         return self._forward or self
 
-    def reversed(self) -> "Pass":
+    def reversed(self) -> "GatherOrder":
         """Returns the order of the backward."""
-        return Pass(self._owner, self.units[self._needed_from :][::-1], forward=self)
+        return GatherOrder(self._owner, self.units[self._needed_from :][::-1], forward=self)
 
     def note_inputs(self, inputs: Any) -> None:
         """Called with the inputs of each block in a forward.
