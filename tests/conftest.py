@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from support import sanitizer, selection  # noqa: E402
+from support import cpu_budget, sanitizer, selection  # noqa: E402
 from support.pool import Ranks  # noqa: E402
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
@@ -75,7 +75,14 @@ def pytest_addoption(parser):
     parser.addoption(
         "--fewer-cases",
         action="store_true",
-        help="of each test in rank processes run two cases, and more only of tables",
+        help="run two cases of each test in rank processes, and more only of tables; without --gpu, leave out slow "
+        "tests and programs that have not changed",
+    )
+    parser.addoption("--changed-since", help="the commit since which programs have changed that --fewer-cases runs")
+    parser.addoption(
+        "--part-of-the-rest",
+        type=int,
+        help=f"of {selection.PARTS} parts of what --fewer-cases leaves out, run this one",
     )
     parser.addoption(
         "--gpu", action="store_true", help="leave out the files that use no GPU; end at once where torch finds none"
@@ -100,6 +107,11 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    option = config.option
+    # A sanitizer slows the native code down, and a machine with GPUs has another processor.
+    config.pluginmanager.register(cpu_budget.Recorder(option.fewer_cases and not (option.gpu or option.sanitizer)))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(cpu_budget.Printer())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if config.option.gpu and not config.option.collectonly:
         import torch
@@ -116,8 +128,15 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     selection.keep_one_quick_case(items)
-    kept = selection.keep_what_uses_gpus(items) if config.option.gpu else items
-    kept = selection.thin_out(kept) if config.option.fewer_cases else kept
+    option, kept = config.option, items
+    if option.gpu:
+        kept = selection.keep_what_uses_gpus(items)
+        # A machine with GPUs has the cores for slow tests.
+        kept = selection.thin_out(kept) if option.fewer_cases else kept
+    elif option.fewer_cases:
+        kept = selection.keep_for_make_test(items, selection.changed_files(option.changed_since))
+    if option.part_of_the_rest is not None:
+        kept = selection.keep_part_of_the_rest(kept, option.part_of_the_rest)
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=list(set(items).difference(kept)))
         items[:] = kept

@@ -30,6 +30,15 @@ IMPORTED = ["torch", "torch._inductor.compile_fx", "deepspeed", "deepspeed.compi
 PRELOADED = [*IMPORTED, "support.warm"]
 
 
+# CPU-seconds of this process's ranks: until they were ready, and in the functions that tests had them call.
+SPENT = {"starts": 0.0, "calls": 0.0}
+
+
+def cpu_seconds():
+    """Returns the CPU-seconds of this process, with those of the programs that it has waited for."""
+    return sum(os.times()[:4])
+
+
 def free_port():
     """Returns a free port below the ephemeral range, so the kernel cannot give it away before the ranks bind it.
 
@@ -100,7 +109,7 @@ class Ranks:
                 self._connections.append(connection)
         try:
             for connection in self._connections:
-                connection.recv()
+                SPENT["starts"] += connection.recv()
         except BaseException:
             self.stop()
             raise
@@ -172,11 +181,12 @@ class Ranks:
                 answers.append((False, f"gave no answer within {timeout} s"))
                 continue
             try:
-                succeeded, result = connection.recv()
+                succeeded, result, seconds = connection.recv()
             except (EOFError, ConnectionError):
                 self._processes[rank].join()
                 answers.append((False, f"died with exit status {self._processes[rank].exitcode}"))
                 continue
+            SPENT["calls"] += seconds
             answers.append((succeeded, result if succeeded else f"raised:\n{result}"))
         return answers
 
@@ -214,12 +224,13 @@ def _serve(connection, settings, patience):
     guards.profile_guard_manager = lambda *_: 0.0
     linear = torch.nn.functional.linear
     # Only now, because DeepSpeed may have compiled native code, for which no test shall run out of time.
-    connection.send("ready")
+    connection.send(cpu_seconds())
     while True:
         try:
             module, name, args, kwargs = connection.recv()
         except EOFError:
             return
+        before = cpu_seconds()
         try:
             answer = (True, getattr(importlib.import_module(module), name)(*args, **kwargs))
         except BaseException:  # noqa: B902 (told to the test, whatever it is)
@@ -233,4 +244,4 @@ def _serve(connection, settings, patience):
             modules = len(sys.modules)
         # ZeRO-3 replaces it for the life of a process, and torch 2.11 compiles the replacement wrongly.
         torch.nn.functional.linear = linear
-        connection.send(answer)
+        connection.send((*answer, cpu_seconds() - before))

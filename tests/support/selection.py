@@ -1,12 +1,14 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests run where not all of them do: in ``make test``, ``make quick`` and ``make test-gpu``.
+"""Which tests run where not all of them do: in ``make test``, ``make quick``, ``make test-gpu`` and ``.ci/run``.
 
-Of the first two, marks at the tests say which: ``table`` and ``quick``, which ``pyproject.toml`` explains.
+Marks at the tests say which: ``program``, ``quick``, ``slow`` and ``table``, which ``pyproject.toml`` explains.
 """
 
 import hashlib
-from typing import Dict, List, Set, Tuple
+import subprocess
+from pathlib import Path
+from typing import Dict, Iterable, List, Optional, Set, Tuple
 
 import pytest
 
@@ -23,6 +25,54 @@ WITHOUT_A_GPU = {
     "test_site.py": "builds the pages and opens them in a browser",
     "test_two_hosts.py": "trains on two hosts that see no GPU",
 }
+
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# In so many parts the tests are run that `make test` leaves out: `.ci/run` runs one of them.
+PARTS = 10
+
+
+def changed_files(since: Optional[str]) -> Set[str]:
+    """Returns the names of files that differ from those of a commit, or are new; without git none.
+
+    Args:
+        since: the commit; None: the newest that this branch shares with its upstream, or HEAD if it has none.
+    """
+
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
+
+    if since is None:
+        since = git("merge-base", "HEAD", "@{upstream}")[0] or "HEAD"
+    return {*git("diff", "--name-only", since), *git("ls-files", "--others", "--exclude-standard")} - {""}
+
+
+def keep_for_make_test(items: List[pytest.Item], changed: Iterable[str]) -> List[pytest.Item]:
+    """Lists the items that ``make test`` runs: no slow tests, programs where they changed, and few of many cases.
+
+    Args:
+        changed: the names of files that differ from what was tested before.
+    """
+
+    def is_left_out(item):
+        program = item.get_closest_marker("program")
+        if program is None:
+            return item.get_closest_marker("slow") is not None
+        own = (item.path.relative_to(ROOT).as_posix(), *program.args)
+        return not any(name == path or name.startswith(f"{path}/") for name in changed for path in own)
+
+    return thin_out([item for item in items if not is_left_out(item)])
+
+
+def keep_part_of_the_rest(items: List[pytest.Item], part: int) -> List[pytest.Item]:
+    """Lists the items of one part, from 0 to ``PARTS`` - 1, of what ``make test`` leaves out if nothing changed."""
+    run_anyway = {item.nodeid for item in keep_for_make_test(items, ())}
+    digests = ((item, hashlib.sha256(item.nodeid.encode()).digest()) for item in items)
+    return [
+        item
+        for item, digest in digests
+        if item.nodeid not in run_anyway and int.from_bytes(digest, "big") % PARTS == part % PARTS
+    ]
 
 
 def keep_what_uses_gpus(items: List[pytest.Item]) -> List[pytest.Item]:
@@ -45,7 +95,7 @@ def keep_one_quick_case(items: List[pytest.Item]) -> None:
 
 
 def thin_out(items: List[pytest.Item]) -> List[pytest.Item]:
-    """Lists the items that ``make test`` runs: two cases at most of each test in rank processes that is no table.
+    """Lists two cases at most of each test in rank processes that is no table, and all items of other tests.
 
     Most tests vary the stage, the accumulation, the model and the compiler. Nearly all of a case's time goes into
     tracing graphs, so the product of all values takes hours on two cores. The first case is the one whose name has the

@@ -1,0 +1,113 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A pytest plugin that records the CPU-seconds of each test, and fails a test of ``make test`` that takes too many.
+
+CPU-seconds are those of the worker, of the ranks in the test's functions and of programs that these have waited for.
+Wall time would depend on what else the machine does, and ranks that start would count for whichever test came first.
+"""
+
+import collections
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from support import pool
+
+# The limit of a test in CPU-seconds, by its mark. Programs have none.
+QUICK, LIMIT = 0.3, 3.0
+# One row for each test: CPU-seconds of its setup, its call, its teardown and of ranks that it started; its name.
+TABLE = Path(__file__).resolve().parent.parent.parent / "build" / "cpu_seconds.tsv"
+PARTS = ("setup", "call", "teardown", "starts")
+
+
+class OverBudget(AssertionError):
+    """A test took more CPU-seconds than its mark allows. The Makefile has pytest-rerunfailures repeat these alone."""
+
+
+def limit_of(item):
+    """Returns the CPU-seconds that a test may take, or None if any number."""
+    if any(item.get_closest_marker(mark) for mark in ("program", "slow")):
+        return None
+    return QUICK if item.get_closest_marker("quick") else LIMIT
+
+
+def check(item, seconds):
+    """Raises :class:`OverBudget` if a test that took ``seconds`` has a lower limit."""
+    limit = limit_of(item)
+    if limit is None or seconds <= limit:
+        return
+    if limit == QUICK:
+        remedy = "take the mark 'quick' from it, and mark another test of the subject"
+    else:
+        remedy = "give it fewer ranks, blocks or steps, or mark it 'slow', and leave a test of the subject that is not"
+    raise OverBudget(f"the test took {seconds:.2f} CPU-seconds, and make test allows {limit:g}: {remedy}")
+
+
+class Recorder:
+    """Records in the process that runs tests.
+
+    Args:
+        enforces: whether a test over its limit fails.
+    """
+
+    def __init__(self, enforces):
+        self._enforces = enforces
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item):
+        with self._recorded(item, "setup"):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        before = _spent()
+        with self._recorded(item, "call"):
+            result = yield
+        if self._enforces:
+            check(item, _spent() - before)
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_teardown(self, item):
+        with self._recorded(item, "teardown"):
+            return (yield)
+
+    @contextlib.contextmanager
+    def _recorded(self, item, part):
+        before, starts = _spent(), pool.SPENT["starts"]
+        try:
+            yield
+        finally:
+            # pytest-xdist brings these to the process that prints.
+            item.user_properties.append((part, _spent() - before))
+            item.user_properties.append(("starts", pool.SPENT["starts"] - starts))
+
+
+def _spent():
+    return pool.cpu_seconds() + pool.SPENT["calls"]
+
+
+class Printer:
+    """In the process that prints, writes ``TABLE`` and prints the sum."""
+
+    def __init__(self):
+        self._rows = collections.defaultdict(collections.Counter)
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "teardown":
+            self._rows[report.nodeid].update(dict.fromkeys(PARTS, 0.0))
+            for part, seconds in report.user_properties:
+                if part in PARTS:
+                    self._rows[report.nodeid][part] += seconds
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if not self._rows:
+            return
+        TABLE.parent.mkdir(exist_ok=True)
+        with TABLE.open("w") as file:
+            for name, row in sorted(self._rows.items()):
+                print(*(f"{row[part]:.3f}" for part in PARTS), name, sep="\t", file=file)
+        total = sum((collections.Counter(row) for row in self._rows.values()), collections.Counter())
+        parts = ", ".join(f"{part} {total[part] / 60:.1f}" for part in PARTS)
+        terminalreporter.write_line(f"CPU-minutes of tests: {sum(total.values()) / 60:.1f} ({parts})")
