@@ -30,6 +30,8 @@ IMPORTED = ["torch", "torch._inductor.compile_fx", "deepspeed", "deepspeed.compi
 PRELOADED = [*IMPORTED, "support.warm"]
 
 
+# Seconds until a rank must have started, which includes compiling the native code.
+TIME_TO_START = 600
 # CPU-seconds of this process's ranks: until they were ready, and in the functions that tests had them call.
 SPENT = {"starts": 0.0, "calls": 0.0}
 
@@ -108,7 +110,12 @@ class Ranks:
                 self._processes.append(process)
                 self._connections.append(connection)
         try:
-            for connection in self._connections:
+            for rank, connection in enumerate(self._connections):
+                if not connection.poll(TIME_TO_START):
+                    raise RankFailed(
+                        f"rank {rank} did not start within {TIME_TO_START} s; it may wait for native code that a "
+                        "process built that was killed: remove the files 'lock' under TORCH_EXTENSIONS_DIR"
+                    )
                 SPENT["starts"] += connection.recv()
         except BaseException:
             self.stop()
