@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from deepspeed.compile.config import CompileConfig
 from deepspeed.compile.zero12.graph.split import runs_once, split_joint
 
-from support.beside import Beside
+from support.beside import Beside, check
 from support.ids import vary
 from support.lifetime import allocated_bytes
 from support.models import Block, OneGraph
@@ -61,7 +61,7 @@ def train_in_turns(cases, torchs=1.0, compiled_by_caller=False):
     kept = {}
     with functorch_config.patch(activation_memory_budget=torchs):
         loops = [_loop(case, compiled_by_caller) for case in cases]
-        for step in range(3):
+        for step in range(2):
             for number, loop in enumerate(loops):
                 ids = batch(step, 0, dist.get_rank(), LENGTH)
                 before = allocated_bytes(torch.cuda.is_available())
@@ -83,13 +83,13 @@ def _loop(case, compiled_by_caller):
 
 
 def kept_by(ranks, cases, *how, **kwargs):
-    """Returns how many bytes the engines of rank 0 kept, after comparing each rank's parameters with plain loops'."""
-    results = ranks(2).run(train_in_turns, cases, *how, **kwargs)
-    assert all(kept.error < BOUND for of_rank in results for kept in of_rank)
-    return [kept.bytes for kept in results[0]]
+    """Returns how many bytes the engines kept, after comparing their parameters with plain loops'."""
+    # What a forward keeps does not depend on other ranks.
+    (engines,) = ranks(1).run(train_in_turns, cases, *how, **kwargs)
+    assert all(kept.error < BOUND for kept in engines)
+    return [kept.bytes for kept in engines]
 
 
-@pytest.mark.quick
 @vary(
     "stage, backend, model, regional, compiled_by_caller",
     [
@@ -97,22 +97,23 @@ def kept_by(ranks, cases, *how, **kwargs):
         (2, "eager", "BlocksWithin", None, True),
         (2, "eager", "OneGraph", False, False),
         (1, "eager", "SeveralGraphs", False, False),
-        (1, "inductor", "OneGraph", False, False),
+        pytest.param(1, "inductor", "OneGraph", False, False, marks=pytest.mark.slow),
         (2, "inductor", "BlocksWithin", None, False),
     ],
 )
 def test_a_smaller_budget_keeps_less(ranks, stage, backend, model, regional, compiled_by_caller):
+    """A budget that reaches no partitioner, or is rounded to 0 or 1, would change nothing in how graphs are split."""
     varied = {"stage": stage, "backend": backend, "model": model, "regional": regional}
-    cases = [case_of(budget, **varied) for budget in (None, 1, 0.5, 0)]
-    default, all_, half, none = kept_by(ranks, cases, compiled_by_caller=compiled_by_caller)
-    assert abs(default - all_) < SLACK
+    cases = [case_of(budget, **varied) for budget in (1, 0.5, 0)]
+    all_, half, none = kept_by(ranks, cases, compiled_by_caller=compiled_by_caller)
     # A hidden state is 32 KiB, and the 4x larger ones of a block, of which there are three, are the most of it.
     assert none + 128 * 1024 < half < all_ - 128 * 1024
 
 
 @vary("model", ["Checkpointed", "CheckpointedEagerly", "CheckpointedReentrant"])
-@vary("stage, backend", [(1, "eager"), (2, "inductor")])
+@vary("stage, backend", [(1, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)])
 def test_within_checkpointed_layers(ranks, stage, backend, model):
+    """What a checkpoint wants computed again would be kept, or lost, where a budget splits the graph too."""
     cases = [case_of(budget, stage=stage, backend=backend, model=model) for budget in (1, 0.5, 0)]
     all_, half, none = kept_by(ranks, cases)
     # What else the process allocates differs by less than SLACK.
@@ -152,30 +153,35 @@ class NormsBatches(Block):
         return super().forward(self.batch_norm(x.transpose(1, 2)).transpose(1, 2))
 
 
-def train_what_changes(block, regional, backend):
-    """Trains models whose blocks change their buffers, one for each budget; returns the errors."""
-    errors = []
-    for budget in (None, 0.5, 0):
-        torch.manual_seed(0)
-        module = OneGraph()
-        module.blocks = nn.ModuleList(block(8) for _ in range(2))
-        loop = Beside(module, case_of(budget, regional, backend=backend))
-        for step in range(3):
-            loop.step(batch(step, 0, dist.get_rank(), 4))
-        errors.append(loop.end().error)
-    return errors
+def train_what_changes(block, budget, regional, backend):
+    """Trains a model whose blocks change their buffers."""
+    torch.manual_seed(0)
+    module = OneGraph()
+    module.blocks = nn.ModuleList(block(8) for _ in range(2))
+    loop = Beside(module, case_of(budget, regional, backend=backend))
+    for step in range(3):
+        loop.step(batch(step, 0, dist.get_rank(), 4))
+    return loop.end()
 
 
-@vary("backend, regional", [("eager", True), ("inductor", True), ("inductor", False)])
+@vary(
+    "backend, regional",
+    [
+        ("eager", True),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+        pytest.param("inductor", False, marks=pytest.mark.slow),
+    ],
+)
+@vary("budget", [None, 0.5, 0])
 @vary("block", [ChangesABuffer, NormsItsWeight, NormsBatches])
-def test_what_a_forward_changes_is_not_read_again(ranks, block, backend, regional):
-    for errors in ranks(2).run(train_what_changes, block, regional, backend):
-        assert max(errors) < BOUND
+def test_what_a_forward_changes_is_not_read_again(ranks, block, budget, backend, regional):
+    """A backward that computes an activation again from a changed buffer would have other gradients."""
+    check(ranks(1).run(train_what_changes, block, budget, regional, backend))
 
 
 @vary("torchs", [1.0, 0.0])
 def test_each_engine_keeps_its_own(ranks, torchs):
-    """And one without the option what torch is told to keep."""
+    """The budget of one engine would reach another, or one that has none would not keep what torch is told to."""
     cases = [case_of(budget, model="BlocksWithin") for budget in (0.0, 1.0, None)]
     none, all_, torchs_own = kept_by(ranks, cases, torchs)
     assert none < all_ / 2
@@ -202,6 +208,7 @@ def train_from_caches(cases):
     return results
 
 
+@pytest.mark.slow
 def test_a_graph_of_another_budget_is_not_taken_from_torchs_caches(ranks, tmp_path):
     all_, none = (case_of(budget, backend="inductor", model="BlocksWithin") for budget in (1, 0))
     run = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
@@ -215,6 +222,7 @@ def test_a_graph_of_another_budget_is_not_taken_from_torchs_caches(ranks, tmp_pa
 
 @pytest.mark.quick
 def test_the_key_of_torchs_caches_has_the_budget():
+    """An engine would take the graph of another budget from torch's caches."""
     from deepspeed.compile.zero12.graph.backend import ReduceGradPartitioner
     from deepspeed.compile.zero12.native import reducer_module
 
@@ -226,6 +234,7 @@ def test_the_key_of_torchs_caches_has_the_budget():
 @pytest.mark.quick
 @vary("value", [True, "0.5", -0.1, 1.5, float("nan")])
 def test_a_budget_is_a_number_from_0_to_1(value):
+    """A flag, a text or NaN would be taken for a budget."""
     with pytest.raises(ValueError) as raised:
         CompileConfig(deepcompile=True, activation_memory_budget=value)
     sentence = f"compile.activation_memory_budget={value!r} is not a number from 0 to 1; set it to one"
@@ -234,6 +243,7 @@ def test_a_budget_is_a_number_from_0_to_1(value):
 
 @pytest.mark.quick
 def test_budgets():
+    """The configuration would refuse a bound of the range, or null where DeepCompile is off."""
     for value in (None, 0, 0.5, 1):
         assert CompileConfig(deepcompile=True, activation_memory_budget=value).activation_memory_budget == value
     # What DeepSpeed's own configuration may say.
@@ -241,6 +251,7 @@ def test_budgets():
 
 
 def test_a_budget_of_what_is_not_compiled(ranks):
+    """Nobody would be told that a budget has no effect, or every rank would say it."""
     case = case_of(0.5, model=SMALL, steps=1, compile_kwargs={"disable": True})
     sentence = "DeepCompile with ZeRO stage 1: " + ALSO_WARNED["compile.activation_memory_budget"]
     for rank, (trained, output) in enumerate(ranks(2).run(train_and_collect_output, case)):
@@ -248,9 +259,8 @@ def test_a_budget_of_what_is_not_compiled(ranks):
         assert output.count(sentence) == (rank == 0)
 
 
-@pytest.mark.quick
 def test_others_find_torchs_partitioner_as_it_is(monkeypatch):
-    """Also while a graph is being split: another thread may compile without an engine."""
+    """Another thread that compiles without an engine would find our function in torch's while a graph is split."""
     chooses, cuts, found = partitioners.choose_saved_values_set, partitioners.solve_min_cut, []
 
     def cut(*args, **kwargs):
@@ -267,6 +277,7 @@ def test_others_find_torchs_partitioner_as_it_is(monkeypatch):
 @pytest.mark.quick
 @vary("drops, random", [(None, False), (0.0, False), (0.1, True)], expects="random")
 def test_attention_draws_if_it_drops(drops, random):
+    """Attention with dropout would draw other numbers where it is computed again, or one without always be kept."""
     graph = Graph()
     query, key, value = (graph.placeholder(name) for name in ("query", "key", "value"))
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -291,6 +302,7 @@ def test_attention_draws_if_it_drops(drops, random):
     expects="once",
 )
 def test_what_others_wrote_runs_once(target, once):
+    """A collective or a kernel of the user would run a second time in the backward."""
     node = Graph().call_function(target)
     assert runs_once(node) == once
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -47,14 +47,15 @@ def find_blocks():
 
 
 def test_blocks_that_repeat(find_blocks):
+    """A container, or a layer that is alone of its kind, would be taken for a block."""
     model = Model(width=4, depth=2)
     assert find_blocks(model, True) == list(model.blocks)
-    # No containers and no lone layers.
     nested = Nested()
     assert find_blocks(nested, True) == [block for stage in nested.stages for block in stage]
 
 
 def test_containers_are_no_blocks(find_blocks):
+    """Lists of modules, which have no forward, would be compiled because they repeat."""
     model = Module()
     model.layers = ModuleList(ModuleList([Block(4), Linear(4, 4)]) for _ in range(2))
     with pytest.raises(ValueError, match="found no blocks that repeat"):
@@ -64,6 +65,7 @@ def test_containers_are_no_blocks(find_blocks):
 
 
 def test_each_block_once(find_blocks):
+    """A block that is registered twice would be compiled twice."""
     model = Model(width=4, depth=3)
     model.alias = ModuleList(model.blocks)
     assert find_blocks(model, True) == list(model.blocks)
@@ -117,6 +119,7 @@ def calls_otherwise(block):
     expects="why",
 )
 def test_blocks_that_cannot_be_compiled(find_blocks, change, why):
+    """A module whose call does not lead to its forward would be compiled, and its compiled code never run."""
     model = Lonely()
     model.layers[0] = change(model.layers[0])
     name = type(model.layers[0]).__name__
@@ -133,6 +136,7 @@ def no_limit():
 
 
 def test_pickled_and_copied():
+    """A copy or pickle of a compiled module would carry the compiled call, or the end of compiling leave a trace."""
     from deepspeed.compile.zero12.graph.choose_blocks import find_blocks
     from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks
 
@@ -154,6 +158,7 @@ def test_pickled_and_copied():
 
 
 def test_what_the_caller_compiled_since_stays():
+    """The end of an engine would take away what the caller compiled in its lifetime."""
     from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks
 
     model = Model(width=4, depth=2)
@@ -168,7 +173,7 @@ def test_what_the_caller_compiled_since_stays():
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("compiled", [False, True])
 def test_calls_are_taken_out_in_any_order(order, compiled):
-    """Engines that train other parameters of a module each may compile it as a whole, and end in any order."""
+    """An engine that ends before another of the same module would put back, or leave, the other's compiled call."""
     from deepspeed.compile.zero12.graph.block_calls import CallOfModule
 
     module = Block(4)
@@ -186,6 +191,7 @@ def test_calls_are_taken_out_in_any_order(order, compiled):
 
 
 def test_options_are_not_used_up():
+    """torch.compile takes entries out of the options that it is given, so only the first class would have them."""
     from deepspeed.compile.zero12.graph.choose_blocks import find_blocks
     from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks
 
@@ -204,6 +210,7 @@ def test_options_are_not_used_up():
 
 @pytest.mark.quick
 def test_blocks_that_are_named(find_blocks):
+    """Of several names only one would count, or modules of a named class that do not repeat be left out."""
     nested = Nested()
     assert find_blocks(nested, ["Block"]) == [block for stage in nested.stages for block in stage]
     assert find_blocks(nested, ["Linear", "Sequential"]) == [nested.stages, *nested.tail[:2]]
@@ -218,6 +225,7 @@ def test_blocks_that_are_named(find_blocks):
     expects="sentence",
 )
 def test_no_blocks(find_blocks, wanted, sentence):
+    """An option that no module fits would be ignored in silence."""
     with pytest.raises(ValueError, match=sentence):
         find_blocks(Lonely(), wanted)
 
@@ -229,9 +237,9 @@ def chosen(module, wanted=None, **compile_kwargs):
 
 
 def test_blocks_that_are_chosen_by_default():
+    """The embedding would count as a part around the blocks, and the model be compiled as a whole."""
     model = BlocksWithin()
     assert chosen(model) == (list(model.body.blocks), "")
-    # An embedding is no reason against.
     model.body.embedding = Embedding(10**5, 8)
     assert chosen(model) == (list(model.body.blocks), "")
     assert chosen(model, True) == (list(model.body.blocks), "")
@@ -250,16 +258,22 @@ def no_blocks(model):
     model.body.blocks = ModuleList([Block(8)])
 
 
+def past_torch(model):
+    model.body.blocks = ModuleList(CallsItself(8) for _ in range(3))
+
+
 @vary(
     "change, why",
     [
         (around_is_larger, "blocks are the smaller part of ['Body']"),
         (unlike, "parameters of ['Block'] are not alike"),
         (no_blocks, "no blocks repeat in BlocksWithin"),
+        (past_torch, "CallsItself by itself, because its __call__ does not call nn.Module's"),
     ],
     expects="why",
 )
 def test_what_is_compiled_as_a_whole_by_default(change, why):
+    """Blocks would be compiled by themselves where most of the model, or of its graphs, would gain nothing."""
     model = BlocksWithin()
     change(model)
     blocks, reason = chosen(model)
@@ -268,6 +282,7 @@ def test_what_is_compiled_as_a_whole_by_default(change, why):
 
 @vary("model", [Model, BlocksWithin])
 def test_blocks_that_were_compiled_by_themselves(model):
+    """Blocks that the caller has compiled would not be found, or keep the caller's compiled call beside ours."""
     from deepspeed.compile.zero12.graph.compile_blocks import take_over_compiled
 
     model = model()
@@ -281,12 +296,14 @@ def test_blocks_that_were_compiled_by_themselves(model):
 
 
 def test_more_that_is_compiled_as_a_whole():
+    """``fullgraph`` or ``regional_compilation: false`` would not keep a model in one graph."""
     assert chosen(Model()) == ([], "Model calls its blocks itself, so all around them would run uncompiled")
     assert chosen(BlocksWithin(), fullgraph=True) == ([], "compile_kwargs['fullgraph'] asks for one graph")
     assert chosen(BlocksWithin(), False) == ([], "compile.regional_compilation is false")
 
 
 def test_blocks_of_another_engine():
+    """A second engine would compile blocks whose compiled call reduces the first engine's gradients."""
     from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, refuse_blocks_of_others
 
     model = BlocksWithin()
@@ -302,6 +319,7 @@ def test_blocks_of_another_engine():
 
 
 def test_belongs_to_zero_1_and_2():
+    """An option of DeepCompile for ZeRO-1 and ZeRO-2 would be accepted, and do nothing, elsewhere."""
     from deepspeed.compile.config import CompileConfig
     from deepspeed.ops.op_builder.dc import DeepCompileHandle
 

@@ -3,7 +3,6 @@
 """A loss computed from large tensors that the model returns is a graph of its own, with the same gradients."""
 
 import contextlib
-import copy
 import operator
 from typing import NamedTuple
 
@@ -16,9 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.compile.zero12.graph import loss as loss_graph
 
+from support.beside import Beside
 from support.ids import vary
 from support.models import VOCABULARY
-from support.training import BOUND, Case, batch, build, device, make_engine, make_optimizer, relative_error, step_plain
+from support.training import BOUND, Case, batch, build, device, make_engine
 
 SMALL = 1
 WHOLE = {"compile": {"regional_compilation": False}}
@@ -53,84 +53,33 @@ class WithLogits(NamedTuple):
     error: float  # of the parameters
 
 
-def train(case, uses_logits, numel):
-    """Trains with two lengths where tensors from ``numel`` elements on are large, beside a plain loop."""
-    torch._dynamo.reset()
-    module = build(case)
-    plain = copy.deepcopy(module)
-    with large_from(numel) as cuts:
-        engine = make_engine(module, case)
-        optimizer = make_optimizer(plain, case)
-        for step in range(4):
-            # From the third step on of other lengths than before.
-            ids = batch(step, 0, dist.get_rank(), 4 if step < 2 else 5)
+def train(case, large, lengths, uses_logits=False):
+    """Trains a step with each of ``lengths`` where tensors from ``large`` elements on are large."""
+    pair = Beside(build(case), case)
+    with large_from(large) as cuts:
+        for step, length in enumerate(lengths):
+            ids = batch(step, 0, dist.get_rank(), length)
             # In every second step only, so that the same graph sees both.
             used = uses_logits and step % 2 == 1
-            engine.backward(step_loss(engine(ids), used))
-            engine.step()
-            step_loss(plain(ids), used).backward()
-            step_plain(plain, optimizer)
-    error = relative_error(module.parameters(), plain.parameters())
-    from_graphs = gradient_counters(engine)["from_graphs"]
-    engine.destroy()
-    return WithLogits(len(cuts), from_graphs, error)
+            pair.engine.backward(step_loss(pair.engine(ids), used))
+            pair.engine.step()
+            step_loss(pair.plain(ids), used).backward()
+            pair.step_plain()
+    from_graphs = gradient_counters(pair.engine)["from_graphs"]
+    return WithLogits(len(cuts), from_graphs, pair.end().error)
 
 
-@pytest.mark.quick
 @vary("uses_logits", [False, True])
-@vary("config", [None, WHOLE])
-@vary("stage, backend", [(1, "inductor"), (2, "eager")])
-def test_cut_at_the_loss_it_trains_as_a_plain_loop(ranks, stage, backend, config, uses_logits):
+@vary("config, lengths", [(None, [4, 4, 5, 5]), (WHOLE, [4, 4])], expects="lengths")
+@vary("stage, backend", [pytest.param(1, "inductor", marks=pytest.mark.slow), (2, "eager")])
+def test_cut_at_the_loss_it_trains_as_a_plain_loop(ranks, stage, backend, config, lengths, uses_logits):
+    """The gradient that the caller gives the returned logits would be lost, or reach the parameters twice."""
     case = Case(model="ReturnsLogits", stage=stage, backend=backend, config=config)
-    for result in ranks(2).run(train, case, uses_logits, SMALL):
-        # Once for each length.
-        assert result.cuts == 2
-        # In each of four steps all that is compiled: without the embedding, unless the whole model is.
-        assert result.from_graphs == 4 * (20 if config else 19)
-        assert result.error < BOUND
-
-
-def test_small_tensors_stay(ranks):
-    case = Case(model="ReturnsLogits")
-    for result in ranks(2).run(train, case, True, 10**6):
-        assert result.cuts == 0
-        assert result.error < BOUND
-
-
-class WithOtherLengths(NamedTuple):
-    cuts: int  # graphs that this rank cut
-    error: float  # of the parameters
-
-
-def train_with_other_lengths(case):
-    """Trains where only the second rank's logits are large."""
-    torch._dynamo.reset()
-    module = build(case)
-    plain = copy.deepcopy(module)
-    rank = dist.get_rank()
-    with large_from(2 * 8 * VOCABULARY) as cuts:
-        engine = make_engine(module, case)
-        optimizer = make_optimizer(plain, case)
-        for step in range(4):
-            ids = batch(step, 0, rank, 4 + 4 * rank + step // 2)
-            engine.backward(engine(ids)[0])
-            engine.step()
-            plain(ids)[0].backward()
-            step_plain(plain, optimizer)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return WithOtherLengths(len(cuts), error)
-
-
-def test_ranks_of_different_lengths(ranks):
-    """One cuts its graph and the other does not; a hooked parameter behind the logits is reduced in the same place."""
-    case = Case(model="HookedBehindLogits", bucket=40)
-    for result in ranks(2).run(train_with_other_lengths, case):
-        assert result.cuts == 0
-        assert result.error < BOUND
-    first, second = ranks(2).run(train_with_other_lengths, Case(model="ReturnsLogits", bucket=40))
-    assert (first.cuts, second.cuts) == (0, 2), "both did the same"
-    assert max(first.error, second.error) < BOUND
+    (result,) = ranks(1).run(train, case, SMALL, lengths, uses_logits)
+    assert result.cuts == len({*lengths})
+    # In each step all that is compiled: without the embedding, unless the whole model is.
+    assert result.from_graphs == len(lengths) * (20 if config else 19)
+    assert result.error < BOUND
 
 
 def large_allocations(case, numel):
@@ -153,12 +102,27 @@ def large_allocations(case, numel):
     return sum(event.name() == "[memory]" and size <= event.nbytes() < size + 1024 for event in events)
 
 
-@vary("config", [None, WHOLE])
+@vary("config", [None, pytest.param(WHOLE, marks=pytest.mark.slow)])
 def test_no_zeros_for_what_is_only_returned(ranks, config):
+    """A backward would allocate zeros as large as the logits for a gradient that nobody gives."""
     case = Case(model="ReturnsLogits", backend="inductor", config=config)
     # The gradient of the logits; and zeros, which the caller might have put something into.
-    assert ranks(2).run(large_allocations, case, SMALL) == [1, 1]
-    assert ranks(2).run(large_allocations, case, 10**9) == [2, 2]
+    assert ranks(1).run(large_allocations, case, SMALL) == [1]
+    assert ranks(1).run(large_allocations, case, 10**9) == [2]
+
+
+def train_with_other_lengths(case):
+    """Trains where only the second rank's logits are large."""
+    return train(case, 2 * 8 * VOCABULARY, [4 + 4 * dist.get_rank()] * 2)
+
+
+@vary("model, cuts", [("HookedBehindLogits", [0, 0]), ("ReturnsLogits", [0, 1])], expects="cuts")
+def test_ranks_of_different_lengths(ranks, model, cuts):
+    """A rank that cuts its graph would reduce a hooked parameter behind the logits in another place than one that
+    does not, or would send its buckets in another order."""
+    results = ranks(2).run(train_with_other_lengths, Case(model=model, bucket=40))
+    assert [result.cuts for result in results] == cuts
+    assert max(result.error for result in results) < BOUND
 
 
 # What is cut --------------------------------------------------------------------------------------------------------
@@ -195,7 +159,9 @@ def targets(graph_module):
     return [node.target for node in graph_module.graph.nodes if node.op.startswith("call")]
 
 
+@pytest.mark.quick
 def test_cut_after_what_is_returned():
+    """The loss would stay in the graph of the logits, or the two halves would compute something else."""
     traced = Traced()
     split = traced.cut(traced.loss_of(traced.logits), traced.logits)
     assert (targets(split.submod_0), targets(split.submod_1)) == ([operator.matmul], ["sum"])
@@ -213,7 +179,9 @@ def test_cut_after_what_is_returned():
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.quick
 def test_cut_before_an_autocast_region():
+    """A cut within a region would leave it open in the first half."""
     traced = Traced()
     begin = traced.graph.call_function(ENTER, ("cpu", torch.bfloat16, True, None))
     loss = traced.loss_of(traced.logits)
@@ -296,5 +264,6 @@ def too_small(traced):
     ],
 )
 def test_not_cut(outputs):
+    """A graph would be cut where its halves compute something else, or for nothing."""
     traced = Traced()
     assert traced.cut(*outputs(traced)) is None

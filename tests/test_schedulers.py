@@ -93,6 +93,7 @@ def settings(optimizer, scheduler):
 @pytest.mark.quick
 @vary("kind", SCHEDULERS)
 def test_a_scheduler_forgets_empty_groups(kind):
+    """A list that a scheduler keeps of the groups would still have an entry for one that is gone."""
     optimizer = make_optimizer(list, kind)
     scheduler = SCHEDULERS[kind](optimizer, list)
     of_another = torchs.StepLR(make_optimizer(list, "SGD"), 2)
@@ -133,10 +134,10 @@ def train_with_a_scheduler(case, is_given):
     given = {}
     if is_given:
         given = {"lr_scheduler": scheduler}
-        # As programs do that fork workers. Python then finds no object that is there.
+        # As programs do that fork workers. Python then finds no object that is there. They stay frozen: what a rank
+        # has frozen since it was started would make each later gc.collect() take ten times as long.
         gc.freeze()
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config, **given)[0]
-    gc.unfreeze()
     of_plain = with_an_empty_group(plain)
     schedule_of_plain = halved(of_plain)
     rates = []
@@ -155,11 +156,11 @@ def train_with_a_scheduler(case, is_given):
     return compiled, error, rates
 
 
-@vary("backend", ["eager", "inductor"])
 @vary("is_given", [True, False])
 @vary("stage", [1, 2])
-def test_an_engine_trains_with_a_scheduler_made_before_it(ranks, stage, is_given, backend):
-    case = Case(model="RepeatedLayers", stage=stage, backend=backend)
+def test_an_engine_trains_with_a_scheduler_made_before_it(ranks, stage, is_given):
+    """The rate of a group would go to its neighbour when the engine leaves an empty one out."""
+    case = Case(model="FillsPartition", stage=stage)
     for compiled, error, rates in ranks(2).run(train_with_a_scheduler, case, is_given):
         assert compiled
         assert error < BOUND, rates

@@ -16,6 +16,7 @@ from support.training import Case, build, make_engine
 
 @pytest.mark.quick
 def test_the_tensors_that_have_memory():
+    """A tensor within a tensor within a parameter would be left out, or one that has no memory be taken."""
     plain, inner = torch.ones(2), Scaled(torch.ones(3, 2, dtype=torch.int8), torch.ones(3, 1))
     outer = Scaled(inner, torch.ones(3, 1))
     found = list(plain_tensors([plain, outer]))
@@ -24,6 +25,7 @@ def test_the_tensors_that_have_memory():
 
 @pytest.mark.quick
 def test_all_that_is_broadcast_can_be_viewed_as_bytes():
+    """A scale without dimensions would be broadcast as it is, and cannot be viewed as bytes."""
     module = torch.nn.Linear(2, 3, bias=False)
     scale = torch.tensor(0.5)
     module.weight = torch.nn.Parameter(Scaled(torch.ones(3, 2, dtype=torch.int8), scale), requires_grad=False)
@@ -33,7 +35,9 @@ def test_all_that_is_broadcast_can_be_viewed_as_bytes():
     assert scale == 0 and module.weight.rows.sum() == 0
 
 
+@pytest.mark.quick
 def test_what_is_broadcast_goes_where_its_parameter_goes():
+    """The parts of an expert's weight would be broadcast to ranks that have other experts."""
     module = torch.nn.Linear(2, 3, bias=False)
     module.weight = torch.nn.Parameter(Scaled.of(torch.ones(3, 2)), requires_grad=False)
     module.scale = torch.nn.Parameter(torch.tensor(1.0))
@@ -56,6 +60,7 @@ def weights_at_the_beginning(case):
 @vary("deepcompile", [True, False])
 @vary("dtype", ["fp32", "bf16"])
 def test_all_ranks_begin_with_the_weights_of_the_first(ranks, dtype, deepcompile):
+    """Ranks would train beside frozen weights of their own, which no gradient makes alike."""
     case = Case(model="FrozenSubclass", dtype=dtype, deepcompile=deepcompile)
     (first, unnamed), *others = ranks(2).run(weights_at_the_beginning, case)
     assert any(weight.dtype == torch.int8 for weight in first)
