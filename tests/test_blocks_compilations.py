@@ -3,7 +3,8 @@
 """Regional compilation: how often blocks are compiled, what is in their graphs, and what becomes of them."""
 
 import copy
-from typing import List, NamedTuple, Optional
+from typing import List, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ import torch.distributed as dist
 
 from deepspeed.compile.zero12.graph import backend as reduce_backend
 
-from support.blocks import REGIONAL, train_beside
+from support.beside import Beside, Outcome, check
 from support.ids import vary
-from support.models import Block, Model
-from support.training import BOUND, Case, batch, build, device, make_engine, make_optimizer, relative_error, step_plain
+from support.models import Block, LossOfIds, Model, qwen3_config
+from support.training import BOUND, REGIONAL, Case, batch, build, relative_error
 
 
 class NamedBlock(Block):
@@ -33,72 +34,61 @@ class NamedBlocks(Model):
             block.name = f"layer {index}"
 
 
-class Differing(NamedTuple):
-    raised: Optional[str]  # by one of the steps
-    error: Optional[float]  # of the parameters, if none raised
+def layers_that_differ(limit, alike=False):
+    """Trains a model of two layers with ``limit`` for torch's limit of compilations; returns what came of it.
 
-
-def layers_that_differ(limit, alike=False, fails=False):
-    """Trains a model of 12 layers with ``limit`` for torch's limit of compilations."""
-    torch._dynamo.reset()
+    Reaching the limit raises, and what was raised is returned as text.
+    """
     torch.manual_seed(0)
-    module = Model(depth=12) if alike else NamedBlocks(12)
-    module = module.to(device())
-    plain = copy.deepcopy(module)
-    with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=fails):
-        engine = make_engine(module, Case(config=REGIONAL))
-        optimizer = make_optimizer(plain, Case())
+    with torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True):
+        pair = Beside(NamedBlocks(depth=2), Case(config=REGIONAL))
         try:
             for step in range(3):
                 # Unlike layers differ from each other and from themselves in other steps.
-                for number, block in enumerate(module.blocks):
+                for number, block in enumerate(pair.module.blocks):
                     block.name = "layer" if alike else f"layer {number} in step {step}"
-                train_beside(engine, plain, optimizer, [step])
-            return Differing(None, relative_error(module.parameters(), plain.parameters()))
+                pair.step(batch(step, 0, dist.get_rank(), 4))
         except Exception as error:
-            return Differing(str(error), None)
-        finally:
-            engine.destroy()
+            pair.engine.destroy()
+            return str(error)
+        return pair.end()
 
 
-def test_layers_that_differ_are_compiled_each(ranks):
-    # 36 graphs of 12 layers, where torch would stop at 8.
-    assert max(trained.error for trained in ranks(2).run(layers_that_differ, 8)) < BOUND
+# Six graphs of two layers are made where torch would stop at three. Layers that are alike need one.
+@vary("limit, alike", [(3, False), (1, True)])
+def test_layers_are_compiled_as_often_as_they_differ(ranks, limit, alike):
+    """Graphs of all layers would count against a limit that torch means for one, or each layer be compiled anew."""
+    check(ranks(1).run(layers_that_differ, limit, alike))
 
 
 def test_layers_that_are_too_different(ranks):
-    # Of 36 graphs 24 may be made: then all go on uncompiled.
-    assert max(trained.error for trained in ranks(2).run(layers_that_differ, 2)) < BOUND
-    for trained in ranks(2).run(layers_that_differ, 2, fails=True):
-        assert "compiled one frame more than 24 times" in trained.raised
-        assert "raise torch._dynamo.config.recompile_limit before engine.compile()" in trained.raised
-    # Layers that are alike need one compilation.
-    assert max(trained.error for trained in ranks(2).run(layers_that_differ, 1, alike=True)) < BOUND
+    """The message would not say after how many compilations, and of what, training stopped."""
+    (raised,) = ranks(1).run(layers_that_differ, 2)
+    assert "compiled one frame more than 4 times" in raised
+    assert "raise torch._dynamo.config.recompile_limit before engine.compile()" in raised
 
 
 def resets(case):
-    """Error of the parameters when torch forgets what it has compiled before every step."""
-    module = build(case)
-    plain = copy.deepcopy(module)
-    engine = make_engine(module, case)
-    optimizer = make_optimizer(plain, case)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        for step in range(4):
+    """Torch forgets what it has compiled before every step."""
+    with torch._dynamo.config.patch(recompile_limit=1):
+        pair = Beside(build(case), case)
+        # Three blocks have a limit of three compilations together.
+        for step in range(5):
             torch._dynamo.reset()
-            train_beside(engine, plain, optimizer, [step])
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return error
+            pair.step(batch(step, 0, dist.get_rank(), 4))
+    return pair.end()
 
 
 def test_compilations_before_a_reset_do_not_count(ranks):
-    assert max(ranks(2).run(resets, Case(config=REGIONAL))) < BOUND
+    """An engine would go on uncompiled because compilations of graphs that are gone use up its limit."""
+    (result,) = check(ranks(1).run(resets, Case(config=REGIONAL)))
+    assert result.from_graphs == [18] * 5
 
 
 class Destroyed(NamedTuple):
     unchanged: bool  # whether the modules have the classes and attributes that they had before the engine was made
     error_of_copy: float  # of the gradients of a copy of the module, made in the engine's life
-    error: float  # of the parameters
+    outcome: Outcome
 
 
 def train_and_copy(case):
@@ -107,49 +97,41 @@ def train_and_copy(case):
     def seen(of):
         return [(type(part), sorted(vars(part)), len(part._forward_pre_hooks)) for part in of.modules()]
 
-    torch._dynamo.reset()
-    module = build(case)
-    plain = copy.deepcopy(module)
-    before = seen(module)
-    engine = make_engine(module, case)
-    train_beside(engine, plain, make_optimizer(plain, case), range(2))
+    pair = Beside(build(case), case)
+    for step in range(2):
+        pair.step(batch(step, 0, dist.get_rank(), 4))
     ids = batch(7, 0, dist.get_rank(), 4)
     # No engine knows its parameters.
-    duplicate = copy.deepcopy(module)
+    duplicate = copy.deepcopy(pair.module)
     duplicate(ids).backward()
-    plain(ids).backward()
-    copied = relative_error(*([parameter.grad for parameter in each.parameters()] for each in (duplicate, plain)))
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return Destroyed(before == seen(module), error_of_copy=copied, error=error)
+    pair.plain(ids).backward()
+    copied = relative_error(*([parameter.grad for parameter in each.parameters()] for each in (duplicate, pair.plain)))
+    outcome = pair.end()
+    return Destroyed(seen(pair.before) == seen(pair.module), copied, outcome)
 
 
 def test_destroy_and_copies(ranks):
-    for seen in ranks(2).run(train_and_copy, Case(config=REGIONAL)):
-        assert seen.unchanged
-        assert seen.error_of_copy < BOUND
-        assert seen.error < BOUND
+    """A copy of the model would have its gradients reduced by the engine, or a destroyed engine leave hooks."""
+    (result,) = ranks(1).run(train_and_copy, Case(config=REGIONAL))
+    assert result.unchanged
+    assert result.error_of_copy < BOUND
+    check([result.outcome])
 
 
 class Attention(NamedTuple):
-    layers: int
     masks: List[str]  # of the attentions that were traced
-    error: float  # of the parameters
+    outcome: Outcome
 
 
 def attention_of_qwen3(checkpoint):
     """Trains a Qwen3 and records what its attentions are given for masks when they are traced."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
-    torch._dynamo.reset()
     torch.manual_seed(0)
-    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=16)
-    config = Qwen3Config(num_hidden_layers=3, vocab_size=64, use_cache=False, attn_implementation="sdpa", **sizes)
-    module = Qwen3ForCausalLM(config).to(device()).train()
+    config = qwen3_config(64, use_cache=False, attn_implementation="sdpa")
+    model = Qwen3ForCausalLM(config).train()
     if checkpoint:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    plain = copy.deepcopy(module)
-    case = Case(config=REGIONAL)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     masks, run = [], reduce_backend._run_as_traced
 
     def recording(gm, *args):
@@ -157,28 +139,19 @@ def attention_of_qwen3(checkpoint):
         masks.extend(str(node.kwargs["attn_mask"]) for node in gm.graph.nodes if node.target is attention)
         return run(gm, *args)
 
-    reduce_backend._run_as_traced = recording
-    try:
-        engine = make_engine(module, case)
-        optimizer = make_optimizer(plain, case)
+    with mock.patch.object(reduce_backend, "_run_as_traced", recording):
+        pair = Beside(LossOfIds(model), Case(config=REGIONAL))
         for step in range(2):
-            ids = batch(step, 0, dist.get_rank(), 8)
-            engine.backward(engine(input_ids=ids, labels=ids).loss)
-            engine.step()
-            plain(input_ids=ids, labels=ids).loss.backward()
-            step_plain(plain, optimizer)
-    finally:
-        reduce_backend._run_as_traced = run
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return Attention(config.num_hidden_layers, masks, error)
+            pair.step(batch(step, 0, dist.get_rank(), 8))
+    return Attention(masks, pair.end())
 
 
 @vary("checkpoint", [False, True])
 def test_attention_stays_on_its_causal_path(ranks, checkpoint):
+    """A graph that serves all layers would give attention a mask, which it computes with slower kernels."""
     pytest.importorskip("transformers", reason="the model is one of transformers': requirements/demo.txt")
-    for seen in ranks(2).run(attention_of_qwen3, checkpoint):
-        # One graph, traced once, in which attention is told "causal" rather than given a mask. Checkpointing is around
-        # it, not in it, where it would be a graph within the graph.
-        assert (seen.layers, seen.masks) == (3, ["None"])
-        assert seen.error < BOUND
+    (seen,) = ranks(1).run(attention_of_qwen3, checkpoint)
+    # One graph of both layers, traced once, in which attention is told "causal" rather than given a mask.
+    # Checkpointing is around it, not in it, where it would be a graph within the graph.
+    assert seen.masks == ["None"]
+    check([seen.outcome])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from deepspeed.compile.config import CompileConfig
 from deepspeed.compile.zero12.graph import find_loss
 from deepspeed.compile.zero12.graph.chunked_loss import CHUNK_LOGITS, ChunkedLoss, LossOfLogits, chunks
 from deepspeed.compile.zero12.graph.frames import Registrations
@@ -63,6 +62,7 @@ def gradients(of, compute, mean=True, scale=1.0, step_loss=lambda loss, logits: 
 @vary("logits", [{}, {"times": 0.5}, {"times": 0.25, "cap": 4.0}, {"times": 4 / 33.2, "cap": 33.2}])
 @vary("dtype, scale", [("float32", 1.0), ("bfloat16", 1.0), ("float16", 256.0)])
 def test_gradients_of_chunks_are_as_exact_as_those_of_one_piece(dtype, scale, logits, mean):
+    """Sums over chunks would be rounded more often, or a scale or cap of logits be left out of their gradients."""
     in_one_piece, in_chunks = functools.partial(whole, **logits), functools.partial(chunked, **logits)
     of = operands(getattr(torch, dtype))
     exact = Operands(*(value.detach().double().requires_grad_() for value in of[:3]), of.target)
@@ -77,6 +77,7 @@ def test_gradients_of_chunks_are_as_exact_as_those_of_one_piece(dtype, scale, lo
 
 
 def test_without_a_token_that_counts():
+    """A batch whose tokens are all ignored would give gradients, or a loss that is no NaN where torch's is."""
     of = operands(ignore_all=True)
     for mean in (True, False):
         (loss, found), (expected_loss, expected) = gradients(of, chunked, mean), gradients(of, whole, mean)
@@ -85,6 +86,7 @@ def test_without_a_token_that_counts():
 
 
 def test_logits_that_the_caller_uses():
+    """The gradient of logits that the caller uses too would be dropped, or the loss's be added without it."""
     of = operands()
     losses = [lambda loss, logits: loss + logits.square().mean(), lambda loss, logits: logits.exp().sum()]
     for step_loss in losses:
@@ -95,6 +97,7 @@ def test_logits_that_the_caller_uses():
 
 
 def test_what_would_be_wrong_raises():
+    """Logits that the caller changed, or a second derivative, would give wrong gradients in silence."""
     of = operands()
     loss, logits = chunked(of)
     with torch.no_grad():
@@ -108,6 +111,7 @@ def test_what_would_be_wrong_raises():
 
 
 def test_chunks_are_aligned_and_complete():
+    """A row of the head would belong to no chunk or to two, or a chunk be larger than memory is meant for."""
     for tokens, vocabulary in ((16384, 151936), (4096, 151936), (2**30, 1000), (1, 50257)):
         found = chunks(tokens, vocabulary)
         assert [rows.start for rows in found] == [0, *(rows.stop for rows in found[:-1])]
@@ -291,11 +295,11 @@ def run(loss, wanted: Optional[bool] = True, compiled=True, calls=((), ())):
     return Compiled(outcome, len(seen.graphs), seen.chunks, warnings)
 
 
-@pytest.mark.quick
 @vary(
     "loss", [as_transformers, slices_logits, takes_all_logits, returns_float_logits, scales, caps, caps_without_scale]
 )
 def test_losses_that_are_found(loss):
+    """A way in which models write their loss would not be found, so that its logits have a whole gradient."""
     result = run(loss)
     assert (result.found, result.warnings) == (1, [])
     assert relative_error(result.outcome, run(loss, compiled=False).outcome) < BOUND
@@ -321,6 +325,7 @@ def test_losses_that_are_found(loss):
     expects="why",
 )
 def test_losses_that_are_not_found(loss, why):
+    """A loss that chunks compute otherwise would be taken, or the user not be told why it is not."""
     result = run(loss)
     assert result.found == 0
     # Once, although the graph is found wanting in each compilation.
@@ -330,6 +335,7 @@ def test_losses_that_are_not_found(loss, why):
 
 @vary("loss", [with_small_loss, with_small_loss_that_does_not_fit])
 def test_of_several_losses_the_one_with_the_most_logits_is_in_chunks(loss):
+    """The first loss of a graph would be in chunks, and a larger one behind it in one piece."""
     result = run(loss)
     assert result.found == 1 and min(result.chunks) > 1
     assert ["smoothed labels" in text for text in result.warnings] == [True] * ("not_fit" in loss.__name__)
@@ -337,6 +343,7 @@ def test_of_several_losses_the_one_with_the_most_logits_is_in_chunks(loss):
 
 
 def test_a_warning_tells_of_a_loss_beside_one_in_chunks():
+    """A small loss in chunks would hide that the large one is in one piece."""
     result = run(with_large_loss_that_does_not_fit)
     assert result.found == 1 and len(result.warnings) == 1 and "smoothed labels" in result.warnings[0]
 
@@ -351,6 +358,7 @@ def test_a_cap_that_the_dtype_rounds():
 
 
 def test_an_ignored_token_that_changes():
+    """A graph would ignore the token that was ignored when it was made."""
     calls = [(5,), (6,)]
     result = run(ignores, calls=calls)
     assert result.found == 1, "only the graph that torch makes when it has seen one number"
@@ -359,16 +367,7 @@ def test_an_ignored_token_that_changes():
 
 
 def test_few_logits_and_no_option():
+    """Without the option many logits would not be in chunks, or with ``false`` they would."""
     assert run(as_transformers, wanted=None).found == 1
     assert run(as_transformers, wanted=False).found == 0
     assert run(computes_its_own).found == 0
-
-
-def test_chunked_loss_belongs_to_deepcompile():
-    for more, what in (
-        ({}, "set compile.deepcompile to true"),
-        ({"deepcompile": True, "passes": ["autosp"]}, "passes"),
-    ):
-        with pytest.raises(ValueError, match=f"compile.chunked_loss .*{what}"):
-            CompileConfig(chunked_loss=True, **more)
-    assert CompileConfig(deepcompile=True).chunked_loss is None

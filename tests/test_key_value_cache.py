@@ -7,7 +7,7 @@ import copy
 import importlib
 import pickle
 import sys
-import time
+import types
 from typing import List, NamedTuple
 
 import pytest
@@ -15,6 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.zero12 import wait_for_parameters
+from deepspeed.compile.zero12.key_value_cache import train_without_cache
 
 from support.ids import vary
 from support.models import Model, qwen3_config
@@ -32,7 +33,6 @@ def language_model(layers, width, use_cache):
 
 class FirstStep(NamedTuple):
     graphs: int  # that were compiled for the step
-    seconds: float
     loss: float
     cache_in_training: bool  # whether the outputs hold a cache
     cache_in_evaluation: bool
@@ -40,28 +40,28 @@ class FirstStep(NamedTuple):
     generated: List[List[int]]  # the text that the model generated
 
 
-def first_step(use_cache, layers=6, width=32, backend="eager", asked=None):
-    """Trains a language model for one step, by an engine that compiles itself; then evaluates and generates."""
+def first_step(configured=None, **asked):
+    """Trains a language model for one step, by an engine that compiles itself; then evaluates and generates.
+
+    Args:
+        configured: what the model's configuration says of ``use_cache``; None: what it says by default.
+        asked: further arguments of the training forward.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    module = language_model(layers, width, use_cache)
+    module = language_model(2, 32, configured)
     engine = engine_by_configuration(module, True)
     ids = torch.arange(24, device=device()).view(2, 12)
-    with compile_backend(backend):
-        began = time.perf_counter()
-        output = engine(input_ids=ids, labels=ids, **(asked or {}))
+    with compile_backend("eager"):
+        output = engine(input_ids=ids, labels=ids, **asked)
         engine.backward(output.loss)
         engine.step()
-        if ids.is_cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - began
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     engine.eval()
     with torch.no_grad():
         evaluated = engine(input_ids=ids)
     result = FirstStep(
         graphs=graphs,
-        seconds=seconds,
         loss=float(output.loss.detach()),
         cache_in_training=output.past_key_values is not None,
         cache_in_evaluation=evaluated.past_key_values is not None,
@@ -72,22 +72,54 @@ def first_step(use_cache, layers=6, width=32, backend="eager", asked=None):
     return result
 
 
-@pytest.fixture(scope="module")
-def first_steps(ranks):
+@pytest.mark.slow
+def test_training_forwards_keep_no_cache(ranks):
     pytest.importorskip("transformers")
-    results = {use_cache: ranks(2).run(first_step, use_cache) for use_cache in (True, None, False)}
-    return {**results, "asked for": ranks(2).run(first_step, None, asked={"use_cache": True})}
+    (default,) = ranks(1).run(first_step)
+    (without,) = ranks(1).run(first_step, configured=False)
+    (asked_for,) = ranks(1).run(first_step, use_cache=True)
+    assert default.graphs <= without.graphs and default.loss == without.loss
+    assert not default.cache_in_training and default.cache_in_evaluation and default.use_cache is True
+    assert default.generated == without.generated
+    assert without.use_cache is False and not without.cache_in_evaluation
+    # The test could not fail if the cache cost no graphs.
+    assert asked_for.cache_in_training and asked_for.graphs > without.graphs
 
 
-def test_training_forwards_keep_no_cache(first_steps):
-    for with_cache, default, without, asked_for in zip(*first_steps.values(), strict=True):
-        for each in (with_cache, default):
-            assert each.graphs <= without.graphs and each.loss == without.loss
-            assert not each.cache_in_training and each.cache_in_evaluation and each.use_cache is True
-            assert each.generated == without.generated
-        assert without.use_cache is False and not without.cache_in_evaluation
-        # The test could not fail if the cache cost no graphs.
-        assert asked_for.cache_in_training and asked_for.graphs > without.graphs
+class Pretrained(torch.nn.Module):
+    """Stands for transformers' class of all models. Returns whether it was told to keep a cache."""
+
+    def __init__(self, use_cache=True):
+        super().__init__()
+        self.config = types.SimpleNamespace(use_cache=use_cache)
+
+    def can_generate(self):
+        return False
+
+    def forward(self, ids, labels=None, use_cache=None, past_key_values=None):
+        return use_cache
+
+
+@pytest.mark.quick
+def test_which_forwards_keep_no_cache(monkeypatch):
+    """A forward that evaluates, goes on from a cache or was asked for one would have none, or a destroyed engine's."""
+    transformers = types.SimpleNamespace(PreTrainedModel=Pretrained)
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", transformers)
+    alone, within, without = Pretrained(), Pretrained(), Pretrained(use_cache=False)
+    with contextlib.ExitStack() as undo:
+        for module in (alone, torch.nn.ModuleList([within]), without):
+            train_without_cache(module, undo)
+        assert alone(1) is False and within(1, labels=1) is False
+        # What is around the model may read its cache, and a model without one is left alone.
+        assert within(1) is None and without(1) is None
+        for model in (alone, within):
+            assert model(1, labels=1, use_cache=True) is True
+            assert model(1, labels=1, past_key_values=()) is None
+            with torch.no_grad():
+                assert model(1, labels=1) is None
+            assert model.eval()(1, labels=1) is None
+            model.train()
+    assert alone(1) is None and within(1, labels=1) is None
 
 
 class Memory(torch.nn.Module):
@@ -132,11 +164,12 @@ def with_memory(checkpointed):
     return Losses(losses[:3], losses[3:])
 
 
-@vary("checkpointed", [False, True])
+@vary("checkpointed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_cache_that_a_model_reads_stays(ranks, checkpointed):
+    """A model that reads the cache of its first half would find none, or a checkpoint compute another thing again."""
     pytest.importorskip("transformers")
-    for off, on in ranks(2).run(with_memory, checkpointed):
-        assert on == pytest.approx(off, rel=1e-5) and off[-1] < off[0]
+    ((off, on),) = ranks(1).run(with_memory, checkpointed)
+    assert on == pytest.approx(off, rel=1e-5) and off[-1] < off[0]
 
 
 def packed_losses():
@@ -157,7 +190,7 @@ def packed_losses():
 
 
 def test_packed_sequences_are_kept_apart(ranks):
-    """transformers keeps sequences of one row apart by their positions, but only without a cache."""
+    """Sequences of one row would see each other: transformers tells them apart only where it keeps no cache."""
     pytest.importorskip("transformers")
     ((loss, without, with_cache),) = ranks(1).run(packed_losses)
     assert loss == pytest.approx(without, rel=1e-5) and loss != pytest.approx(with_cache, rel=1e-2)
@@ -208,6 +241,7 @@ class Labels(torch.nn.Module):
         return self.lm(input_ids=ids, labels=ids)
 
 
+@pytest.mark.slow
 @vary("inside", [False, True])
 @vary("more", [{}, OVERLAPPED["compile"]])
 def test_copies_run_as_the_model_alone(ranks, inside, more):
@@ -252,6 +286,7 @@ def train_beside_broken_transformers(folder):
 
 
 def test_beside_transformers_that_cannot_be_imported(ranks, tmp_path):
+    """A transformers that raises when it is asked for a class would end the training of any model."""
     (tmp_path / "transformers").mkdir()
     # As where the package's own files import lazily, and one of them imports a torchvision of another torch.
     (tmp_path / "transformers" / "__init__.py").write_text(

@@ -402,6 +402,17 @@ WITH_BLOCKS = [
 ]
 
 
+class LossOfIds(nn.Module):
+    """Maps ids to the loss of a language model of transformers, which predicts them."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids):
+        return self.model(input_ids=ids, labels=ids).loss
+
+
 def qwen3_config(vocabulary, layers=2, width=32, **others):
     """Returns the configuration of a small Qwen3 of transformers."""
     from transformers import Qwen3Config

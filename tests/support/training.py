@@ -31,6 +31,8 @@ from support.models import CASES, OTHER_CASES, VOCABULARY
 BOUND = 1e-5
 # What one rounding of a format makes of the distance that parameters have moved, by the name of the format.
 ROUNDING = {"fp32": BOUND, "bf16": 2**-8, "fp16": 2**-11}
+# Each block is a graph of its own.
+REGIONAL = {"compile": {"regional_compilation": True}}
 # Parameters are gathered while the next forward runs.
 OVERLAPPED = {"compile": {"regional_compilation": True, "overlap_param_gather": True}}
 
