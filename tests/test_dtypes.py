@@ -30,6 +30,9 @@ from support.training import (
     train_beside_plain_loop,
 )
 
+# Its blocks share a graph, which is quickly compiled.
+MODEL = "BlocksWithin"
+
 
 @dataclasses.dataclass
 class LowPrecision:
@@ -83,13 +86,13 @@ def train_beside_fp32(case):
     return WithAndWithout(*(train(dataclasses.replace(case, deepcompile=flag)) for flag in (True, False)))
 
 
-@pytest.mark.quick
-@vary("backend", ["eager", "inductor"])
+@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @vary("dtype", ["bf16", "fp16"])
 @vary("accumulation", [1, 3])
 @vary("stage", [1, 2])
 def test_as_close_to_fp32_as_eager_zero(ranks, backend, dtype, stage, accumulation):
-    case = Case(backend=backend, dtype=dtype, stage=stage, accumulation=accumulation, steps=6)
+    """A gradient would be rounded once more on its way through a bucket, or be added up in low precision."""
+    case = Case(MODEL, stage, accumulation, backend, steps=4, dtype=dtype)
     for compiled, eager in ranks(2).run(train_beside_fp32, case):
         assert compiled.skipped == eager.skipped == 0
         # Both are off by rounding, in different orders of summation, so neither is always the closer one.
@@ -101,9 +104,10 @@ def test_as_close_to_fp32_as_eager_zero(ranks, backend, dtype, stage, accumulati
 @vary("accumulation", [1, 3])
 @vary("stage", [1, 2])
 def test_an_overflow_skips_the_step_and_releases(ranks, stage, accumulation):
-    # A loss scale of 2^24 overflows fp16 until the scaler has halved it often enough.
-    config = {"fp16": {"initial_scale_power": 24, "hysteresis": 1, "consecutive_hysteresis": False}}
-    case = Case(dtype="fp16", stage=stage, accumulation=accumulation, steps=14, config=config)
+    """The gradients of a step that is skipped would be held, or be added to those of the next step."""
+    # A loss scale of 2^20 overflows fp16 until the scaler has halved it often enough.
+    config = {"fp16": {"initial_scale_power": 20, "hysteresis": 1, "consecutive_hysteresis": False}}
+    case = Case(MODEL, stage, accumulation, steps=8, dtype="fp16", config=config)
     for compiled, eager in ranks(2).run(train_beside_fp32, case):
         assert 0 < compiled.skipped == eager.skipped < case.steps
         assert compiled.scale == eager.scale
@@ -138,8 +142,8 @@ def train_with_huge_gradients(case, times):
 @vary("dtype", ["fp32", "bf16"])
 @vary("times, skipped", [(1e17, 0), (1.8e19, 3)])
 def test_finite_gradients_whose_squares_overflow(ranks, dtype, times, skipped):
-    """As in DeepSpeed, a step is skipped if the sum of the squares of its gradients overflows fp32."""
-    case = Case(dtype=dtype, clipping=0.5)
+    """A step whose gradients are finite, but not the sum of their squares, would not be skipped as in DeepSpeed."""
+    case = Case(MODEL, dtype=dtype, clipping=0.5)
     for compiled, eager, difference in ranks(2).run(train_with_huge_gradients, case, times):
         assert compiled.skipped == eager.skipped == skipped
         assert compiled.norm == pytest.approx(eager.norm, rel=1e-4 if dtype == "fp32" else 0.02)
@@ -148,8 +152,8 @@ def test_finite_gradients_whose_squares_overflow(ranks, dtype, times, skipped):
 
 @vary("times, skipped", [(1.0, 0), (float("inf"), 3)])
 def test_an_overflow_without_a_norm(ranks, times, skipped):
-    """With ``compute_grad_norm: false`` the host reads from the gradients whether they overflowed."""
-    case = Case(dtype="bf16", config={"zero_optimization": {"compute_grad_norm": False}})
+    """Where no norm is computed, gradients that are infinite would reach the parameters."""
+    case = Case(MODEL, dtype="bf16", config={"zero_optimization": {"compute_grad_norm": False}})
     for compiled, eager, difference in ranks(2).run(train_with_huge_gradients, case, times):
         assert compiled.norm is eager.norm is None
         assert compiled.skipped == eager.skipped == skipped
@@ -159,9 +163,10 @@ def test_an_overflow_without_a_norm(ranks, times, skipped):
 @vary("dtype", ["bf16", "fp16"])
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_offloaded(ranks, stage, accumulation, dtype):
+    """Gradients on the host would be scaled twice, kept behind a skipped step, or rounded once more."""
     # The first steps overflow fp16.
-    config = {"fp16": {"initial_scale_power": 24, "hysteresis": 1}} if dtype == "fp16" else None
-    case = Case(dtype=dtype, stage=stage, accumulation=accumulation, steps=14, config=config, offloaded=True)
+    config = {"fp16": {"initial_scale_power": 20, "hysteresis": 1}} if dtype == "fp16" else None
+    case = Case(MODEL, stage, accumulation, steps=8, dtype=dtype, config=config, offloaded=True)
     for compiled, eager in ranks(2).run(train_beside_fp32, case):
         assert (compiled.skipped > 0) == (dtype == "fp16")
         assert compiled.skipped == eager.skipped and compiled.scale == eager.scale
@@ -169,65 +174,64 @@ def test_offloaded(ranks, stage, accumulation, dtype):
         assert compiled.held == NOTHING
 
 
-@vary("stage", [1, 2])
-def test_offloaded_with_fp32_accumulation(ranks, stage):
-    config = {"data_types": {"grad_accum_dtype": "fp32"}}
-    case = Case(dtype="bf16", stage=stage, accumulation=3, steps=6, config=config, offloaded=True)
-    for compiled, eager in ranks(2).run(train_beside_fp32, case):
+ADDED_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+@pytest.mark.table
+@vary(
+    "varied",
+    [
+        {"stage": 1, "accumulation": 3, "offloaded": True, "config": ADDED_IN_FP32},
+        {"stage": 2, "accumulation": 3, "offloaded": True, "config": ADDED_IN_FP32},
+        {"stage": 2, "accumulation": 3, "config": ADDED_IN_FP32},
+        {"config": {"communication_data_type": "fp32"}},
+    ],
+)
+def test_gradients_in_fp32_under_bf16(ranks, varied):
+    """Gradients that are to be added up or sent in fp32 would be in bf16 all the same."""
+    for compiled, eager in ranks(2).run(train_beside_fp32, Case(MODEL, dtype="bf16", steps=4, **varied)):
         assert compiled.error < 1.5 * eager.error
         assert compiled.held == NOTHING
 
 
-def test_communication_in_fp32_under_bf16(ranks):
-    case = Case(dtype="bf16", config={"communication_data_type": "fp32"}, steps=6)
-    for compiled, eager in ranks(2).run(train_beside_fp32, case):
-        assert compiled.error < 1.5 * eager.error
-
-
-def test_fp32_accumulation_under_bf16_in_stage_2(ranks):
-    case = Case(dtype="bf16", stage=2, accumulation=3, config={"data_types": {"grad_accum_dtype": "fp32"}}, steps=6)
-    for compiled, eager in ranks(2).run(train_beside_fp32, case):
-        assert compiled.error < 1.5 * eager.error
-
-
 def test_autocast(ranks):
-    case = Case(config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, steps=4)
+    """A gradient in bf16 would be taken for one of its fp32 parameter's size, and only half of it be sent."""
+    case = Case(MODEL, config={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, steps=4)
     for result in ranks(2).run(train_beside_plain_loop, case):
         # Linear layers run, and their gradients travel, in bf16.
         assert result.error < 0.02
         assert result.held[-1] == NOTHING
 
 
-class UnderDefaults(NamedTuple):
+class UnderDefault(NamedTuple):
     as_ever: Trained
-    under: List[Trained]  # under each default dtype
+    under: Trained  # under the default dtype
 
 
-def train_under_default_dtypes(cases, names):
-    """Trains each case beside a plain loop as ever, and under each default dtype, of which ``names`` are the names.
+def train_under_default_dtype(cases, name):
+    """Trains each case beside a plain loop as ever, and under the default dtype of that name.
 
     Whatever is the default, models have parameters in fp32.
     """
     results = []
     for case in cases:
         as_ever = train_beside_plain_loop(case)
-        under = []
-        for name in names:
-            with default_dtype(getattr(torch, name)):
-                under.append(train_beside_plain_loop(case))
-        results.append(UnderDefaults(as_ever, under))
+        with default_dtype(getattr(torch, name)):
+            results.append(UnderDefault(as_ever, train_beside_plain_loop(case)))
     return results
 
 
+@vary("default", ["bfloat16", "float16", "float64"])
 @vary("dtype", ["fp32", "bf16", "fp16"])
 @vary("stage", [1, 2])
-def test_a_default_dtype_that_was_left_on(ranks, dtype, stage):
+def test_a_default_dtype_that_was_left_on(ranks, dtype, stage, default):
+    """A tensor that names no dtype, of a scale or a norm, would be made in the default one and be rounded."""
     # Neither bf16 nor fp16 holds the inverse of this scale. Of FewParameters one rank owns padding only.
     scaled = Case(model="FillsPartition", steps=2, config={"fp16": {"loss_scale": 1000}} if dtype == "fp16" else None)
     clipped = Case(model="FewParameters", steps=2, clipping=0.05)
     cases = [dataclasses.replace(case, dtype=dtype, stage=stage) for case in (scaled, clipped)]
-    for results in ranks(2).run(train_under_default_dtypes, cases, ["bfloat16", "float16", "float64"]):
+    for results in ranks(2).run(train_under_default_dtype, cases, default):
         for as_ever, under in results:
-            assert under == [as_ever] * len(under)
+            assert under == as_ever
             assert dtype != "fp32" or as_ever.error < BOUND
             assert as_ever.moved > 0

@@ -369,6 +369,17 @@ def packages(door):
     return (*trainer, "trl", "peft", "datasets", *quantizer) if "SFT" in door or "DPO" in door else trainer
 
 
+def test_the_line_in_the_configuration_is_enough(ranks, tmp_path):
+    """A program that never calls ``engine.compile()`` would train without DeepCompile."""
+    for package in packages("Accelerate"):
+        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
+    (record,) = ranks(1).run(run, Case("Accelerate", str(tmp_path)), resumes=False)
+    assert record.losses[-1] < record.losses[0] - 0.05
+    assert record.counters["from_graphs"] >= STEPS * record.trained_in_blocks > 0
+    assert record.warnings == []
+
+
+@pytest.mark.slow
 @pytest.mark.table
 @vary(
     "door, stage, backend",
@@ -415,6 +426,7 @@ def test_trains_with_the_line_in_the_configuration(ranks, tmp_path, door, stage,
         assert not told
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Liger's kernels need a GPU")
 @pytest.mark.parametrize("door", ["Trainer with Liger", "SFTTrainer with Liger"])
 def test_trains_with_ligers_kernels(ranks, tmp_path, door):
@@ -428,6 +440,7 @@ def test_trains_with_ligers_kernels(ranks, tmp_path, door):
         assert on.counters["from_graphs"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", ["Trainer", "Lightning"])
 def test_the_memory_of_a_step_is_drawn_under_a_trainer(ranks, tmp_path, door):
     for package in (*packages(door), "matplotlib", "plotly"):

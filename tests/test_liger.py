@@ -63,11 +63,13 @@ def off_and_on(kernels, checkpoints, options=None):
 @pytest.mark.parametrize("checkpoints", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("kernels", [*((name,) for name in KERNELS), KERNELS], ids=[*KERNELS, "all"])
 def test_trains_as_without_deepcompile(ranks, kernels, checkpoints):
+    """A kernel of Liger would go into a graph and read memory that it does not own, or be given wrong strides."""
     for off, on, error in ranks(2).run(off_and_on, kernels, checkpoints):
         assert on == pytest.approx(off, rel=1e-4)
         assert error < 1e-4
 
 
+@pytest.mark.program("deepspeed/compile/zero12/graph/liger.py", "docs/findings/liger_rms_norm.py")
 def test_the_norm_still_goes_wrong():
     """If this fails, it was mended: take the norm out of ``_FUNCTIONS`` in ``zero12/graph/liger.py``."""
     # In a process of its own, since a kernel that reads other memory ends all work on the GPU.

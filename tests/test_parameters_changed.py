@@ -16,7 +16,7 @@ import torch.nn as nn
 from support.beside import Beside, Outcome, check
 from support.ids import vary
 from support.models import VOCABULARY, Block, Model
-from support.training import Case, batch, build, make_engine
+from support.training import REGIONAL, Case, batch, build, make_engine
 
 LIMIT = 0.4
 
@@ -86,16 +86,17 @@ def with_blocks(wanted):
     return {"compile": {"regional_compilation": wanted}}
 
 
-@pytest.mark.quick
 @vary("regional", [True, False])
 @vary("make", [MaxNorm, MaxNormInBlocks, Clamped])
 @vary("stage, accumulation", [(1, 1), (2, 2)])
 def test_changed_in_place(ranks, stage, accumulation, make, regional):
+    """What a forward changes in a parameter would reach the optimizer's copy, or be lost before the backward."""
     case = Case(stage=stage, accumulation=accumulation, config=with_blocks(regional))
     for result in check(ranks(2).run(train, make, case)):
         assert result.changed > 0.01, "the forward changed no parameter"
 
 
+@pytest.mark.slow
 @vary("make, regional", [(MaxNorm, False), (MaxNormInBlocks, True), (Clamped, True)])
 def test_changed_in_place_by_generated_code(ranks, make, regional):
     check(ranks(2).run(train, make, Case(backend="inductor", config=with_blocks(regional))))
@@ -103,6 +104,7 @@ def test_changed_in_place_by_generated_code(ranks, make, regional):
 
 @vary("make", [MaxNorm, MaxNormInBlocks, Clamped])
 def test_deepspeed_does_the_same(ranks, make):
+    """The other tests would hold DeepCompile to what DeepSpeed no longer does."""
     check(ranks(2).run(train, make, Case(accumulation=2, deepcompile=False)))
 
 
@@ -136,12 +138,14 @@ def train_with_hooks(make_hooks, case):
 @vary("regional", [True, False])
 @vary("hooks", [copies, detached, on_cpu])
 def test_hooks_on_saved_tensors(ranks, hooks, regional):
-    check(ranks(2).run(train_with_hooks, hooks, Case(config=with_blocks(regional))))
+    """A backward would take a parameter that a hook has copied for one, and reduce no gradient of it."""
+    check(ranks(1).run(train_with_hooks, hooks, Case(config=with_blocks(regional))))
 
 
-@vary("regional", [True, False])
+@vary("regional", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_hooks_on_saved_tensors_of_generated_code(ranks, regional):
-    check(ranks(2).run(train_with_hooks, copies, Case(backend="inductor", config=with_blocks(regional))))
+    """Generated code would read a tensor that a hook has copied at another address than it was compiled for."""
+    check(ranks(1).run(train_with_hooks, copies, Case(backend="inductor", config=with_blocks(regional))))
 
 
 def unfreeze_later(case):
@@ -166,6 +170,6 @@ def unfreeze_later(case):
 
 
 def test_a_block_unfrozen_after_the_engine_was_made(ranks):
-    case = Case(model="BlocksWithin", config={"compile": {"regional_compilation": True}})
-    for said in ranks(2).run(unfreeze_later, case):
-        assert "or its requires_grad set, after the engine was made; make the engine anew" in said
+    """A parameter that the optimizer does not have would train in no way, without a word."""
+    (said,) = ranks(1).run(unfreeze_later, Case(model="BlocksWithin", config=REGIONAL))
+    assert "or its requires_grad set, after the engine was made; make the engine anew" in said

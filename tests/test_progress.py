@@ -23,9 +23,11 @@ from tqdm import tqdm
 from deepspeed.utils import logger
 
 from support.beside import Beside, logged
+from support.graph_cache import compiled_anew
+from support.ids import vary
 from support.models import Block, BlocksWithin
 from support.native import look_built
-from support.training import Case, batch
+from support.training import REGIONAL, Case, batch
 
 # A bar that is drawn below the caller's, and is then taken away: spaces in its place, and the cursor back up.
 BAR = re.compile(
@@ -85,6 +87,7 @@ def terminal():
         written.append(b"".join(read).decode())
 
 
+@compiled_anew()
 def trained(case, level, on_terminal=True, **patched):
     """Trains for two steps under a bar of the caller; returns what was seen of it."""
     with contextlib.ExitStack() as stack:
@@ -115,39 +118,41 @@ def fails(graph):
     raise NotImplementedError
 
 
-def all_ways(case):
-    """Trains with each level, with and without a terminal, and where compiling fails."""
-    return {
-        "info": trained(case, logging.INFO),
-        "log": trained(case, logging.INFO, on_terminal=False),
-        "warning": trained(case, logging.WARNING),
-        "failed": trained(case, logging.INFO, on_terminal=False, pre_grad_custom_pass=fails),
-    }
+@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@vary("on_terminal", [True, False])
+def test_compilations_are_told(ranks, on_terminal, backend):
+    """A graph would be left out or told twice, by each rank, or a bar stay on the terminal above the caller's."""
+    first, other = ranks(2).run(trained, Case(backend=backend, config=REGIONAL), logging.INFO, on_terminal)
+    lines = [SECONDS.sub("", line).replace("  ", " ") for line in first.lines]
+    expected = [f"DeepCompile compiled {line}" for line in LINES]
+    if backend == "inductor":
+        # A backward that torch's cache has comes with its forward.
+        expected = [line for line in expected if line in lines or "the forward of" in line]
+    assert lines == expected
+    assert not other.lines and "DeepCompile" not in other.terminal
+    if on_terminal:
+        bars = BAR.findall(first.terminal)
+        assert len({*bars}) == len(first.lines)
+        assert "forward of Block (0.0 s so far)" in bars[0] and bars[0].endswith("0 of 4")
+        # The caller's own bar is the last that is drawn.
+        assert "DeepCompile" not in first.terminal.rpartition("of the caller: 100%")[2]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_compilations_are_told(ranks, backend):
-    case = Case(backend=backend, config={"compile": {"regional_compilation": True}})
-    first, other = ranks(2).run(all_ways, case)
-    for name in ("info", "log"):
-        lines = [SECONDS.sub("", line).replace("  ", " ") for line in first[name].lines]
-        expected = [f"DeepCompile compiled {line}" for line in LINES]
-        if backend == "inductor":
-            # A backward that torch's cache has comes with its forward.
-            expected = [line for line in expected if line in lines or "the forward of" in line]
-        assert lines == expected
-    bars = BAR.findall(first["info"].terminal)
-    assert len({*bars}) == len(first["info"].lines)
-    assert "forward of Block (0.0 s so far)" in bars[0] and bars[0].endswith("0 of 4")
-    # The caller's own bar is the last that is drawn.
-    assert "DeepCompile" not in first["info"].terminal.rpartition("of the caller: 100%")[2]
-    assert "of the caller: 100%" in first["warning"].terminal
-    assert "DeepCompile" not in first["warning"].terminal and not first["warning"].lines
-    for seen in other.values():
-        assert not seen.lines and "DeepCompile" not in seen.terminal
-    assert backend == "eager" or not first["failed"].lines
+def test_nothing_is_told_below_the_level(ranks):
+    """A bar would be drawn for a user who asked for warnings alone."""
+    (seen,) = ranks(1).run(trained, Case(config=REGIONAL), logging.WARNING)
+    assert "of the caller: 100%" in seen.terminal
+    assert "DeepCompile" not in seen.terminal and not seen.lines
 
 
+def test_a_compilation_that_fails_is_not_told(ranks):
+    """A graph that could not be compiled would be logged as compiled."""
+    case = Case(backend="inductor", config=REGIONAL)
+    (seen,) = ranks(1).run(trained, case, logging.INFO, on_terminal=False, pre_grad_custom_pass=fails)
+    assert not seen.lines
+
+
+@pytest.mark.program("deepspeed/compile/zero12/native.py", "tests/support/native.py")
 @pytest.mark.parametrize("present", [False, True], ids=["to be built", "built"])
 def test_a_build_of_native_code_is_told(tmp_path, present):
     """The compiler does not exist, so that the build ends soon after the line."""
