@@ -49,7 +49,7 @@ def without_numbers(line):
     return re.sub(r"[\d.]*\d(\+\w+)?", "0", " ".join(line.split()))
 
 
-@pytest.mark.slow
+@pytest.mark.program("README.md", "examples/demo")
 def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     pytest.importorskip("transformers", reason="the demo needs transformers: pip install -r requirements/demo.txt")
     file = tmp_path / "results.json"
@@ -83,7 +83,7 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     assert off["gradient_bytes"]["peak of the backward"] >= whole
 
 
-@pytest.mark.slow
+@pytest.mark.program("benchmarks/pictures.py", "examples/demo")
 def test_trains_with_muon(tmp_path):
     """And a picture of its losses is drawn by what draws pictures for the documentation."""
     pytest.importorskip("transformers", reason="the demo needs transformers: pip install -r requirements/demo.txt")
@@ -103,6 +103,7 @@ def test_trains_with_muon(tmp_path):
     assert subprocess.run(draw, cwd=ROOT, env=environment).returncode == 0 and picture.stat().st_size > 5000
 
 
+@pytest.mark.program("examples/demo")
 def test_the_demo_refuses_in_a_sentence():
     finished = launch(DEMO, "--steps", "2", processes=1)
     assert finished.returncode != 0
@@ -110,13 +111,34 @@ def test_the_demo_refuses_in_a_sentence():
     assert "Traceback" not in finished.stdout, finished.stdout
 
 
+# Behind the training of the page's program.
+TELL = """
+import json, pathlib
+from deepspeed.compile.zero12 import gradient_counters
+
+file = pathlib.Path(__file__).with_name(f"rank{torch.distributed.get_rank()}.json")
+told = {"ranks": torch.distributed.get_world_size(), "steps": engine.global_steps, **gradient_counters(engine)}
+file.write_text(json.dumps(told))
+engine.destroy()
+"""
+
+
+@pytest.mark.launcher
 def test_program_of_the_docs_runs(tmp_path):
-    """The files that a page shows by name, started by the page's command."""
+    """The page's command would train without DeepCompile, or ranks under the launcher would not find each other.
+
+    The files are those that the page shows by name, and the program also writes what its ranks have counted.
+    """
     files = {block.file: block for block in blocks() if block.file}
     assert files.keys() == {"train.py", "ds_config.json"}
     for name, block in files.items():
-        (tmp_path / name).write_text(block.text)
+        (tmp_path / name).write_text(block.text.replace("\nengine.destroy()\n", TELL))
     (command,) = [block.text.split() for block in blocks() if "train.py" in block.text and block.language == "sh"]
     arguments = command[command.index("train.py") + 1 :]
     finished = launch(tmp_path / "train.py", *(str(tmp_path / each) if each in files else each for each in arguments))
     assert finished.returncode == 0, finished.stdout
+    for file in (tmp_path / "rank0.json", tmp_path / "rank1.json"):
+        told = json.loads(file.read_text())
+        # 100 micro-batches, 4 of them to a step; 4 parameters, all of whose gradients compiled graphs reduce.
+        assert (told["ranks"], told["steps"], told["bound"]) == (2, 25, 0)
+        assert (told["from_graphs"], told["from_autograd"]) == (400, 0)

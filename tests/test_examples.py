@@ -15,6 +15,8 @@ from support import shared_gpus
 from support.models import qwen3_config
 from support.pool import free_port, remove_buffers
 
+pytestmark = pytest.mark.program("examples", "requirements/front_doors.txt")
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 SUMS = [f"{a} plus {b} is {a + b}." for a in range(8) for b in range(8)]
 # The packages that each needs besides transformers.
@@ -50,7 +52,6 @@ def model(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_trains(model, tmp_path, program):
     for package in PROGRAMS[program]:

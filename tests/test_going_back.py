@@ -15,6 +15,10 @@ from support.back_and_forth import KINDS, part
 from support.pool import TESTS
 from support.training import ROUNDING, total_error
 
+pytestmark = pytest.mark.program(
+    "deepspeed/compile/zero12/state.py", "requirements/base.txt", "setup.py", "tests/support/back_and_forth.py"
+)
+
 STOCK, FORK = "0.19.8", "0.19.8+zerograd.1"
 
 
@@ -44,7 +48,6 @@ def largest(losses, expected):
     return max(abs(a - e) for a, e in zip(losses, expected, strict=True))
 
 
-@pytest.mark.slow
 def test_stock_then_fork_then_stock(ranks, stock, tmp_path):
     folder = str(tmp_path)
     # Processes of one DeepSpeed at a time.

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.program("NOTICE", "pyproject.toml", "requirements/base.txt", "setup.py")
+
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("LICENSE", "NOTICE", "csrc", "deepspeed", "pyproject.toml", "requirements", "setup.py")
 ARCHIVE_DIR = Path(os.environ.get("DS_BASE_ARCHIVE_DIR") or ROOT / "build" / "archive").resolve()
@@ -221,7 +223,6 @@ def test_wheel_has_the_base_s_commands(built, base):
     assert scripts == {name.removeprefix("bin/") for name in base if name.startswith("bin/")}
 
 
-@pytest.mark.slow
 def test_install_reinstall_with_native_code_and_uninstall(venv, checkout):
     before = venv.files()
     added = checkout / "deepspeed" / "compile" / "added_by_test.py"
@@ -254,7 +255,6 @@ def test_install_reinstall_with_native_code_and_uninstall(venv, checkout):
     assert venv.files() == before
 
 
-@pytest.mark.slow
 def test_editable_install_is_live_and_uninstall_leaves_nothing(venv, checkout):
     before = venv.files()
     venv.pip("install", "--no-build-isolation", "--editable", ".", cwd=checkout)
@@ -274,7 +274,6 @@ def test_editable_install_is_live_and_uninstall_leaves_nothing(venv, checkout):
     assert venv.files() == before
 
 
-@pytest.mark.slow
 def test_isolated_build(venv, checkout, built):
     """pip's default: the build sees no torch, only what pyproject.toml asks for."""
     probe = venv.folder / "probe"
@@ -349,7 +348,6 @@ def test_kept_archive_with_another_hash_is_refused(venv, checkout, base, tmp_pat
     assert f"{archive} does not match the sha256" in sentence
 
 
-@pytest.mark.quick
 def test_old_torch_is_refused(venv, checkout, tmp_path):
     sentence = refusal(venv, checkout, fake_torch(tmp_path / "fake", "__version__ = '2.9.1+cpu'\n"))
     assert "torch 2.9.1+cpu is installed, but torch 2.11 or newer is needed" in sentence

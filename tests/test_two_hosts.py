@@ -12,6 +12,10 @@ import torch
 from support.hosts import serve_ssh, two_hosts
 from support.training import BOUND, NOTHING, relative_error
 
+pytestmark = pytest.mark.program(
+    "deepspeed/compile/zero12/interrupted.py", "tests/support/hosts.py", "tests/support/on_hosts.py"
+)
+
 PROGRAM = ("--module", "support.on_hosts")
 STEPS = 3
 # Seconds after which a collective gives up, and after which a host that lost the other must have ended. Torch's own
@@ -73,7 +77,6 @@ def on_one_host(tmp_path_factory):
         return results(folder, [(folder / "output").read_text()])
 
 
-@pytest.mark.slow
 # Debian's installer gives each host a loopback address for its own name. Gloo then must be told an interface.
 @pytest.mark.parametrize("start, own_address", [(by_hand, "127.0.1.1"), (by_pdsh, None)], ids=["by_hand", "by_pdsh"])
 def test_two_hosts_train_as_one(on_one_host, tmp_path, start, own_address):
@@ -98,7 +101,6 @@ def test_two_hosts_train_as_one(on_one_host, tmp_path, start, own_address):
             assert trained["held"] == NOTHING and trained["from graphs"] > 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["first host", "cable"])
 def test_a_host_that_loses_the_other_ends(tmp_path, lost):
     with two_hosts(tmp_path) as hosts:

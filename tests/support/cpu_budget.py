@@ -14,7 +14,7 @@ import pytest
 
 from support import pool
 
-# The limit of a test in CPU-seconds, by its mark. Programs have none.
+# The limit of a test in CPU-seconds, by its mark. Programs have none, and one test of the launcher.
 QUICK, LIMIT = 0.3, 3.0
 # One row for each test: CPU-seconds of its setup, its call, its teardown and of ranks that it started; its name.
 TABLE = Path(__file__).resolve().parent.parent.parent / "build" / "cpu_seconds.tsv"
@@ -27,7 +27,7 @@ class OverBudget(AssertionError):
 
 def limit_of(item):
     """Returns the CPU-seconds that a test may take, or None if any number."""
-    if any(item.get_closest_marker(mark) for mark in ("program", "slow")):
+    if any(item.get_closest_marker(mark) for mark in ("launcher", "program", "slow")):
         return None
     return QUICK if item.get_closest_marker("quick") else LIMIT
 
