@@ -8,9 +8,11 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.compile.zero12 import gradient_counters
+
 from support.engines import CaseBeside, check_one
 from support.ids import vary
-from support.training import Case, batch, device
+from support.training import NOTHING, Case, batch, device, held
 
 
 def forwards_before_a_backward(case, direct):
@@ -20,7 +22,7 @@ def forwards_before_a_backward(case, direct):
     """
     torch._dynamo.reset()
     pair = CaseBeside(case)
-    for step in range(3):
+    for step in range(2):
         batches = [batch(step, number, dist.get_rank(), 4) for number in range(4)]
         backward = torch.Tensor.backward if direct else pair.engine.backward
         first, second, *others = [pair.engine(each) for each in batches]
@@ -28,6 +30,7 @@ def forwards_before_a_backward(case, direct):
         backward(first)
         backward(others[0] * others[1])
         pair.engine.step()
+        assert held(gradient_counters(pair.engine)) == NOTHING
         (pair.plain(batches[0]) + pair.plain(batches[1])).backward()
         (pair.plain(batches[2]) * pair.plain(batches[3])).backward()
         pair.step_plain()
@@ -37,7 +40,8 @@ def forwards_before_a_backward(case, direct):
 @pytest.mark.parametrize("model", ["OneGraph", "RepeatedLayers", "EagerBlocks"])
 @pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
 @vary("stage", [1, 2])
-def test_two_forwards_before_a_backward(ranks, direct, model, stage):
+def test_forwards_before_their_backwards(ranks, direct, model, stage):
+    """The second of two backwards would find the bookkeeping of the last forward, and replace the first one's sum."""
     case = Case(model=model, stage=stage)
     check_one(ranks(2).run(forwards_before_a_backward, case, direct), case)
 
@@ -72,6 +76,7 @@ def backwards_of_one_forward(case, how):
 @pytest.mark.parametrize("how", ["engine", "loss", "both"])
 @vary("stage", [1, 2])
 def test_several_backwards_of_one_forward(ranks, how, stage):
+    """A later backward of the same forward would replace what the earlier ones gave, or be lost."""
     case = Case(model="SeveralGraphs", stage=stage, config={"wall_clock_breakdown": how == "both"})
     check_one(ranks(2).run(backwards_of_one_forward, case, how), case)
 
@@ -106,29 +111,11 @@ def computed_again(case, direct, both):
 )
 @vary("stage", [1, 2])
 def test_computed_again(ranks, direct, both, stage):
+    """A backward within another one, for a forward that is computed again, would end the step's backward early."""
     if direct and torch.cuda.is_available():
         pytest.skip("gradients are dropped on a GPU: docs/reliability.md has it among the limits")
-    case = Case(stage=stage)
+    case = Case(model="EagerBlocks", stage=stage)
     check_one(ranks(2).run(computed_again, case, direct, both), case)
-
-
-def module_called(case):
-    """The engine's module is called instead of the engine, from its first forward on; returns the errors."""
-    torch._dynamo.reset()
-    pair = CaseBeside(case)
-    for step in range(3):
-        ids = batch(step, 0, dist.get_rank(), 4)
-        pair.module(ids).backward()
-        pair.engine.step()
-        pair.plain(ids).backward()
-        pair.step_plain()
-    return pair.end()
-
-
-@pytest.mark.parametrize("model", ["OneGraph", "EagerBlocks"])
-def test_module_called(ranks, model):
-    case = Case(model=model)
-    check_one(ranks(2).run(module_called, case), case)
 
 
 def compiled_again(case):
@@ -142,5 +129,6 @@ def compiled_again(case):
 
 
 def test_a_second_compile(ranks):
-    case = Case(stage=2)
+    """A second setup would register each parameter twice, so that its gradient counts twice."""
+    case = Case(model="FillsPartition", stage=2)
     check_one(ranks(2).run(compiled_again, case), case)

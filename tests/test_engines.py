@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several engines, steps in other threads, process groups that torch wraps, and a long run."""
 
-import copy
 import functools
 import gc
 import random
@@ -22,42 +21,48 @@ from support.training import (
     BOUND,
     Case,
     batch,
-    build,
     device,
     held,
-    make_engine,
-    make_optimizer,
     relative_error,
-    step_plain,
 )
 
+# Two parameters, quickly compiled: for an engine that is there for another one's sake.
+SMALL = "FillsPartition"
 
-def take_turns(cases, steps=4):
-    """Engines of one process train step by step in turns; returns each one's errors."""
+
+def take_turns(cases, steps=3):
+    """Engines of one process train in turns, micro-batch by micro-batch; returns each one's errors."""
     torch._dynamo.reset()
     pairs = [CaseBeside(case, seed) for seed, case in enumerate(cases)]
     for step in range(steps):
-        for pair in pairs:
-            pair.step(step)
+        for micro_step in range(max(case.accumulation for case in cases)):
+            for pair in pairs:
+                if micro_step < pair.case.accumulation:
+                    pair.micro_batch(batch(step, micro_step, dist.get_rank(), 4))
+                if micro_step == pair.case.accumulation - 1:
+                    pair.step_plain()
     return [pair.end() for pair in pairs]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(
     "cases",
     [
-        [Case(stage=1), Case(stage=2, model="RepeatedLayers", accumulation=2)],
-        [Case(stage=2, dtype="bf16"), Case(stage=1, accumulation=3)],
-        [Case(stage=1, dtype="bf16", backend="inductor"), Case(stage=2, backend="inductor")],
-        [Case(stage=1), Case(stage=1, deepcompile=False)],
-        [
-            Case(stage=1, model="BlocksWithin", config={"compile": {"overlap_param_gather": True}}),
-            Case(stage=2, model="BlocksWithin"),
-        ],
+        sanitized([Case(stage=1, model=SMALL, accumulation=2), Case(stage=2, model="RepeatedLayers")]),
+        [Case(stage=2, model=SMALL, dtype="bf16"), Case(stage=1, model="RepeatedLayers", accumulation=3)],
+        [Case(stage=1, model=SMALL), Case(stage=1, deepcompile=False)],
+        pytest.param(
+            [Case(stage=1, dtype="bf16", backend="inductor"), Case(stage=2, backend="inductor")],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [Case(stage=1, model="BlocksWithin", config=OVERLAPPED), Case(stage=2, model="BlocksWithin")],
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["stages", "dtypes", "inductor", "one-without-DeepCompile", "blocks"],
+    ids=["stages", "dtypes", "one-without-DeepCompile", "inductor", "blocks"],
 )
-def test_two_engines_of_different_kinds(ranks, cases):
+def test_two_engines_taking_turns(ranks, cases):
+    """What an engine keeps for the whole process would be the other engine's when the first goes on with its step."""
     check(ranks(2).run(take_turns, cases), cases)
 
 
@@ -97,7 +102,8 @@ def in_another_order(case, in_one_backward):
 
 
 def test_turns_in_another_order(ranks):
-    for turns in ranks(2).run(in_another_order, Case(bucket=50), in_one_backward=False):
+    """Ranks would average the gradients of one engine with those of another, and train on."""
+    for turns in ranks(2).run(in_another_order, Case(model=SMALL, bucket=50), in_one_backward=False):
         assert len(turns.raised) == 2
         assert all("ranks sent different gradients" in message for message in turns.raised)
         assert not any(turns.moved)
@@ -105,8 +111,8 @@ def test_turns_in_another_order(ranks):
 
 @vary("stage", [1, 2])
 def test_one_backward_in_another_order(ranks, stage):
-    # Every message of one engine meets one of the same size of the other, so only fingerprints can tell.
-    for turns in ranks(2).run(in_another_order, Case(stage=stage, bucket=50), in_one_backward=True):
+    """The fingerprints of two engines would be alike: each message meets one of the same size of the other engine."""
+    for turns in ranks(2).run(in_another_order, Case(model=SMALL, stage=stage, bucket=50), in_one_backward=True):
         assert any("ranks sent different gradients" in message for message in turns.raised), turns
         assert not any(turns.moved)
 
@@ -128,7 +134,8 @@ def one_loss_of_two_engines(cases):
 
 
 def test_one_loss_of_two_engines(ranks):
-    cases = [Case(stage=1), Case(stage=2, model="SeveralGraphs")]
+    """The first engine whose gradients are complete would end the backward of the other one."""
+    cases = [Case(stage=1, model=SMALL), Case(stage=2, model="SeveralGraphs")]
     check(ranks(2).run(one_loss_of_two_engines, cases), cases)
 
 
@@ -158,72 +165,9 @@ def in_other_threads(cases):
 
 
 def test_steps_in_other_threads(ranks):
-    cases = [Case(stage=1, accumulation=2), Case(stage=2, model="EagerBlocks")]
+    """What an engine keeps of a backward would be local to the thread that began the step."""
+    cases = [Case(stage=1, model=SMALL, accumulation=2), Case(stage=2, model="EagerBlocks")]
     check(ranks(2).run(in_other_threads, cases), cases)
-
-
-def two_engines_taking_turns(first, second):
-    """Trains two engines step by step in turns; returns both errors against plain loops."""
-    torch._dynamo.reset()
-    rank = dist.get_rank()
-    pairs = []
-    for seed, case in enumerate((first, second)):
-        module = build(case, seed)
-        plain = copy.deepcopy(module)
-        pairs.append((case, module, make_engine(module, case), plain, make_optimizer(plain, case)))
-    for step in range(4):
-        for case, _, engine, plain, optimizer in pairs:
-            for micro_step in range(case.accumulation):
-                engine.backward(engine(batch(step, micro_step, rank, 4)))
-                engine.step()
-                (plain(batch(step, micro_step, rank, 4)) / case.accumulation).backward()
-            step_plain(plain, optimizer)
-    errors = [relative_error(module.parameters(), plain.parameters()) for _, module, _, plain, _ in pairs]
-    for _, _, engine, _, _ in pairs:
-        engine.destroy()
-    return errors
-
-
-@pytest.mark.parametrize(
-    "first, second",
-    [
-        sanitized(Case(), Case(model="RepeatedLayers", stage=2)),
-        sanitized(Case(accumulation=2), Case(stage=2, accumulation=3)),
-        (Case(backend="inductor"), Case(backend="inductor")),
-    ],
-    ids=["models", "acc2-acc3", "inductor"],
-)
-def test_two_engines_taking_turns(ranks, first, second):
-    for errors in ranks(2).run(two_engines_taking_turns, first, second):
-        assert max(errors) < BOUND
-
-
-def overlapping_windows(first, second):
-    """The second engine trains between the first one's micro-batches."""
-    torch._dynamo.reset()
-    rank = dist.get_rank()
-    modules = [build(case, seed) for seed, case in enumerate((first, second))]
-    plains = [copy.deepcopy(module) for module in modules]
-    engines = [make_engine(module, case) for module, case in zip(modules, (first, second))]
-    optimizers = [make_optimizer(plain, case) for plain, case in zip(plains, (first, second))]
-    for step in range(3):
-        for micro_step in range(first.accumulation):
-            for index, case in enumerate((first, second)):
-                engines[index].backward(engines[index](batch(step, micro_step, rank, 4)))
-                engines[index].step()
-                (plains[index](batch(step, micro_step, rank, 4)) / case.accumulation).backward()
-                if micro_step == case.accumulation - 1 or case.accumulation == 1:
-                    step_plain(plains[index], optimizers[index])
-    errors = [relative_error(a.parameters(), b.parameters()) for a, b in zip(modules, plains)]
-    for engine in engines:
-        engine.destroy()
-    return errors
-
-
-@pytest.mark.sanitized
-def test_two_engines_with_overlapping_windows(ranks):
-    for errors in ranks(2).run(overlapping_windows, Case(accumulation=2), Case(stage=2)):
-        assert max(errors) < BOUND
 
 
 # Debugging aids of torch ---------------------------------------------------------------------------------------------
@@ -246,13 +190,21 @@ def beside_plain_loop_in_wrapped_groups(case):
     return Wrapped(pair.end(), wrapped.options._timeout.total_seconds())
 
 
-def test_process_groups_that_torch_wraps(ranks):
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(model=SMALL, accumulation=2, bucket=50),
+        pytest.param(Case(stage=2, model="BlocksWithin", config=OVERLAPPED), marks=pytest.mark.slow),
+    ],
+    ids=["whole", "blocks"],
+)
+def test_process_groups_that_torch_wraps(ranks, case):
+    """The reducer would ask torch's wrapper for what only gloo's or NCCL's own group has, and raise."""
     # Torch's wrapper compares what ranks are about to send. DeepSpeed makes groups with a longer timeout than this.
     pool = ranks(2, patience=60, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    for case in (Case(stage=1, accumulation=2, bucket=50), Case(stage=2, model="BlocksWithin", config=OVERLAPPED)):
-        for wrapped in pool.run(beside_plain_loop_in_wrapped_groups, case):
-            assert wrapped.errors.worst < BOUND
-            assert wrapped.seconds == 60
+    for wrapped in pool.run(beside_plain_loop_in_wrapped_groups, case):
+        assert wrapped.errors.worst < BOUND
+        assert wrapped.seconds == 60
 
 
 # A long run --------------------------------------------------------------------------------------------------------
@@ -301,6 +253,7 @@ def long_run(case, steps, settled):
     return LongRun(most_held, samples, pair.end())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [Case(), Case(model="BlocksWithin", stage=2, adam=True, config=OVERLAPPED)], ids=["whole", "blocks"]
 )

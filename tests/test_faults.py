@@ -32,24 +32,28 @@ from support.ids import vary
 from support.training import BOUND, NOTHING, Case, batch, device, held, relative_error, step_plain, train_plain
 
 
-@pytest.mark.quick
+@pytest.mark.sanitized
+@pytest.mark.table
 @vary(
-    "where, how",
+    "where, how, direct",
     [
-        *itertools.product(("forward", "backward"), HAPPENINGS),
-        ("at the end of the graph", "interrupted"),
-        ("behind the backward", "interrupted"),
+        *itertools.product(("forward", "backward"), HAPPENINGS, (False,)),
+        ("backward", "raises", True),
+        ("at the end of the graph", "interrupted", False),
+        ("behind the backward", "interrupted", False),
     ],
 )
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 3)])
-def test_the_next_step_is_right(ranks, where, how, stage, accumulation):
+def test_the_next_step_is_right(ranks, where, how, direct, stage, accumulation):
+    """What a backward has reduced before it ended early would be added to the next step, or never be released."""
     case = Case(stage=stage, accumulation=accumulation, bucket=50)
     expected = {"raises": "Injected", "interrupted": "KeyboardInterrupt"}.get(how)
     # Python's handler runs in the main thread, and a GPU's backward in the device's: then it is behind it, too.
     on_gpu = (where, how, device().type) == ("backward", "interrupted", "cuda")
     behind = where in ("at the end of the graph", "behind the backward") or on_gpu
-    for after in ranks(2).run(on_every_rank, case, where, how):
+    for after in ranks(2).run(on_every_rank, case, where, how, direct):
         assert after.raised == expected or (expected is None and after.raised in ("RuntimeError", "OutOfMemoryError"))
+        assert (after.received > 0) == (where != "forward")
         # What was reduced by then is dropped when the next backward or step begins.
         if behind:
             assert after.held["bound"] > 0 and {**after.held, "bound": 0} == NOTHING
@@ -129,6 +133,7 @@ def part_of_a_step_lost(case, how):
 @vary("how", ["boundary", "no_sync", "no_sync, counted", "coalesce_grad_reduction", "counted"])
 @vary("stage", [1, 2])
 def test_a_step_of_which_a_part_was_lost(ranks, how, stage):
+    """A step would be taken with the gradients of fewer micro-batches than the caller has said belong to it."""
     if "no_sync" in how and stage == 2:
         pytest.skip("DeepSpeed refuses it")
     for after in ranks(2).run(part_of_a_step_lost, Case(stage=stage, accumulation=3, bucket=50), how):
@@ -170,6 +175,7 @@ def a_region_that_was_left(case, where):
 @vary("where", ["forward", "backward", "behind the backward"])
 @vary("stage", [1, 2])
 def test_a_region_that_was_left(ranks, stage, where):
+    """Gradients of a region that an exception has left would be added to those of the region that is run again."""
     case = Case(stage=stage, accumulation=3, bucket=50)
     for after in ranks(2).run(a_region_that_was_left, case, where):
         assert after.raised == ("KeyboardInterrupt" if where == "behind the backward" else "Injected")
@@ -216,22 +222,31 @@ def interrupted_as_it_is_handed_over(case):
 @vary("stage", [1, 2])
 @pytest.mark.parametrize("function", [a_step_that_changed_nothing, interrupted_as_it_is_handed_over])
 def test_a_step_that_changed_nothing(ranks, stage, function):
+    """A step that raised before it changed parameters would keep its gradients, or refuse to be redone."""
     for after in ranks(2).run(function, Case(stage=stage, accumulation=3)):
         assert after.raised in ("no global_norm", "no _hand_over")
         assert after.held == NOTHING
         assert after.error < BOUND
 
 
-def test_timers_go_on(ranks):
+@vary("where, how", [("forward", "raises"), ("backward", "raises"), ("behind the backward", "interrupted")])
+def test_timers_go_on(ranks, where, how):
+    """A timer that an exception left running would make the next step raise that it is running already."""
     case = Case(accumulation=3, bucket=50, config={"wall_clock_breakdown": True})
-    for where, how in [("forward", "raises"), ("backward", "raises"), ("behind the backward", "interrupted")]:
-        for after in ranks(2).run(on_every_rank, case, where, how):
-            assert after.raised and after.error < BOUND
+    for after in ranks(2).run(on_every_rank, case, where, how):
+        assert after.raised and after.error < BOUND
+
+
+def test_timers_of_a_step_go_on(ranks):
+    """The timers of a step that raised before the optimizer's would be left running."""
+    case = Case(accumulation=3, bucket=50, config={"wall_clock_breakdown": True})
     for after in ranks(2).run(a_step_that_changed_nothing, case):
         assert after.error < BOUND
 
 
+@pytest.mark.quick
 def test_a_copy_after_half_a_step():
+    """A module whose step was ended half way could not be copied, or its copies would refuse to be saved."""
     module, engine, interrupted = torch.nn.Linear(2, 2), torch.nn.Module(), InterruptedStep()
     engine.module = module
     with pytest.raises(Injected), interrupted.changing_parameters(engine):
@@ -245,8 +260,9 @@ def test_a_copy_after_half_a_step():
     module.state_dict()
 
 
+@pytest.mark.quick
 def test_half_a_step_without_an_engine():
-    """Where only the engine's optimizer still exists, the error of the step is raised."""
+    """Where only the engine's optimizer still exists, another error would take the place of the step's own."""
     interrupted = InterruptedStep()
     with pytest.raises(Injected, match="half way"), interrupted.changing_parameters(None):
         raise Injected("half way")
@@ -256,6 +272,7 @@ def test_half_a_step_without_an_engine():
 
 @vary("stage", [1, 2])
 def test_half_a_step(ranks, tmp_path, stage):
+    """An engine would go on with parameters of which a step has changed a part, or stay locked behind a checkpoint."""
     case = Case(stage=stage, accumulation=3, groups=2)
     for after in ranks(2).run(half_a_step, case, str(tmp_path)):
         first, second = after.raised

@@ -67,12 +67,17 @@ class Seen(NamedTuple):
     outcome: Outcome
 
 
-def train(place, what, added, removed, config=None, backend="eager"):
+def compiled(regional):
+    """Returns the configuration of blocks that are graphs of their own (None: as by default), or of one graph."""
+    return {"compile": {"regional_compilation": regional}}
+
+
+def train(place, what, added, removed, regional=None, backend="eager"):
     """Trains where a model has hooks in the steps from ``added`` to before ``removed``."""
     torch.manual_seed(0)
-    pair = Beside(BlocksWithin(), Case(config=config, backend=backend))
+    pair = Beside(BlocksWithin(), Case(config=compiled(regional), backend=backend))
     both, calls = [(model, Hooks()) for model in (pair.module, pair.plain)], []
-    for step in range(5):
+    for step in range(removed + 1):
         for model, hooks in both:
             if step == removed:
                 hooks.remove()
@@ -91,35 +96,37 @@ def check_seen(results):
         assert seen.calls[-1][0] > 0
 
 
-@pytest.mark.quick
+@pytest.mark.table
 @vary("place", PLACES)
 @vary("what", WHATS)
-@vary("added, removed", [(0, 3), (2, 4)])
-def test_hooks_come_and_go(ranks, place, what, added, removed):
-    check_seen(ranks(2).run(train, place, what, added, removed))
+@vary("added, removed", [(0, 2), (1, 3)])
+@vary("regional", [None, pytest.param(False, marks=pytest.mark.slow)])
+def test_hooks_come_and_go(ranks, regional, place, what, added, removed):
+    """A graph that was compiled before a hook came, or went, would train on without it, or with it."""
+    check_seen(ranks(1).run(train, place, what, added, removed, regional))
 
 
+def test_hooks_come_and_go_in_a_model_compiled_as_a_whole(ranks):
+    """The guard that sees hooks of blocks would be missing in the one graph of the model."""
+    check_seen(ranks(1).run(train, "block", "changes", 1, 2, regional=False))
+
+
+@pytest.mark.slow
 @vary("place", ["in a block", "head"])
 def test_hooks_come_and_go_in_generated_code(ranks, place):
     check_seen(ranks(2).run(train, place, "changes", 1, 3, backend="inductor"))
 
 
-@vary("place", PLACES)
-def test_hooks_come_and_go_in_a_model_compiled_as_a_whole(ranks, place):
-    config = {"compile": {"regional_compilation": False}}
-    check_seen(ranks(2).run(train, place, "changes", 2, 4, config))
-
-
 def train_under_global_hook(regional):
-    """From the second step on, and up to the fourth, a hook of all modules doubles what some of them return."""
+    """From the second step on, and up to the third, a hook of all modules doubles what some of them return."""
     torch.manual_seed(0)
-    pair = Beside(BlocksWithin(), Case(config={"compile": {"regional_compilation": regional}}))
+    pair = Beside(BlocksWithin(), Case(config=compiled(regional)))
 
     def change(module, args, output):
         return output * 1.5 if isinstance(module, torch.nn.LayerNorm) else None
 
-    for step in range(5):
-        handle = torch.nn.modules.module.register_module_forward_hook(change) if 1 <= step < 4 else None
+    for step in range(4):
+        handle = torch.nn.modules.module.register_module_forward_hook(change) if 1 <= step < 3 else None
         try:
             pair.step(batch(step, 0, dist.get_rank(), 4))
         finally:
@@ -130,24 +137,28 @@ def train_under_global_hook(regional):
 
 @vary("regional", [None, False])
 def test_hooks_of_all_modules_come_and_go(ranks, regional):
-    for outcome in check(ranks(2).run(train_under_global_hook, regional)):
+    """Graphs would run while torch has a hook of all modules, which no guard on one module sees."""
+    for outcome in check(ranks(1).run(train_under_global_hook, regional)):
         assert outcome.from_graphs[0] > 0 and outcome.from_graphs[-1] > 0
-        assert outcome.from_graphs[1:4] == [0, 0, 0]
+        assert outcome.from_graphs[1:3] == [0, 0]
+
+
+def options_of_dynamo():
+    config = torch._dynamo.config
+    return config.skip_nnmodule_hook_guards, config.skip_tensor_guards_with_matching_dict_tags
 
 
 def options_after_training():
     """What Dynamo's options say before an engine compiles its model, and afterwards."""
-    config, options = torch._dynamo.config, []
-    for _ in range(2):
-        options.append((config.skip_nnmodule_hook_guards, config.skip_tensor_guards_with_matching_dict_tags))
-        train("head", "looks", 1, 3)
-    return options
+    before = options_of_dynamo()
+    train("head", "looks", 0, 1)
+    return before, options_of_dynamo()
 
 
 def options_beside_another_compilation(regional):
     """What Dynamo's options say after a step in which another thread compiles all the time."""
-    config, begun, over = torch._dynamo.config, threading.Event(), threading.Event()
-    pair = Beside(BlocksWithin(), Case(config={"compile": {"regional_compilation": regional}}))
+    begun, over = threading.Event(), threading.Event()
+    pair = Beside(BlocksWithin(), Case(config=compiled(regional)))
 
     def compile_backward():
         with callback_handler.install_callbacks(CallbackTrigger.LAZY_BACKWARD, "of another engine"):
@@ -162,18 +173,20 @@ def options_beside_another_compilation(regional):
     finally:
         over.set()
         other.join()
-    return config.skip_nnmodule_hook_guards, config.skip_tensor_guards_with_matching_dict_tags, pair.end()
+    return options_of_dynamo(), pair.end()
 
 
 def test_the_options_of_other_code_stay(ranks):
-    assert ranks(2).run(options_after_training) == [[(True, True)] * 2] * 2
+    """Dynamo's guards on hooks would stay on for models of others when an engine has compiled its own."""
+    assert ranks(1).run(options_after_training) == [((True, True), (True, True))]
 
 
 @vary("regional", [None, False])
 def test_the_options_of_other_code_stay_while_another_thread_compiles(ranks, regional):
-    for *options, outcome in ranks(2).run(options_beside_another_compilation, regional):
+    """The options would never be set back if another compilation ends after the engine's own."""
+    for options, outcome in ranks(1).run(options_beside_another_compilation, regional):
         check([outcome])
-        assert options == [True, True] and outcome.from_graphs[0] > 0
+        assert options == (True, True) and outcome.from_graphs[0] > 0
 
 
 def train_what_was_frozen(place, config, backend):
@@ -192,9 +205,10 @@ def train_what_was_frozen(place, config, backend):
 
 @vary("place", ["in a block", "block", "head"])
 @vary("config", [None, {"compile": {"regional_compilation": False}}])
-@vary("backend", ["eager", "inductor"])
+@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_what_was_frozen_is_trained(ranks, place, config, backend):
-    for outcome in check(ranks(2).run(train_what_was_frozen, place, config, backend)):
+    """A graph that was compiled for a frozen parameter would reduce no gradient of it when it is trained."""
+    for outcome in check(ranks(1).run(train_what_was_frozen, place, config, backend)):
         frozen, trained = outcome.from_graphs[0::2], outcome.from_graphs[1::2]
         assert max(frozen) < min(trained), outcome.from_graphs
 
@@ -209,7 +223,7 @@ ROUTED = {
 
 
 class AsksLate(torch.nn.Module):
-    """Asks a model for the loss of its routers from the third step on."""
+    """Asks a model for the loss of its routers from the second step on."""
 
     def __init__(self, model):
         super().__init__()
@@ -230,13 +244,14 @@ def train_routed(name):
     config.pad_token_id = None
     model = getattr(transformers, f"{name}ForCausalLM")(config).train()
     pair = Beside(AsksLate(model), Case())
-    for step in range(4):
-        pair.step(batch(step, 0, dist.get_rank(), 8), step >= 2)
+    for step in range(2):
+        pair.step(batch(step, 0, dist.get_rank(), 8), step >= 1)
     return pair.end()
 
 
+@pytest.mark.slow
 @vary("name", ROUTED)
 def test_hooks_of_transformers(ranks, name):
     pytest.importorskip("transformers", reason="the model is one of transformers': requirements/demo.txt")
-    for outcome in check(ranks(2).run(train_routed, name)):
+    for outcome in check(ranks(1).run(train_routed, name)):
         assert outcome.from_graphs[0] > 0

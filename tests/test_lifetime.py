@@ -21,7 +21,6 @@ from support.training import (
     BOUND,
     NOTHING,
     Case,
-    average_gradients,
     batch,
     build,
     default_dtype,
@@ -31,6 +30,7 @@ from support.training import (
     make_optimizer,
     relative_error,
     step_plain,
+    train_plain,
 )
 
 # Stages of a target ---------------------------------------------------------------------------------------------
@@ -87,10 +87,10 @@ def stages_of_a_target(case):
     )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [sanitized("fp32"), "bf16"])
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_stages_of_a_target(ranks, stage, accumulation, dtype):
+    """Gradient memory would exist before its stage begins, or longer than it lasts, and train as well."""
     case = Case(stage=stage, accumulation=accumulation, dtype=dtype)
     for seen in ranks(2).run(stages_of_a_target, case):
         assert seen.registered == 20
@@ -151,6 +151,7 @@ def entries_as_in_the_base(case):
 @pytest.mark.parametrize("dtype", [sanitized("fp32"), "bf16"])
 @vary("stage", [1, 2])
 def test_callers_of_the_base_find_its_names(ranks, dtype, stage):
+    """Code that is written for the base's entries of ``averaged_gradients`` would raise for lack of a name."""
     # Of FewParameters one rank owns padding only.
     case = Case(model="FewParameters", dtype=dtype, stage=stage)
     expected = {(torch.float32 if dtype == "fp32" else torch.bfloat16, device().type)}
@@ -178,18 +179,18 @@ def binding_moments(case):
             return block(x)
 
     torch.manual_seed(0)
-    _, engine = start(case, Watched(depth=4).to(device()))
+    _, engine = start(case, Watched().to(device()))
     backward(engine)
     engine.step()
     bound.clear()
     backward(engine, 1)
-    engine.step()
     engine.destroy()
     return bound
 
 
 @pytest.mark.sanitized
 def test_a_rank_binds_when_its_first_piece_arrives(ranks):
+    """The target of a rank would be allocated when the backward begins, beside activations that are freed later."""
     # Gradients arrive from the last parameters to the first, which rank 0 owns.
     first_owner, last_owner = ranks(2).run(binding_moments, Case(bucket=1))
     assert first_owner[0] == 0 and first_owner[-1] > 0
@@ -245,6 +246,7 @@ def activations_behind_their_last_use(case):
 
 @pytest.mark.parametrize("backend", [sanitized("eager"), "inductor"])
 def test_activations_are_freed_after_their_last_use(ranks, backend):
+    """A backward graph would keep its inputs until it ends, because its caller still holds them."""
     for live in ranks(2).run(activations_behind_their_last_use, Case(backend=backend)):
         assert live == [0, 0, 0]
 
@@ -283,9 +285,7 @@ def release_by(how, case):
     engine.step()
     plain = build(case)
     optimizer = make_optimizer(plain, case)
-    plain(batch(1, 0, dist.get_rank(), 4)).backward()
-    average_gradients(plain)
-    optimizer.step()
+    train_plain(plain, optimizer, 1)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return Released(before, after, error)
@@ -295,6 +295,7 @@ def release_by(how, case):
 @pytest.mark.parametrize("how", ["zero_grad", "destroy"])
 @vary("stage", [1, 2])
 def test_release(ranks, how, stage):
+    """Gradients would outlive zero_grad() or the engine, or a step would be taken without any."""
     for released in ranks(2).run(release_by, how, Case(stage=stage)):
         assert released.before["bound"] > 0
         assert all(count == 0 for count in released.after.values()), released
@@ -309,36 +310,41 @@ class Growth(NamedTuple):
     partition: int  # bytes of a partition
 
 
-def net_bytes_of_a_step(case):
-    """Measures allocated memory around the fourth step."""
+def net_bytes_of_steps(case):
+    """Measures allocated memory around the fourth step and around the fifth."""
     torch.manual_seed(0)
     module, engine = start(case, Model(width=256).to(device()))
     for step in range(3):
         backward(engine, step)
         engine.step()
-    ids = batch(3, 0, dist.get_rank(), 4)
-    dist.barrier()
-    before = allocated_bytes(ids.is_cuda)
-    loss = engine(ids)
-    engine.backward(loss)
-    del loss
-    until_optimizer = allocated_bytes(ids.is_cuda) - before
-    partition = gradient_counters(engine)["bound"]
-    engine.step()
-    dist.barrier()
-    whole = allocated_bytes(ids.is_cuda) - before
+    growths = []
+    for step in (3, 4):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        dist.barrier()
+        before = allocated_bytes(ids.is_cuda)
+        loss = engine(ids)
+        engine.backward(loss)
+        del loss
+        until_optimizer = allocated_bytes(ids.is_cuda) - before
+        partition = gradient_counters(engine)["bound"]
+        engine.step()
+        dist.barrier()
+        growths.append(Growth(allocated_bytes(ids.is_cuda) - before, until_optimizer, partition))
     engine.destroy()
-    return Growth(whole, until_optimizer, partition)
+    return growths
 
 
 @vary("stage", [1, 2])
 def test_a_step_returns_every_byte(ranks, stage):
+    """Memory that no counter counts, such as a bucket or a copy of the partition, would stay from step to step."""
     case = Case(stage=stage, bucket=10**5)
-    for growth in ranks(2).run(net_bytes_of_a_step, case):
-        assert growth.partition > 10**6
-        # What a C heap and a grad norm come and go by is small against a partition.
-        assert growth.until_optimizer > 0.9 * growth.partition
-        assert abs(growth.whole) < 0.05 * growth.partition
+    for growths in ranks(2).run(net_bytes_of_steps, case):
+        for growth in growths:
+            assert growth.partition > 10**6
+            # What a C heap and a grad norm come and go by is small against a partition.
+            assert growth.until_optimizer > 0.9 * growth.partition
+        # What threads of a compiler allocate beside one of the steps is no leak.
+        assert min(abs(growth.whole) for growth in growths) < 0.05 * growth.partition
 
 
 # Memory that a collective still reads ---------------------------------------------------------------------------
@@ -383,16 +389,24 @@ def check_delayed(results):
     assert max(result.error for result in results) < BOUND
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["OneGraph", "RepeatedLayers", "SeveralGraphs", "EagerBlocks", "Checkpointed"])
 def test_a_delayed_collective_reads_what_was_reduced(ranks, model, backend):
-    case = Case(model=model, backend=backend, bucket=200, steps=4)
+    """A backward would go on to write into a bucket that a collective has not read yet, as another rank is late."""
+    case = Case(model=model, backend=backend, bucket=200, steps=3)
     check_delayed(ranks(2).run(train_with_a_straggler, case, 0.3))
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("model", ["Wide", "WideRepeatedLayers"])
+@pytest.mark.parametrize(
+    "model, backend",
+    [
+        ("WideRepeatedLayers", "eager"),
+        ("WideRepeatedLayers", "inductor"),
+        *(pytest.param("Wide", backend, marks=pytest.mark.slow) for backend in ("eager", "inductor")),
+    ],
+)
 @vary("bucket", [10**6, 10**7])
 def test_gradients_reduced_where_they_lie_are_not_overwritten(ranks, bucket, model, backend):
+    """A graph would use a gradient's memory again while a collective still reads the gradient there."""
     case = Case(model=model, backend=backend, bucket=bucket, steps=3)
     check_delayed(ranks(2).run(train_with_a_straggler, case, 0.3))

@@ -38,10 +38,7 @@ class CaseBeside(Beside):
 
     def step(self, step):
         for micro_step in range(self.case.accumulation):
-            ids = batch(step, micro_step, dist.get_rank(), 4)
-            self.engine.backward(self.engine(ids))
-            self.engine.step()
-            (self.plain(ids) / self.case.accumulation).backward()
+            self.micro_batch(batch(step, micro_step, dist.get_rank(), 4))
         self.step_plain()
 
     def end(self):

@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 from deepspeed.compile.zero12.update import groups as update_groups
 
 from support.models import Model
@@ -59,16 +59,13 @@ def strike(x):
 
 
 class Fragile(Model):
-    """Faults strike behind its second block, in the forward and in the backward."""
+    """Faults strike between its block and its head, in the forward and in the backward."""
 
     def __init__(self):
-        super().__init__(depth=3)
-        for index, block in enumerate(self.blocks):
-            block.is_second = index == 1
+        super().__init__(depth=1)
 
-    def run_block(self, block, x):
-        x = block(x)
-        return self.strike(x) if block.is_second else x
+    def leave(self, x, ids):
+        return super().leave(self.strike(x), ids)
 
     @torch.compiler.disable
     def strike(self, x):
@@ -157,15 +154,17 @@ class AfterFault(NamedTuple):
     """What came of a fault in a micro-batch."""
 
     raised: Optional[str]  # the type of the exception
+    received: int  # gradients that graphs had given to the reducer by then
     held: Dict[str, int]  # behind the fault
     held_at_last: Dict[str, int]  # behind two later steps
     error: float  # of these
 
 
-def on_every_rank(case, where, how):
+def on_every_rank(case, where, how, direct=False):
     """A fault on all ranks at the last micro-batch of a step.
 
-    The plain loop of the two later steps has not seen the step that failed.
+    The plain loop of the two later steps has not seen the step that failed. ``direct``: whether the backward with the
+    fault is ``loss.backward()``.
     """
     module, engine, plain, optimizer = fragile(case)
     train_step(engine, 0, case.accumulation)
@@ -175,10 +174,13 @@ def on_every_rank(case, where, how):
         engine.step()
     raised = None
     arm(where, how)
+    reset_gradient_counters(engine)
     try:
-        engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
+        loss = engine(batch(1, case.accumulation - 1, dist.get_rank(), 4))
+        loss.backward() if direct else engine.backward(loss)
     except BaseException as error:
         raised = type(error).__name__
+    received = gradient_counters(engine)["from_graphs"]
     if where == "forward" and case.accumulation > 1:
         # Nothing was lost: the step goes on with another micro-batch.
         engine.backward(engine(batch(1, case.accumulation - 1, dist.get_rank(), 4)))
@@ -192,7 +194,7 @@ def on_every_rank(case, where, how):
         error = max(error, relative_error(module.parameters(), plain.parameters()))
     at_last = held(gradient_counters(engine))
     engine.destroy()
-    return AfterFault(raised, after, at_last, error)
+    return AfterFault(raised, received, after, at_last, error)
 
 
 class AfterHalf(NamedTuple):

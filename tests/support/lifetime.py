@@ -53,10 +53,19 @@ def targets_at_calls(owner, method, engine, steps):
     return counts
 
 
-class Raises(torch.autograd.Function):
-    """Identity whose backward raises while ``armed``, and which says by ``has_raised`` that it did."""
+def take_elsewhere(engine):
+    """Gives the optimizer's states other memory, as moving them to another device does, and spoils what they had."""
+    for state in engine.optimizer.optimizer.state.values():
+        for name, value in state.items():
+            if torch.is_tensor(value):
+                state[name] = value.clone()
+                value.untyped_storage().fill_(255)
 
-    armed = has_raised = False
+
+class Raises(torch.autograd.Function):
+    """Identity whose backward raises while ``armed``."""
+
+    armed = False
 
     @staticmethod
     def forward(ctx, x):
@@ -65,7 +74,6 @@ class Raises(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         if Raises.armed:
-            Raises.has_raised = True
             raise ArithmeticError("half way through the backward")
         return gradient
 
