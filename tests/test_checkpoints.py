@@ -71,14 +71,14 @@ def load_and_train(run, folder, **options):
     return States(loaded, later)
 
 
-def save_and_load(run, folder, late=False):
+def save_and_load(run, folder, late=False, loaded_with=(True, False)):
     """Saves, and loads with DeepCompile and without.
 
     Returns a dict of :class:`Loaded`, by whether there was DeepCompile when it was loaded.
     """
     results = {}
     saved = train_and_save(run, folder, late)
-    for deepcompile in (True, False):
+    for deepcompile in loaded_with:
         loaded = load_and_train(dataclasses.replace(run, deepcompile=deepcompile), folder)
         results[deepcompile] = Loaded(
             differing(loaded.at_checkpoint, saved.at_checkpoint),
@@ -89,44 +89,49 @@ def save_and_load(run, folder, late=False):
 
 def assert_saved_and_loaded(results, dtype):
     for result in results:
-        for deepcompile in (True, False):
-            assert result[deepcompile].differing == []
-            assert_same(result[deepcompile].end, dtype)
+        for loaded in result.values():
+            assert loaded.differing == []
+            assert_same(loaded.end, dtype)
 
 
+@vary("model", ["FillsPartition", pytest.param("OneGraph", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("deepcompile", [True, False], ids=["saved-with", "saved-without"])
 @vary("stage, dtype", [(1, "fp32"), (2, "bf16"), (2, "fp16")])
-def test_saved_and_loaded(ranks, tmp_path, deepcompile, stage, dtype):
+def test_saved_and_loaded(ranks, tmp_path, deepcompile, stage, dtype, model):
+    """A state that a checkpoint lacks, of the schedule or the loss scale too, would begin anew."""
     # Two ranks add two numbers, so that all is bitwise the same even with DeepCompile and without.
-    run = Run(stage=stage, dtype=dtype, deepcompile=deepcompile, schedule="WarmupDecayLR", groups=2)
+    run = Run(model, stage=stage, dtype=dtype, deepcompile=deepcompile, schedule="WarmupDecayLR", groups=2)
     assert_saved_and_loaded(ranks(2).run(save_and_load, run, str(tmp_path)), dtype)
 
 
+@vary("model", ["FillsPartition", pytest.param("OneGraph", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("deepcompile", [True, False], ids=["saved-with", "saved-without"])
 @vary("stage, dtype", [(1, "bf16"), (2, "fp32"), (2, "fp16")])
-def test_saved_and_loaded_with_offloading(ranks, tmp_path, deepcompile, stage, dtype):
-    run = Run(stage=stage, dtype=dtype, deepcompile=deepcompile, groups=2, offloaded=True)
+def test_saved_and_loaded_with_offloading(ranks, tmp_path, deepcompile, stage, dtype, model):
+    """States that are loaded onto the device, or gradients on the host from before the load, would step others."""
+    run = Run(model, stage=stage, dtype=dtype, deepcompile=deepcompile, groups=2, offloaded=True)
     assert_saved_and_loaded(ranks(2).run(save_and_load, run, str(tmp_path)), dtype)
 
 
 @vary("stage, dtype", [(1, "bf16"), (2, "fp32")])
 def test_saved_while_parameters_are_on_their_way(ranks, tmp_path, stage, dtype):
+    """A checkpoint that does not wait has the parameters from before the step."""
     run = Run(stage=stage, dtype=dtype, overlapped=True)
-    results = ranks(2).run(save_and_load, run, str(tmp_path), late=True)
+    results = ranks(2).run(save_and_load, run, str(tmp_path), late=True, loaded_with=[False])
     assert_saved_and_loaded(results, dtype)
 
 
 @vary("stage", [1, 2])
 def test_saved_and_loaded_with_weights_made_of_others(ranks, tmp_path, stage):
+    """A weight that is made of two tensors would be saved without one of them."""
     run = Run(stage=stage, model="FrozenSubclass")
-    assert_saved_and_loaded(ranks(2).run(save_and_load, run, str(tmp_path)), "fp32")
+    assert_saved_and_loaded(ranks(1).run(save_and_load, run, str(tmp_path)), "fp32")
 
 
+@pytest.mark.slow
 def test_saved_and_loaded_with_generated_code(ranks, tmp_path):
     run = Run(stage=2, backend="inductor", model="RepeatedLayers")
-    for result in ranks(2).run(save_and_load, run, str(tmp_path)):
-        assert result[True].differing == []
-        assert_same(result[True].end, "fp32")
+    assert_saved_and_loaded(ranks(2).run(save_and_load, run, str(tmp_path), loaded_with=[True]), "fp32")
 
 
 def roll_back(run, folder, late=False):
@@ -138,6 +143,9 @@ def roll_back(run, folder, late=False):
     train(engine, run, range(4))
     engine.save_checkpoint(folder, tag="saved")
     saved = state(engine)
+    train(engine, run, [4, 5])
+    expected = state(engine)
+    engine.load_checkpoint(folder, tag="saved")
     with one_rank_late(DELAY) if late else contextlib.nullcontext():
         train(engine, run, [4, 5])
         engine.load_checkpoint(folder, tag="saved")
@@ -147,16 +155,12 @@ def roll_back(run, folder, late=False):
     train(engine, run, [4, 5])
     again = state(engine)
     engine.destroy()
-    _, engine = start(run)
-    train(engine, run, range(6))
-    expected = state(engine)
-    engine.destroy()
     return Loaded(differing(loaded, saved), compared(again, expected, saved))
 
 
-@pytest.mark.quick
 @vary("stage, dtype, overlapped", [(1, "fp32", True), (2, "bf16", True), (1, "bf16", False)])
 def test_rolled_back(ranks, tmp_path, stage, dtype, overlapped):
+    """Parameters that are still on their way when others are loaded would overwrite these."""
     run = Run(stage=stage, dtype=dtype, overlapped=overlapped)
     results = ranks(2).run(roll_back, run, str(tmp_path), late=overlapped)
     for result in results:
@@ -192,6 +196,7 @@ def stop_and_resume(run, folder, steps, stop):
     return Resumed(compared(resumed, expected, saved), error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [
@@ -241,7 +246,8 @@ def train_with_schedule(run, folder):
 
 @vary("stage, schedule", [(1, "OneCycleLR"), *((2, schedule) for schedule in SCHEDULES)])
 def test_schedules_of_the_learning_rate(ranks, tmp_path, stage, schedule):
-    run = Run(stage=stage, schedule=schedule)
+    """A schedule that steps twice, or that a resumed engine begins anew, has other rates than a plain loop's."""
+    run = Run("FillsPartition", stage=stage, schedule=schedule)
     for result in ranks(2).run(train_with_schedule, run, str(tmp_path)):
         assert result.rates == result.expected
         assert len(set(result.rates)) > 3

@@ -5,8 +5,6 @@
 import contextlib
 import dataclasses
 import os
-import subprocess
-import sys
 from typing import List, NamedTuple
 
 import pytest
@@ -16,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from support.checkpoints import Plain, Run, differing, start, train
+from support.checkpoints import Plain, Run, differing, start, to_universal, train
 from support.parameter_gather import DELAY, one_rank_late
 from support.training import BOUND, ROUNDING, device, relative_error, total_error
 
@@ -103,52 +101,58 @@ def load_module_only(run, folder):
     return LoadedModule(read, masters, stepped, moved)
 
 
-# How many ranks save, and what; each is loaded by as many as the others have.
-SAVED = [
-    (2, Run(stage=1, dtype="fp32")),
-    (2, Run(stage=2, dtype="bf16", deepcompile=False)),
-    (3, Run(stage=1, dtype="bf16")),
-    (3, Run(stage=2, dtype="fp32")),
-    (3, Run(stage=2, dtype="bf16", offloaded=True)),
+class Converted(NamedTuple):
+    """A checkpoint and the universal one made from it, for as many ranks as load it."""
+
+    saved_by: int
+    loaded_by: int
+    run: Run
+    folder: str = ""
+
+
+SLOW = pytest.mark.slow
+# In this order the processes of three ranks start seldom.
+CONVERTED = [
+    Converted(2, 1, Run("FillsPartition", stage=1, groups=2)),
+    Converted(1, 2, Run("FillsPartition", stage=2, dtype="bf16", groups=2, offloaded=True)),
+    pytest.param(Converted(2, 3, Run(stage=1)), marks=SLOW),
+    pytest.param(Converted(2, 3, Run(stage=2, dtype="bf16", deepcompile=False)), marks=SLOW),
+    pytest.param(Converted(3, 2, Run(stage=1, dtype="bf16")), marks=SLOW),
+    pytest.param(Converted(3, 2, Run(stage=2)), marks=SLOW),
+    pytest.param(Converted(3, 2, Run(stage=2, dtype="bf16", offloaded=True)), marks=SLOW),
 ]
-CONVERT = """
-import sys
-from deepspeed.checkpoint import ds_to_universal
-for folder in sys.argv[1:]:
-    arguments = ["--input_folder", folder + "/saved", "--output_folder", folder + "/universal"]
-    arguments += ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
-    sys.argv = ["ds_to_universal.py", *arguments]
-    ds_to_universal.main(ds_to_universal.parse_arguments())
-"""
 
 
-@pytest.fixture(scope="module")
-def saved(ranks, tmp_path_factory):
-    """Returns the folder of each of SAVED, with the checkpoint as it was saved and the universal one made from it."""
-    folders = [str(tmp_path_factory.mktemp(f"saved by {world} ")) for world, _ in SAVED]
-    for (world, run), folder in zip(SAVED, folders, strict=True):
-        ranks(world).run(save_for_other_ranks, run, folder)
-    # As one process: most of the time goes into starting it.
-    subprocess.run([sys.executable, "-c", CONVERT, *folders], check=True, capture_output=True, timeout=240)
-    return folders
+def converted_id(value):
+    run = value.run
+    offloaded = "-offloaded" if run.offloaded else ""
+    return f"ranks{value.saved_by}to{value.loaded_by}-stage{run.stage}-{run.dtype}{offloaded}"
 
 
-def saved_id(index):
-    world, run = SAVED[index]
-    return f"ranks{world}-stage{run.stage}-{run.dtype}{'-offloaded' if run.offloaded else ''}"
+@pytest.fixture(scope="module", params=CONVERTED, ids=converted_id)
+def converted(request, ranks, tmp_path_factory):
+    """Returns one of CONVERTED with its folder."""
+    value = request.param._replace(folder=str(tmp_path_factory.mktemp("saved")))
+    ranks(value.saved_by).run(save_for_other_ranks, value.run, value.folder)
+    to_universal(f"{value.folder}/saved", f"{value.folder}/universal")
+    return value
 
 
 @pytest.mark.parametrize("deepcompile", [True, False], ids=["loaded-with", "loaded-without"])
-# In this order the processes of three ranks start once.
-@pytest.mark.parametrize("index", range(len(SAVED)), ids=saved_id)
-def test_another_number_of_ranks(saved, ranks, index, deepcompile):
-    before, run = SAVED[index]
-    run, folder = dataclasses.replace(run, deepcompile=deepcompile), saved[index]
-    for loaded in ranks(5 - before).run(load_universal, run, folder):
+def test_another_number_of_ranks(converted, ranks, deepcompile):
+    """A parameter that lies elsewhere in the partitions of other ranks would get another one's states."""
+    run = dataclasses.replace(converted.run, deepcompile=deepcompile)
+    for loaded in ranks(converted.loaded_by).run(load_universal, run, converted.folder):
         assert loaded.differing == []
         assert loaded.moved > 1e-2
         assert loaded.error < ROUNDING[run.dtype] * loaded.moved
-    for loaded in ranks(5 - before).run(load_module_only, run, folder):
+
+
+@pytest.mark.parametrize("deepcompile", [True, False], ids=["loaded-with", "loaded-without"])
+def test_parameters_alone(converted, ranks, deepcompile):
+    """Master weights that are not made anew from loaded parameters would undo the load in the first step."""
+    run = dataclasses.replace(converted.run, deepcompile=deepcompile)
+    for loaded in ranks(converted.loaded_by).run(load_module_only, run, converted.folder):
         assert loaded.parameters == loaded.masters == 0
         assert loaded.moved > 1e-2
         # The plain loop computes in fp32.
@@ -206,5 +210,6 @@ def export(run, folder, late=False):
     ids=lambda run: f"stage{run.stage}-{run.model}-{run.dtype}",
 )
 def test_exported(ranks, tmp_path, run):
+    """An export right behind a step that does not wait for parameters has those from before the step."""
     for wrong in ranks(2).run(export, run, str(tmp_path), late=run.overlapped):
         assert wrong == Exported([], [], [])

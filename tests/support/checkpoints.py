@@ -6,12 +6,15 @@ The functions run on every rank, in the processes of ``support.pool``.
 """
 
 import dataclasses
+import sys
 from typing import List, NamedTuple, Optional
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 
 from support.models import VOCABULARY
@@ -192,6 +195,14 @@ def differing(actual, expected):
         return torch.equal(actual[name], expected[name])
 
     return [name for name in sorted({*actual, *expected}) if not same(name)]
+
+
+def to_universal(source, target):
+    """Makes a universal checkpoint in the folder ``target`` of the one in ``source``, as DeepSpeed's command does."""
+    arguments = ["ds_to_universal.py", "--input_folder", source, "--output_folder", target]
+    arguments += ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
+    with mock.patch.object(sys, "argv", arguments):
+        ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
 class Compared(NamedTuple):
