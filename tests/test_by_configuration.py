@@ -9,6 +9,7 @@ import logging
 import weakref
 from typing import List, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -216,6 +217,7 @@ def refused(case):
     return Refused(said, compiled, optimizer, evaluated)
 
 
+@pytest.mark.quick
 def test_refused_as_by_compile(ranks):
     """A refusal would come once, and later forwards train with an engine that is half set up."""
     case = Case(config={"compile": {"regional_compilation": ["Unheard"]}})

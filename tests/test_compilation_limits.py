@@ -52,7 +52,7 @@ class Branching(Model):
             return super().forward(x) * (1 + int(self.branch) / 8)
 
 
-def train(case, what, rank, limit, steps=8):
+def train(case, what, rank, limit, steps=4):
     """Takes steps that differ each time in ``what`` on ``rank`` or, if it is None, on all; returns what was seen."""
     torch.manual_seed(0)
     differs = rank in (None, dist.get_rank())
@@ -67,20 +67,19 @@ def train(case, what, rank, limit, steps=8):
     return Limited(**vars(result), given_up=given_up(warnings))
 
 
-def check_given_up(results, ranks=(0, 1)):
+def check_given_up(results, ranks=(0,)):
     """``ranks``: which ranks have reached the limit. The others go on with compiled code."""
     for rank, result in enumerate(check(results)):
         assert len(result.given_up) == (rank in ranks), results
         assert (result.from_graphs[-1] > 0) == (rank not in ranks), results
 
 
-@pytest.mark.quick
 @vary("regional", [True, False])
 @vary("what", ["lengths", "branches"])
-@vary("stage, rank", [(1, 0), (2, None)])
-def test_limit_is_reached(ranks, stage, rank, what, regional):
-    results = ranks(2).run(train, static(regional, stage=stage), what, rank, limit=2)
-    check_given_up(results, ranks=(0, 1) if rank is None else (rank,))
+@vary("stage, world, rank", [(1, 2, 0), (2, 1, None)], expects="world")
+def test_limit_is_reached(ranks, stage, world, rank, what, regional):
+    """A rank that goes on uncompiled would reduce in another order than one that does not, or say nothing of it."""
+    check_given_up(ranks(world).run(train, static(regional, stage=stage), what, rank, limit=1))
 
 
 class Logging(Model):
@@ -118,25 +117,25 @@ def train_logging(case):
 
 
 def test_frames_without_parameters_do_not_count(ranks):
-    for result in check(ranks(2).run(train_logging, static(False))):
-        assert not result.given_up and result.from_graphs[-1] > 0, result
-        assert not [warning for warning in result.warnings if "again and again" in warning], result
+    """A frame that logs, and is compiled in each step, would end the compiling of those that train."""
+    (result,) = check(ranks(1).run(train_logging, static(False)))
+    assert not result.given_up and result.from_graphs[-1] > 0, result
+    assert not [warning for warning in result.warnings if "again and again" in warning], result
 
 
+@pytest.mark.slow
 def test_limit_is_reached_in_generated_code(ranks):
-    results = ranks(2).run(train, static(False, backend="inductor"), "lengths", 0, limit=2, steps=5)
-    check_given_up(results, ranks=(0,))
+    check_given_up(ranks(2).run(train, static(False, backend="inductor"), "lengths", 0, limit=2, steps=5))
 
 
 def evaluate_and_train(case, limit):
-    """Rank 0 evaluates and generates sequences of many lengths, before training and between its steps."""
+    """Evaluates and generates sequences of many lengths, before training and between its steps."""
     torch.manual_seed(0)
     with warnings_logged() as warnings, torch._dynamo.config.patch(recompile_limit=limit):
         pair = Beside(Model(width=4, depth=2), case)
         for step in range(3):
-            if dist.get_rank() == 0:
-                for length in range(2, 8):
-                    pair.evaluate(ids_of(step, length + 6 * step))
+            for length in range(2, 6):
+                pair.evaluate(ids_of(step, length + 4 * step))
             pair.step(ids_of(step))
         result = pair.end()
     return Limited(**vars(result), given_up=given_up(warnings))
@@ -144,31 +143,32 @@ def evaluate_and_train(case, limit):
 
 @vary("regional, from_graphs", [(True, 12), (False, 14)], expects="from_graphs")
 def test_evaluation_uses_nothing_up(ranks, regional, from_graphs):
-    for result in check(ranks(2).run(evaluate_and_train, static(regional), limit=3)):
-        assert result.from_graphs == [from_graphs] * 3
-        assert not result.given_up
+    """Lengths that only evaluation sees would use up the compilations of training."""
+    (result,) = check(ranks(1).run(evaluate_and_train, static(regional), limit=3))
+    assert result.from_graphs == [from_graphs] * 3
+    assert not result.given_up
 
 
 def make_engines(case, number, limit):
-    """Makes engines of models of one class, one after the other; each takes two steps and is destroyed."""
+    """Makes engines of models of one class, one after the other; each takes a step and is destroyed."""
     torch._dynamo.reset()
     results = []
     with torch._dynamo.config.patch(recompile_limit=limit):
         for seed in range(number):
             torch.manual_seed(seed)
             pair = Beside(Model(width=4, depth=2), case, reset=False)
-            for step in range(2):
-                pair.step(ids_of(step))
+            pair.step(ids_of(seed))
             results.append(pair.end())
     return results
 
 
 @vary("regional, from_graphs", [(True, 12), (False, 14)], expects="from_graphs")
 def test_engines_use_nothing_up(ranks, regional, from_graphs):
+    """Earlier engines of a process would use up the compilations of later ones."""
     # Twice as many as torch's limit would do for a model as a whole, and four times as many as for its two blocks.
-    for results in ranks(2).run(make_engines, static(regional), number=7, limit=3):
-        check(results)
-        assert [result.from_graphs for result in results] == [[from_graphs] * 2] * 7
+    (results,) = ranks(1).run(make_engines, static(regional), number=4, limit=2)
+    check(results)
+    assert [result.from_graphs for result in results] == [[from_graphs]] * 4
 
 
 # Ranks that differ before they train -----------------------------------------------------------------------------
@@ -235,6 +235,7 @@ def evaluate_first(make, case, mode):
 @vary("make", [TwoParts, ThreeGraphs])
 @vary("stage, mode", [(1, "evaluation"), (2, "training mode")])
 def test_one_rank_evaluates_first(ranks, stage, mode, make):
+    """Graphs that one rank compiles earlier, or in another order, would send their buckets in another order."""
     # All gradients fit in a bucket, so that it is a graph's end that sends it.
     results = check(ranks(2).run(evaluate_first, make, Case(stage=stage, bucket=10**6), mode))
     assert all(result.from_graphs == [4] * 3 for result in results)
@@ -262,7 +263,7 @@ class WithAdapters(Model):
     block = Adapted
 
 
-SUBSETS = ["a", "ab", "b", "abc", "bcd", "cd", "d", "abcd", "acd"]
+SUBSETS = ["a", "ab", "b", "abc", "bcd"]
 
 
 def train_adapters(case, limit):
@@ -281,7 +282,7 @@ def train_adapters(case, limit):
 
 @vary("stage", [1, 2])
 def test_blocks_that_differ_each_time(ranks, stage):
-    results = ranks(2).run(train_adapters, static(True, stage=stage), limit=2)
+    """A block that uses other parameters each time would have gradients left that no graph reduces."""
+    results = ranks(1).run(train_adapters, static(True, stage=stage), limit=2)
     check_given_up(results)
-    for result in results:
-        assert result.from_graphs[0] > 0 and result.from_graphs[-1] == 0
+    assert results[0].from_graphs[0] > 0
