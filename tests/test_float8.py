@@ -20,7 +20,7 @@ from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters,
 from deepspeed.compile.zero12.graph import backend as reduce_backend
 from deepspeed.utils import safe_get_full_fp32_param
 
-from support.beside import warnings_logged
+from support.beside import Beside, warnings_logged
 from support.checkpoints import EXACT
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, Model, qwen3_config
@@ -242,28 +242,42 @@ def check(results, case):
 
 @pytest.mark.table
 @vary(
-    "recipe, model, stage, accumulation, varied",
+    "world, recipe, model, stage, accumulation, varied",
     [
-        pytest.param("tensorwise", "OwnModel", 1, 3, {}, marks=pytest.mark.quick),
-        ("rowwise", "OneGraph", 2, 1, {}),
-        ("rowwise_with_gw_hp", "Qwen3", 1, 2, {"config": OVERLAPPED}),
-        ("rowwise", "CheckpointedQwen3", 2, 2, {}),
-        ("tensorwise", "CheckpointedQwen3", 1, 1, {"dtype": "bf16"}),
-        ("tensorwise", "AdaptedQwen3", 1, 2, {}),
-        ("rowwise", "Qwen3", 1, 1, {"config": AUTOCAST}),
-        pytest.param("tensorwise", "Qwen3", 2, 1, {"backend": "inductor"}, marks=pytest.mark.slow),
-        pytest.param("rowwise", "OwnModel", 1, 2, {"backend": "inductor", "dtype": "bf16"}, marks=pytest.mark.slow),
+        (1, "tensorwise", "OwnModel", 1, 1, {"steps": 2}),
+        *(
+            pytest.param(2, *values, marks=pytest.mark.slow)
+            for values in (
+                ("tensorwise", "OwnModel", 1, 3, {}),
+                ("rowwise", "OneGraph", 2, 1, {}),
+                ("rowwise_with_gw_hp", "Qwen3", 1, 2, {"config": OVERLAPPED}),
+                ("rowwise", "CheckpointedQwen3", 2, 2, {}),
+                ("tensorwise", "CheckpointedQwen3", 1, 1, {"dtype": "bf16"}),
+                ("tensorwise", "AdaptedQwen3", 1, 2, {}),
+                ("rowwise", "Qwen3", 1, 1, {"config": AUTOCAST}),
+                ("tensorwise", "Qwen3", 2, 1, {"backend": "inductor"}),
+                ("rowwise", "OwnModel", 1, 2, {"backend": "inductor", "dtype": "bf16"}),
+            )
+        ),
     ],
+    expects="world",
 )
-def test_trains_as_without_deepcompile(ranks, recipe, model, stage, accumulation, varied):
+def test_trains_as_without_deepcompile(ranks, world, recipe, model, stage, accumulation, varied):
+    """A weight in float8 would be taken for a parameter, or its gradient be reduced in float8 and not in its own."""
     case = Case(stage=stage, accumulation=accumulation, adam=model == "AdaptedQwen3", **varied)
-    check(ranks(2).run(train, model, recipe, case), case)
+    check(ranks(world).run(train, model, recipe, case), case)
 
 
+# A small model, and one of transformers.
+BOTH = ["OwnModel", pytest.param("Qwen3", marks=pytest.mark.slow)]
+
+
+@vary("model", BOTH)
 @vary("which", [no_head_nor_adapter, everything])
-def test_loss_in_chunks_where_the_head_is_left_out(ranks, which):
+def test_loss_in_chunks_where_the_head_is_left_out(ranks, which, model):
+    """A head that multiplies in float8 would be computed in chunks, which multiply in full precision."""
     case = Case(config=CHUNKED)
-    results = ranks(2).run(train, "Qwen3", "tensorwise", case, which)
+    results = ranks(1).run(train, model, "tensorwise", case, which)
     check(results, case)
     # A head in float8 is not computed in chunks, and a warning says so.
     assert any(result.warnings for result in results) == (which is everything), results
@@ -288,20 +302,20 @@ def parts_kept(model, recipe):
 
 
 @vary("recipe", RECIPES)
-@vary("model", ["OneGraph", "Qwen3"])
+@vary("model", ["OneGraph", pytest.param("Qwen3", marks=pytest.mark.slow)])
 def test_forward_keeps_no_copy_of_a_weight(ranks, model, recipe):
-    # A copy in float8 is smaller than the weight, but the weight stays in any case.
-    for kept in ranks(2).run(parts_kept, model, recipe):
-        assert all(2 * 8 * LENGTH in shape for shape in kept), kept
-        assert bool(kept) == (recipe != "rowwise_with_gw_hp")
+    """A copy of a weight in float8, which is smaller, would be kept for the backward though the weight stays too."""
+    (kept,) = ranks(1).run(parts_kept, model, recipe)
+    assert all(2 * 8 * LENGTH in shape for shape in kept), kept
+    assert bool(kept) == (recipe != "rowwise_with_gw_hp")
 
 
-def train_and_resume(recipe, case, folder):
+def train_and_resume(model, recipe, case, folder):
     """Trains, saves, and goes on with the same engine, with a new one, and with one whose layers are not converted."""
 
     def start():
         torch._dynamo.reset()
-        return make_engine(convert(build("Qwen3"), recipe), case)
+        return make_engine(convert(build(model), recipe), case)
 
     def go_on(engine):
         losses = [train_batch(engine, batch(step, 0, dist.get_rank(), LENGTH)) for step in range(2, 4)]
@@ -313,42 +327,38 @@ def train_and_resume(recipe, case, folder):
         train_batch(engine, batch(step, 0, dist.get_rank(), LENGTH))
     engine.save_checkpoint(folder, tag="saved")
     ways = [go_on(engine)]
-    for resumed in (start(), make_engine(build("Qwen3"), case)):
+    for resumed in (start(), make_engine(build(model), case)):
         resumed.load_checkpoint(folder, tag="saved")
         ways.append(go_on(resumed))
     return ways
 
 
 @vary("recipe, dtype", [("tensorwise", "fp32"), ("rowwise", "bf16"), ("rowwise_with_gw_hp", "fp32")])
+@vary("model", BOTH)
 @vary("stage", [1, 2])
-def test_resumes(ranks, tmp_path, stage, recipe, dtype):
+def test_resumes(ranks, tmp_path, stage, model, recipe, dtype):
+    """A checkpoint would have weights in float8, or be one that only a model with converted layers can load."""
     case = Case(stage=stage, dtype=dtype, adam=True)
-    for going_on, resumed, without in ranks(2).run(train_and_resume, recipe, case, str(tmp_path)):
-        assert resumed == (going_on if EXACT else pytest.approx(going_on, rel=1e-2))
-        # A checkpoint does not say that layers multiply in float8.
-        assert without == pytest.approx(going_on, rel=2e-2)
+    ((going_on, resumed, without),) = ranks(1).run(train_and_resume, model, recipe, case, str(tmp_path))
+    assert resumed == (going_on if EXACT else pytest.approx(going_on, rel=1e-2))
+    # A checkpoint does not say that layers multiply in float8.
+    assert without == pytest.approx(going_on, rel=2e-2)
 
 
-def convert_later(step_of_conversion):
-    """Converts the layers of an engine between steps; returns how far it is from a plain loop."""
-    torch._dynamo.reset()
-    case, module = Case(steps=4), build("Qwen3")
-    plain = copy.deepcopy(module)
-    engine, optimizer = make_engine(module, case), make_optimizer(plain, case)
-    for step in range(case.steps):
+def convert_later(model, step_of_conversion):
+    """Converts the layers of an engine between steps."""
+    pair = Beside(build(model), Case())
+    for step in range(3):
         if step == step_of_conversion:
-            convert(module, "tensorwise")
-            convert(plain, "tensorwise")
-        ids = batch(step, 0, dist.get_rank(), LENGTH)
-        train_batch(engine, ids)
-        plain(ids).backward()
-        step_plain(plain, optimizer)
-    error = total_error(masters(module), plain.parameters())
-    engine.destroy()
-    return error
+            convert(pair.module, "tensorwise")
+            convert(pair.plain, "tensorwise")
+        pair.step(batch(step, 0, dist.get_rank(), LENGTH))
+    return pair.end()
 
 
+@vary("model", BOTH)
 @vary("step_of_conversion", [0, 2])
-def test_converted_when_the_engine_is_there(ranks, step_of_conversion):
-    for error in ranks(2).run(convert_later, step_of_conversion):
-        assert error < (BOUND if EXACT else CLOSE)
+def test_converted_when_the_engine_is_there(ranks, step_of_conversion, model):
+    """The graph of a layer that was not yet converted would go on to run, or the new layer's gradient be lost."""
+    (outcome,) = ranks(1).run(convert_later, model, step_of_conversion)
+    assert outcome.total_error < (BOUND if EXACT else CLOSE)

@@ -10,20 +10,25 @@ from typing import Any, Dict, List, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters as dynamo_counters
 
 from deepspeed.compile.zero12 import gradient_counters
 from deepspeed.compile.zero12.subclasses import plain_tensors
 from deepspeed.utils import safe_get_full_fp32_param
 
+from support import training
+from support.beside import Beside
 from support.checkpoints import EXACT
 from support.ids import vary
+from support.models import BlocksWithin
 from support.quantized import (
     KINDS,
     LAYERS,
     PACKAGES,
     Case,
     evaluate,
+    keep_gradients,
     make_engine,
     make_model,
     make_optimizer,
@@ -177,6 +182,64 @@ def check(results, case):
             assert 2 <= on.graphs <= (5 if case.kind == "int8-bitsandbytes" else 3)
 
 
+class AdaptedBlock(nn.Module):
+    """A frozen layer that is quantized, beside an adapter."""
+
+    def __init__(self, width, kind):
+        super().__init__()
+        self.norm, self.adapter = nn.LayerNorm(width), nn.Linear(width, width)
+        self.frozen = nn.Linear(width, width, bias=False).requires_grad_(False)
+        if kind == "nf4":
+            import bitsandbytes
+
+            weight = bitsandbytes.nn.Params4bit(self.frozen.weight.data, requires_grad=False, quant_type="nf4")
+            self.frozen = bitsandbytes.nn.Linear4bit(width, width, bias=False, compute_dtype=torch.float32)
+            self.frozen.weight = weight
+        else:
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+            quantize_(self.frozen, Int8WeightOnlyConfig(set_inductor_config=False))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return x + self.frozen(x) + self.adapter(x)
+
+
+class Small(NamedTuple):
+    """What came of training a small model of ours beside a plain loop."""
+
+    from_graphs: List[int]  # gradients that graphs reduced in each step
+    error: float  # of the trained parameters
+    moved: float  # how far training moved them
+
+
+def train_small(kind):
+    torch.manual_seed(0)
+    model = BlocksWithin(width=64)
+    model.body.blocks = nn.ModuleList(AdaptedBlock(64, kind) for _ in range(2))
+    keep_gradients(model)
+    pair = Beside(model, training.Case())
+    for step in range(2):
+        pair.step(tokens(step))
+    # Quantized weights cannot be subtracted.
+    found, expected, before = map(trained, (pair.module, pair.plain, pair.before))
+    result = Small(pair.from_graphs, relative_error(found, expected), total_error(found, before))
+    pair.engine.destroy()
+    return result
+
+
+@vary("kind", ["nf4", "int8"])
+def test_a_graph_reads_quantized_weights(ranks, kind):
+    """A graph would take a weight that bitsandbytes or torchao has quantized for numbers, or wait for its gradient."""
+    for package in PACKAGES:
+        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
+    (result,) = ranks(1).run(train_small, kind)
+    # Four parameters of each block, and the head.
+    assert result.from_graphs == [9, 9]
+    assert result.error < BOUND and result.moved > 1e-3
+
+
+@pytest.mark.slow
 @pytest.mark.table
 @vary(
     "kind, stage, backend, dtype",
@@ -195,6 +258,7 @@ def test_adapters_train_on_quantized_weights_and_are_merged(ranks, base, kind, s
 
 # In bf16 as traced. Generated code rounds at other places, and gradients of a small model then differ as much as they
 # do from those in fp32, with an engine or without.
+@pytest.mark.slow
 @vary("backend, dtype", [("eager", "fp32"), ("eager", "bf16"), ("inductor", "fp32")])
 @vary("checkpointing", ["reentrant", "non-reentrant"])
 @vary("kind", KINDS)
@@ -252,6 +316,7 @@ def save_and_resume(case, folder, excludes):
     return resumed
 
 
+@pytest.mark.slow
 @vary("excludes", [True, False])
 @vary("kind", KINDS)
 @vary("stage", [1, 2])

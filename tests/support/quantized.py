@@ -18,7 +18,7 @@ from support.training import batch, device, low_precision
 
 # What the tests need, as names of modules.
 PACKAGES = ("transformers", "accelerate", "peft", "bitsandbytes", "torchao")
-VOCABULARY, LAYERS = 64, 4
+VOCABULARY, LAYERS = 64, 3
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
