@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from support import cpu_budget, sanitizer, selection  # noqa: E402
+from support import cpu_budget, processor, sanitizer, selection  # noqa: E402, F401
 from support.pool import Ranks  # noqa: E402
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"

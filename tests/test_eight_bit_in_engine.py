@@ -3,8 +3,6 @@
 """``compile.optimizer_states: "8bit"`` in engines: training, numbers of ranks, overflows, checkpoints, refusals."""
 
 import dataclasses
-import subprocess
-import sys
 from typing import Any, Dict, List, NamedTuple
 
 import pytest
@@ -21,8 +19,9 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
-from support.checkpoints import Run, assert_same, compared, differing, sequences, start, state, train
+from support.checkpoints import Run, assert_same, compared, differing, sequences, start, state, to_universal, train
 from support.ids import vary
+from support.lifetime import take_elsewhere
 from support.options import outcome
 from support.training import ROUNDING, Case, compile_backend, device, make_engine, relative_error, total_error
 from support.training import build as build_case
@@ -66,14 +65,15 @@ class BothWays(NamedTuple):
 def train_both_ways(run, between=None):
     """Trains for five steps. ``between``: None, or "offload" to move states to the host and back before the fourth."""
     seen, blockwise = [], False
-    for config in (run.config, {**run.config, "compile": {}}):
-        module, engine = start(dataclasses.replace(run, config=config))
+    for each in (run, dataclasses.replace(run, config={**run.config, "compile": {}}, deepcompile=False)):
+        module, engine = start(each)
         trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
         begin = [each.detach().float().clone() for each in trained]
         train(engine, run, range(3))
         if between == "offload":
             engine.offload_states()
             assert all(value.is_cpu for states in states_of(engine) for value in states.values())
+            take_elsewhere(engine)
             engine.reload_states()
         train(engine, run, range(3, 5))
         blockwise = blockwise or all(map(is_blockwise, states_of(engine)))
@@ -99,6 +99,7 @@ def train_both_ways(run, between=None):
     ],
 )
 def test_it_trains_as_with_states_in_fp32(ranks, varied):
+    """Scales of the wrong blocks, or states of a step that overflowed, would leave the parameters far from these."""
     between = varied.get("between")
     run = run_of(**{name: value for name, value in varied.items() if name != "between"})
     for both in ranks(2).run(train_both_ways, run, between):
@@ -123,6 +124,7 @@ def overflow(run):
 
 @vary("stage", [1, 2])
 def test_an_overflow_leaves_states_as_they_are(ranks, stage):
+    """A block's scale would become infinite, and all its values with it."""
     for names in ranks(2).run(overflow, run_of(dtype="fp16", stage=stage, accumulation=1)):
         assert names == ["global_samples", "global_steps", "skipped_steps"]
 
@@ -155,14 +157,15 @@ def train_on_given_gradients(case):
     return offset, found, masters
 
 
+@vary("worlds", [[2], pytest.param([2, 3, 4], marks=pytest.mark.slow)])
 @vary("stage", [1, 2])
-def test_bits_do_not_depend_on_the_number_of_ranks(ranks, stage):
-    """But for the blocks that a boundary of partitions cuts."""
+def test_bits_do_not_depend_on_the_number_of_ranks(ranks, stage, worlds):
+    """Blocks that began with a partition, and not on one grid, would differ, and not only where a boundary cuts."""
     case = Case(model="AlignedBlocksWithin", stage=stage, adam=True, config=EIGHT_BITS, dtype="bf16")
     ((_, expected, masters),) = ranks(1).run(train_on_given_gradients, case)
     count = len(expected["exp_avg_scales"])
     assert count > 6, "too few blocks to compare"
-    for world in (2, 3, 4):
+    for world in worlds:
         results = ranks(world).run(train_on_given_gradients, case)
         cut = {offset // BLOCK for offset, *_ in results[1:] if offset % BLOCK}
         seen = set()
@@ -185,10 +188,10 @@ def test_bits_do_not_depend_on_the_number_of_ranks(ranks, stage):
 class Loaded(NamedTuple):
     differing: List[str]  # what differs after loading
     end: Any  # after two more steps, against the engine that went on
-    early: Any  # the same where the checkpoint was loaded before engine.compile()
 
 
-def save_and_load(run, folder):
+def save_and_load(run, folder, early):
+    """``early``: the checkpoint is loaded before engine.compile()."""
     _, engine = start(run)
     train(engine, run, range(4))
     before = state(engine)
@@ -197,27 +200,29 @@ def save_and_load(run, folder):
     train(engine, run, [4, 5])
     later = state(engine)
     engine.destroy()
-    ends = []
-    for early in (False, True):
-        _, engine = start_uncompiled(run, seed=1) if early else start(run, seed=1)
-        engine.load_checkpoint(folder, tag="saved")
-        if early:
-            engine.compile(backend=run.backend)
-        else:
-            loaded = state(engine)
-        train(engine, run, [4, 5])
-        ends.append(compared(state(engine), later, before))
-        engine.destroy()
-    return Loaded([name for name in differing(loaded, before) if "_codes" not in name], *ends)
+    _, engine = start_uncompiled(run, seed=1) if early else start(run, seed=1)
+    engine.load_checkpoint(folder, tag="saved")
+    if early:
+        engine.compile(backend=run.backend)
+    loaded = state(engine)
+    train(engine, run, [4, 5])
+    end = compared(state(engine), later, before)
+    engine.destroy()
+    return Loaded([name for name in differing(loaded, before) if "_codes" not in name], end)
 
 
+@vary("early", [False, True])
 @vary("stage, dtype", [(2, "fp32"), (1, "bf16")])
-def test_saved_and_loaded(ranks, tmp_path, stage, dtype):
+def test_saved_and_loaded(ranks, tmp_path, stage, dtype, early):
+    """Codes that a load took for fp32 values, or quantized once more, would be other states."""
     run = run_of(stage=stage, dtype=dtype, groups=2, schedule="LambdaLR")
-    for loaded in ranks(2).run(save_and_load, run, str(tmp_path)):
+    for loaded in ranks(2).run(save_and_load, run, str(tmp_path), early):
         assert loaded.differing == []
         assert_same(loaded.end, dtype)
-        assert_same(loaded.early, dtype)
+
+
+# Of these, one rank shows all that make test looks for: partitions that begin within a block have their own tests.
+WORLDS = [1, pytest.param(2, marks=pytest.mark.slow)]
 
 
 class There(NamedTuple):
@@ -265,8 +270,10 @@ def there_and_back(run, folder):
     return There(kinds, errors, ends, total_error(end, before))
 
 
-def test_from_states_in_fp32_and_back(ranks, tmp_path):
-    for there in ranks(2).run(there_and_back, run_of(stage=2, dtype="bf16"), str(tmp_path)):
+@vary("world", WORLDS)
+def test_from_states_in_fp32_and_back(ranks, tmp_path, world):
+    """Who turned the option on or off would go on with states of zero, or with codes for values."""
+    for there in ranks(world).run(there_and_back, run_of(stage=2, dtype="bf16"), str(tmp_path)):
         names = [name for each in map(names_of, SIGNED) for name in each]
         assert there.kinds == [sorted([*names, "step"]), sorted([*SIGNED, "step"])]
         assert max(there.errors) < 0.03 and max(there.ends) < 0.1 * there.moved, there
@@ -311,9 +318,11 @@ def reload(run, folder):
     return names, moved, loaded
 
 
-def test_loaded_and_saved_again(ranks, tmp_path):
+@vary("world", WORLDS)
+def test_loaded_and_saved_again(ranks, tmp_path, world):
+    """An engine that saves before it steps would save the form of the checkpoint that it loaded, or no form."""
     blocks = sorted([*(name for each in map(names_of, SIGNED) for name in each), FORM, "step"])
-    for names, moved, loaded in ranks(2).run(reload, run_of(stage=2), str(tmp_path)):
+    for names, moved, loaded in ranks(world).run(reload, run_of(stage=2), str(tmp_path)):
         assert names == [sorted([*SIGNED, "step"])] * 2 + [blocks]
         assert moved == loaded == 0
 
@@ -357,22 +366,15 @@ def step_uncompiled(run, folder):
     return found, total_error(end, before)
 
 
-def test_loaded_into_engines_that_step_uncompiled(ranks, tmp_path):
-    for found, moved in ranks(2).run(step_uncompiled, run_of(stage=2, dtype="bf16", groups=2), str(tmp_path)):
+@vary("world", WORLDS)
+def test_loaded_into_engines_that_step_uncompiled(ranks, tmp_path, world):
+    """DeepSpeed's own step would take codes for states."""
+    for found, moved in ranks(world).run(step_uncompiled, run_of(stage=2, dtype="bf16", groups=2), str(tmp_path)):
         assert moved > 1e-2 and max(error for _, error in found.values()) < 0.1 * moved, (found, moved)
         assert {why: blockwise for why, (blockwise, _) in found.items()} == {
             "refused": False,
             "in evaluation mode": True,
         }
-
-
-def to_universal(folder):
-    """Converts a checkpoint, and returns what the converter raised."""
-    arguments = ["--input_folder", f"{folder}/8bit", "--output_folder", f"{folder}/universal"]
-    arguments += ["--inject_missing_state", "--num_extract_workers", "1", "--num_merge_workers", "1"]
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True)
-    return finished.stderr[-2000:] if finished.returncode else ""
 
 
 def save_for_others(run, folder):
@@ -402,13 +404,23 @@ def load_universal(run, folder, begins):
     return names, values
 
 
-def test_universal_checkpoints(ranks, tmp_path):
-    """8-bit states become fp32 states in a universal checkpoint, for any number of ranks."""
-    # With three ranks, the partitions of two groups have padding.
+@pytest.mark.parametrize(
+    "saved_by, loads",
+    [
+        (2, [(1, "8bit", False)]),
+        (2, [(1, "8bit", True)]),
+        # With three ranks, the partitions of two groups have padding.
+        pytest.param(3, [(1, "8bit", False), (2, "8bit", True), (1, "fp32", True)], marks=pytest.mark.slow),
+    ],
+    ids=["ranks2", "ranks2-begun", "ranks3"],
+)
+def test_universal_checkpoints(ranks, tmp_path, saved_by, loads):
+    """8-bit states become fp32 states in a universal checkpoint. Others could not be cut for other partitions."""
     run = run_of(stage=1, model="BlocksWithin", groups=4)
-    expected = ranks(3).run(save_for_others, run, str(tmp_path))[0]
-    assert to_universal(tmp_path) == ""
-    for world, kind, begins in ((1, run, False), (2, run, True), (1, dataclasses.replace(run, config={}), True)):
+    expected = ranks(saved_by).run(save_for_others, run, str(tmp_path))[0]
+    to_universal(f"{tmp_path}/8bit", f"{tmp_path}/universal")
+    for world, states, begins in loads:
+        kind = run if states == "8bit" else dataclasses.replace(run, config={})
         for names, values in ranks(world).run(load_universal, kind, str(tmp_path), begins):
             assert ("exp_avg" in names) == (kind is not run) and ("exp_avg_codes" in names) == (kind is run)
             # 8-bit states are rounded anew.
@@ -431,6 +443,7 @@ def says_when_states_are_set(run):
 
 
 def test_states_cannot_be_set(ranks):
+    """A state of one parameter that was written would round its neighbours in a block, and nobody would know."""
     for kept, said in ranks(1).run(says_when_states_are_set, run_of()):
         assert kept
         assert said.startswith("RuntimeError: exp_avg is kept in 8 bits, and to set it would round other parameters'")
@@ -451,6 +464,7 @@ def says_in_a_step(run):
 
 
 def test_a_step_that_others_have_changed_is_refused(ranks):
+    """A hook that a user gave to step() would silently not run."""
     for said, moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
         assert said.startswith("RuntimeError: compile.optimizer_states='8bit' leaves the optimizer's own step() out")
         assert "master 0" in moved
@@ -493,27 +507,27 @@ REFUSALS = {
 }
 
 
-def refused(run, amsgrad):
-    """Returns what engine.compile() says."""
-    _, engine = start_uncompiled(run)
-    for group in engine.optimizer.optimizer.param_groups:
-        group["amsgrad"] = amsgrad
-    said = outcome(engine.compile, backend="eager")
-    engine.destroy()
+def refused():
+    """Returns what engine.compile() says, by the name of the refusal."""
+    said = {}
+    for name, refusal in REFUSALS.items():
+        _, engine = start_uncompiled(run_of(config=refusal.config, **refusal.case))
+        for group in engine.optimizer.optimizer.param_groups:
+            group["amsgrad"] = refusal.amsgrad
+        said[name] = outcome(engine.compile, backend="eager")
+        engine.destroy()
     return said
 
 
-@pytest.mark.parametrize("name", [*REFUSALS])
-def test_refused_states(ranks, name):
-    refusal = REFUSALS[name]
-    run = run_of(config=refusal.config, **refusal.case)
-    assert ranks(1).run(refused, run, refusal.amsgrad) == [
-        f"ValueError: DeepCompile with ZeRO stage 1: {refusal.says}"
-    ]
+def test_refused_states(ranks):
+    """Each of these would train with states in fp32, or raise in the first step."""
+    sentences = {name: f"ValueError: DeepCompile with ZeRO stage 1: {each.says}" for name, each in REFUSALS.items()}
+    assert ranks(1).run(refused) == [sentences]
 
 
 @pytest.mark.quick
 def test_the_key_names_a_format():
+    """A format that is misspelled, or asked for without DeepCompile, would leave states in fp32."""
     from deepspeed.compile.config import CompileConfig
 
     assert CompileConfig(deepcompile=True).optimizer_states is None

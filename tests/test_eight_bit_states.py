@@ -54,7 +54,10 @@ def searched(values, table):
 @pytest.mark.quick
 @vary("signed", [True, False])
 def test_codes_are_those_of_the_table(signed):
-    """At each midpoint of the table and some roundings around it, at each value, and at random ones of all sizes."""
+    """Codes are computed without a search, which rounding could put on the wrong side of a midpoint.
+
+    At each midpoint of the table and some roundings around it, at each value, and at random ones of all sizes.
+    """
     table, thresholds = (each.cpu() for each in make_map(signed, device()))
     assert len(table) == 256 and table[zero_code(signed)] == 0 and table[-1] == 1
     middle = ((table[1:].double() + table[:-1].double()) / 2).float()
@@ -75,12 +78,14 @@ def test_codes_are_those_of_the_table(signed):
 
 @vary("signed", [True, False])
 def test_maps_are_in_fp32_whatever_the_default_is(signed):
+    """A map that is made while a model is built in fp64 would make all codes of the process others."""
     with default_dtype(torch.float64):
         assert {each.dtype for each in make_map.__wrapped__(signed, torch.device("cpu"))} == {torch.float32}
 
 
 @vary("signed", [True, False])
 def test_maps_are_torchaos(signed):
+    """A map of our own would load checkpoints and compare with papers as if it were another one."""
     quantization = pytest.importorskip("torchao.optim.quant_utils", reason="needs torchao")
     table = make_map(signed, torch.device("cpu")).values
     assert table.tolist() == torch.tensor(quantization.create_dynamic_map(signed=signed)).tolist()
@@ -155,7 +160,10 @@ def flat_weights():
 
 @vary("ranks_count", [2, 3, 4, 5])
 def test_bits_do_not_depend_on_the_number_of_ranks(monkeypatch, ranks_count):
-    """Only blocks that a boundary of partitions cuts may differ. Parameters that are stepped first change nothing."""
+    """Blocks that begin with a partition, or with a range, and not on one grid, would be rounded otherwise.
+
+    Only blocks that a boundary of partitions cuts may differ. Parameters that are stepped first change nothing.
+    """
     # Larger gradients are read where they lie, in whole blocks.
     monkeypatch.setattr(of_partition, "IN_PLACE_NUMEL", 2 * BLOCK)
     flat, (one,) = flat_weights(), partitions(flat_weights(), 1)
@@ -204,7 +212,10 @@ KINDS = {
 
 @pytest.mark.parametrize("name", [*KINDS])
 def test_it_is_the_optimizers_own_step_but_for_rounding(name):
-    """With schedules of everything, of which the optimizer's own step knows nothing."""
+    """A kind of Adam whose decay, correction or sign the step mistakes would train as another one.
+
+    With schedules of everything, of which the optimizer's own step knows nothing.
+    """
     flat, make = flat_weights(), KINDS[name]
     expected = torch.nn.Parameter(flat.clone())
     own = make([expected])
@@ -232,8 +243,9 @@ def test_it_is_the_optimizers_own_step_but_for_rounding(name):
 
 @vary("adamw", [True, False])
 def test_beside_torchao(adamw):
-    """The same codes, scales and weights as torchao's optimizer has, where its scalars have the same bits.
+    """Torchao's optimizer has the same codes, scales and weights, where its scalars have the same bits.
 
+    A block whose scale is taken before the new moment, or with another rounding, would have others.
     From the third step on, its root of the correction is rounded otherwise, and with it the weights. Without decoupled
     decay, the states depend on the weights.
     """
@@ -289,7 +301,7 @@ def test_no_step_is_long_where_gradients_of_a_block_differ_much():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, because the kernel is for GPUs")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_kernel(monkeypatch, dtype):
-    """The kernel does what torch's operators do."""
+    """The kernel for GPUs would step the last block, which is not whole, with what lies behind it."""
     flat, found = flat_weights(), []
     for module in ("adam_kernel", "adam_of_blocks"):
         rank = OneRank(flat, 130, NUMEL, adamw)
@@ -339,12 +351,12 @@ def test_steps_at_midpoints(module):
 
 @pytest.mark.quick
 def test_other_entries_of_a_state_are_no_states_in_8_bits():
-    """Some optimizers keep a count beside the states of parameters."""
+    """A count that an optimizer keeps beside the states of parameters would be taken for codes."""
     assert not any(map(is_blockwise, (3, "codes", {}, {"step": 1})))
 
 
 def test_states_that_are_saved_and_loaded():
-    """A load by torch keeps the bits, and states in fp32 become 8-bit states and come from them."""
+    """A load by torch casts states to the parameter's dtype, which would make values of codes."""
     flat = flat_weights()
     rank = OneRank(flat, 130, NUMEL - 7, adamw)
     for seed in range(3):

@@ -5,6 +5,7 @@
 import itertools
 import logging
 
+import pytest
 import torch
 import torch.nn as nn
 
@@ -17,41 +18,64 @@ from support.muon import Training, check, products_in_fp32, seen, start, train, 
 from support.options import outcome
 from support.training import BOUND, as_recorded, device, forget_autocast, relative_error
 
+LARGE = {"depth": 3, "steps": 10, "compiled": True}
 
+
+@pytest.mark.table
 @vary(
     "world, varied",
     [
         (2, {"stage": 2, "accumulation": 2, "clipping": 1.0}),
-        (3, {"stage": 1, "method": "standard", "overlapped": True}),
-        (4, {"stage": 2, "depth": 1}),
-        (2, {"stage": 1, "aligned": True}),
-        (2, {"stage": 1, "accumulation": 2, "bucket": 10**6}),
+        (2, {"stage": 1, "aligned": True, "method": "standard", "overlapped": True, "depth": 3}),
         (2, {"stage": 2, "per_head": True, "bucket": 2000}),
-        (3, {"stage": 2, "clipping": 1.0, "dtype": "bf16", "recorded": True}),
-        (2, {"stage": 1, "dtype": "fp16", "clipping": 1.0}),
+        (2, {"stage": 2, "clipping": 1.0, "dtype": "bf16"}),
+        *(
+            pytest.param(world, varied, marks=pytest.mark.slow)
+            for world, varied in (
+                (2, {**LARGE, "stage": 2, "accumulation": 2, "clipping": 1.0}),
+                (3, {**LARGE, "stage": 1, "method": "standard", "overlapped": True}),
+                (4, {**LARGE, "stage": 2, "depth": 1}),
+                (2, {**LARGE, "stage": 1, "aligned": True}),
+                (2, {**LARGE, "stage": 1, "accumulation": 2, "bucket": 10**6}),
+                (2, {**LARGE, "stage": 2, "per_head": True, "bucket": 2000}),
+                (3, {**LARGE, "stage": 2, "clipping": 1.0, "dtype": "bf16", "recorded": True}),
+                (2, {**LARGE, "stage": 1, "dtype": "fp16", "clipping": 1.0}),
+            )
+        ),
     ],
 )
 def test_it_trains_as_without_deepcompile(ranks, world, varied):
+    """An update of a part of a matrix, or of parts in the wrong order, would be no orthogonal matrix."""
     training = Training(**varied)
     results = check(ranks(world).run(train_beside, training), training.dtype)
     assert results[0].steps == {"CompiledStep" if training.recorded else "OwnStep"}
     assert max(results[0].owners) > 1, "no boundary cuts a matrix"
-    if training.depth == 1:
+    if world == 4:
         assert max(results[0].owners) > 2, "no matrix lies in three partitions"
 
 
-def test_updates_of_all_kinds_of_batches_are_compiled():
-    """Of two groups, whose batches have as many matrices as fit together, those that are left over, or one."""
+SHAPES = [(16, 8), (8, 24), (4, 8), (8, 16), (24, 8)]  # of Qwen3, in small
+
+
+@pytest.mark.parametrize(
+    "limit, counts, shapes",
+    [(1, (1,), SHAPES[:2]), pytest.param(8, (10, 4, 1), SHAPES, marks=pytest.mark.slow)],
+    ids=["few", "torch's"],
+)
+def test_updates_of_all_kinds_of_batches_are_compiled(limit, counts, shapes):
+    """Beyond torch's limit of compilations, updates would run uncompiled.
+
+    Of two groups, whose batches have as many matrices as fit together, those that are left over, or one.
+    """
     torch._dynamo.reset()
-    shapes = [(16, 8), (4, 8), (8, 16), (24, 8), (8, 24)]  # of Qwen3, in small
     with (
         as_recorded(True),
         products_in_fp32(),
         torch.no_grad(),
-        torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
+        torch._dynamo.config.patch(recompile_limit=limit, fail_on_recompile_limit_hit=True),
     ):
         for momentum in (0.9, 0.95):
-            for count, (rows, columns) in itertools.product((10, 4, 1), shapes):
+            for count, (rows, columns) in itertools.product(counts, shapes):
                 gradient = torch.randn(count, rows, columns, device=device())
                 _update(gradient, torch.zeros_like(gradient), {"momentum": momentum})
     torch._dynamo.reset()
@@ -75,6 +99,7 @@ def overflow(training):
 
 
 def test_an_overflow_leaves_momentum_as_it_is(ranks):
+    """Updates are computed before the norm is known, so a step that is skipped could change the momentum."""
     for skipped, errors in ranks(2).run(overflow, Training(dtype="fp16", stage=2)):
         assert skipped == 1
         assert errors == [0.0, 0.0, 0.0]
@@ -105,9 +130,12 @@ def save_and_load(training, folder, saves):
     )
 
 
+@vary("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @vary("saves", ["DeepCompile", "DeepSpeed"])
-def test_checkpoints_go_both_ways(ranks, tmp_path, saves):
-    results = ranks(3).run(save_and_load, Training(stage=2), str(tmp_path), saves == "DeepCompile")
+def test_checkpoints_go_both_ways(ranks, tmp_path, world, saves):
+    """Momentum that lay in another order, or in the partition alone, would be that of other matrices after a load."""
+    training = Training(stage=2, **(LARGE if world == 3 else {}))
+    results = ranks(world).run(save_and_load, training, str(tmp_path), saves == "DeepCompile")
     for loaded, ends, moved in results:
         assert loaded == [0.0, 0.0, 0.0]
         assert moved > 1e-2
@@ -130,7 +158,10 @@ def norm_and_warnings(training):
 
 @vary("clipping, warned", [(1.0, True), (1000.0, False)], expects="warned")
 def test_clipping_is_told_with_its_number(ranks, clipping, warned):
-    """Of a model with a convolution too, which DeepSpeed without DeepCompile cannot train."""
+    """The number of the warning would be far from the norm that the engine reports, or would miss the convolution.
+
+    DeepSpeed without DeepCompile cannot train a convolution.
+    """
     training = Training(convolution=True, clipping=clipping)
     for rank, (norm, about, texts) in enumerate(ranks(2).run(norm_and_warnings, training)):
         assert abs(norm / about - 1) < 0.2, (norm, about)
@@ -138,21 +169,23 @@ def test_clipping_is_told_with_its_number(ranks, clipping, warned):
         assert not texts or f"about {about:.0f} in every step" in texts[0] and "gradient_clipping to 0" in texts[0]
 
 
+def raised(module, optimizer=None, **config):
+    """Returns what engine.compile() raises. Muon of the configuration, if no optimizer is given."""
+    zero = {"stage": 1, **config.pop("zero_optimization", {})}
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **config}
+    config |= {"compile": {"deepcompile": True}, "zero_allow_untested_optimizer": True}
+    if optimizer is None:
+        config["optimizer"] = {"type": "Muon", "params": {"lr": 0.01}}
+    forget_autocast()
+    arguments = {"model": module, "model_parameters": module.parameters(), "optimizer": optimizer}
+    engine = deepspeed.initialize(**arguments, config=config)[0]
+    said = outcome(engine.compile, backend="eager")
+    engine.destroy()
+    return said
+
+
 def refused():
     """Returns what engines with Muon raise that cannot train."""
-
-    def raised(module, optimizer=None, **config):
-        zero = {"stage": 1, **config.pop("zero_optimization", {})}
-        config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **config}
-        config |= {"compile": {"deepcompile": True}, "zero_allow_untested_optimizer": True}
-        if optimizer is None:
-            config["optimizer"] = {"type": "Muon", "params": {"lr": 0.01}}
-        forget_autocast()
-        arguments = {"model": module, "model_parameters": module.parameters(), "optimizer": optimizer}
-        engine = deepspeed.initialize(**arguments, config=config)[0]
-        said = outcome(engine.compile, backend="eager")
-        engine.destroy()
-        return said
 
     def layers():
         return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(device())
@@ -171,23 +204,36 @@ def refused():
         "bias": raised(*of_all(layers())),
         "heads": raised(*of_all(with_heads)),
         "subclass": raised(*of_all(layers(), Another)),
-        "owners": raised(nn.Linear(4, 4, bias=False).to(device())),
         "elastic": raised(layers(), zero_optimization={"elastic_checkpoint": True}),
         "offload": raised(layers(), zero_optimization={"offload_optimizer": {"device": "cpu"}}),
         "autocast": raised(layers(), torch_autocast={"enabled": True, "dtype": "float16"}),
     }
 
 
+REFUSED = "ValueError: DeepCompile with ZeRO stage 1"
+
+
 def test_refused_with_muon(ranks):
-    for said in ranks(3).run(refused):
+    """Each of these would train wrongly, or raise in the first step, where nothing names what to change."""
+    for said in ranks(1).run(refused):
         for name, part in {
             "bias": "use_muon, and its parameter 0.bias is no matrix",
             "heads": "muon_num_heads=3 of parameter weight does not divide its shape [4, 8] into heads; set it to",
             "subclass": "Another needs whole matrices, which it does not get from ZeRO; use DeepSpeed's own",
-            "owners": "each of Muon's 1 matrices would be orthogonalized on 3.0 ranks on average",
             "elastic": "zero_optimization.elastic_checkpoint cuts Muon's momentum",
             "offload": "zero_optimization.offload_optimizer is not supported with Muon",
             "autocast": "set torch_autocast.dtype to bfloat16",
         }.items():
-            assert said[name] and said[name].startswith("ValueError: DeepCompile with ZeRO stage 1"), said
+            assert said[name] and said[name].startswith(REFUSED), said
             assert part in said[name], said
+
+
+def one_matrix():
+    return raised(nn.Linear(4, 4, bias=False).to(device()))
+
+
+@pytest.mark.slow
+def test_partitions_smaller_than_matrices_are_refused(ranks):
+    for said in ranks(3).run(one_matrix):
+        assert said and said.startswith(REFUSED)
+        assert "each of Muon's 1 matrices would be orthogonalized on 3.0 ranks on average" in said

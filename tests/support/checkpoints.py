@@ -13,21 +13,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import deepspeed
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.runtime.lr_schedules import WarmupDecayLR
 
+from support import lifetime
 from support.models import VOCABULARY
 from support.training import (
+    OVERLAPPED,
     ROUNDING,
     Case,
-    Started,
     average_gradients,
     build,
     device,
-    forget_autocast,
-    low_precision,
-    offload,
     parameter_groups,
     total_error,
 )
@@ -37,7 +34,6 @@ EXACT = not torch.cuda.is_available()
 
 # Of a micro-batch, over all ranks: as many for each of two ranks as of three.
 SEQUENCES = 6
-OVERLAPPED = {"regional_compilation": True, "overlap_param_gather": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,41 +76,24 @@ def make_optimizer(module, run):
     return torch.optim.AdamW(groups, lr=0.02, eps=1e-4, weight_decay=0.1)
 
 
-def make_engine(module, run):
-    """Returns an engine, compiled if the run asks for that. Its schedule comes by one of the three ways there are."""
-    config = {
-        "train_micro_batch_size_per_gpu": SEQUENCES // dist.get_world_size(),
-        "gradient_accumulation_steps": run.accumulation,
-        "gradient_clipping": run.clipping,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": run.stage, "reduce_bucket_size": run.bucket},
-        "compile": {"deepcompile": run.deepcompile, **(OVERLAPPED if run.overlapped and run.deepcompile else {})},
-    }
-    config.update(low_precision(run.dtype, loss_scale_window=3))
-    for section, options in (run.config or {}).items():
-        config[section] = {**config.get(section, {}), **options}
-    if run.offloaded:
-        offload(config)
+def start(run, seed=0):
+    """Makes a module and its engine. Its schedule comes by one of the three ways there are."""
+    module = build(run, seed)
     optimizer, schedule = make_optimizer(module, run), None
+    config = {"train_micro_batch_size_per_gpu": SEQUENCES // dist.get_world_size(), **(run.config or {})}
+    if run.dtype == "fp16":
+        # No step that is compared raises the scale: there DeepSpeed divides gradients by the scale to come.
+        config["fp16"] = {"loss_scale_window": 3, **config.get("fp16", {})}
+    if run.overlapped and run.deepcompile:
+        config["compile"] = {**OVERLAPPED["compile"], **config.get("compile", {})}
     if run.schedule == "WarmupDecayLR":
         config["scheduler"] = {"type": run.schedule, "params": WARMUP_DECAY}
     elif run.schedule == "LambdaLR":
         schedule = SCHEDULES[run.schedule](optimizer)
     elif run.schedule:
         schedule = SCHEDULES[run.schedule]
-    forget_autocast()
-    engine = deepspeed.initialize(model=module, optimizer=optimizer, lr_scheduler=schedule, config=config)[0]
-    if run.deepcompile:
-        engine.compile(backend=run.backend)
-    return engine
-
-
-def start(run, seed=0):
-    """Makes a module and its engine, of which nothing has been compiled yet."""
-    torch._dynamo.reset()
-    module = build(run, seed)
-    return Started(module, make_engine(module, run))
+    case = dataclasses.replace(run, config=config)
+    return lifetime.start(case, module, optimizer=optimizer, lr_scheduler=schedule)
 
 
 class Plain:

@@ -15,11 +15,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from support.training import Started, batch, build, make_engine, train_plain
 
 
-def start(case, module=None):
-    """Makes a module and its engine, of which nothing has been compiled yet."""
+def start(case, module=None, **arguments):
+    """Makes a module and its engine, of which nothing has been compiled yet. ``arguments`` as in ``make_engine``."""
     torch._dynamo.reset()
     module = module or build(case)
-    return Started(module, make_engine(module, case))
+    return Started(module, make_engine(module, case, **arguments))
 
 
 def backward(engine, step=0, micro_step=0):

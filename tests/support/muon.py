@@ -7,7 +7,7 @@ Runs in the processes of ``support.pool``.
 
 import contextlib
 import dataclasses
-from typing import Any, Dict, List, NamedTuple, Optional, Set
+from typing import Dict, List, NamedTuple, Set
 from unittest import mock
 
 import torch
@@ -15,22 +15,22 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
 from deepspeed.compile.zero12.update import make_rules
 from deepspeed.compile.zero12.update.groups import StepOfGroups
 from deepspeed.compile.zero12.update.muon import MOMENTUM
 
+from support import lifetime
 from support.models import VOCABULARY
 from support.training import (
     NOTHING,
+    OVERLAPPED,
     ROUNDING,
+    Case,
     as_recorded,
     device,
-    forget_autocast,
     held,
-    low_precision,
     relative_error,
     total_error,
     updates_compiled_from,
@@ -38,33 +38,26 @@ from support.training import (
 
 # With a small eps, an element whose gradient is nothing but rounding would move as far as any other.
 MUON = {"muon_lr": 0.02, "adam_lr": 0.01, "eps": 0.1, "weight_decay": 0.1, "momentum": 0.9}
-OVERLAPPED = {"regional_compilation": True, "overlap_param_gather": True}
 
 
 @dataclasses.dataclass(frozen=True)
-class Training:
-    """What to train, and how."""
+class Training(Case):
+    """What to train, and how. Of one block, a boundary between two partitions cuts a matrix."""
 
-    stage: int = 1
-    accumulation: int = 1
-    dtype: str = "fp32"
-    clipping: float = 0.0
+    model: str = "Matrices"  # a key of MODELS
+    steps: int = 6
     method: str = "gram"
-    depth: int = 3
+    depth: int = 1
     convolution: bool = False
     per_head: bool = False
-    bucket: int = 150
-    steps: int = 10
     overlapped: bool = False
     aligned: bool = False  # whether there is padding between parameters, which come in round robin order
     recorded: bool = False  # whether recorded updates step partitions of any size
-    compiled: bool = True  # whether Newton-Schulz is compiled, which takes long
+    compiled: bool = False  # whether Newton-Schulz is compiled, which takes long
     torch_adam: bool = False  # torch's AdamW for the other parameters, instead of Muon's own
-    model: str = "Matrices"  # a key of MODELS
     base_model: str = ""  # the model that DeepSpeed trains without DeepCompile, if that is another one
     optimizer: str = ""  # "grouped": of parameter groups, or "made": made by the caller, who tags no parameter
     schedule: str = ""  # "WarmupLR" of the configuration, or "LambdaLR" of torch
-    config: Optional[Dict[str, Any]] = None
 
 
 class Block(nn.Module):
@@ -244,45 +237,37 @@ def products_in_fp32():
 
 def start(training, deepcompile, seed=0):
     """Returns a model and its engine."""
-    torch._dynamo.reset()
     if training.base_model and not deepcompile:
         training = dataclasses.replace(training, model=training.base_model)
     module = build(training, seed)
-    params = {**MUON, "ns_method": training.method, "per_head_muon": training.per_head}
+    arguments = {"model_parameters": grouped(module) if training.optimizer == "grouped" else module.parameters()}
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": training.accumulation,
-        "gradient_clipping": training.clipping,
-        "steps_per_print": 10**9,
-        "zero_optimization": {
-            "stage": training.stage,
-            "reduce_bucket_size": training.bucket,
-            "parameter_alignment": training.aligned,
-            "round_robin_gradients": training.aligned,
-        },
-        "compile": {"deepcompile": deepcompile, **(OVERLAPPED if training.overlapped and deepcompile else {})},
-        **low_precision(training.dtype, loss_scale_window=100),
+        "zero_optimization": {"parameter_alignment": training.aligned, "round_robin_gradients": training.aligned},
+        **(OVERLAPPED if training.overlapped and deepcompile else {}),
         **(training.config or {}),
     }
-    arguments = {"model_parameters": grouped(module) if training.optimizer == "grouped" else module.parameters()}
     if training.optimizer == "made":
         arguments = {"optimizer": made(module, tagged=not deepcompile)}
     else:
-        config["optimizer"] = {"type": "Muon", "params": {**params, "torch_adam": training.torch_adam}}
+        params = {"ns_method": training.method, "per_head_muon": training.per_head, "torch_adam": training.torch_adam}
+        config["optimizer"] = {"type": "Muon", "params": {**MUON, **params}}
     if training.schedule == "WarmupLR":
         config["scheduler"] = WARMUP
     elif training.schedule:
         arguments["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, FACTORS)
-    forget_autocast()
-    engine = deepspeed.initialize(model=module, config=config, **arguments)[0]
+    case = dataclasses.replace(training, config=config, deepcompile=deepcompile)
+    engine = lifetime.start(case, module, **arguments).engine
     if deepcompile:
-        engine.compile(backend="eager")
         engine.optimizer._zero12.rules = make_rules(compiles=training.recorded)
     return module, engine
 
 
-def run_step(engine, training):
+def step(engine, training, ids):
+    """Trains on a micro-batch."""
+    loss = engine(ids)
+    # DeepSpeed without DeepCompile updates matrices behind the backward.
     with contextlib.nullcontext() if training.compiled else torch.compiler.set_stance("force_eager"):
+        engine.backward(loss)
         engine.step()
 
 
@@ -290,13 +275,11 @@ def train(engine, training, steps):
     """Trains, and returns the learning rates of the parameter groups after each step."""
     rates = []
     with products_in_fp32():
-        for step in steps:
+        for number in steps:
             for micro_step in range(training.accumulation):
-                seed = 1000 * step + 100 * micro_step + dist.get_rank()
+                seed = 1000 * number + 100 * micro_step + dist.get_rank()
                 generator = torch.Generator().manual_seed(seed)
-                ids = torch.randint(0, VOCABULARY, (2, 5), generator=generator).to(device())
-                engine.backward(engine(ids))
-                run_step(engine, training)
+                step(engine, training, torch.randint(0, VOCABULARY, (2, 5), generator=generator).to(device()))
             rates.append([group["lr"] for group in engine.optimizer.param_groups])
     return rates
 

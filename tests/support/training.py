@@ -115,7 +115,11 @@ def forget_autocast():
     torch_autocast.TORCH_AUTOCAST_INITIALIZED, torch_autocast.TORCH_AUTOCAST_DTYPE = False, None
 
 
-def make_engine(module, case):
+def make_engine(module, case, **arguments):
+    """Returns an engine, compiled if the case asks for that.
+
+    ``arguments`` of ``deepspeed.initialize()``, if not only the case's optimizer.
+    """
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": case.accumulation,
@@ -131,7 +135,8 @@ def make_engine(module, case):
     if case.offloaded:
         offload(config)
     forget_autocast()
-    engine = deepspeed.initialize(model=module, optimizer=make_optimizer(module, case), config=config)[0]
+    arguments = arguments or {"optimizer": make_optimizer(module, case)}
+    engine = deepspeed.initialize(model=module, config=config, **arguments)[0]
     if case.deepcompile:
         engine.compile(backend=case.backend, compile_kwargs=dict(case.compile_kwargs or {}))
     return engine

@@ -4,16 +4,20 @@
 
 Dynamo, AOT Autograd and Inductor import modules and fill tables, and Inductor asks the compiler what it can compile.
 Each rank would take seconds for that, and ranks start anew whenever a test ends them or needs another number of them.
+So would each rank that asks for the processor.
 """
 
 from unittest import mock
 
+import cpuinfo
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from tqdm import tqdm
 
 from deepspeed.compile.zero12.native import reducer_module
+
+from support import processor  # noqa: F401
 
 
 def compile_a_model() -> None:
@@ -29,3 +33,4 @@ def compile_a_model() -> None:
 with config.patch(compile_threads=1), mock.patch.object(tqdm, "monitor_interval", 0):
     compile_a_model()
 reducer_module()
+cpuinfo.get_cpu_info()
