@@ -130,10 +130,10 @@ def check(results, dtype):
         assert trained.released
 
 
-@pytest.mark.quick
 @vary("change", WAYS)
 @vary("stage, groups, clipping", [(1, 1, 0.0), (2, 2, 0.05)])
 def test_a_flat_partition(ranks, change, stage, groups, clipping):
+    """A step that takes the flat partition would pass over gradients that the caller has put in its place."""
     case = Case(model="RepeatedLayers", stage=stage, groups=groups, clipping=clipping)
     check(ranks(2).run(train_changed, case, change), "fp32")
 
@@ -141,6 +141,7 @@ def test_a_flat_partition(ranks, change, stage, groups, clipping):
 @vary("change", WAYS)
 @vary("compiled, offloaded", [(False, False), (True, False), (True, True)])
 def test_gradients_in_memory_of_their_own(ranks, change, compiled, offloaded):
+    """A step that reads gradients in place, or ranges of them, would read the memory that the caller has replaced."""
     case = Case(model="RepeatedLayers", dtype="bf16", offloaded=offloaded)
     check(ranks(2).run(train_changed, case, change, compiled), "bf16")
 
@@ -201,6 +202,7 @@ def refuse(case, change):
     ],
 )
 def test_what_no_step_can_read(ranks, change, says):
-    for refused in ranks(2).run(refuse, Case(), change):
+    """A step would read beyond a tensor that is too small, or step half of the parameters before it raises."""
+    for refused in ranks(2).run(refuse, Case(model="FillsPartition"), change):
         assert says in refused.error
         assert refused.held == NOTHING and refused.next_error == 0

@@ -65,10 +65,10 @@ def nothing(module):
     pass
 
 
-@pytest.mark.quick
 @pytest.mark.sanitized
 @vary("stage, accumulation", [(1, 1), (2, 2), (1, 2)])
 def test_parameters_get_other_memory(ranks, stage, accumulation):
+    """The reducer would know a parameter by its memory, and lose gradients behind a hook that changes it."""
     check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), give_other_memory, nothing))
 
 
@@ -98,12 +98,12 @@ def zero_grad_of_optimizer(engine):
     engine.optimizer.zero_grad()
 
 
-@pytest.mark.quick
 @pytest.mark.sanitized
 @vary("drop", [zero_grad_of_engine, zero_grad_of_optimizer])
 @vary("bucket", [1, 40])
 @vary("stage", [1, 2])
 def test_a_hook_drops_gradients(ranks, stage, bucket, drop):
+    """A step would be taken with the half of the gradients that came after the hook had dropped the others."""
     results = ranks(2).run(drop_within, Case(stage=stage, bucket=bucket), drop)
     check([outcome for outcome, _ in results])
     for _, (told,) in results:
@@ -124,7 +124,8 @@ def train_with_default_device(case, device):
 
 
 @vary("device", ["meta", "cpu"])
-@vary("stage, backend", [(1, "eager"), (2, "inductor")])
+@vary("stage, backend", [(1, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)])
 def test_a_default_device_in_the_first_forward(ranks, stage, backend, device):
+    """Tensors that the passes make while they compile would be made on the caller's default device."""
     # One graph serves several blocks.
     check(ranks(2).run(train_with_default_device, Case("RepeatedLayers", stage=stage, backend=backend), device))

@@ -70,6 +70,7 @@ def compile_with_a_step_that_raises(case, step, compiled_again):
 )
 @vary("stage", [1, 2])
 def test_a_setup_that_raises_is_undone(ranks, stage, step, config, offloaded, compiled_again):
+    """Hooks, registrations or the optimizer's class would stay of a setup that did not come to its end."""
     case = Case(model="RepeatedLayers", stage=stage, config=config, offloaded=offloaded)
     for undone in ranks(2).run(compile_with_a_step_that_raises, case, step, compiled_again):
         assert undone.is_as_before and undone.registered == 0
@@ -96,6 +97,7 @@ def compile_with_a_block_that_raises(case):
 
 
 def test_a_block_that_raises_is_undone(ranks):
+    """The blocks before the one that raised would keep their compiled calls."""
     case = Case(model="RepeatedLayers", config=OVERLAPPED)
     for is_as_before, error in ranks(2).run(compile_with_a_block_that_raises, case):
         assert is_as_before and error < BOUND

@@ -130,6 +130,7 @@ def accumulate_over_streams(case, how):
     "model, backend", [("OneGraph", "eager"), ("OneGraph", "inductor"), ("EagerBlocks", "eager"), ("Wide", "eager")]
 )
 def test_micro_batches_on_two_streams(ranks, model, backend, bucket, how):
+    """The first stream would get memory back that the second, which runs behind, has still to read."""
     case = Case(model=model, backend=backend, bucket=bucket, accumulation=3 if how == "dropped" else 2, steps=4)
     for result in ranks(2).run(accumulate_over_streams, case, how):
         # The first steps compile.
@@ -140,6 +141,7 @@ def test_micro_batches_on_two_streams(ranks, model, backend, bucket, how):
 
 @pytest.mark.parametrize("how", ["joined", "unused"])
 def test_targets_of_two_streams(ranks, how):
+    """A target would belong to the stream that allocated it, and be used again while another stream adds to it."""
     case = Case(stage=2, accumulation=2, steps=4)
     for result in ranks(2).run(accumulate_over_streams, case, how):
         assert result.ahead >= 2 and result.intact
@@ -213,6 +215,7 @@ def _deferred_bytes():
 @pytest.mark.parametrize("model", ["OneGraph", "EagerBlocks"])
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
 def test_training_in_a_side_stream(ranks, stage, accumulation, model):
+    """The reducer would work on the default stream, and have the caller's wait for it."""
     case = Case(model=model, stage=stage, accumulation=accumulation, steps=4)
     for seen in ranks(2).run(train_in_a_side_stream, case):
         assert seen.error < BOUND
@@ -269,6 +272,7 @@ def memory_after_a_send_that_failed(numel=2**20):
 
 
 def test_memory_of_a_send_that_failed_is_not_used_again_too_early(ranks):
+    """The bucket of a send that raised half way would be freed while its first message is still read."""
     for seen in ranks(2).run(memory_after_a_send_that_failed):
         assert "not supported for NCCL" in seen.message
         assert seen.intact

@@ -164,6 +164,7 @@ def gradients_from_threads(route, flat, steps=20):
 @pytest.mark.parametrize("flat", [False, True], ids=["where-reduced", "flat"])
 @pytest.mark.parametrize("route", ["graph", "autograd"])
 def test_gradients_from_several_threads(ranks, route, flat):
+    """Two threads would add to one target at once, so that one of their gradients is lost."""
     for given in ranks(2).run(gradients_from_threads, route, flat):
         assert given.right and given.all_received
 
@@ -202,6 +203,7 @@ def reducers_in_threads(steps=10):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may wait for ever where communicators are used at once")
 def test_reducers_in_several_threads(ranks):
+    """Reducers would share state of the process without a lock while other threads make and close theirs."""
     for finished in ranks(2).run(reducers_in_threads):
         assert finished.right and finished.backwards == 3 * 10
 
@@ -243,13 +245,16 @@ def _closed_once(route, how):
     registered.reducer = None
     closed.set()
     thread.join()
+    if route == "autograd":
+        assert all(parameter.grad is not None for parameter in registered.parameters), "a gradient was lost"
     return messages
 
 
 @pytest.mark.parametrize("how", ["close", "close twice", "drop"], ids=["close", "close-twice", "drop"])
 @pytest.mark.parametrize("route", ["graph", "autograd"])
 def test_a_reducer_closed_during_a_backward(ranks, route, how):
+    """A thread would wait for ever, or write into memory that is gone, where another closes its reducer."""
     for messages in ranks(2).run(closed_meanwhile, route, how):
         # A gradient has nowhere to go then, but for that of code outside of graphs, which stays with its parameter.
         assert messages or route == "autograd"
-        assert all("destroyed" in message for message in messages), messages
+        assert [message for message in messages if "destroyed" not in message] == []

@@ -57,6 +57,7 @@ def train_zero3(case):
 @vary("backend", ["eager", "inductor"])
 @vary("model", ["OneGraph", "SeveralGraphs", "NoParametersFirstButGrad"])
 def test_zero3_trains_and_gives_its_buckets_back(ranks, model, backend):
+    """The base's ZeRO-3 would train otherwise, or keep its buckets, for a change of this fork in ``fx.py``."""
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     case = Case(model=model, stage=3, backend=backend, bucket=BUCKET, config=config)
     for result in ranks(2).run(train_zero3, case):
