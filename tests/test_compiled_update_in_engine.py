@@ -21,7 +21,7 @@ from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary
-from support.lifetime import backward, start, targets_at_calls
+from support.lifetime import backward, start, take_elsewhere, targets_at_calls
 from support.training import (
     BOUND,
     OVERLAPPED,
@@ -45,17 +45,19 @@ class BothWays(NamedTuple):
     states: float  # the error of momentum
 
 
-def train_both_ways(case, folder, between=None):
+def train_both_ways(case, folder, recorded, between=None):
     """Trains for five steps with compiled updates, and again without them.
 
-    ``between``: what happens before the fourth step: "load" (of a checkpoint of that moment) or "offload" (of states).
+    Args:
+        case: what to train.
+        folder: for checkpoints.
+        recorded: whether updates run as they are recorded.
+        between: what happens before the fourth step: "load" (of a checkpoint of that moment) or "offload" (of states).
     """
     run, ranges, seen = CompiledStep.run, [], []
     CompiledStep.run = lambda self, *args: ranges.append(1) or run(self, *args)
     try:
         for least in (2 * ALIGN_NUMEL, 2**30):
-            # A C++ compiler takes long, so on a CPU some cases run as they are recorded.
-            recorded = device().type == "cpu" and case.dtype == "fp32"
             with updates_compiled_from(least, 32), ranges_of(48), as_recorded(recorded):
                 module, engine = start(case)
                 # As with the backend "inductor", which would take long to compile the model.
@@ -69,6 +71,7 @@ def train_both_ways(case, folder, between=None):
                         engine.load_checkpoint(folder, tag=str(least))
                     elif between == "offload" and step == 3:
                         engine.offload_states()
+                        take_elsewhere(engine)
                         engine.reload_states()
                     backward(engine, step)
                     engine.step()
@@ -99,10 +102,14 @@ def train_both_ways(case, folder, between=None):
         {"dtype": "bf16", "stage": 2, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
     ],
 )
-def test_an_engine_compiles_its_updates(ranks, tmp_path, varied):
+# A C++ compiler takes long, so on a CPU most updates run as they are recorded.
+@vary("world, recorded", [(1, True), pytest.param(2, False, marks=pytest.mark.slow)])
+def test_an_engine_compiles_its_updates(ranks, tmp_path, world, recorded, varied):
+    """An update that was compiled for other states, for example those before a load, would step these still."""
     between = varied.get("between")
     case = Case(**{"model": "RepeatedLayers", **{name: varied[name] for name in varied if name != "between"}})
-    for both in ranks(2).run(train_both_ways, case, tmp_path, between):
+    recorded = recorded and device().type == "cpu"
+    for both in ranks(world).run(train_both_ways, case, tmp_path, recorded, between):
         assert both.ranges > 10
         # A rounding of a master weight may round a parameter otherwise.
         assert both.error < ROUNDING[case.dtype] * both.moved and both.moved > 1e-3, both
@@ -111,7 +118,7 @@ def test_an_engine_compiles_its_updates(ranks, tmp_path, varied):
 
 def gradients_in_a_compiled_step(case):
     """Returns how many targets exist each time that a range is stepped, while it reads its gradient."""
-    with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48):
+    with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48), as_recorded(device().type == "cpu"):
         _, engine = start(case)
         engine.optimizer._zero12.rules = make_rules(compiles=True)
         return targets_at_calls(compiled_update, "_rows", engine, steps=3)
@@ -178,32 +185,52 @@ def train_by_configuration(folder):
 
 
 def test_a_training_by_configuration(ranks, tmp_path):
-    """DeepSpeed's own AdamW and warm-up, interrupted and resumed."""
-    for trained in ranks(2).run(train_by_configuration, str(tmp_path)):
+    """An update that was compiled for a rate of zero, or for the rate before the interruption, would go on with it."""
+    for trained in ranks(1).run(train_by_configuration, str(tmp_path)):
         assert trained.optimizer == "FusedAdam"
         assert trained.ranges > 10
         assert trained.error < BOUND and trained.moved > 1e-2
 
 
 def test_a_gradient_is_released_after_its_last_range(ranks):
+    """A compiled update that kept its gradients would hold those of the whole model."""
     case = Case(dtype="bf16", model="RepeatedLayers")
-    for counts in ranks(2).run(gradients_in_a_compiled_step, case):
+    for counts in ranks(1).run(gradients_in_a_compiled_step, case):
         assert counts == sorted(counts, reverse=True)
         assert counts[0] > 5 and counts[-1] <= 2
 
 
-def rules_of(backend, **compile_kwargs):
-    _, engine = start(Case(backend=backend, compile_kwargs=compile_kwargs))
-    rules = engine.optimizer._zero12.rules
-    engine.destroy()
-    return [type(rule) for rule in rules]
+def kinds_of_rules():
+    """Returns the types of an engine's rules, by what the engine is compiled with."""
+
+    def rules(backend, **compile_kwargs):
+        engine = start(Case("FillsPartition", backend=backend, compile_kwargs=compile_kwargs)).engine
+        found = [type(rule) for rule in engine.optimizer._zero12.rules]
+        engine.destroy()
+        return found
+
+    found = {
+        "inductor": rules("inductor"),
+        "eager": rules("eager"),
+        "disabled for the engine": rules("inductor", disable=True),
+    }
+    # What the variable TORCH_COMPILE_DISABLE does before torch is imported.
+    with torch._dynamo.config.patch(disable=True):
+        found["disabled for all"] = rules("inductor")
+    return found
 
 
 def test_updates_are_compiled_with_inductor(ranks):
-    assert ranks(1).run(rules_of, "inductor") == [[CompiledUpdates, OwnRanges]]
-    assert ranks(1).run(rules_of, "eager") == [[OwnRanges]]
-    assert ranks(1).run(rules_of, "inductor", disable=True) == [[OwnRanges]]
-    assert ranks(1, TORCH_COMPILE_DISABLE="1").run(rules_of, "inductor") == [[OwnRanges]]
+    """Who asked torch not to compile would wait for a compiler all the same."""
+    own = [OwnRanges]
+    assert ranks(1).run(kinds_of_rules) == [
+        {
+            "inductor": [CompiledUpdates, OwnRanges],
+            "eager": own,
+            "disabled for the engine": own,
+            "disabled for all": own,
+        }
+    ]
 
 
 def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
@@ -244,7 +271,7 @@ def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
 @vary("model", ["BlocksWithin", "AlignedBlocksWithin"])
 @vary("groups", [1, 2])
 def test_what_a_forward_needs_first_is_sent_first(ranks, model, groups):
-    """The parameters outside of blocks are stepped and sent before the blocks are stepped."""
+    """The forward would wait for the parameters outside of blocks until the blocks are stepped."""
     case = Case(dtype="bf16", model=model, groups=groups, config=OVERLAPPED)
     (first, total), (second, other) = ranks(2).run(order_of_a_step, case)
     assert total == other
@@ -262,7 +289,7 @@ def raising_on(rank):
 
 
 def test_one_rank_cannot_compile_its_update(ranks):
-    """That rank steps by itself and sends later than the other rank, and both have the same parameters."""
+    """Ranks that agreed on an order by what they had compiled would wait for each other."""
     case = Case(dtype="bf16", model="BlocksWithin", config=OVERLAPPED)
     (first, total), (second, other) = ranks(2).run(order_of_a_step, case, fails_on=1)
     assert "stepped" in first and "stepped" not in second
@@ -271,7 +298,7 @@ def test_one_rank_cannot_compile_its_update(ranks):
 
 
 def test_an_all_gather_waits_for_all_ranges(ranks):
-    """Where one collective gathers all parameters, no range is stepped before the others, and training is the same."""
+    """Where one collective gathers all parameters, it would send those that are not stepped yet."""
     case = Case(dtype="bf16", model="BlocksWithin", config=OVERLAPPED)
     for (done, total), (_, broadcast) in zip(
         ranks(2).run(order_of_a_step, case, 0), ranks(2).run(order_of_a_step, case), strict=True

@@ -68,6 +68,7 @@ def draw_gradients(seed):
 @vary("size", [1, 3, 7, 32, 50, 100])
 @pytest.mark.parametrize("factor", [None, 1 / 3], ids=["unscaled", "scaled"])
 def test_gradient(size, factor):
+    """A range that begins or ends within a gradient, or in padding, would get the elements of its neighbour."""
     given, flat = draw_gradients(0)
     gradient = PartitionGradient(given, factor and torch.tensor([factor]), torch.empty(0), torch.bfloat16)
     assert not given
@@ -79,6 +80,7 @@ def test_gradient(size, factor):
 @pytest.mark.quick
 @pytest.mark.parametrize("factor", [None, 1 / 3], ids=["unscaled", "scaled"])
 def test_a_gradient_in_one_tensor_is_not_copied(factor):
+    """A copy would take the memory of a whole partition, which a gradient in one tensor saves."""
     flat = torch.randn(NUMEL)
     expected, gradients = flat.clone(), Views({2: flat[2:7], 7: flat[7:27]})
     gradients.flat_partition = flat
@@ -93,6 +95,7 @@ def test_a_gradient_in_one_tensor_is_not_copied(factor):
 @pytest.mark.quick
 @pytest.mark.parametrize("method", ["scaled", "unscaled"])
 def test_pictures_show_the_memory_of_a_range_with_gradients(method):
+    """The picture would count the memory of a range as activations, because no name tells it."""
     views, _ = draw_gradients(0)
     gradient = PartitionGradient(views, None, torch.empty(0), torch.bfloat16)
     with torch.profiler.profile() as profiler:
@@ -103,6 +106,7 @@ def test_pictures_show_the_memory_of_a_range_with_gradients(method):
 @pytest.mark.quick
 @pytest.mark.parametrize("returned", [0, 8])
 def test_a_rule_that_does_not_say_how_far_it_went(returned):
+    """A rule that returns nothing, or too much, would be called for ever, or leave elements out."""
     step = mock.Mock(run=lambda *_: returned)
     with pytest.raises(RuntimeError, match=f"from 0 to 4 at most and returned {returned}; a rule must return"):
         Ranges(step, 4, None, lambda *_: None).step_rest()
@@ -111,6 +115,7 @@ def test_a_rule_that_does_not_say_how_far_it_went(returned):
 @pytest.mark.quick
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_ranges_step_as_the_whole(name):
+    """An optimizer that counts a step for each range, or cuts no state, trains otherwise than whole."""
     torch.manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(NUMEL))
     cut = copy.deepcopy(whole)
@@ -142,6 +147,7 @@ def test_ranges_step_as_the_whole(name):
 
 
 def test_what_must_be_stepped_whole():
+    """An optimizer that looks at a whole parameter, as at its norm, would look at a range."""
     parameter = torch.nn.Parameter(torch.ones(4))
 
     class Own(torch.optim.AdamW):
@@ -244,6 +250,7 @@ ON_THE_INSTANCE = [
 @pytest.mark.quick
 @pytest.mark.parametrize("replace", ON_THE_INSTANCE)
 def test_a_step_that_was_replaced(replace):
+    """What a user put in place of step() would be left out, because ranges call the class's own."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
     assert may_be_cut(optimizer)
     replace(optimizer)
@@ -273,14 +280,15 @@ def of_made_source(function):
 @pytest.mark.parametrize("replaced", [of_a_mock, of_a_cache, of_made_source])
 @pytest.mark.parametrize("owner, name", [(torch.optim.AdamW, "step"), (ADAM, "adam")], ids=["step", "adam"])
 def test_a_replacement_that_is_no_plain_function(owner, name, replaced):
+    """A replacement without code or module to read would raise, or pass for torch's own."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
     with mock.patch.object(owner, name, replaced(getattr(owner, name))):
         assert not may_be_cut(optimizer)
     assert may_be_cut(optimizer)
 
 
-@pytest.mark.quick
 def test_what_was_looked_at_keeps_no_optimizer():
+    """A cache of what was looked at would keep each optimizer, and with it all states, for ever."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
     assert may_be_cut(optimizer)
     reference, optimizer = weakref.ref(optimizer), None
@@ -290,6 +298,7 @@ def test_what_was_looked_at_keeps_no_optimizer():
 
 @pytest.mark.quick
 def test_a_function_that_calls_itself_by_its_closure():
+    """Looking through closures would go round and round in a function that is its own."""
     namespace = {"__name__": "torch.made"}
     exec("def make():\n    def again(): return again\n    return again", namespace)
     with mock.patch.object(ADAM, "made", namespace["make"](), create=True):
@@ -309,7 +318,7 @@ def test_a_function_that_calls_itself_by_its_closure():
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_function_that_was_replaced_for_all_optimizers(owner, name, before):
-    """Before an optimizer is made, or later. Torch marks as its own what it finds on a class."""
+    """Torch marks as its own what it finds on a class, so what was replaced before would pass for torch's."""
 
     def make():
         return torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
@@ -323,6 +332,7 @@ def test_a_function_that_was_replaced_for_all_optimizers(owner, name, before):
 
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE_OPTIMIZERS, "DeepSpeed's"])
 def test_what_torch_itself_puts_around_a_step(name):
+    """Schedulers and torch.compile wrap each step(), after which no optimizer would be stepped in ranges."""
     make = {**OPTIMIZERS, **MORE_OPTIMIZERS, "DeepSpeed's": lambda p: deepspeed_adam(p, True)}[name]
     optimizer = make([torch.nn.Parameter(torch.ones(4, device=device()))])
     assert may_be_cut(optimizer)
@@ -396,7 +406,7 @@ def step_with_halves(case, place, compiled):
 @vary("compiled", [False, True])
 @vary("groups", [1, 2])
 def test_a_users_step_is_called_as_without_ranges(ranks, place, compiled, groups):
-    """Once for each parameter group, with the gradient of the whole partition."""
+    """Ranges would call it several times for a parameter group, each time with a part of the gradient."""
     case = Case(dtype="bf16", model="RepeatedLayers", clipping=0.1, groups=groups)
     for halved in ranks(2).run(step_with_halves, case, place, compiled):
         assert halved.seen == halved.seen_without
@@ -433,9 +443,8 @@ def steps_in_ranges(case):
     return Stepped([calls.count((50, step)) for step in range(3)], relative_error(*trained))
 
 
-@pytest.mark.quick
 def test_an_engine_steps_in_ranges(ranks):
-    """bf16 gradients are scaled into one range of fp32 after the other, and a parameter may lie in several."""
+    """An engine that scales all gradients into fp32 at once takes the memory that ranges save."""
     for stepped in ranks(2).run(steps_in_ranges, Case(dtype="bf16", clipping=0.1)):
         assert stepped.pieces[0] > 5 and stepped.pieces == 3 * stepped.pieces[:1]
         assert stepped.error == 0
@@ -448,6 +457,7 @@ def gradients_within_a_step(case):
 
 
 def test_a_gradient_is_released_after_its_last_range(ranks):
+    """A list of gradients that a step keeps to its end would hold those of the whole model."""
     for counts in ranks(2).run(gradients_within_a_step, Case(dtype="bf16", model="RepeatedLayers")):
         assert counts == sorted(counts, reverse=True)
         assert counts[0] > 5 and counts[-1] <= 2
@@ -496,7 +506,7 @@ def scaled_gradients_kept(case, compiled):
 @vary("compiled", [False, True])
 @vary("overlapped", [False, True])
 def test_no_scaled_gradient_outlives_the_step_of_its_group(ranks, compiled, overlapped):
-    """Otherwise those of all parameter groups would exist at once."""
+    """A reference that the step's last call leaves would let those of all parameter groups exist at once."""
     case = Case(dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED if overlapped else {})
     for kept in ranks(2).run(scaled_gradients_kept, case, compiled):
         assert kept == 3 * [0, 0]
@@ -542,7 +552,7 @@ def states_of_ranges_kept(case):
 
 
 def test_no_state_of_a_range_outlives_the_step_of_the_range(ranks):
-    """The optimizer makes them in the first step. Otherwise those of all parameter groups would exist at once."""
+    """In the first step, which makes states, those of all groups would exist at once beside the whole ones."""
     for kept in ranks(2).run(
         states_of_ranges_kept, Case(dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED)
     ):
@@ -563,6 +573,7 @@ class Interrupted(torch.optim.SGD):
 
 @pytest.mark.quick
 def test_an_interrupted_optimizer_has_its_groups():
+    """An interrupt would leave the optimizer with a range in place of its parameter groups."""
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = Interrupted([parameter], lr=0.1, momentum=0.9)
     parameter.grad = torch.ones(4)
@@ -604,4 +615,5 @@ def ranges_of_a_loaded_state(case):
 
 
 def test_a_loaded_state_is_stepped_in_ranges(ranks):
+    """A load replaces states and groups, of which ranges would still cut the old ones."""
     assert ranks(2).run(ranges_of_a_loaded_state, Case(dtype="bf16")) == [0, 0]
