@@ -22,6 +22,7 @@ from deepspeed.compile.memory_picture.__main__ import main
 from deepspeed.compile.memory_picture.record import flattened, storages
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 
+from support.beside import logged
 from support.engines import batch, build
 from support.subclasses import Scaled
 from support.training import Case, engine_by_configuration, make_engine
@@ -32,22 +33,6 @@ DRAWERS = {"matplotlib": ("draw_png", ".png"), "plotly": ("draw_html", ".html")}
 CASE = Case(model="RepeatedLayers", accumulation=2, dtype="bf16")
 # Tensors of a few elements come and go beside those that a test counts.
 SLACK = 4096
-
-
-@contextlib.contextmanager
-def logged():
-    """Yields the list of what DeepSpeed logs meanwhile."""
-    logger, lines = logging.getLogger("DeepSpeed"), []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    logger.addHandler(handler)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.setLevel(level)
-        logger.removeHandler(handler)
 
 
 def about_pictures(lines):
@@ -88,7 +73,7 @@ def train(engine, case, step, within=lambda: None):
 
 def record(case, folder):
     torch._dynamo.reset()
-    with logged() as lines:
+    with logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder))
         owned = []
         for step in range(5):
@@ -137,6 +122,7 @@ def is_rounded(recorded, counted):
 
 
 def test_the_data_is_what_the_engine_knows(recorded, folder):
+    """A tensor that is classified by where it was allocated, and not by who holds it, counts for the wrong band."""
     for rank, truth in enumerate(recorded):
         assert truth.files == [f"step3-rank{rank}.{suffix}" for suffix in ("html", "json", "png")]
         step = data.read(folder / f"step3-rank{rank}.json")
@@ -164,6 +150,7 @@ def test_the_data_is_what_the_engine_knows(recorded, folder):
 
 
 def test_only_the_recorded_step_is_touched(recorded):
+    """Methods that stay wrapped would slow each later step."""
     wrapped = ["_backward_epilogue", "_backward_prologue", "backward", "step"]
     for truth in recorded:
         # Two micro-batches a step.
@@ -181,6 +168,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("case", OTHERS, ids=["offloaded", "overlapped", "subclass"])
 def test_other_ways_to_train(ranks, tmp_path, case):
+    """Memory on the host, on its way, or of a weight made of two tensors, would be left out of the picture."""
     for rank, truth in enumerate(ranks(2).run(record, case, tmp_path)):
         step = data.read(tmp_path / f"step3-rank{rank}.json")
         assert set(step.held[data.PARAMETERS]) == {truth.parameters}
@@ -217,6 +205,7 @@ def without_deepcompile(case, folder):
 
 
 def test_without_the_key_and_without_deepcompile(ranks, recorded, tmp_path):
+    """An engine without the key would carry a recorder, or one without DeepCompile would record nothing."""
     assert ranks(2).run(without_the_key, CASE) == [(False, [])] * 2
     for rank, size in enumerate(ranks(2).run(without_deepcompile, CASE, tmp_path)):
         step = data.read(tmp_path / f"step2-rank{rank}.json")
@@ -232,7 +221,7 @@ class Boom(Exception):
 def raises_within(case, folder, where):
     """Has the recorded step raise; returns what was raised, what was logged and the names of the files."""
     torch._dynamo.reset()
-    with logged() as lines:
+    with logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder, step=2))
         train(engine, case, 0)
 
@@ -259,6 +248,7 @@ def raises_within(case, folder, where):
 
 @pytest.mark.parametrize("where", ["forward", "backward", "step"])
 def test_a_step_that_raises_is_drawn_and_the_error_passes(ranks, tmp_path, where):
+    """The step that runs out of memory is the one to look at, and a recorder could hide its error or its picture."""
     case = dataclasses.replace(CASE, accumulation=1)
     for rank, (caught, lines, files) in enumerate(ranks(2).run(raises_within, case, tmp_path, where)):
         assert caught == "Boom"
@@ -271,7 +261,7 @@ def test_a_step_that_raises_is_drawn_and_the_error_passes(ranks, tmp_path, where
 def ends_early(case, folder):
     """Destroys an engine twice before its step comes; returns what was logged."""
     torch._dynamo.reset()
-    with logged() as lines:
+    with logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder))
         train(engine, case, 0)
         engine.destroy()
@@ -279,10 +269,10 @@ def ends_early(case, folder):
         return about_pictures(lines)
 
 
-def several_engines(case, folder):
-    """Trains two engines in turn that record the same step; returns the files of this rank."""
+def several_engines(case, folder, count):
+    """Trains engines in turn that record the same step; returns the files of this rank."""
     torch._dynamo.reset()
-    engines = [make_engine(build(case), with_picture(case, folder, step=1)) for _ in range(2)]
+    engines = [make_engine(build(case), with_picture(case, folder, step=1)) for _ in range(count)]
     for step in range(2):
         losses = [engine(batch(step, 0, dist.get_rank(), 4)) for engine in engines]
         for engine, loss in zip(engines, losses):
@@ -300,7 +290,7 @@ def beside_another_profiler(case, folder):
     The profiler warms up in the step that is to be recorded, and records the next.
     """
     torch._dynamo.reset()
-    with logged() as lines:
+    with logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder, step=1))
         schedule = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], schedule=schedule) as profiler:
@@ -312,22 +302,25 @@ def beside_another_profiler(case, folder):
 
 
 def test_training_that_ends_before_the_step(ranks, tmp_path):
+    """Nobody would know why there is no picture."""
     for (line,) in ranks(2).run(ends_early, CASE, tmp_path):
         assert "training ended after 1 of the 3 steps" in line and "memory_picture.step" in line
     assert list(tmp_path.iterdir()) == []
 
 
 def test_several_engines_record_one_after_the_other(ranks, tmp_path):
-    case = dataclasses.replace(CASE, accumulation=1)
-    for rank, files in enumerate(ranks(2).run(several_engines, case, tmp_path)):
-        # The second engine waits until the first one's step has ended.
-        assert files == [f"step1-rank{rank}.json", f"step2-rank{rank}.json"]
-    for rank, files in enumerate(ranks(2).run(several_engines, case, tmp_path)):
-        # No file of an earlier run is lost.
-        assert f"step1-rank{rank}-2.json" in files and len(files) == 4
+    """Two profilers at once raise, and the second engine would write over the first one's files."""
+    case = dataclasses.replace(CASE, accumulation=1, model="FillsPartition")
+    (files,) = ranks(1).run(several_engines, case, tmp_path, 2)
+    # The second engine waits until the first one's step has ended.
+    assert files == ["step1-rank0.json", "step2-rank0.json"]
+    (files,) = ranks(1).run(several_engines, case, tmp_path, 1)
+    # No file of an earlier run is lost.
+    assert files == ["step1-rank0-2.json", "step1-rank0.json", "step2-rank0.json"]
 
 
 def test_another_profiler_is_left_alone(ranks, tmp_path):
+    """Recording would stop the profiler of the user's."""
     for lines, works in ranks(2).run(beside_another_profiler, dataclasses.replace(CASE, accumulation=1), tmp_path):
         assert works
         assert len(lines) == 1 and "profiler" in lines[0]
@@ -356,6 +349,7 @@ def refusals(folder):
 
 
 def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
+    """A training would find out at its step that it cannot write, hours later."""
     (tmp_path / "file").touch()
     for stage_0, stage_3, unwritable, no_step in ranks(2).run(refusals, tmp_path):
         for stage, said in ((0, stage_0), (3, stage_3)):
@@ -404,7 +398,7 @@ def without(library, how):
 def record_without(case, folder, library, how):
     """Records the first step without a library; returns all that was logged of pictures."""
     torch._dynamo.reset()
-    with without(library, how), logged() as lines:
+    with without(library, how), logged(logging.INFO) as lines:
         engine = make_engine(build(case), with_picture(case, folder, step=1))
         train(engine, case, 0)
         engine.destroy()
@@ -414,6 +408,7 @@ def record_without(case, folder, library, how):
 @pytest.mark.parametrize("library", DRAWERS)
 @pytest.mark.parametrize("how", ["missing", "broken"])
 def test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn(ranks, tmp_path, library, how):
+    """A library that cannot be imported would end the training."""
     (other,) = {*DRAWERS} - {library}
     pytest.importorskip(other, reason=LIBRARIES_MISSING)
     first, last = ranks(2).run(record_without, dataclasses.replace(CASE, accumulation=1), tmp_path, library, how)
@@ -437,6 +432,7 @@ def made_up(**more) -> data.StepMemory:
 
 
 def test_the_command_lays_two_steps_over_each_other(recorded, folder, tmp_path, capsys):
+    """A page that fetches its script shows nothing on a machine without a network."""
     files = [str(folder / f"step3-rank{rank}.json") for rank in range(2)]
     assert main([*files, "--out", str(tmp_path / "both")]) == 0
     assert "rank 0 of 2: peak" in capsys.readouterr().out
@@ -459,6 +455,7 @@ def test_the_command_lays_two_steps_over_each_other(recorded, folder, tmp_path, 
     ],
 )
 def test_the_command_refuses_other_files_in_a_sentence(tmp_path, capsys, content, sentence):
+    """A file of another version would be drawn wrongly, or a traceback would stand for a sentence."""
     file = tmp_path / "other.json"
     if content is not None:
         file.write_text(content)
@@ -470,6 +467,7 @@ def test_the_command_refuses_other_files_in_a_sentence(tmp_path, capsys, content
 
 @pytest.mark.quick
 def test_peaks_and_thinning():
+    """A course that is thinned to its every tenth value would lose the peak."""
     step = made_up()
     peak = step.peak()
     assert (peak.second, peak.bytes, peak.phase) == (1.0, 800 * 2**20, "backward")
@@ -485,6 +483,7 @@ def test_peaks_and_thinning():
 
 @pytest.mark.quick
 def test_memory_that_is_freed_unseen():
+    """An address that is given out again, where the release was not seen, would count twice."""
     from deepspeed.compile.memory_picture.classify import _Allocations
 
     blocks = _Allocations({512: (40, data.TARGETS)})
@@ -521,6 +520,7 @@ class Quantized(torch.Tensor):
 
 
 def test_the_memory_of_tensors_that_are_made_of_others():
+    """A tensor that is made of others has no memory of its own, and asking it for some raises."""
     made = Quantized(torch.zeros(512, dtype=torch.uint8), torch.zeros(2))
     kept = flattened([[made, None], torch.zeros(3)])
     assert [size for _, size, _ in storages({data.OPTIMIZER_STATES: kept}, "cpu")] == [512, 8, 12]

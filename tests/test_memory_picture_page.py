@@ -10,6 +10,8 @@ from deepspeed.compile.memory_picture import data
 
 from support.browser import browser
 
+pytestmark = pytest.mark.program("deepspeed/compile/memory_picture", "tests/support/browser.py")
+
 DESK, PHONE = (1280, 900), (390, 844)
 # The x axis of the picture that Plotly holds now.
 RANGE = "return document.querySelector('.js-plotly-plot')._fullLayout.xaxis.range"
