@@ -5,6 +5,7 @@
 import dataclasses
 from typing import NamedTuple
 
+import pytest
 import torch
 
 from support.ids import vary
@@ -48,16 +49,17 @@ def load_with_and_without_deepcompile(folder, case):
     return Loaded(*(total_error(masters, saved) for masters in loaded), total_error(*continued))
 
 
+@pytest.mark.table
 @vary(
     "options, exact",
     [({}, True), ({"elastic_checkpoint": True}, True), ({"load_from_fp32_weights": False}, False)],
     expects="exact",
 )
-def test_loading(ranks, tmp_path, options, exact):
-    for stage in (1, 2):
-        case = Case(model=SMALL, stage=stage, dtype="bf16", config={"zero_optimization": options})
-        folder = str(tmp_path / str(stage))
-        for loaded in ranks(2).run(load_with_and_without_deepcompile, folder, case):
-            assert loaded.error == loaded.error_without
-            assert (loaded.error == 0) == exact
-            assert loaded.continued < ROUNDING["bf16"]
+@vary("stage", [1, 2])
+def test_loading(ranks, tmp_path, stage, options, exact):
+    """An option would choose what is loaded with DeepCompile otherwise than without it."""
+    case = Case(model=SMALL, stage=stage, dtype="bf16", config={"zero_optimization": options})
+    for loaded in ranks(2).run(load_with_and_without_deepcompile, str(tmp_path), case):
+        assert loaded.error == loaded.error_without
+        assert (loaded.error == 0) == exact
+        assert loaded.continued < ROUNDING["bf16"]

@@ -12,6 +12,7 @@ from typing import List, NamedTuple
 
 import pytest
 import torch
+from test_options_honoured import ALSO_HARMLESS, HARMLESS
 from test_options_refused import REFUSED
 from test_options_refused_by_deepspeed import REFUSED_BY_DEEPSPEED
 from test_options_refused_engines import REFUSED_ENGINES
@@ -42,6 +43,7 @@ def documented():
 
 @pytest.mark.quick
 def test_every_field_is_documented():
+    """A new DeepSpeed would have an option of which nobody has looked at what DeepCompile does with it."""
     from deepspeed.compile.config import CompileConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -61,6 +63,7 @@ def test_every_field_is_documented():
 
 @pytest.mark.quick
 def test_every_argument_of_compile_is_documented():
+    """A new torch would have an argument of which nobody has looked at what DeepCompile does with it."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     names = set(documented())
@@ -71,12 +74,14 @@ def test_every_argument_of_compile_is_documented():
 
 @pytest.mark.quick
 def test_what_is_warned_of_is_documented_as_warned():
+    """The page would promise a warning that no test has seen, or not tell of one."""
     rows = documented()
     assert {name for name, row in rows.items() if "Warned" in row.text} == {*WARNED, *ALSO_WARNED}
 
 
 @pytest.mark.quick
 def test_what_is_refused_is_documented_as_refused():
+    """The page would promise a refusal that no test has seen, or not tell of one."""
     rows = documented()
     refused = {name for name, row in rows.items() if re.search("refused(?! by DeepSpeed)", row.text, re.IGNORECASE)}
     assert refused == {*REFUSED, *REFUSED_ENGINES}
@@ -84,7 +89,19 @@ def test_what_is_refused_is_documented_as_refused():
     assert by_deepspeed == {*REFUSED_BY_DEEPSPEED}
 
 
+@pytest.mark.quick
+def test_what_has_no_effect_is_documented_so():
+    """The page would say of an option that it has no effect, and no test would have trained with it."""
+    rows = {name: row for name, row in documented().items() if "test_harmless" in row.tests}
+    sections = {"zero_optimization": {*HARMLESS["zero_optimization"], *ALSO_HARMLESS}, "compile": HARMLESS["compile"]}
+    given = {f"{section}.{name}" for section, names in sections.items() for name in names}
+    given |= HARMLESS.keys() - {*sections, "fp16"}
+    assert {name for name, row in rows.items() if re.match("No effect|Stage 3", row.text)} - given == set()
+    assert given - rows.keys() == set()
+
+
 def test_the_documentation_names_tests():
+    """The page would name a test that has another name now."""
     sources = "".join(path.read_text() for path in TESTS.glob("test_*.py"))
     tests = {*re.findall(r"^def (test_\w+)", sources, re.MULTILINE)}
     assert {name for name, row in documented().items() if not row.tests or not tests.issuperset(row.tests)} == set()

@@ -5,81 +5,110 @@
 With each, training on two ranks gives the parameters of a plain loop.
 """
 
+import dataclasses
 import gc
 import re
+from types import SimpleNamespace
 from typing import List, NamedTuple, Optional, Tuple
+from unittest import mock
 
+import pytest
 import torch
 
-from support.ids import vary
-from support.options import SMALL, train_and_collect_output, train_both_stages
-from support.training import BOUND, NOTHING, Case, Trained, batch, build, make_engine, train_beside_plain_loop
+from deepspeed.compile.zero12 import native, set_up
 
-# What has no counterpart in the reducer, chooses between ways to the same gradients, or is the base's to do: training
-# is right with these values, and with the defaults, which every other test has.
+from support.ids import vary
+from support.options import SMALL, train_and_collect_output, train_both_stages, train_each_beside_plain_loop
+from support.training import (
+    BOUND,
+    NOTHING,
+    Case,
+    Trained,
+    batch,
+    build,
+    check_trained,
+    make_engine,
+    train_beside_plain_loop,
+)
+
+# What has no counterpart in the reducer, chooses between ways to the same gradients, or is read with other options
+# only. All are given at once: training must come to the same bits as without them.
 HARMLESS = {
-    "contiguous_gradients": {"config": {"zero_optimization": {"contiguous_gradients": False}}},
-    "use_multi_rank_bucket_allreduce": {"config": {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}}},
-    "reduce_scatter": {"config": {"zero_optimization": {"reduce_scatter": False}}},
-    "allgather": {"config": {"zero_optimization": {"allgather_partitions": False, "allgather_bucket_size": 2}}},
-    "no-offload": {
-        "config": {"zero_optimization": {"offload_optimizer": {"device": "none"}, "cpu_offload_param": False}}
+    "zero_optimization": {
+        "contiguous_gradients": False,
+        "use_multi_rank_bucket_allreduce": False,
+        "reduce_scatter": False,
+        "allgather_partitions": False,
+        "allgather_bucket_size": 2,
+        "offload_optimizer": {"device": "none"},
+        "cpu_offload_param": False,
+        "cpu_offload_use_pin_memory": True,
+        "ignore_unused_parameters": False,
+        "sub_group_size": 10,
+        "stage3_prefetch_bucket_size": 10,
+        "stage3_param_persistence_threshold": 10,
+        "stage3_model_persistence_threshold": 10,
+        "stage3_max_live_parameters": 10,
+        "stage3_max_reuse_distance": 10,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "stage3_module_granularity_threshold": 10,
+        "stage3_use_all_reduce_for_fetch_params": True,
+        "stage3_allgather_sequential": True,
+        "memory_efficient_linear": False,
+        "pipeline_loading_checkpoint": True,
+        "override_module_apply": False,
+        "log_trace_cache_warnings": True,
+        "enable_sanity_checks": True,
+        "save_muon_momentum_buffer_in_memory": True,
+        "leaf_module": {"names": ["head"]},
     },
-    "prescale_gradients": {
-        "config": {
-            "prescale_gradients": True,
-            "gradient_predivide_factor": 8,
-            # DeepSpeed itself declines the two in stage 2 otherwise.
-            "zero_optimization": {"reduce_scatter": False},
-        },
-    },
-    "of-stage-3": {
-        "config": {
-            "zero_optimization": {
-                "sub_group_size": 10,
-                "stage3_prefetch_bucket_size": 10,
-                "stage3_param_persistence_threshold": 10,
-                "stage3_model_persistence_threshold": 10,
-                "stage3_max_live_parameters": 10,
-                "stage3_max_reuse_distance": 10,
-                "stage3_gather_fp16_weights_on_model_save": True,
-                "stage3_module_granularity_threshold": 10,
-                "stage3_use_all_reduce_for_fetch_params": True,
-                "stage3_allgather_sequential": True,
-                "zero_hpz_partition_size": 1,
-                "memory_efficient_linear": False,
-                "pipeline_loading_checkpoint": True,
-                "override_module_apply": False,
-                "log_trace_cache_warnings": True,
-                "enable_sanity_checks": True,
-                "save_muon_momentum_buffer_in_memory": True,
-                "leaf_module": {"names": ["head"]},
-            },
-        },
-    },
-    "of-what-is-off": {
-        "model": "FrozenAndUnused",
-        "config": {
-            "zero_optimization": {"cpu_offload_use_pin_memory": True, "ignore_unused_parameters": False},
-            "compile": {"free_activation_threshold": 1, "offload_activation_pin_memory": False, "passes": ["z1"]},
-            "fp16": {"enabled": False, "auto_cast": True},
-            "comms_logger": {"enabled": False},
-            "seq_parallel_communication_data_type": "fp16",
-            "disable_allgather": True,
-        },
-    },
-    "reports": {
-        "steps": 1,
-        "accumulation": 1,
-        "config": {"dump_state": True, "memory_breakdown": True, "steps_per_print": 1},
-    },
-    "synchronize": {"config": {"compile": {"sync_before_reduce": True, "sync_after_reduce": True}}},
+    "compile": {"free_activation_threshold": 1, "offload_activation_pin_memory": False, "passes": ["z1"]},
+    "fp16": {"enabled": False, "auto_cast": True},
+    "comms_logger": {"enabled": False},
+    "seq_parallel_communication_data_type": "fp16",
+    "disable_allgather": True,
+    "prescale_gradients": True,
+    "gradient_predivide_factor": 8,
+}
+ALSO_HARMLESS = {
+    # With the value that it has anyway.
+    "zero_hpz_partition_size": 1,
+    # The same option in another word. DeepSpeed takes one of them.
+    "stage3_gather_fp16_weights_on_model_save": True,
 }
 
 
-@vary("name", HARMLESS)
-def test_harmless(ranks, name):
-    train_both_stages(ranks, **HARMLESS[name])
+def taken_by(config):
+    """What DeepSpeed has made of the section ``zero_optimization``: the options that are not as by default."""
+    engine = make_engine(build(Case(model=SMALL)), Case(model=SMALL, config=config))
+    taken = {each.alias or name: name for name, each in type(engine._config.zero_config).model_fields.items()}
+    given = engine._config.zero_config
+    changed = {
+        alias
+        for alias, name in taken.items()
+        if getattr(given, name, None) != type(given).model_fields[name].get_default(call_default_factory=True)
+    }
+    engine.destroy()
+    return changed
+
+
+@vary("stage", [1, 2])
+def test_harmless(ranks, stage):
+    """An option would be refused, or change gradients, that the documentation says has no effect."""
+    case = Case(model="FrozenAndUnused", stage=stage, accumulation=2, steps=2)
+    zero_optimization = {**HARMLESS["zero_optimization"], **ALSO_HARMLESS}
+    del zero_optimization[f"stage3_gather_{'fp16' if stage == 1 else '16bit'}_weights_on_model_save"]
+    cases = [case, dataclasses.replace(case, config={**HARMLESS, "zero_optimization": zero_optimization})]
+    for without, with_options in ranks(2).run(train_each_beside_plain_loop, cases):
+        check_trained([without])
+        assert with_options == without
+
+
+def test_harmless_options_are_taken(ranks):
+    """An option of the test above would have a name or a value by which DeepSpeed changes nothing."""
+    (taken,) = ranks(1).run(taken_by, {"zero_optimization": HARMLESS["zero_optimization"]})
+    # DeepSpeed drops this deprecated option when it has read it.
+    assert HARMLESS["zero_optimization"].keys() - taken == {"cpu_offload_param"}
 
 
 @vary(
@@ -90,69 +119,116 @@ def test_harmless(ranks, name):
         {"round_robin_gradients": True, "parameter_alignment": True},
     ],
 )
-def test_layouts_of_the_flat_partition(ranks, config):
-    # Clipping needs the norm, which must pair each view of the partition with its parameter and skip the padding.
-    train_both_stages(ranks, groups=2, clipping=0.05, model="OddSizes", config={"zero_optimization": config})
+@vary("stage", [1, 2])
+def test_layouts_of_the_flat_partition(ranks, stage, config):
+    """The norm would pair a view of the partition with another's parameter, or count the padding."""
+    config = {"zero_optimization": config}
+    case = Case("OddSizes", stage=stage, accumulation=2, steps=2, groups=2, clipping=0.05, config=config)
+    check_trained(ranks(2).run(train_beside_plain_loop, case))
 
 
-def test_overlap(ranks):
-    def memory(zero_options, compile_options):
-        config = {"zero_optimization": zero_options, "compile": compile_options}
-        results = train_both_stages(ranks, model="OneGraph", bucket=400, steps=1, accumulation=1, config=config)
-        return [result.counters["peak_bucket"] for result in results]
+@vary(
+    "waits, overlaps",
+    [
+        ({"zero_optimization": {"overlap_comm": False}}, {"zero_optimization": {"overlap_comm": True}}),
+        ({"compile": {"double_buffer": False}}, {}),
+        ({"compile": {"sync_after_reduce": True}}, {}),
+    ],
+)
+def test_overlap(ranks, waits, overlaps):
+    """An option would be ignored by which a bucket has to arrive before the next one fills, and memory doubles."""
+    # Each of the two gradients is a bucket.
+    case = Case(model=SMALL, stage=2, steps=1, bucket=100)
+    cases = [dataclasses.replace(case, config=config) for config in (waits, overlaps)]
+    for results in ranks(2).run(train_each_beside_plain_loop, cases):
+        waiting, overlapping = (result.counters["peak_bucket"] for result in check_trained(results))
+        assert 0 < waiting < overlapping
 
-    overlapping = memory({}, {})
-    assert memory({"overlap_comm": True}, {}) == overlapping
-    # One bucket fills while another one travels, unless the first has to arrive before.
-    waiting = memory({"overlap_comm": False}, {})
-    assert memory({}, {"double_buffer": False}) == waiting
-    assert all(less < more for less, more in zip(waiting, overlapping))
+
+def read_by_the_reducer(config):
+    """Compiles an engine; returns what the reducer was told."""
+    told, module = {}, native.reducer_module()
+
+    def make(*args, **kwargs):
+        told.update(kwargs)
+        return module.Reducer(*args, **kwargs)
+
+    case = Case(model=SMALL, config=config)
+    with mock.patch.object(set_up, "reducer_module", lambda: SimpleNamespace(**{**vars(module), "Reducer": make})):
+        make_engine(build(case), case).destroy()
+    return told
 
 
-def test_reduce_bucket_size(ranks):
+@vary("option", ["sync_before_reduce", "sync_after_reduce"])
+def test_synchronize(ranks, option):
+    """The reducer would not be told to wait for the device, which nothing shows on a CPU, whose device is the host."""
+    word = option.replace("sync", "synchronize").removesuffix("_reduce")
+    for asked in (True, False):
+        (told,) = ranks(1).run(read_by_the_reducer, {"compile": {option: asked}})
+        assert told[word] is asked
+
+
+@vary("bucket", [1, 300])
+def test_reduce_bucket_size(ranks, bucket):
+    """More than a bucket and one gradient would be on their way at once."""
     largest_gradient = 192 * 4
-    for bucket in (1, 300):
-        for result in train_both_stages(ranks, model="OneGraph", bucket=bucket, steps=1, accumulation=1):
-            assert result.counters["peak_pending"] <= 4 * bucket + largest_gradient
+    for result in train_both_stages(ranks, model="RepeatedLayers", bucket=bucket, steps=1, accumulation=1):
+        assert result.counters["peak_pending"] <= 4 * bucket + largest_gradient
 
 
-class Norms(NamedTuple):
-    """What an engine says of the norm of a step's gradients; None if it says nothing."""
-
-    computed: Optional[float]
-    skipped: Optional[float]  # with ``compute_grad_norm: false``
+class StepWithNorm(NamedTuple):
+    norm: Optional[float]  # that the engine says the gradients of the step have; None if it says nothing
+    parameters: List[float]  # after the step
 
 
 def train_with_and_without_norm(stage):
     """Trains for one step with the norm of the gradients and one without."""
-    norms = []
+    found = []
     for options in ({}, {"compute_grad_norm": False}):
         case = Case(model=SMALL, stage=stage, config={"zero_optimization": options})
-        engine = make_engine(build(case), case)
+        module = build(case)
+        engine = make_engine(module, case)
         engine.backward(engine(batch(0, 0, torch.distributed.get_rank(), 4)))
         engine.step()
-        norms.append(engine.get_global_grad_norm())
+        norm = engine.get_global_grad_norm()
+        parameters = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+        found.append(StepWithNorm(None if norm is None else float(norm), parameters.tolist()))
         engine.destroy()
-    return Norms(*(None if norm is None else float(norm) for norm in norms))
+    return found
 
 
-def test_compute_grad_norm(ranks):
-    train_both_stages(ranks, config={"zero_optimization": {"compute_grad_norm": False}})
-    for stage in (1, 2):
-        norms, of_other_rank = ranks(2).run(train_with_and_without_norm, stage)
-        assert norms.computed > 0 and norms.skipped is None and of_other_rank == norms
+@vary("stage", [1, 2])
+def test_compute_grad_norm(ranks, stage):
+    """Ranks would wait for a norm for which nobody has asked, or each would have a norm of its own."""
+    (computed, skipped), of_other_rank = ranks(2).run(train_with_and_without_norm, stage)
+    assert computed.norm > 0 and skipped.norm is None and of_other_rank == [computed, skipped]
+    assert computed.parameters == skipped.parameters
 
 
 def test_debug_log(ranks):
+    """A graph would be missing from the log by which people look for a fault, or be logged without its reductions."""
     config = {"log_level": "info", "compile": {"debug_log": True}}
-    for stage in (1, 2):
-        case = Case(stage=stage, model="SeveralGraphs", steps=1, config=config)
-        results = ranks(2).run(train_and_collect_output, case)
-        assert all(result.trained.error < BOUND for result in results)
-        output = results[0].output
-        graphs = [int(index) for index in re.findall(r"^DeepCompile graph (\d+), forward:", output, re.MULTILINE)]
-        assert sorted(graphs) == [0, 1, 2]
-        assert output.count("deepcompile.end_backward.default") == 3
+    case = Case(model="SeveralGraphs", steps=1, config=config)
+    (result,) = ranks(1).run(train_and_collect_output, case)
+    graphs = [int(index) for index in re.findall(r"^DeepCompile graph (\d+), forward:", result.output, re.MULTILINE)]
+    assert sorted(graphs) == [0, 1, 2]
+    assert result.output.count("deepcompile.end_backward.default") == 3
+
+
+@pytest.mark.parametrize(
+    "option, says",
+    [
+        ("dump_state", r"DeepSpeedEngine configuration:"),
+        ("memory_breakdown", r"Engine before forward[\s\S]*Engine after backward"),
+        ("steps_per_print", r"step=1, skipped=0, lr="),
+    ],
+)
+def test_reports(ranks, option, says):
+    """A report that somebody asks for would not be there under DeepCompile."""
+    case = Case(model=SMALL, steps=1, config={"log_level": "info", option: 1 if option == "steps_per_print" else True})
+    (result,) = ranks(1).run(train_and_collect_output, case)
+    assert re.search(says, result.output)
+    assert result.trained.error < BOUND
 
 
 class WithoutCollector(NamedTuple):
@@ -173,14 +249,15 @@ def train_without_collector(case):
     return WithoutCollector(trained, before, during, gc.isenabled())
 
 
-def test_disable_python_gc(ranks):
-    for stage in (1, 2):
-        case = Case(model=SMALL, stage=stage, accumulation=2, config={"disable_python_gc": True})
-        for result in ranks(2).run(train_without_collector, case):
-            assert result.trained.error < BOUND
-            assert (result.enabled_before, result.enabled_during, result.enabled_after) == (True, False, True)
-            # Nothing waits for the collector.
-            assert all(after == NOTHING for after in result.trained.held), result.trained.held
+@vary("stage", [1, 2])
+def test_disable_python_gc(ranks, stage):
+    """Gradient memory would wait for the garbage collector, which an engine's end would also leave disabled."""
+    case = Case(model=SMALL, stage=stage, accumulation=2, config={"disable_python_gc": True})
+    for result in ranks(2).run(train_without_collector, case):
+        assert result.trained.error < BOUND
+        assert (result.enabled_before, result.enabled_during, result.enabled_after) == (True, False, True)
+        # Nothing waits for the collector.
+        assert all(after == NOTHING for after in result.trained.held), result.trained.held
 
 
 # What the engine does around the forward -------------------------------------------------------------------------
@@ -245,10 +322,11 @@ def train_and_measure(stage):
     return AroundTheForward(module.formats, times, steps, seconds, hooks=len(module._forward_pre_hooks))
 
 
-def test_around_the_forward(ranks):
-    for stage in (1, 2):
-        for seen in ranks(2).run(train_and_measure, stage):
-            assert seen.formats == [(torch.float16, torch.float16)] * 5
-            assert all(time > 0 for time in seen.times)
-            assert seen.steps == 5 and seen.seconds > 0
-            assert seen.hooks == 0
+@vary("stage", [1, 2])
+def test_around_the_forward(ranks, stage):
+    """An input would not be cast, a forward not be timed, or a hook stay on the module when the engine has ended."""
+    (seen,) = ranks(1).run(train_and_measure, stage)
+    assert seen.formats == [(torch.float16, torch.float16)] * 5
+    assert all(time > 0 for time in seen.times)
+    assert seen.steps == 5 and seen.seconds > 0
+    assert seen.hooks == 0

@@ -5,7 +5,6 @@
 import dataclasses
 from typing import Dict, List, NamedTuple, Optional
 
-import pytest
 import torch
 
 from support.beside import warnings_logged
@@ -96,10 +95,6 @@ def train_as_without_deepcompile(case, spoil):
     )
 
 
-def train_as_without_deepcompile_in_stages(stages, case, spoil):
-    return [train_as_without_deepcompile(dataclasses.replace(case, stage=stage), spoil) for stage in stages]
-
-
 @dataclasses.dataclass(frozen=True)
 class Format:
     """A choice of number formats. Sizes are in bytes of an element."""
@@ -163,14 +158,13 @@ FORMATS = {
 }
 
 
-@pytest.mark.quick
-@vary("name", FORMATS)
-def test_formats(ranks, name):
+@vary("name, stage", [(name, stage) for name, how in FORMATS.items() for stage in how.stages])
+def test_formats(ranks, name, stage):
+    """A gradient would be sent, kept or rounded in another format than asked for, or other steps would be skipped."""
     how = FORMATS[name]
     # One bucket, so that all gradients are on their way at the same time.
-    case = dataclasses.replace(how.case, model=SMALL, accumulation=2, bucket=10**6)
-    results = ranks(2).run(train_as_without_deepcompile_in_stages, how.stages, case, how.spoil)
-    for rank, result in ((rank, result) for rank, of_stages in enumerate(results) for result in of_stages):
+    case = dataclasses.replace(how.case, model=SMALL, stage=stage, accumulation=2, bucket=10**6)
+    for rank, result in enumerate(ranks(2).run(train_as_without_deepcompile, case, how.spoil)):
         assert result.peak_pending == SMALL_NUMEL * sum(how.sent)
         assert result.peak_bound == SMALL_NUMEL * how.kept
         assert result.held == NOTHING

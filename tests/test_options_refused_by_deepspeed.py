@@ -109,7 +109,8 @@ def meet_refusals_of_deepspeed(refusals):
 
 
 def test_refused_by_deepspeed(ranks):
+    """A new DeepSpeed would take an option that it refused, and of which DeepCompile does not know what to do."""
     refusals = {**REFUSED_BY_DEEPSPEED, **ALSO_REFUSED_BY_DEEPSPEED}
-    for met in ranks(2).run(meet_refusals_of_deepspeed, refusals):
-        begun = {name: Met(when, (raised or "")[: len(refusals[name].says)]) for name, (when, raised) in met.items()}
-        assert begun == {name: Met(refusal.when, refusal.says) for name, refusal in refusals.items()}
+    (met,) = ranks(1).run(meet_refusals_of_deepspeed, refusals)
+    begun = {name: Met(when, (raised or "")[: len(refusals[name].says)]) for name, (when, raised) in met.items()}
+    assert begun == {name: Met(refusal.when, refusal.says) for name, refusal in refusals.items()}

@@ -13,6 +13,7 @@ import torch
 
 from deepspeed.compile.zero12 import wait_for_parameters
 
+from support.beside import logged
 from support.training import (
     BOUND,
     ROUNDING,
@@ -40,10 +41,10 @@ def train_each_beside_plain_loop(cases):
     return [train_beside_plain_loop(case) for case in cases]
 
 
-def train_both_stages(ranks, **varied):
+def train_both_stages(ranks, world=2, **varied):
     """Results by stage of rank 0, after comparing every rank's parameters with the plain loop's."""
     cases = [Case(**{"model": SMALL, "steps": 2, "accumulation": 2, "stage": stage, **varied}) for stage in (1, 2)]
-    results = ranks(2).run(train_each_beside_plain_loop, cases)
+    results = ranks(world).run(train_each_beside_plain_loop, cases)
     for of_rank in results:
         check_trained(of_rank)
     return results[0]
@@ -55,20 +56,11 @@ class WithOutput(NamedTuple):
 
 
 def train_and_collect_output(case):
-    """Trains a case beside a plain loop."""
-    logger, printed, logged = logging.getLogger("DeepSpeed"), io.StringIO(), []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logger.addHandler(handler)
-    level = logger.level
-    try:
-        with contextlib.redirect_stdout(printed):
-            result = train_beside_plain_loop(case)
-    finally:
-        logger.removeHandler(handler)
-        # DeepSpeed keeps it for the life of the process.
-        logger.setLevel(level)
-    return WithOutput(result, "\n".join([*logged, printed.getvalue()]))
+    """Trains a case beside a plain loop. Collects warnings, and with ``log_level: info`` whatever DeepSpeed says."""
+    level = logging.INFO if (case.config or {}).get("log_level") == "info" else logging.WARNING
+    with logged(level) as texts, contextlib.redirect_stdout(io.StringIO()) as printed:
+        result = train_beside_plain_loop(case)
+    return WithOutput(result, "\n".join([*texts, printed.getvalue()]))
 
 
 def prepare(case):
