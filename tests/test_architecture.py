@@ -12,8 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE = ROOT / "deepspeed" / "compile"
 ZERO12 = COMPILE / "zero12"
@@ -119,6 +117,7 @@ def floors(names):
 
 
 def test_imports_lead_down():
+    """Two files would need each other, so that neither can be read, tested or replaced alone."""
     trees = modules()
     floor = floors(trees)
     assert {*trees} - {*floor, "config", "memory_picture", "zero12.graph"} == set(), "say in FLOORS where these stand"
@@ -129,7 +128,7 @@ def test_imports_lead_down():
 
 
 def test_the_recorder_needs_no_deepspeed():
-    """The benchmark measures other systems with it, where no DeepSpeed or another one is installed."""
+    """The benchmark could not measure other systems, where no DeepSpeed or another one is installed."""
     for path in (COMPILE / "memory_picture").glob("*.py"):
         if path.stem in ("of_engine", "__main__"):
             continue
@@ -141,7 +140,7 @@ def test_the_recorder_needs_no_deepspeed():
 
 
 def test_the_compiler_and_tensors_of_meshes_are_imported_when_they_are_needed():
-    """They take as long to import as all else of DeepSpeed, whose launcher and commands never need them."""
+    """The launcher and all commands would take twice as long to start, and they need neither."""
     code = "import sys, deepspeed; print([name for name in sys.argv[1:] if name in sys.modules])"
     # Not in the checkout's own folder, whose deepspeed/ is not the whole package.
     command = [sys.executable, "-c", code, "torch._dynamo", "torch.distributed.tensor"]
@@ -151,6 +150,7 @@ def test_the_compiler_and_tensors_of_meshes_are_imported_when_they_are_needed():
 
 
 def test_graphs_and_training_do_not_know_each_other():
+    """A change of how graphs are made could break the step, and the other way round."""
     trees = modules()
     for name, tree in trees.items():
         parts = {other.split(".")[1] for other in imported(name, tree, trees) if other.startswith("zero12.")}
@@ -160,15 +160,15 @@ def test_graphs_and_training_do_not_know_each_other():
             assert "graph" not in parts, name
 
 
-@pytest.mark.parametrize("flag", sorted(FLAGS))
-def test_one_module_writes_the_flags_of_a_backward(flag):
+def test_one_module_writes_the_flags_of_a_backward():
+    """A second file would set a flag, and the base would miss a boundary or reduce twice."""
     writers = {
-        name
+        (node.attr, name)
         for name, tree in modules().items()
         for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr == flag and isinstance(node.ctx, ast.Store)
+        if isinstance(node, ast.Attribute) and node.attr in FLAGS and isinstance(node.ctx, ast.Store)
     }
-    assert writers == {"zero12.backward"}
+    assert writers == {(flag, "zero12.backward") for flag in FLAGS}
 
 
 def is_private(name):
@@ -207,6 +207,7 @@ def own_names(tree):
 
 
 def test_the_docs_list_who_uses_private_names():
+    """A move to another torch would miss a file that uses what torch may change without notice."""
     trees = modules()
     own = {name for tree in trees.values() for name in own_names(tree)} | OWN_NAMES
     found = {"of torch's compiler": set(), "others of torch, and those of the base": set()}
@@ -234,7 +235,7 @@ def public_functions(tree):
 
 
 def test_functions_that_other_files_call_are_typed():
-    """mypy checks calls only against types that are there."""
+    """mypy would not see that a caller gives the wrong argument, because it checks against types that are there."""
     paths = [ROOT / "setup.py", *(ROOT / "deepspeed").rglob("*.py")]
     for path in paths:
         for function in public_functions(ast.parse(path.read_text())):
@@ -245,6 +246,7 @@ def test_functions_that_other_files_call_are_typed():
 
 
 def test_the_native_code_has_what_its_protocols_say():
+    """A method of the native code would take other arguments than the protocol that mypy checks calls against."""
     from deepspeed.compile.zero12 import native
 
     module = native.reducer_module()

@@ -41,7 +41,7 @@ def dotted(node):
 
 
 def names_used():
-    """Lists "module:dotted.name" of what the fork imports within functions, and of what it calls in the base and in torch.
+    """Lists "module:dotted.name" of what the fork imports within functions, and of what it reads of other modules.
 
     Names that a file imports at once need no test, because without one of them the file cannot be imported.
     """

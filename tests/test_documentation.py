@@ -5,8 +5,9 @@
 Blocks with the name of a file and the demo's output are in ``test_demo.py``, drawings in ``test_site.py``.
 """
 
+import contextlib
+import io
 import json
-import os
 import re
 import shlex
 import shutil
@@ -30,46 +31,56 @@ from support.training import batch, compile_backend, engine_by_configuration
 SOURCES = [path.read_text() for folder in ("examples", "deepspeed") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-def of(*languages):
-    """The blocks in these languages, as parameters of a test."""
-    return pytest.mark.parametrize("block", [each for each in blocks() if each.language in languages], ids=str)
+def of(language):
+    """Lists the blocks in a language."""
+    return [block for block in blocks() if block.language == language]
 
 
 @pytest.mark.quick
 def test_every_block_says_what_it_is():
+    """A block in another language would be tested by nothing."""
     kinds = {"python", "json", "sh", "text", "mermaid"}
     assert [block.where for block in blocks() if block.language not in kinds] == []
 
 
 @pytest.mark.quick
-@of("json")
+@pytest.mark.parametrize("block", of("json"), ids=str)
 def test_configuration(block):
-    """DeepSpeed takes it. A block may also show a part of a configuration."""
+    """A page would show a configuration that DeepSpeed refuses, or a section that it does not know.
+
+    A block may also show a part of a configuration.
+    """
     config = json.loads(block.text if block.text.startswith("{") else f"{{{block.text}}}")
     # Of a section that it does not know DeepSpeed says nothing.
     assert config.keys() <= {*map(str, vars(constants).values()), *(name.partition(".")[0] for name in documented())}
     DeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **config})
 
 
-def run_beside_an_engine(text):
+def run_beside_an_engine(quoted):
+    """Runs blocks, one after the other, behind a step of ``engine``."""
     engine = engine_by_configuration(Around(), True, compile={"deepcompile": True, "overlap_param_gather": True})
     with compile_backend("eager"):
         engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
         engine.step()
-        exec(text, {"engine": engine})
+        for block in quoted:
+            exec(compile(block.text, block.where, "exec"), {"engine": engine})
     engine.destroy()
 
 
-@of("python")
-def test_python(ranks, block):
-    """A block quotes a file that tests run, or runs after a step of ``engine``."""
-    if block.file is None and not any(block.text in source for source in SOURCES):
-        assert re.search(r"\bengine\b", block.text), "neither quotes a file that runs nor does anything with an engine"
-        ranks(2).run(run_beside_an_engine, block.text)
+def test_python(ranks):
+    """A page would show Python that raises.
+
+    A block quotes a file that tests run, or runs after a step of ``engine``.
+    """
+    own = [block for block in of("python") if block.file is None and not any(block.text in each for each in SOURCES)]
+    without = [block.where for block in own if not re.search(r"\bengine\b", block.text)]
+    assert own and without == [], "these neither quote a file that runs nor do anything with an engine"
+    ranks(2).run(run_beside_an_engine, own)
 
 
-@of("sh")
+@pytest.mark.parametrize("block", of("sh"), ids=str)
 def test_commands(block, tmp_path, monkeypatch):
+    """A page would show a command whose program no longer takes an argument, or that names a file which is gone."""
     for words in commands(block.text):
         program, *arguments = words
         assert program in CHECKS, f"no check for {program}"
@@ -178,17 +189,17 @@ def check_pip(arguments, tmp_path, monkeypatch):
         assert (ROOT / name).exists() or name in requirements, f"{name} is neither a file nor a requirement"
 
 
+# What a run of pytest within another one would take from it.
+WITHOUT = [word for plugin in ("cacheprovider", "faulthandler", "rerunfailures") for word in ("-p", f"no:{plugin}")]
+
+
 def check_pytest(arguments, tmp_path, monkeypatch):
-    """At least one test is collected. A file that is read soon stands for the folder, which takes thrice as long."""
+    """At least one test is collected. A file that is read soon stands for the folder."""
     arguments = ["tests/test_shared_gpus.py" if argument == "tests" else argument for argument in arguments]
-    found = subprocess.run(
-        [*(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--collect-only"), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONSAFEPATH": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert found.returncode == 0, found.stdout[-2000:] + found.stderr
+    monkeypatch.chdir(ROOT)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        # In this process, which has imported torch.
+        assert pytest.main([*WITHOUT, "--collect-only", *arguments]) == 0, printed.getvalue()[-2000:]
 
 
 def check_compute_sanitizer(arguments, tmp_path, monkeypatch):
@@ -225,11 +236,12 @@ CHECKS = {
 @pytest.mark.quick
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files(page):
-    """Headings within a page are known to the site only, whose build checks them."""
+    """A page would link to a file that has moved. Links to headings are checked where the site is built."""
     assert [link for link in links(page) if not (page.parent / link.partition("#")[0]).exists()] == []
 
 
 @pytest.mark.quick
 def test_the_folder_lists_its_pages():
+    """No page would lead to a new page."""
     listed = set(links(ROOT / "docs" / "README.md"))
     assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed

@@ -29,6 +29,7 @@ def reported(folder, extensions):
     return dict(re.findall(r"(?m)^([\w' ()/-]+?) \.{2,} (.*)$", output))
 
 
+@pytest.mark.program("deepspeed/compile/about.py", "deepspeed/ops/op_builder", "setup.py")
 @pytest.mark.skipif(not shutil.which("ds_report"), reason="the folder of ds_report is not in PATH")
 def test_the_report_describes_the_fork(tmp_path):
     lines = reported(tmp_path, extensions=tmp_path)
@@ -43,6 +44,7 @@ def test_the_report_describes_the_fork(tmp_path):
 
 
 def test_native_code_that_is_not_current_is_not_called_built(tmp_path, monkeypatch):
+    """The report would call native code built that the next training compiles anew, from sources that have changed."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     look_built(tmp_path)
     assert DeepCompileBuilder().is_built()
@@ -58,10 +60,12 @@ def test_native_code_that_is_not_current_is_not_called_built(tmp_path, monkeypat
 
 
 def test_a_torch_that_was_not_tested_is_named(monkeypatch):
+    """The report would take a torch for tested that only looks like one that is."""
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
     assert dict(about.report())["fork's torch"].endswith("; the installed 2.12 is none of those")
 
 
 def test_the_releases_of_torch_are_those_of_the_documentation():
+    """A release would be added to the page or to the report alone."""
     page = (ROOT / "docs" / "verification.md").read_text()
     assert {*re.findall(r"torch (2\.\d+)\.\d+", page)} == {*about.TESTED_TORCH}

@@ -7,9 +7,16 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+
+from deepspeed.ops.op_builder import build_lock
+
+from support.beside import warnings_logged
+
+PROGRAM = pytest.mark.program("deepspeed/ops/op_builder")
 
 LONGEST = 60  # seconds
 BUILD = """
@@ -71,6 +78,34 @@ def start(tmp_path):
         build.kill()
 
 
+@pytest.mark.quick
+def test_the_lock_of_a_process_that_was_ended_is_removed(tmp_path):
+    """Every later training would wait for a process that is no more, until somebody removes the file."""
+    lock, owner = tmp_path / "lock", tmp_path / "owner"
+    with build_lock.alone_in(tmp_path):
+        ended = owner.read_text()
+    owner.write_text(ended)
+    lock.touch()
+    with warnings_logged() as warnings, build_lock.alone_in(tmp_path):
+        assert not lock.exists()
+    assert [f"has removed {lock}: process {os.getpid()} on host" in warning for warning in warnings] == [True]
+    assert owner.read_text() == ""
+
+
+def test_the_lock_of_another_host_is_waited_for(tmp_path, monkeypatch):
+    """A build on another host, whose process may be alive, would be disturbed."""
+    lock = tmp_path / "lock"
+    (tmp_path / "owner").write_text("elsewhere\nanother-boot\n7")
+    lock.touch()
+    monkeypatch.setattr(build_lock, "SILENT_SECONDS", 0)
+    threading.Timer(0.5, lock.unlink).start()
+    began = time.monotonic()
+    with warnings_logged() as warnings, build_lock.alone_in(tmp_path):
+        assert time.monotonic() - began >= 0.5
+    assert [f"waits for process 7 on host elsewhere to remove {lock}" in warning for warning in warnings] == [True]
+
+
+@PROGRAM
 def test_a_build_that_was_killed_is_taken_over(start):
     first = start("sleep 600")
     first.wait_for(first.lock.exists)
@@ -85,6 +120,7 @@ def test_a_build_that_was_killed_is_taken_over(start):
     assert not first.lock.exists() and (first.lock.parent / "owner").read_text() == ""
 
 
+@PROGRAM
 @pytest.mark.parametrize("owner", ["", "elsewhere\nanother-boot\n7"], ids=["nobody", "another-host"])
 def test_a_lock_of_others_is_named(start, tmp_path, owner):
     """Its owner may be alive: a process of DeepSpeed as released, or one on another host."""

@@ -24,12 +24,14 @@ print(json.dumps([beside_it.WORD, sys.argv, {name: os.environ.get(name) for name
 @pytest.mark.quick
 @pytest.mark.parametrize("world, gpus", [(1, 0), (4, 0), (1, 1), (2, 2), (2, 8)])
 def test_ranks_with_a_gpu_each_or_with_none_are_left_alone(world, gpus):
+    """Ranks with a GPU each would talk through the network."""
     assert all(shared_gpus.variables(rank, world, gpus) == {} for rank in range(world))
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("world, gpus", [(2, 1), (8, 1), (3, 2), (8, 3)])
 def test_ranks_that_share_gpus_have_names_of_their_own(world, gpus):
+    """Two ranks on one GPU would have one name, and NCCL would refuse them; or a GPU would stand idle."""
     of_ranks = [shared_gpus.variables(rank, world, gpus) for rank in range(world)]
     assert len({each["NCCL_HOSTID"] for each in of_ranks}) == world
     # All GPUs are used, and none that is not there.
@@ -39,7 +41,10 @@ def test_ranks_that_share_gpus_have_names_of_their_own(world, gpus):
 
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_a_program_under_a_launcher(tmp_path, gpus):
-    """As if torch found so many GPUs. No rank makes a communicator, so none is needed."""
+    """A program would not find what lies beside it, or a rank would look for a GPU that is not there.
+
+    As if torch found so many GPUs. No rank makes a communicator, so none is needed.
+    """
     (tmp_path / "beside_it.py").write_text("WORD = 'found'")
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "torch.py").write_text(f"class cuda: device_count = staticmethod(lambda: {gpus})")
@@ -62,6 +67,7 @@ def seen_by_a_rank():
 
 
 def test_ranks_reduce_wherever_they_are(ranks):
+    """The ranks of tests would not take the GPUs and the names that the variables give them."""
     gpus = torch.cuda.device_count()
     for rank, (name, used, reduced) in enumerate(ranks(2).run(seen_by_a_rank)):
         assert reduced == [2.0] * 3
