@@ -41,6 +41,12 @@ def states_of(engine):
     return [optimizer.optimizer.state[master] for master in optimizer.single_partition_of_fp32_groups]
 
 
+def values(engine):
+    """Returns the states of all parameters, as a user reads them."""
+    parameters = engine.module.parameters()
+    return [safe_get_full_optimizer_state(each, name).clone() for each in parameters for name in SIGNED]
+
+
 def start_uncompiled(run, seed=0):
     """Makes a module and its engine, on which engine.compile() has not been called."""
     config = {name: options for name, options in run.config.items() if name != "compile"}
@@ -236,11 +242,6 @@ def there_and_back(run, folder):
     """Saves with states in fp32, loads with 8-bit states, saves with these, and loads with states in fp32."""
     plain = dataclasses.replace(run, config={})
 
-    def values(engine):
-        return [
-            safe_get_full_optimizer_state(each, name).clone() for each in engine.module.parameters() for name in SIGNED
-        ]
-
     def masters(engine):
         return [safe_get_full_fp32_param(each).clone() for each in engine.module.parameters()]
 
@@ -292,11 +293,6 @@ def reload(run, folder):
     """
     plain, names = dataclasses.replace(run, config={}), []
 
-    def values(engine):
-        return [
-            safe_get_full_optimizer_state(each, name).clone() for each in engine.module.parameters() for name in SIGNED
-        ]
-
     _, engine = start(run)
     train(engine, run, range(3))
     expected = values(engine)
@@ -337,11 +333,6 @@ def step_uncompiled(run, folder):
     def masters():
         return [each.clone() for each in engine.optimizer.single_partition_of_fp32_groups]
 
-    def values():
-        return [
-            safe_get_full_optimizer_state(each, name).clone() for each in engine.module.parameters() for name in SIGNED
-        ]
-
     _, engine = start(run)
     train(engine, run, range(4))
     engine.save_checkpoint(folder, tag="8bit")
@@ -358,9 +349,9 @@ def step_uncompiled(run, folder):
         module.train(why == "refused")
         with compile_backend("eager"):
             train(engine, run, [4])
-        earlier = values()
+        earlier = values(engine)
         train(engine, run, [5])
-        assert not any(map(torch.equal, values(), earlier)), "the states that are read are old"
+        assert not any(map(torch.equal, values(engine), earlier)), "the states that are read are old"
         found[why] = all(map(is_blockwise, states_of(engine))), total_error(masters(), end)
         engine.destroy()
     return found, total_error(end, before)
@@ -381,11 +372,9 @@ def save_for_others(run, folder):
     _, engine = start(run)
     train(engine, run, range(3))
     engine.save_checkpoint(folder, tag="8bit")
-    values = [
-        safe_get_full_optimizer_state(each, name).clone() for each in engine.module.parameters() for name in SIGNED
-    ]
+    expected = values(engine)
     engine.destroy()
-    return values
+    return expected
 
 
 def load_universal(run, folder, begins):
@@ -396,12 +385,10 @@ def load_universal(run, folder, begins):
         train(engine, run, [0])
     engine.load_checkpoint(folder, tag="universal")
     names = kinds_of(engine)
-    values = [
-        safe_get_full_optimizer_state(each, name).clone() for each in engine.module.parameters() for name in SIGNED
-    ]
+    found = values(engine)
     train(engine, run, [3])
     engine.destroy()
-    return names, values
+    return names, found
 
 
 @pytest.mark.parametrize(
@@ -421,10 +408,10 @@ def test_universal_checkpoints(ranks, tmp_path, saved_by, loads):
     to_universal(f"{tmp_path}/8bit", f"{tmp_path}/universal")
     for world, states, begins in loads:
         kind = run if states == "8bit" else dataclasses.replace(run, config={})
-        for names, values in ranks(world).run(load_universal, kind, str(tmp_path), begins):
+        for names, found in ranks(world).run(load_universal, kind, str(tmp_path), begins):
             assert ("exp_avg" in names) == (kind is not run) and ("exp_avg_codes" in names) == (kind is run)
             # 8-bit states are rounded anew.
-            assert total_error(values, expected) < (0.02 if kind is run else 1e-6)
+            assert total_error(found, expected) < (0.02 if kind is run else 1e-6)
 
 
 # Refusals -----------------------------------------------------------------------------------------------------------
