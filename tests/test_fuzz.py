@@ -14,6 +14,7 @@ import dataclasses
 import math
 from typing import List
 
+import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
@@ -29,6 +30,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 
 from support.chunked_loss import small_chunks
 from support.faults import Injected, in_backward, raise_injected
+from support.ids import vary
 from support.pool import RankFailed
 from support.recipes import EVALUATIONS, FREEZES, KINDS, STEPS, Piece, Recipe, add_hooks, build, change_hooks
 from support.training import (
@@ -378,8 +380,9 @@ pieces = st.builds(
 
 
 @st.composite
-def recipes(draw, backends):
-    drawn = draw(st.lists(pieces, min_size=1, max_size=5).map(tuple))
+def recipes(draw, backends, most=5):
+    """Recipes of models of at most so many pieces."""
+    drawn = draw(st.lists(pieces, min_size=1, max_size=most).map(tuple))
     # Only modules that repeat are blocks, and something that waits needs blocks.
     has_blocks = any(piece.kind == "block" and piece.repeats > 1 and piece.like is None for piece in drawn)
     dtype = draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16", "fp16"]))
@@ -510,23 +513,19 @@ def check_rounded(run, recipe, results):
             check_precise(run, precise, run(train, precise))
 
 
-def test_random_models(ranks, request, capsys):
-    models, first_seed = request.config.getoption("--models"), request.config.getoption("--seed")
-    world, asked = request.config.getoption("--world"), models is not None
-    # Generated code is slow to make, above all for a CPU, so only longer runs have some.
-    backends = ["eager"] * (1 if torch.cuda.is_available() else 9) + ["inductor"] if asked else ["eager"]
-    count = collections.Counter()
+def try_models(ranks, world, strategy, number, first_seed, count):
+    """Trains ``number`` models on so many ranks. Counts how many were tried, have agreed and were refused."""
 
     @seed(first_seed)
     @settings(
-        max_examples=models or 8,
+        max_examples=number,
         deadline=None,
         database=None,
         phases=[Phase.generate, Phase.shrink],
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
-    @given(recipe=recipes(backends))
+    @given(recipe=strategy)
     def trains_as_a_plain_loop(recipe):
         count["tried"] += 1
         try:
@@ -545,8 +544,33 @@ def test_random_models(ranks, request, capsys):
         check(ranks(world).run, recipe, results)
         count["agreed"] += 1
 
+    trains_as_a_plain_loop()
+
+
+def made_small(recipe):
+    """What takes long is to compile for other lengths, and a graph for each of the modules that break theirs."""
+    pieces = tuple(dataclasses.replace(piece, repeats=min(piece.repeats, 2)) for piece in recipe.pieces)
+    return dataclasses.replace(recipe, pieces=pieces, lengths=(4,), steps=2)
+
+
+@vary("first_seed", [1, 2])
+def test_small_random_models(ranks, first_seed):
+    """Options that no other test combines would change what a model of one piece learns."""
+    count = collections.Counter()
+    # The first model is the smallest that there is. Two ranks would compile each graph twice.
+    try_models(ranks, 1, recipes(["eager"], most=1).map(made_small), 2, first_seed, count)
+    assert count["agreed"] > 0, "all were refused"
+
+
+@pytest.mark.slow
+def test_random_models(ranks, request, capsys):
+    models, first_seed = request.config.getoption("--models"), request.config.getoption("--seed")
+    world, asked = request.config.getoption("--world"), models is not None
+    # Generated code is slow to make, above all for a CPU, so only longer runs have some.
+    backends = ["eager"] * (1 if torch.cuda.is_available() else 9) + ["inductor"] if asked else ["eager"]
+    count = collections.Counter()
     try:
-        trains_as_a_plain_loop()
+        try_models(ranks, world, recipes(backends), models or 8, first_seed, count)
     finally:
         with capsys.disabled():
             if asked:
