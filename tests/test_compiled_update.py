@@ -70,7 +70,7 @@ def run(update, gradient):
 @pytest.mark.quick
 @vary("seed", [*range(8)])
 def test_ranges(seed):
-    """Ranges follow each other to the end, are of whole vectors, and large aligned gradients are not copied."""
+    """A range that ends within a vector, or between gradients that are copied, would make the next one unaligned."""
     with updates_compiled_from(ALIGN_NUMEL, LARGE):
         numel = NUMEL // ALIGN_NUMEL * ALIGN_NUMEL
         views, flat = draw(seed, numel)
@@ -113,9 +113,17 @@ def step_beside(given, optimizer, whole, expected, updates, factor):
     return compiled is not None
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE_OPTIMIZERS])
-def test_updates_are_those_of_torch(name):
-    # A C++ compiler takes long, so on a CPU most run as they are recorded.
+# A C++ compiler takes long, so on a CPU most run as they are recorded.
+@vary(
+    "name, recorded",
+    [
+        *((name, True) for name in (*OPTIMIZERS, *MORE_OPTIMIZERS)),
+        ("AdamW", False),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("AdamW with a tensor", "SGD")),
+    ],
+)
+def test_updates_are_those_of_torch(name, recorded):
+    """A learning rate that was recorded as a number would stay what it was when the update was compiled."""
     make = {**OPTIMIZERS, **MORE_OPTIMIZERS}[name]
     torch.manual_seed(0)
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
@@ -127,8 +135,7 @@ def test_updates_are_those_of_torch(name):
         # There torch itself makes NaN of a rate of zero.
         rates = [abs(rate) if abs(rate) > 0.1 else 0.1 for rate in rates]
     schedulers = [torch.optim.lr_scheduler.LambdaLR(each, rates.__getitem__) for each in (expected, optimizer)]
-    recorded = device().type == "cpu" and name not in ("AdamW", "AdamW with a tensor", "SGD")
-    with updates_compiled_from(LARGE, LARGE), ranges_of(300), as_recorded(recorded):
+    with updates_compiled_from(LARGE, LARGE), ranges_of(300), as_recorded(recorded and device().type == "cpu"):
         for step in range(8):
             factor = torch.full((1,), 1 / (1 + step), device=device())
             was_compiled = step_beside(draw(step), optimizer, whole, expected, updates, factor)
@@ -155,9 +162,21 @@ def described(value):
     return type(value), id(value), inside
 
 
-@pytest.mark.parametrize("counts", ["tensors", "numbers"])
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE_OPTIMIZERS, "DeepSpeed's"])
+@vary(
+    "name, counts",
+    [
+        *((name, "tensors") for name in (*OPTIMIZERS, "DeepSpeed's")),
+        ("AdamW", "numbers"),
+        *(pytest.param(name, "tensors", marks=pytest.mark.slow) for name in MORE_OPTIMIZERS),
+        *(
+            pytest.param(name, "numbers", marks=pytest.mark.slow)
+            for name in (*OPTIMIZERS, *MORE_OPTIMIZERS, "DeepSpeed's")
+            if name != "AdamW"
+        ),
+    ],
+)
 def test_compiling_changes_nothing_of_an_optimizer(name, counts):
+    """A step that is recorded counts, and replaces states, unless the recording puts all back."""
     make = {**OPTIMIZERS, **MORE_OPTIMIZERS, "DeepSpeed's": FusedAdam}[name]
     parameter = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     optimizer = make([parameter])
@@ -181,7 +200,7 @@ def test_compiling_changes_nothing_of_an_optimizer(name, counts):
 @pytest.mark.skipif(get_accelerator().device_name() == "cpu", reason="DeepSpeed's kernel for GPUs")
 @vary("adamw", [True, False])
 def test_updates_of_deepspeed_adam(adamw):
-    """FusedAdam in C++, which nothing can record, does what torch's Adam does."""
+    """FusedAdam in C++ cannot be recorded, so another Adam's update takes its place, whose settings could differ."""
 
     def make(p):
         return deepspeed_adam(p, adamw, lr=0.01, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
@@ -200,6 +219,7 @@ def test_updates_of_deepspeed_adam(adamw):
 
 
 def test_what_is_not_compiled():
+    """An update without states, or with a value of a tensor in it, would be that of the first step for ever."""
     parameter = torch.nn.Parameter(torch.ones(NUMEL, device=device()))
 
     def compiled(optimizer, steps=1):
@@ -224,7 +244,7 @@ def test_what_is_not_compiled():
 
 @pytest.mark.skipif(get_accelerator().device_name() != "cpu", reason="an optimizer on the host")
 def test_new_parameters_written_over_gradients():
-    """With offloading they are. The update of DeepSpeed's Adam for CPUs reads each gradient before."""
+    """With offloading they are. An update of DeepSpeed's Adam that wrote first would read parameters as gradients."""
     numel = NUMEL // ALIGN_NUMEL * ALIGN_NUMEL
     whole = torch.nn.Parameter(torch.randn(numel, device=device()))
     cut = copy.deepcopy(whole)
@@ -245,7 +265,7 @@ def test_new_parameters_written_over_gradients():
 
 
 def test_settings_that_change_each_step():
-    """A schedule of the weight decay compiles some updates, then none, and is right all along."""
+    """A schedule of the weight decay would compile an update in each step, or step with an old decay."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     cut = copy.deepcopy(whole)
     expected, optimizer = torch.optim.AdamW([whole]), torch.optim.AdamW([cut])
@@ -263,7 +283,7 @@ def test_settings_that_change_each_step():
 
 
 def test_entries_of_groups_that_are_no_settings():
-    """Schedulers, layer-wise learning rates and torch's named parameters leave entries that no step reads."""
+    """Entries that no step reads, as schedulers leave them, would make each group compile its own update."""
     parameters = [torch.nn.Parameter(torch.randn(NUMEL, device=device())) for _ in range(12)]
     groups = [
         {"params": [each], "lr": 0.1 / (1 + index), "lr_scale": 0.9**index, "name": f"layer {index}"}
@@ -281,9 +301,11 @@ def test_entries_of_groups_that_are_no_settings():
     assert len(updates._updates) == 1
 
 
-@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE_OPTIMIZERS])
+@pytest.mark.parametrize(
+    "name", [*OPTIMIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_OPTIMIZERS)]
+)
 def test_a_range_reads_no_number(name):
-    """Before a GPU, the host would wait for it."""
+    """A number that is read from a tensor makes the host wait for the GPU, in each range."""
     parameter = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     parameter.grad = torch.ones_like(parameter)
     optimizer = {**OPTIMIZERS, **MORE_OPTIMIZERS}[name]([parameter])
@@ -310,7 +332,7 @@ def test_a_rate_that_is_no_number():
 
 @vary("adamw", [True, False])
 def test_deepspeed_adam_that_was_loaded(adamw):
-    """A training that goes on from a checkpoint has the update of one that was never interrupted."""
+    """Settings that a load brings in another type would make a resumed training compile another update."""
 
     def make():
         parameter = torch.nn.Parameter(torch.ones(NUMEL, device=device()))
@@ -358,7 +380,7 @@ def test_new_values_in_memory_that_is_not_aligned():
 
 
 def test_an_update_that_cannot_be_compiled():
-    """The optimizer itself steps then, and a warning says why, once."""
+    """Without a compiler, the step would raise or warn each time, in place of the optimizer's own step."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     cut = copy.deepcopy(whole)
     expected, optimizer, updates = torch.optim.AdamW([whole]), torch.optim.AdamW([cut]), CompiledUpdates()
@@ -372,7 +394,7 @@ def test_an_update_that_cannot_be_compiled():
 
 
 def test_a_scheduler_that_is_newer_than_the_states():
-    """As after a checkpoint that was loaded without its scheduler."""
+    """Torch would warn of a scheduler that steps first, which is as old as the engine after a load without it."""
     parameter = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     before, optimizer = torch.optim.AdamW([parameter]), torch.optim.AdamW([parameter])
     parameter.grad = torch.ones_like(parameter)
@@ -410,7 +432,7 @@ def test_the_host_does_not_wait_for_a_range(settings):
 
 
 def test_scalar_states_in_another_order():
-    """A loaded state may have another order than the state with which the update was compiled."""
+    """States that the update takes by their order would be exchanged where a load brings another order."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     cut = copy.deepcopy(whole)
     expected, optimizer, updates = torch.optim.NAdam([whole]), torch.optim.NAdam([cut]), CompiledUpdates()
@@ -425,7 +447,7 @@ def test_scalar_states_in_another_order():
 
 @vary("amsgrad", [False, True])
 def test_new_values_may_be_written_over_gradients(amsgrad):
-    """With offloading both are in one memory."""
+    """With offloading both are in one memory, so generated code that wrote first would read parameters."""
     whole = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     cut = copy.deepcopy(whole)
     expected, optimizer = (torch.optim.AdamW([each], lr=0.1, amsgrad=amsgrad) for each in (whole, cut))

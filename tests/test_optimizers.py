@@ -52,9 +52,13 @@ STEPPED = {CompiledStep: ONE_PASS, OwnStep: RANGES, type(None): WHOLE}
 
 
 def pytest_generate_tests(metafunc):
-    if "stage" in metafunc.fixturenames:
+    if metafunc.function is test_trains_as_without_deepcompile:
         both = [(stage, name) for stage in (1, 2) for name in KNOWN]
-        few = [(1 + index % 2, name) for index, name in enumerate(IN_EVERY_RUN)]
+        # To import transformers takes long.
+        few = [
+            pytest.param(1 + index % 2, name, marks=pytest.mark.slow if KNOWN[name].package == "transformers" else [])
+            for index, name in enumerate(IN_EVERY_RUN)
+        ]
         cases = both if metafunc.config.option.every_optimizer else few
         metafunc.parametrize("stage, name", cases, ids=case_ids("stage, name", cases))
 
@@ -205,9 +209,9 @@ def how_it_fails(name, deepcompile, stage):
         return str(error)
 
 
-@pytest.mark.quick
 @pytest.mark.table
 def test_trains_as_without_deepcompile(ranks, request, record_property, stage, name):
+    """An optimizer that is cut into ranges though it looks at whole parameters trains otherwise."""
     known = KNOWN[name]
     if known.version is None:
         pytest.skip(f"{known.package} is not installed")
@@ -304,13 +308,17 @@ def states_that_cannot_be_cut(name, stage):
     return Uncuttable(total_error(*masters), [*kinds], [*said], [*counts])
 
 
+@vary("stage", [1, 2])
 @pytest.mark.parametrize("name", UNCUT)
-def test_states_that_cannot_be_cut(ranks, name):
-    """They stay whole, and the step goes on. Whoever reads one is told that it is not found; others can be read."""
+def test_states_that_cannot_be_cut(ranks, name, stage):
+    """Linking parameters with a state that cannot be cut there would raise in the first step.
+
+    Such states stay whole. Whoever reads one is told that it is not found; others can be read.
+    """
     known, uncut, other = UNCUT[name]
     if known.version is None:
         pytest.skip(f"{known.package} is not installed")
-    for result in (each for stage in (1, 2) for each in ranks(2).run(states_that_cannot_be_cut, name, stage)):
+    for result in ranks(2).run(states_that_cannot_be_cut, name, stage):
         assert result.error < BOUND and result.kinds == ["OptimState8bit" if known.package == "torchao" else "Uncut"]
         assert result.said == [f"{uncut} not found in optimizer state fragment"]
         assert result.counts == ([3.0] if other else [])
@@ -331,6 +339,7 @@ def quantized_with(block_size, width):
 
 
 def test_states_that_stay_in_fp32(ranks):
+    """Who asked for states in 8 bits would have them in fp32, and not know which block size helps."""
     pytest.importorskip("torchao")
     first, last = ranks(2).run(quantized_with, 256, 56)
     assert last == ([], "Tensor"), "rank 0 alone warns"
@@ -360,6 +369,7 @@ class LowBit(torch.optim.AdamW):
     expects="remedy",
 )
 def test_one_block_size_for_all_groups(sizes, remedy):
+    """The block size that is advised for one parameter group would leave another group's states in fp32."""
     parameters = [torch.zeros(numel) for numel in sizes]
     optimizer = SimpleNamespace(optimizer=LowBit(parameters), single_partition_of_fp32_groups=parameters)
     warned = [*_states_that_stay_in_fp32(optimizer)]
@@ -402,7 +412,10 @@ def evaluate_averages():
 
 
 def test_averages_of_schedulefree(ranks):
-    """Its ``eval()`` turns master weights into averages, which ``update_lp_params()`` gives to the model."""
+    """The model would be evaluated with the parameters that are trained, and not with their averages.
+
+    Its ``eval()`` turns master weights into averages, which ``update_lp_params()`` gives to the model.
+    """
     pytest.importorskip("schedulefree")
     for result in ranks(2).run(evaluate_averages):
         assert max(result.averages, result.after) < BOUND and result.distance > 1e-3, result

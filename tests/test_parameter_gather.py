@@ -38,14 +38,17 @@ from support.training import (
 )
 
 
-@pytest.mark.quick
 @vary(
     "model, backend",
-    # What waits is around the generated code, so that of a few models shows it.
-    [*((model, "eager") for model in WITH_BLOCKS), ("RepeatedLayers", "inductor"), ("TiedEmbedding", "inductor")],
+    [
+        *((model, "eager") for model in WITH_BLOCKS),
+        # What waits is around the generated code, so that of a few models shows it.
+        *(pytest.param(model, "inductor", marks=pytest.mark.slow) for model in ("RepeatedLayers", "TiedEmbedding")),
+    ],
 )
 @vary("stage, accumulation", [(1, 3), (2, 1)])
 def test_overlapped_it_trains_as_a_plain_loop(ranks, model, backend, stage, accumulation):
+    """A parameter that two blocks share, or none holds, would be awaited by neither."""
     case = Case(model=model, stage=stage, accumulation=accumulation, backend=backend, config=OVERLAPPED)
     for result in ranks(2).run(train_beside_plain_loop, case):
         assert result.error < BOUND
@@ -61,8 +64,9 @@ def test_overlapped_it_trains_as_a_plain_loop(ranks, model, backend, stage, accu
         {"dtype": "fp32", "clipping": 0.1},
     ],
 )
-@vary("world", [1, 2, 3])
+@vary("world", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_variations_overlapped(ranks, world, varied):
+    """A block that a step does not call leaves its parameters on their way, which the next step would send again."""
     for result in ranks(world).run(train_beside_plain_loop, Case(config=OVERLAPPED, **varied)):
         assert result.error < BOUND
 
@@ -110,6 +114,7 @@ def train_with_a_late_rank(case, model, waits=True):
 
 @vary("model", MODELS)
 def test_a_forward_waits_for_a_late_rank(ranks, model):
+    """A forward that reads a parameter past what waits for it computes with the old one, or with half of the new."""
     case = Case(config=OVERLAPPED, steps=4)
     for result in ranks(2).run(train_with_a_late_rank, case, model):
         assert result.error_of_losses < BOUND and result.error < BOUND
@@ -117,7 +122,7 @@ def test_a_forward_waits_for_a_late_rank(ranks, model):
 
 
 def test_that_a_late_rank_is_seen(ranks):
-    """Without waiting, the test above would find other losses."""
+    """The delay could be too short to show a forward that does not wait, and the test above would find nothing."""
     case = Case(config=OVERLAPPED, steps=4)
     results = ranks(2).run(train_with_a_late_rank, case, "Around", waits=False)
     assert max(result.error_of_losses for result in results) > 100 * BOUND
@@ -215,9 +220,9 @@ def read_after_a_step(case, how, model="Around"):
     return worst
 
 
-@pytest.mark.quick
 @vary("how", [*READS, *FORWARDS])
 def test_reads_after_a_step(ranks, how):
+    """Each way to read parameters has a hook of its own, without which it would read those from before the step."""
     for error in ranks(2).run(read_after_a_step, Case(config=OVERLAPPED), how):
         assert error < BOUND
 
@@ -225,6 +230,7 @@ def test_reads_after_a_step(ranks, how):
 @vary("model", ["CallsForwards", "CallsForwardsInEvaluation"])
 @vary("how", FORWARDS)
 def test_forwards_of_blocks_after_a_step(ranks, model, how):
+    """A block whose forward is called directly, past its hooks, would wait for nothing."""
     for error in ranks(2).run(read_after_a_step, Case(config=OVERLAPPED), how, model):
         assert error < BOUND
 
@@ -274,6 +280,7 @@ def order_of_waits(case):
 
 
 def test_each_block_waits_for_its_own(ranks):
+    """A forward that waited for all parameters at once would overlap nothing."""
     for waits in ranks(2).run(order_of_waits, Case(config=OVERLAPPED)):
         # 0: what no block holds; 1 to 3: the blocks.
         assert waits.after_step == [0, 1, 2, 3]
@@ -283,6 +290,7 @@ def test_each_block_waits_for_its_own(ranks):
 
 
 def test_hooks_can_be_pickled():
+    """A module with our hooks could not be pickled, as it is to send it to other processes."""
     module = Around()
     module.register_state_dict_pre_hook(Hook(lambda *_: 1 / 0))
     pickle.loads(pickle.dumps(module)).state_dict()
@@ -312,10 +320,12 @@ def train_with_a_script_module(case):
 
 
 def test_a_script_module_among_the_others(ranks):
+    """A module of torch.jit takes no hooks and raises, though its parameters need to be awaited too."""
     for error in ranks(2).run(train_with_a_script_module, Case(config=OVERLAPPED)):
         assert error < BOUND
 
 
 def test_needs_blocks():
+    """Without blocks nothing would wait."""
     with pytest.raises(ValueError, match="overlap_param_gather needs blocks .* compile.regional_compilation to true"):
         CompileConfig(deepcompile=True, overlap_param_gather=True, regional_compilation=False)
