@@ -176,7 +176,10 @@ def described(value):
     ],
 )
 def test_compiling_changes_nothing_of_an_optimizer(name, counts):
-    """A step that is recorded counts, and replaces states, unless the recording puts all back."""
+    """A step that is recorded counts, and replaces states, unless the recording puts all back.
+
+    And a number that the recording reads from a tensor would make the host wait for the GPU, in each range.
+    """
     make = {**OPTIMIZERS, **MORE_OPTIMIZERS, "DeepSpeed's": FusedAdam}[name]
     parameter = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
     optimizer = make([parameter])
@@ -195,6 +198,9 @@ def test_compiling_changes_nothing_of_an_optimizer(name, counts):
     kinds = {name: type(value) for name, value in state.items()}
     update.finish()
     assert {name: type(value) for name, value in state.items()} == kinds
+    targets = {node.target for node in update._update.elements.graph.nodes}
+    assert torch.ops.aten.copy_.default in targets
+    assert not targets & {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
 
 
 @pytest.mark.skipif(get_accelerator().device_name() == "cpu", reason="DeepSpeed's kernel for GPUs")
@@ -299,22 +305,6 @@ def test_entries_of_groups_that_are_no_settings():
     with updates_compiled_from(LARGE), as_recorded(True):
         assert all(begin(updates, optimizer, index) is not None for index in range(12))
     assert len(updates._updates) == 1
-
-
-@pytest.mark.parametrize(
-    "name", [*OPTIMIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_OPTIMIZERS)]
-)
-def test_a_range_reads_no_number(name):
-    """A number that is read from a tensor makes the host wait for the GPU, in each range."""
-    parameter = torch.nn.Parameter(torch.randn(NUMEL, device=device()))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = {**OPTIMIZERS, **MORE_OPTIMIZERS}[name]([parameter])
-    optimizer.step()
-    with updates_compiled_from(LARGE), as_recorded(True):
-        elements = begin(CompiledUpdates(), optimizer)._update.elements
-    targets = {node.target for node in elements.graph.nodes}
-    assert torch.ops.aten.copy_.default in targets
-    assert not targets & {torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default}
 
 
 def test_a_rate_that_is_no_number():
