@@ -15,6 +15,8 @@ import torch
 
 from support.pool import free_port
 
+PROGRAM = pytest.mark.program("benchmarks", "requirements/benchmarks.txt")
+
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -45,6 +47,26 @@ def compare(*arguments):
     )
 
 
+def test_figures_of_a_step_on_the_host(package, monkeypatch):
+    """A part would be timed that does not step the partition, or its time be divided by another number."""
+    host, numel, timed = package("host"), 1000, []
+
+    def seconds(part, repetitions):
+        timed.append(part)
+        part()
+        return 1e-6 * len(timed)
+
+    steps = []
+    monkeypatch.setattr(host, "seconds", seconds)
+    monkeypatch.setattr(host, "step_partition", lambda adam, updates, *_: steps.append(updates is not None))
+    monkeypatch.setattr(host.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr("deepspeed.ops.adam.DeepSpeedCPUAdam", torch.optim.SGD)
+    figures = dict(host.measure(numel, 3))
+    assert steps == [False, True]
+    assert [round(figure, 6) for figure in figures.values()] == [1, 2, 3, 4, 2 * 28 / 4]
+
+
+@PROGRAM
 def test_parts_of_a_step_on_the_host(tmp_path):
     # Not from the repository's root, whose folder deepspeed/ has only a part of the package.
     (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
@@ -60,9 +82,11 @@ def test_parts_of_a_step_on_the_host(tmp_path):
     ).stdout
     figures = dict(re.findall(r"^(norm|ranges|Adam|host memory)[^\n]* ([\d.]+)$", printed, re.MULTILINE))
     assert list(figures) == ["norm", "ranges", "Adam", "host memory"], printed
-    assert all(float(figure) > 0 for figure in figures.values())
+    # Seven numbers of four bytes for each element.
+    assert float(figures["host memory"]) == pytest.approx(28 / float(figures["Adam"]), rel=0.01)
 
 
+@PROGRAM
 def test_parts_of_a_step_on_one_device(tmp_path):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
     (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
@@ -84,7 +108,10 @@ def test_parts_of_a_step_on_one_device(tmp_path):
 
 
 def test_recorder_sets_gradients_apart(package):
-    """Of a plain loop, in which no reducer marks what memory is for."""
+    """Memory of gradients would count as another's, or another's as theirs.
+
+    It is that of a plain loop, in which no reducer marks what memory is for.
+    """
     recorder, results = package("recorder"), package("results")
     data, record, cpu = recorder.data, recorder.record, torch.device("cpu")
     layer = torch.nn.Linear(256, 1024, bias=False)
@@ -125,6 +152,7 @@ def test_recorder_sets_gradients_apart(package):
 @pytest.mark.parametrize("safe_path", ["", "1"], ids=["plain_path", "safe_path"])
 @pytest.mark.parametrize("named_by", ["site", "environment"])
 def test_ranks_find_the_package_and_the_deepspeed_that_is_named(package, monkeypatch, tmp_path, named_by, safe_path):
+    """The benchmark would measure another DeepSpeed than the one it names."""
     for folder, launcher in (("named", LAUNCHER), ("current", "raise SystemExit(3)")):
         (tmp_path / folder / "deepspeed" / "launcher").mkdir(parents=True)
         (tmp_path / folder / "deepspeed" / "__init__.py").touch()
@@ -157,6 +185,7 @@ time.sleep(600)
 
 
 def test_locks_of_a_run_that_was_ended(package, tmp_path):
+    """The next run would wait for ever for native code that an ended one was compiling."""
     launchers, extensions, log = tmp_path / "deepspeed" / "launcher", tmp_path / "extensions", tmp_path / "log"
     launchers.mkdir(parents=True)
     (launchers.parent / "__init__.py").touch()
@@ -171,6 +200,7 @@ def test_locks_of_a_run_that_was_ended(package, tmp_path):
 
 
 def test_pictures_show_every_system(package, monkeypatch):
+    """A picture would leave out a system for which no colour is left."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: requirements/benchmarks.txt")
     pictures, figures = package("pictures"), []
     monkeypatch.setattr(pictures, "_write", lambda figure, *_: figures.append(figure))
@@ -181,7 +211,7 @@ def test_pictures_show_every_system(package, monkeypatch):
     assert [len(figure.axes[0].lines) for figure in figures] == [len(names), 2 * len(names)]
 
 
-@pytest.mark.slow
+@PROGRAM
 def test_systems_train_alike(package, tmp_path):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
     pytest.importorskip("matplotlib", reason="its pictures need matplotlib: requirements/benchmarks.txt")
@@ -229,7 +259,7 @@ def test_systems_train_alike(package, tmp_path):
         assert (tmp_path / f"{picture}.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@pytest.mark.slow
+@PROGRAM
 def test_systems_train_alike_in_float8(tmp_path):
     pytest.importorskip("torchao", reason="float8 needs torchao: requirements/benchmarks.txt")
     options = ["--systems", "fork", "FSDP2, float8 gathered", "--cases", "checkpoint", "--out", str(tmp_path)]
@@ -243,6 +273,7 @@ def test_systems_train_alike_in_float8(tmp_path):
 
 
 def test_float8_is_for_the_layers_of_blocks(package):
+    """The head would be multiplied in float8 too, which nobody trains, or parameters would be replaced."""
     pytest.importorskip("torchao", reason="float8 needs torchao: requirements/benchmarks.txt")
     workload = package("workload")
     model = workload.build_model(workload.SHAPES["tiny"], torch.float32, "cpu", checkpoint=False)
@@ -256,6 +287,7 @@ def test_float8_is_for_the_layers_of_blocks(package):
 
 
 def test_what_is_gathered_in_float8_is_kept_in_fp32(package):
+    """Master weights of the compared system would be rounded, which makes its steps cheaper than ours."""
     pytest.importorskip("torchao", reason="float8 needs torchao: requirements/benchmarks.txt")
     workload = package("workload")
     model = workload.build_model(workload.SHAPES["tiny"], torch.bfloat16, "cpu", checkpoint=False)
@@ -265,6 +297,7 @@ def test_what_is_gathered_in_float8_is_kept_in_fp32(package):
     assert weight.dtype == weight._tensor.dtype == torch.float32
 
 
+@PROGRAM
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
@@ -298,6 +331,7 @@ def test_the_benchmark_refuses_in_a_sentence(tmp_path, arguments, sentence):
     ],
 )
 def test_a_run_refuses_in_a_sentence(package, monkeypatch, capsys, arguments, sentence):
+    """A run would measure something else than what its arguments ask for."""
     monkeypatch.setattr(sys, "argv", ["measure", *arguments])
     with pytest.raises(SystemExit):
         package("settings").parse_command_line("")
@@ -305,6 +339,7 @@ def test_a_run_refuses_in_a_sentence(package, monkeypatch, capsys, arguments, se
 
 
 def test_a_run_within_a_budget_for_activations(package, monkeypatch):
+    """A budget of 0 would be taken for none, and the run would keep all activations."""
     monkeypatch.setattr(sys, "argv", ["measure", "--activation-budget", "0"])
     monkeypatch.setenv("RANK", "0")
     given = {}
