@@ -3,13 +3,24 @@
 """Which tests and cases ``make test``, ``make quick`` and ``make test-gpu`` run."""
 
 import itertools
-from pathlib import Path
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 
+from support import cpu_budget, selection
 from support.pool import TESTS
-from support.selection import WITHOUT_A_GPU, keep_one_quick_case, keep_what_uses_gpus, thin_out
+from support.selection import (
+    PARTS,
+    ROOT,
+    WITHOUT_A_GPU,
+    changed_files,
+    keep_for_make_test,
+    keep_one_quick_case,
+    keep_part_of_the_rest,
+    keep_what_uses_gpus,
+    thin_out,
+)
 
 
 class Item(SimpleNamespace):
@@ -25,11 +36,11 @@ def varied(name, fixtures=("ranks",), marks=(), **values):
         params = dict(zip(values, chosen))
         yield Item(
             nodeid=f"{name}{params}",
-            path=Path("tests/test_some.py"),
+            path=ROOT / "tests" / "test_some.py",
             name=name,
             originalname=name,
             fixturenames=fixtures,
-            own_markers=[getattr(pytest.mark, mark).mark for mark in marks],
+            own_markers=[getattr(pytest.mark, mark).mark if isinstance(mark, str) else mark.mark for mark in marks],
             callspec=SimpleNamespace(params=params) if params else None,
         )
 
@@ -44,21 +55,25 @@ def quick(*items):
 
 
 def test_two_cases_that_differ_in_all_they_can():
+    """A value would be tested by neither of two cases, though it could be."""
     first, second = kept(*varied("test_a", stage=[1, 2], backend=["eager", "inductor"], model="abc"))
     assert all(first[name] != second[name] for name in first)
 
 
 def test_a_test_without_ranks_or_without_values_is_run_as_it_is():
+    """Cases of tests that cost nothing would be left out."""
     assert len(kept(*varied("test_a", fixtures=(), stage=[1, 2], model="abc"))) == 6
     assert kept(*varied("test_b")) == [None]
 
 
 def test_each_value_of_a_table_occurs():
+    """An entry of a table would be left out."""
     table = kept(*varied("test_a", marks=["table"], stage=[1, 2], model="abc"))
     assert {each["model"] for each in table} == set("abc") and {each["stage"] for each in table} == {1, 2}
 
 
 def test_values_take_turns_from_test_to_test():
+    """All tests would take the same stage."""
     tests = [varied(f"test_{number}", stage=[1, 2, 3]) for number in range(6)]
     pairs = [frozenset(each["stage"] for each in kept(*test)) for test in tests]
     assert set(pairs) == set(map(frozenset, itertools.combinations([1, 2, 3], 2)))
@@ -66,7 +81,7 @@ def test_values_take_turns_from_test_to_test():
 
 @pytest.mark.parametrize("marks", [(), ("table",)], ids=["two cases", "table"])
 def test_no_test_changes_what_another_covers(marks):
-    """Nor does it matter in which order pytest collects the cases."""
+    """A new test, or another order of collecting, would change which cases of an old test run."""
     others = [varied(name, stage=[1, 2], backend=["eager", "inductor"], model="abc") for name in "bcdefg"]
     test = list(varied("test_a", marks=marks, stage=[1, 2], backend=["eager", "inductor"], model="abc"))
     among_others = thin_out([*itertools.chain(*others), *reversed(test)])
@@ -74,6 +89,7 @@ def test_no_test_changes_what_another_covers(marks):
 
 
 def test_one_quick_case_of_each_test_generates_no_code():
+    """make quick would run all cases of a test, or wait for the code generator."""
     tests = [varied(name, marks=["sanitized", "quick"], backend=["inductor", "eager"], stage=[1, 2]) for name in "ab"]
     items = list(itertools.chain(*tests, varied("c", stage=[1, 2])))
     assert quick(*items) == 2 * [{"backend": "eager", "stage": 1}]
@@ -81,12 +97,98 @@ def test_one_quick_case_of_each_test_generates_no_code():
 
 
 def test_a_quick_test_without_ranks_or_without_values_is_run_as_it_is():
+    """make quick would leave out cases that cost nothing."""
     assert len(quick(*varied("test_a", fixtures=(), marks=["quick"], backend=["inductor", "eager"]))) == 2
     assert quick(*varied("test_b", marks=["quick"])) == [None]
 
 
 def test_files_that_use_no_gpu_are_left_out_and_are_there():
+    """A renamed file would run on machines with GPUs, where it shows nothing."""
     files = ["test_some.py", *WITHOUT_A_GPU, "test_other.py"]
     kept_files = [item.path.name for item in keep_what_uses_gpus([Item(path=TESTS / name) for name in files])]
     assert kept_files == ["test_some.py", "test_other.py"]
     assert [name for name in WITHOUT_A_GPU if not (TESTS / name).is_file()] == []
+
+
+PROGRAM = pytest.mark.program("setup.py", "examples")
+
+
+def test_make_test_leaves_out_slow_tests():
+    """make test would run what takes more than its limit."""
+    assert [item.name for item in keep_for_make_test([*varied("a", marks=["slow"]), *varied("b")], ())] == ["b"]
+
+
+@pytest.mark.parametrize(
+    "changed, runs",
+    [
+        ((), False),
+        (("setup.py",), True),
+        (("examples/demo/train.py",), True),
+        (("tests/test_some.py",), True),
+        # Not by the beginning of a name.
+        (("setup.pyi", "examples_of_others/a.py", "tests/test_some.py.orig"), False),
+    ],
+)
+def test_programs_run_where_they_have_changed(changed, runs):
+    """A program would not run though its subject has changed, or run in every make test."""
+    assert len(keep_for_make_test(list(varied("a", marks=[PROGRAM])), changed)) == runs
+    # A slow program is one all the same.
+    assert len(keep_for_make_test(list(varied("a", marks=["slow", PROGRAM])), changed)) == runs
+
+
+def test_the_parts_of_the_rest_are_the_rest():
+    """A case would be in no part, and run nowhere but in make test-all."""
+    tests = [varied(name, stage=[1, 2], backend=["eager", "inductor"], model="abc") for name in "abc"]
+    tests += [varied("d", marks=["slow"], size=range(30)), varied("e", marks=[PROGRAM], fixtures=(), size=range(30))]
+    items = list(itertools.chain(*tests))
+    parts = [[item.nodeid for item in keep_part_of_the_rest(items, part)] for part in range(PARTS)]
+    run_anyway = [item.nodeid for item in keep_for_make_test(items, ())]
+    # No item is in two of these, and none is in none.
+    assert sorted(itertools.chain(run_anyway, *parts)) == sorted(item.nodeid for item in items)
+    assert all(parts) and keep_part_of_the_rest(items, PARTS + 3) == keep_part_of_the_rest(items, 3)
+
+
+def test_changed_files(tmp_path, monkeypatch):
+    """A change that is not committed yet, or that an earlier commit of the branch made, would start no program."""
+
+    def git(*arguments):
+        settings = ["-c", "user.name=test", "-c", "user.email=test@example.com", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *settings, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def write(*names):
+        for name in names:
+            (tmp_path / name).write_text(f"{(tmp_path / name).exists()}")
+
+    monkeypatch.setattr(selection, "ROOT", tmp_path)
+    assert changed_files(None) == set(), "there is no repository"
+    git("init", "--initial-branch=main")
+    write("same", "later", "edited", "in the branch", ".gitignore")
+    (tmp_path / ".gitignore").write_text("ignored")
+    git("add", ".")
+    git("commit", "--message=first")
+    assert changed_files(None) == set()
+    git("checkout", "-b", "work", "--track", "main")
+    write("in the branch")
+    git("commit", "--all", "--message=second")
+    write("edited", "new", "ignored")
+    assert changed_files(None) == {"in the branch", "edited", "new"}
+    assert changed_files("HEAD") == {"edited", "new"}
+
+
+@pytest.mark.parametrize(
+    "marks, limit",
+    [((), 3.0), (("quick",), 0.3), (("slow",), None), ((PROGRAM,), None), (("launcher",), None), (("table",), 3.0)],
+    ids=str,
+)
+def test_limits(marks, limit):
+    """A test would take longer than make test has time for, and nobody would be told where to move it."""
+    (item,) = varied("a", marks=marks)
+    cpu_budget.check(item, (limit or 1000) - 0.01)
+    if limit is not None:
+        with pytest.raises(cpu_budget.OverBudget, match=f"make test allows {limit:g}: .*mark"):
+            cpu_budget.check(item, limit + 0.01)
+
+
+def test_one_test_starts_the_launcher_without_a_limit():
+    """More and more tests would take the mark that has no limit."""
+    assert sum("@pytest.mark.launcher" in path.read_text().split("\n") for path in TESTS.glob("test_*.py")) == 1
