@@ -3,12 +3,11 @@
 """Backwards that raise, that come several before a step, that are not reduced yet, and that are watched."""
 
 import contextlib
-import copy
 import threading
 import time
 import warnings
 import weakref
-from typing import Dict, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,99 +19,22 @@ from deepspeed.compile.zero12.backward import BackwardLife
 from deepspeed.compile.zero12.update.groups import StepOfGroups
 from deepspeed.utils import safe_get_full_grad
 
+from support.beside import Beside, Outcome, check
+from support.faults import Injected, fragile, in_backward, raise_injected
 from support.ids import vary
-from support.lifetime import Raises, backward, start, step_beside
-from support.models import Model
+from support.lifetime import backward, start, step_beside
 from support.training import (
     BOUND,
-    NOTHING,
     Case,
     average_gradients,
     batch,
     build,
-    device,
     held,
     make_optimizer,
     relative_error,
     step_plain,
     train_plain,
 )
-
-
-class AfterRaising(NamedTuple):
-    """What came of a backward that raised."""
-
-    raised: bool
-    received: int  # gradients that graphs had given to the reducer by then
-    held: Dict[str, int]
-    error: float  # of the steps that followed
-
-
-def backward_that_raises(case, direct):
-    """A backward raises after some gradients were reduced, and two steps follow."""
-
-    class Fragile(Model):
-        def run_block(self, block, x):
-            return self.maybe_raise(block(x))
-
-        @torch.compiler.disable
-        def maybe_raise(self, x):
-            return Raises.apply(x)
-
-    torch.manual_seed(0)
-    module = Fragile().to(device())
-    plain = copy.deepcopy(module)
-    _, engine = start(case, module)
-    rank = dist.get_rank()
-
-    def run_backward(step, micro_step=0):
-        loss = engine(batch(step, micro_step, rank, 4))
-        if direct:
-            loss.backward()
-        else:
-            engine.backward(loss)
-
-    Raises.armed = False
-    for micro_step in range(case.accumulation - 1):
-        run_backward(9, micro_step)
-        engine.step()
-    Raises.armed = True
-    reset_gradient_counters(engine)
-    raised = False
-    try:
-        run_backward(9, case.accumulation - 1)
-    except ArithmeticError:
-        raised = True
-    received = gradient_counters(engine)["from_graphs"]
-    # A device's thread drops the graph task, and with it what the backward left, a moment after the exception.
-    deadline = time.monotonic() + 5
-    while torch.cuda.is_available() and any(held(gradient_counters(engine)).values()) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    after = held(gradient_counters(engine))
-    Raises.armed = False
-    # The micro-batches before the one that raised were dropped with it: the next is the first of a step.
-    optimizer = make_optimizer(plain, case)
-    for step in range(2):
-        for micro_step in range(case.accumulation):
-            run_backward(step, micro_step)
-            engine.step()
-            (plain(batch(step, micro_step, rank, 4)) / case.accumulation).backward()
-        step_plain(plain, optimizer)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return AfterRaising(raised, received, after, error)
-
-
-@pytest.mark.quick
-@pytest.mark.sanitized
-@pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
-@vary("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
-def test_a_backward_that_raises_leaves_nothing(ranks, stage, accumulation, direct):
-    case = Case(stage=stage, accumulation=accumulation, bucket=50)
-    for after in ranks(2).run(backward_that_raises, case, direct):
-        assert after.raised and after.received > 0
-        assert after.held == NOTHING
-        assert after.error < BOUND
 
 
 def full_gradients(case):
@@ -133,29 +55,26 @@ def full_gradients(case):
 @pytest.mark.parametrize("model", ["OneGraph", "OddSizes", "TiedEmbedding"])
 @vary("stage", [1, 2])
 def test_full_gradients_between_backward_and_step(ranks, stage, model):
+    """safe_get_full_grad() would read a gradient at another place of the partition than where it was bound."""
     assert max(ranks(2).run(full_gradients, Case(stage=stage, model=model))) < BOUND
 
 
 def swap_parameters(case):
-    """Gives parameters other memory between steps, as code that averages weights does; the error of the training."""
-    module, engine = start(case)
-    plain = build(case)
-    optimizer = make_optimizer(plain, case)
+    """Gives parameters other memory between steps, as code that averages weights does."""
+    pair = Beside(build(case), case)
     for step in range(3):
-        step_beside(engine, plain, optimizer, step)
-        for parameter in module.parameters():
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+        for parameter in pair.module.parameters():
             parameter.data = parameter.data.clone()
-    step_beside(engine, plain, optimizer, 3)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return error
+    pair.step(batch(3, 0, dist.get_rank(), 4))
+    return pair.end()
 
 
 @pytest.mark.sanitized
 @vary("stage", [1, 2])
 def test_parameters_that_were_given_other_memory(ranks, stage):
-    for error in ranks(2).run(swap_parameters, Case(stage=stage)):
-        assert error < BOUND
+    """The step would write into memory that a parameter has left, and gather what lies there."""
+    check(ranks(2).run(swap_parameters, Case(stage=stage)))
 
 
 def synchronizations(case):
@@ -194,6 +113,7 @@ def synchronizations(case):
 @pytest.mark.parametrize("asked", [False, True], ids=["unasked", "check_grad_overflow"])
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
 def test_the_host_waits_before_the_optimizer_only_to_agree(ranks, asked, regional, stage, accumulation):
+    """A copy to the host between backward and optimizer would make the host wait for the device in every step."""
     config = {"bf16": {"check_grad_overflow": asked}, "compile": {"regional_compilation": regional}}
     case = Case(
         stage=stage, accumulation=accumulation, backend="inductor", dtype="bf16", clipping=0.1, config=config, steps=4
@@ -202,74 +122,34 @@ def test_the_host_waits_before_the_optimizer_only_to_agree(ranks, asked, regiona
         assert bool(waited) == asked, waited
 
 
-def without_synchronization(case):
-    """no_sync() and coalesce_grad_reduction(): errors against a plain loop over the same batches."""
-    errors = []
-    for context in ("no_sync", "coalesce_grad_reduction"):
-        if context == "no_sync" and case.stage == 2:
-            continue  # the engine refuses it
-        module, engine = start(case)
-        plain = build(case)
-        optimizer = make_optimizer(plain, case)
-        rank = dist.get_rank()
-        with getattr(engine, context)():
-            for micro_step in range(2):
-                backward(engine, 0, micro_step)
-                kept = held(gradient_counters(engine))
-                assert kept["bound"] == 0 and kept["unreduced"] > 0, kept
-        if context == "no_sync":
-            backward(engine, 0, 2)
-        engine.step()
-        for micro_step in range(3 if context == "no_sync" else 2):
-            plain(batch(0, micro_step, rank, 4)).backward()
-        average_gradients(plain)
-        optimizer.step()
-        errors.append(relative_error(module.parameters(), plain.parameters()))
-        engine.destroy()
-    return errors
-
-
-@pytest.mark.sanitized
-@vary("stage", [1, 2])
-def test_gradients_kept_by_no_sync_and_coalescing(ranks, stage):
-    for errors in ranks(2).run(without_synchronization, Case(stage=stage)):
-        assert max(errors) < BOUND
-
-
-class SeveralBackwards(NamedTuple):
-    """The error of a step of several backwards, and what was held after it."""
-
-    error: float
-    held: Dict[str, int]
-
-
-def several_backwards(case):
-    """Two losses with a backward each, then one backward of two forwards, before one step; all forwards come first."""
+def without_synchronization(case, context):
+    """no_sync() or coalesce_grad_reduction(): the error against a plain loop over the same batches."""
     module, engine = start(case)
     plain = build(case)
     optimizer = make_optimizer(plain, case)
-    rank = dist.get_rank()
-    losses = [engine(batch(0, number, rank, 4)) for number in range(4)]
-    for number in range(2):
-        engine.backward(losses[number])
-        plain(batch(0, number, rank, 4)).backward()
-    engine.backward(losses[2] + losses[3])
-    (plain(batch(0, 2, rank, 4)) + plain(batch(0, 3, rank, 4))).backward()
+    micro_batches = 3 if context == "no_sync" else 2
+    with getattr(engine, context)():
+        for micro_step in range(2):
+            backward(engine, 0, micro_step)
+            kept = held(gradient_counters(engine))
+            assert kept["bound"] == 0 and kept["unreduced"] > 0, kept
+    if context == "no_sync":
+        backward(engine, 0, 2)
     engine.step()
-    average_gradients(plain)
-    optimizer.step()
+    for micro_step in range(micro_batches):
+        plain(batch(0, micro_step, dist.get_rank(), 4)).backward()
+    step_plain(plain, optimizer)
     error = relative_error(module.parameters(), plain.parameters())
-    after = held(gradient_counters(engine))
     engine.destroy()
-    return SeveralBackwards(error, after)
+    return error
 
 
 @pytest.mark.sanitized
-@vary("stage", [1, 2])
-def test_several_backwards_before_a_step(ranks, stage):
-    for several in ranks(2).run(several_backwards, Case(stage=stage)):
-        assert several.error < BOUND
-        assert several.held == NOTHING
+# ZeRO-2 refuses no_sync().
+@vary("stage, context", [(1, "no_sync"), (1, "coalesce_grad_reduction"), (2, "coalesce_grad_reduction")])
+def test_gradients_kept_by_no_sync_and_coalescing(ranks, stage, context):
+    """Gradients that the caller has kept from reduction would be reduced at once, or be lost at the step."""
+    assert max(ranks(2).run(without_synchronization, Case(stage=stage), context)) < BOUND
 
 
 class Polled(NamedTuple):
@@ -291,11 +171,13 @@ def polled_counters(case):
             gradient_counters(engine)
             reset_gradient_counters(engine)
             reads[0] += 1
+            # Else it takes a whole core, while the other thread compiles.
+            time.sleep(1e-4)
 
     poller = threading.Thread(target=poll)
     poller.start()
     try:
-        for step in range(10):
+        for step in range(5):
             # The caller drops gradients that lie in `parameter.grad`, which the other thread is reading.
             with engine.no_sync():
                 backward(engine, step)
@@ -313,6 +195,7 @@ def polled_counters(case):
 
 @pytest.mark.sanitized
 def test_counters_may_be_read_from_another_thread(ranks):
+    """Reading the counters would race with a thread that drops or reduces the gradients that are counted."""
     for polled in ranks(2).run(polled_counters, Case(bucket=50)):
         assert polled.reads > 10
         assert polled.error < BOUND
@@ -331,6 +214,7 @@ def counters_of_a_rank_that_waits(case):
             gradient_counters(engine)
             reset_gradient_counters(engine)
             longest[0] = max(longest[0], time.monotonic() - began)
+            time.sleep(1e-3)
 
     poller = threading.Thread(target=poll)
     poller.start()
@@ -347,6 +231,7 @@ def counters_of_a_rank_that_waits(case):
 
 @pytest.mark.sanitized
 def test_counters_do_not_wait_for_other_ranks(ranks):
+    """The counters' lock would be held while the reducer waits for another rank, and so would a monitor's thread."""
     assert max(ranks(2).run(counters_of_a_rank_that_waits, Case(bucket=50))) < 1
 
 
@@ -357,34 +242,23 @@ def begin_while_another_is_dropped(case, held_in):
     ``held_in``: "settle" holds the thread before it has seen that the backward was abandoned, and
     "_release_handed_over" before it drops the step's gradients. In the latter, this thread has to wait.
     """
-
-    class Fragile(Model):
-        @torch.compiler.disable
-        def run_block(self, block, x):
-            return Raises.apply(block(x))
-
-    torch.manual_seed(0)
-    module = Fragile().to(device())
-    plain = copy.deepcopy(module)
-    _, engine = start(case, module)
-    optimizer = make_optimizer(plain, case)
-    Raises.armed = Raises.has_raised = False
+    module, engine, plain, optimizer = fragile(case)
     step_beside(engine, plain, optimizer, 0)
     told, may_go_on, method = threading.Event(), threading.Event(), getattr(BackwardLife, held_in)
 
     def late(life):
-        if threading.current_thread() is not threading.main_thread() and Raises.has_raised:
-            Raises.armed = Raises.has_raised = False
+        has_raised = in_backward.happen is None
+        if threading.current_thread() is not threading.main_thread() and has_raised and not told.is_set():
             told.set()
             may_go_on.wait(30 if held_in == "settle" else 2)
         method(life)
 
     def raise_in_backward():
-        with contextlib.suppress(ArithmeticError):
+        with contextlib.suppress(Injected):
             loss.backward()
 
     loss = engine(batch(1, 0, dist.get_rank(), 4))
-    Raises.armed = True
+    in_backward.happen = raise_injected
     with mock.patch.object(BackwardLife, held_in, late):
         other = threading.Thread(target=raise_in_backward)
         other.start()
@@ -403,17 +277,14 @@ def begin_while_another_is_dropped(case, held_in):
 @vary("stage", [1, 2])
 @vary("held_in", ["settle", "_release_handed_over"])
 def test_a_backward_begins_while_another_is_dropped(ranks, held_in, stage):
+    """The thread of a backward that raised would drop the gradients of the backward that has begun since."""
     assert max(ranks(2).run(begin_while_another_is_dropped, Case(stage=stage, bucket=50), held_in)) < BOUND
 
 
 def call_as_a_gradient_ends(case, how):
     """A user has tied a call of the engine to the end of a gradient that the engine drops. A step follows."""
-    torch.manual_seed(0)
-    module = Model().to(device())
-    plain = copy.deepcopy(module)
-    _, engine = start(case, module)
-    optimizer = make_optimizer(plain, case)
-    called = []
+    pair = Beside(build(case), case)
+    module, engine, called = pair.module, pair.engine, []
 
     def call():
         engine.zero_grad()
@@ -427,15 +298,14 @@ def call_as_a_gradient_ends(case, how):
     # Not zero_grad(), which empties `parameter.grad` by torch's own function first.
     engine.optimizer._zero12.backward.drop_step()
     assert called, "the gradient was not dropped"
-    step_beside(engine, plain, optimizer, 1)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return error
+    pair.step(batch(1, 0, dist.get_rank(), 4))
+    return pair.end()
 
 
 @vary("how", ["unreduced", "bound"])
 def test_a_call_of_the_engine_as_a_gradient_ends(ranks, how):
-    assert max(ranks(2).run(call_as_a_gradient_ends, Case(bucket=50), how)) < BOUND
+    """A call of the engine from within its own dropping of gradients would wait for a lock that it holds itself."""
+    check(ranks(2).run(call_as_a_gradient_ends, Case(bucket=50), how))
 
 
 class SomeGradients(NamedTuple):
@@ -471,6 +341,7 @@ def some_gradients_only(case):
 
 @pytest.mark.sanitized
 def test_a_request_for_some_gradients_reduces_no_others(ranks):
+    """Graphs that torch.autograd.grad() runs for an activation would reduce their parameters' gradients."""
     # As traced: torch does not let Inductor's backward run twice, which donates the buffers that it has saved.
     case = Case(model="SeveralGraphs", backend="eager")
     for some in ranks(2).run(some_gradients_only, case):
@@ -479,31 +350,26 @@ def test_a_request_for_some_gradients_reduces_no_others(ranks):
 
 
 class Watched(NamedTuple):
-    """How many gradients a hook saw on a rank, and the error of the training."""
+    """How many gradients a hook saw on a rank, and what came of the training."""
 
     gradients: int
-    error: float
+    outcome: Outcome
 
 
 def hook_on_one_rank(case):
     """Rank 0 alone watches a gradient, as loggers do."""
-    torch._dynamo.reset()
-    module = build(case)
-    plain = copy.deepcopy(module)
-    watched = []
+    module, watched = build(case), []
     if dist.get_rank() == 0:
         module.blocks[1].up.weight.register_hook(lambda gradient: watched.append(gradient.norm()))
-    _, engine = start(case, module)
-    optimizer = make_optimizer(plain, case)
+    pair = Beside(module, case)
     for step in range(2):
-        step_beside(engine, plain, optimizer, step)
-    error = relative_error(module.parameters(), plain.parameters())
-    engine.destroy()
-    return Watched(len(watched), error)
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    return Watched(len(watched), pair.end())
 
 
 @pytest.mark.sanitized
 def test_a_hook_on_one_rank(ranks):
+    """Ranks would send different buckets where autograd gives one of them a gradient that graphs give the others."""
     first, second = ranks(2).run(hook_on_one_rank, Case())
     assert (first.gradients, second.gradients) == (2, 0)
-    assert max(first.error, second.error) < BOUND
+    check([first.outcome, second.outcome])

@@ -103,11 +103,11 @@ def train_adversaries(case, toggles, checkpointed=False):
     return errors, moved, warnings
 
 
-@pytest.mark.quick
 @pytest.mark.sanitized
 @vary("stage, accumulation, toggles", [(1, 1, False), (2, 1, True), (1, 2, True), (2, 4, True), (1, 4, False)])
 @vary("deepcompile", [True, False])
 def test_a_generator_trains_through_its_frozen_critic(ranks, stage, accumulation, toggles, deepcompile):
+    """A backward that only passes through the critic would end the critic's own, which the step has not had yet."""
     case = Case(stage=stage, accumulation=accumulation, deepcompile=deepcompile)
     for errors, moved, warnings in ranks(2).run(train_adversaries, case, toggles):
         assert max(errors) < BOUND, errors
@@ -117,6 +117,7 @@ def test_a_generator_trains_through_its_frozen_critic(ranks, stage, accumulation
 
 @vary("stage, accumulation", [(1, 1), (2, 2)])
 def test_a_generator_that_is_checkpointed(ranks, stage, accumulation):
+    """Parameters of the generator, which a checkpoint hides, would seem to have no part in its backward."""
     case = Case(stage=stage, accumulation=accumulation)
     for errors, moved, warnings in ranks(2).run(train_adversaries, case, False, True):
         assert max(errors) < BOUND, errors
@@ -158,10 +159,10 @@ def train_beside_saliency(case, places, direct):
     return pair.end(), error
 
 
-@pytest.mark.quick
 @vary("places", [("after",), ("before", "between", "after")])
 @vary("stage, accumulation, direct", [(1, 1, False), (2, 2, True), (1, 2, False), (2, 1, False), (1, 1, True)])
 def test_gradients_of_inputs_belong_to_no_step(ranks, stage, accumulation, direct, places):
+    """The parameters' gradients that graphs compute for an input's would be added to those of the step."""
     case = Case(stage=stage, accumulation=accumulation)
     results = ranks(2).run(train_beside_saliency, case, places, direct)
     check([result for result, _ in results])
@@ -191,13 +192,12 @@ def train_with_penalty(case, first, direct):
     return pair.end(), warnings
 
 
-@pytest.mark.quick
 @pytest.mark.sanitized
 @vary("first", [True, False])
 @vary("direct", [True, False])
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 1), (2, 2)])
 def test_a_penalty_has_a_backward_of_its_own(ranks, stage, accumulation, first, direct):
-    """Its gradients are those of the step's next backward too."""
+    """Gradients of a penalty would be dropped where the loss's backward replaces a step that nobody has taken."""
     results = ranks(2).run(train_with_penalty, Case(stage=stage, accumulation=accumulation), first, direct)
     check([result for result, _ in results])
     assert not any(warnings for _, warnings in results), results
@@ -225,6 +225,7 @@ def train_by_loss_backward_behind_saliency(case):
 
 @vary("stage", [1, 2])
 def test_a_backward_behind_one_that_passed_through(ranks, stage):
+    """A graph that ran for an input's gradient would count as done when loss.backward() runs it again."""
     results = ranks(2).run(train_by_loss_backward_behind_saliency, Case(stage=stage))
     check([result for result, _ in results])
     assert max(error for _, error in results) < BOUND
@@ -255,6 +256,7 @@ def penalize_between(case, forward_between):
 
 @vary("stage, forward_between", [(1, False), (1, True), (2, True)])
 def test_a_penalty_between(ranks, stage, forward_between):
+    """Behind an evaluation or no_sync(), a penalty's gradients would be taken for those of another step."""
     check(ranks(2).run(penalize_between, Case(stage=stage), forward_between))
 
 
@@ -278,6 +280,7 @@ def train_the_module_itself(case, penalized):
 @vary("penalized", [False, True])
 @vary("stage, accumulation", [(1, 1), (1, 2), (2, 2)])
 def test_a_step_takes_gradients_that_no_backward_has_taken(ranks, stage, accumulation, penalized):
+    """A step would find nothing where the caller has called the module, so that no backward was announced."""
     check(ranks(2).run(train_the_module_itself, Case(stage=stage, accumulation=accumulation), penalized))
 
 
@@ -299,6 +302,7 @@ def replace_after_penalty(case):
 
 @vary("stage", [1, 2])
 def test_a_penalty_before_a_backward_that_replaces_another(ranks, stage):
+    """A backward that replaces another would drop the gradients of a penalty that came in between, too."""
     check(ranks(2).run(replace_after_penalty, Case(stage=stage)))
 
 
@@ -321,6 +325,7 @@ def freeze_before_backward(case, direct):
 
 
 @vary("direct", [True, False])
-@vary("stage, backend", [(1, "eager"), (2, "inductor")])
+@vary("stage, backend", [(1, "eager"), (2, "eager"), pytest.param(2, "inductor", marks=pytest.mark.slow)])
 def test_parameters_frozen_between_forward_and_backward(ranks, stage, backend, direct):
+    """A graph would reduce the gradient of a parameter that was frozen after its forward."""
     check(ranks(2).run(freeze_before_backward, Case(stage=stage, backend=backend), direct))

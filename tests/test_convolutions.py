@@ -116,14 +116,20 @@ def train(make, case, counts=(2, 2, 2)):
     "stage, make, regional, from_graphs",
     [
         (1, Convolutions, None, 7),
-        (2, ChannelsLast, None, 7),
-        (2, make_resnet_of_batch_norm, False, 14),
-        (1, make_resnet_of_group_norm, True, 14),
-        (2, VisionTransformer, None, 20),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (2, ChannelsLast, None, 7),
+                (2, make_resnet_of_batch_norm, False, 14),
+                (1, make_resnet_of_group_norm, True, 14),
+                (2, VisionTransformer, None, 20),
+            ]
+        ),
     ],
     expects="from_graphs",
 )
 def test_convolutions(ranks, stage, make, regional, from_graphs):
+    """The gradient of a weight that Inductor has laid out anew would be reduced in that layout."""
     config = {} if regional is None else {"compile": {"regional_compilation": regional}}
     case = Case(stage=stage, backend="inductor", config=config)
     for result in check(ranks(2).run(train, make, case)):
@@ -161,22 +167,28 @@ class WithQueries(nn.Module):
         return self.encoder(self.patches(x.reshape(len(x), 4, 48))).square().mean()
 
 
-UNEVEN = (4, (4, 1), 4, (1, 4), 4)
-
-
-@vary("regional", [True, False])
-@vary("make", [VisionTransformer, WithQueries])
+@vary(
+    "make, regional",
+    [
+        (VisionTransformer, True),
+        (WithQueries, True),
+        (WithQueries, False),
+        pytest.param(VisionTransformer, False, marks=pytest.mark.slow),
+    ],
+)
 @vary("stage", [1, 2])
 def test_a_batch_of_one_on_one_rank(ranks, make, stage, regional):
+    """A rank that has a graph for a batch of one would give its gradients in another order than the others."""
     case = Case(stage=stage, config={"compile": {"regional_compilation": regional}}, bucket=40)
-    check(ranks(2).run(train, make, case, UNEVEN))
+    check(ranks(2).run(train, make, case, (4, (4, 1), 4, (1, 4), 4)))
 
 
+@pytest.mark.slow
 def test_a_batch_of_one_in_generated_code(ranks):
     case = Case(backend="inductor", config={"compile": {"regional_compilation": True}}, bucket=40)
     check(ranks(2).run(train, WithQueries, case, ((4, 1), 4, (4, 1))))
 
 
-@pytest.mark.quick
 def test_a_batch_of_one_comes_first(ranks):
-    check(ranks(2).run(train, VisionTransformer, Case(bucket=40), ((1, 4), 4, 1, (4, 1))))
+    """Ranks would keep the order of a first backward that was another one on each rank."""
+    check(ranks(2).run(train, VisionTransformer, Case(bucket=40), ((1, 4), 4, (4, 1))))

@@ -30,7 +30,7 @@ def train(attention, stage, deepcompile):
 
     torch._dynamo.reset()
     torch.manual_seed(0)
-    sizes = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=3)
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=2)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=16, use_cache=False)
     model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, attn_implementation=attention)).to(device()).train()
     engine = engine_by_configuration(model, deepcompile, lr=0.2, momentum=0.5, zero_optimization={"stage": stage})
@@ -53,13 +53,20 @@ def off_and_on(attention, stage, backend):
 
 
 @vary(
-    "attention, stage, backend",
-    [("sdpa", 1, "inductor"), ("flex_attention", 2, "eager"), ("eager", 2, "eager"), ("sdpa", 2, "eager")],
+    "world, attention, stage, backend",
+    [
+        (1, "sdpa", 2, "eager"),
+        *(
+            pytest.param(2, *case, marks=pytest.mark.slow)
+            for case in [("sdpa", 1, "inductor"), ("flex_attention", 2, "eager"), ("eager", 2, "eager")]
+        ),
+    ],
 )
-def test_packed_rows(ranks, attention, stage, backend):
+def test_packed_rows(ranks, world, attention, stage, backend):
+    """A graph that was compiled for the lengths of the first rows would let later rows attend to each other."""
     pytest.importorskip("transformers")
     if attention == "flex_attention" and not torch.cuda.is_available():
         pytest.skip("torch's FlexAttention has no backward on CPU")
-    for off, on, error in ranks(2).run(off_and_on, attention, stage, backend):
+    for off, on, error in ranks(world).run(off_and_on, attention, stage, backend):
         assert error < BOUND
         assert on == pytest.approx(off, rel=1e-4)

@@ -4,6 +4,7 @@
 
 import collections
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -45,7 +46,9 @@ def ranges_of_a_backward():
     return dict(collections.Counter(name for name in names if name.startswith("deepcompile::") and name != operator))
 
 
+@pytest.mark.quick
 def test_a_profile_names_the_stages(ranks):
+    """A stage would have no range in a profile, or one for each parameter where there is one bucket."""
     expected = {
         "deepcompile::reduce": 3,
         "deepcompile::launch": 1,
@@ -75,5 +78,6 @@ def copies_of_gradients():
 
 
 def test_generated_code_gives_its_gradients_away(ranks):
+    """Generated code would keep its gradients, so that each is copied when it is bound."""
     ((bound, copied),) = ranks(1).run(copies_of_gradients)
     assert bound > 10 and copied == 0
