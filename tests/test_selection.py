@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tests and cases ``make test``, ``make quick`` and ``make test-gpu`` run."""
 
+import ast
 import itertools
 import subprocess
 from types import SimpleNamespace
@@ -192,3 +193,22 @@ def test_limits(marks, limit):
 def test_one_test_starts_the_launcher_without_a_limit():
     """More and more tests would take the mark that has no limit."""
     assert sum("@pytest.mark.launcher" in path.read_text().split("\n") for path in TESTS.glob("test_*.py")) == 1
+
+
+def marks_of(nodes):
+    """The text of marks: of decorators, or of what a file gives to ``pytestmark``."""
+    return "".join(map(ast.unparse, nodes)).lower()
+
+
+def test_every_test_says_which_fault_it_finds():
+    """A test would be kept for ever because nobody knows what it is for."""
+    silent = []
+    for path in sorted(TESTS.glob("test_*.py")):
+        tree = ast.parse(path.read_text())
+        of_file = [node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.dump(node)]
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not ast.get_docstring(node):
+                marks = marks_of([*of_file, *node.decorator_list])
+                if "program" not in marks and "mark.slow" not in marks:
+                    silent.append(f"{path.name}: {node.name}")
+    assert silent == [], "a docstring names the fault that only this test finds"
