@@ -371,3 +371,12 @@ def test_few_logits_and_no_option():
     assert run(as_transformers, wanted=None).found == 1
     assert run(as_transformers, wanted=False).found == 0
     assert run(computes_its_own).found == 0
+
+
+@pytest.mark.quick
+def test_a_sum_divided_by_a_count_of_zero():
+    """On a rank without a token that counts, all gradients would be NaN: zero times the loss's infinite derivative."""
+    for compute in (whole, chunked):
+        of = operands(ignore_all=True)
+        _, found = gradients(of, compute, mean=False, step_loss=lambda loss, _: loss / torch.zeros(()))
+        assert all(gradient.eq(0).all() for gradient in found)
