@@ -10,8 +10,9 @@ A state of Adam, such as ``exp_avg``, is kept as two tensors of the optimizer's 
 Blocks lie on the grid of the parameter group's flat tensor, so that they do not depend on the number of ranks. The
 first and the last block of a partition may lie in it in part: the rest of such a block stays zero.
 
-Torch's ``load_state_dict()`` casts every state to the dtype of the parameter, which would make four bytes of each
-code. So a saved optimizer has the codes' memory as fp32 [blocks, BLOCK / 4], which no cast changes.
+Torch's ``load_state_dict()`` casts every state to the dtype of the parameter, which makes four bytes of each code. So
+a saved optimizer has the codes' memory as fp32 [blocks, BLOCK / 4], which no cast changes, and what was cast all the
+same, because the caller saved the states of the inner optimizer, is cast back.
 """
 
 from typing import Any, Dict, Tuple
@@ -94,6 +95,9 @@ def to_blocks(states: Dict[str, Any], offset: int, like: torch.Tensor) -> None:
     blocks = count_of_blocks(offset, like.numel())
     for state in SIGNED:
         codes, scales = names_of(state)
+        if states[codes].dtype == torch.float32 and states[codes].numel() == blocks * BLOCK:
+            # The optimizer's own load_state_dict() has cast codes that were never saved as fp32: whole numbers.
+            states[codes] = states[codes].to(torch.uint8)
         if states[codes].numel() * states[codes].element_size() != blocks * BLOCK or states[scales].numel() != blocks:
             raise ValueError(
                 "8-bit optimizer states were loaded that belong to another partition of the parameters; load them "

@@ -23,8 +23,9 @@ import torch
 
 # Elements that share a scale.
 BLOCK = 256
-# A block of smaller values has this scale, as in torchao.
-LEAST_SCALE = 1e-12
+# A block of smaller values has this scale, whose inverse is finite. A larger one, such as torchao's 1e-12, would round
+# the second moments of small gradients up, and Adam would hardly move their weights.
+LEAST_SCALE = torch.finfo(torch.float32).tiny
 _DECADES = 7
 # Added to a number, it makes quarters the last bits of the sum. So the sum, and the number that is added, are rounded
 # by up to an eighth each.
