@@ -294,3 +294,46 @@ def test_beside_transformers_that_cannot_be_imported(ranks, tmp_path):
     )
     ((before, after),) = ranks(1).run(train_beside_broken_transformers, str(tmp_path))
     assert after < before
+
+
+def generate_in_training_mode(whole):
+    """Returns how many graphs generation from an engine in training mode compiles, and whether its text is right."""
+    torch._dynamo.reset()
+    module = language_model(2, 32, None)
+    engine = engine_by_configuration(module, True, compile={"regional_compilation": not whole})
+    ids = torch.arange(24, device=device()).view(2, 12)
+    with compile_backend("eager"):
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        torch._dynamo.utils.counters.clear()
+        with torch.no_grad():
+            text = module.generate(ids, max_new_tokens=3, do_sample=False)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    engine.destroy()
+    return graphs, torch.equal(text, module.generate(ids, max_new_tokens=3, do_sample=False))
+
+
+@vary("whole", [False, True])
+def test_generation_in_training_mode_compiles_nothing(ranks, whole):
+    """Reinforcement learning generates in every step: blocks would be compiled for each length of the cache."""
+    pytest.importorskip("transformers")
+    assert ranks(1).run(generate_in_training_mode, whole) == [(0, True)]
+
+
+def train_in_evaluation_mode():
+    """Returns whether a model in evaluation mode, within one that trains, keeps a cache in a training forward."""
+    torch._dynamo.reset()
+    module = language_model(2, 32, None)
+    engine = engine_by_configuration(Labels(module), True)
+    module.eval()
+    ids = torch.arange(24, device=device()).view(2, 12)
+    with compile_backend("eager"):
+        output = engine(ids)
+    engine.destroy()
+    return output.past_key_values is not None
+
+
+def test_the_mode_of_the_engines_module_decides(ranks):
+    """Lightning leaves the model of from_pretrained() in evaluation mode: layers would be compiled with a cache each."""
+    pytest.importorskip("transformers")
+    assert ranks(1).run(train_in_evaluation_mode) == [False]

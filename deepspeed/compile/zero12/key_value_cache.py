@@ -8,9 +8,11 @@ switches the cache off.
 """
 
 import contextlib
+import functools
 import inspect
 import sys
-from typing import List
+import weakref
+from typing import Any, List, Mapping
 
 import torch
 from torch.nn import Module
@@ -21,6 +23,10 @@ from .messages import warn
 
 def train_without_cache(module: Module, undo: contextlib.ExitStack) -> None:
     """Adds hooks to the outermost models of transformers in ``module``, and to ``undo`` what removes the hooks.
+
+    ``module`` is the engine's, and a forward trains if ``module`` is in training mode and gradients are enabled. The
+    mode of a model inside ``module`` says nothing: ``from_pretrained()`` returns a model in evaluation mode, and
+    Lightning, for one, leaves it so.
 
     If ``module`` is such a model, the hook passes ``use_cache=False`` to each training forward whose caller has not
     chosen. In a model inside ``module``, the hook does so only for calls with labels: without labels, the code around
@@ -33,9 +39,23 @@ def train_without_cache(module: Module, undo: contextlib.ExitStack) -> None:
             f"Training forwards of {names} run with use_cache=False, as under gradient checkpointing; call them with "
             "use_cache=True to have a cache of keys and values"
         )
+    # A strong reference would make a cycle of the module and its hooks.
+    reference = weakref.ref(module)
     for model in models:
-        hook = Hook(_without if model is module else _without_if_labelled)
+        hook = Hook(functools.partial(_without if model is module else _without_if_labelled, reference))
         undo.callback(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+
+def generates(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments is one of generation: it has no gradients, and carries a cache.
+
+    The cache grows with every token, and code would be compiled for every length. Reinforcement learning generates in
+    training mode, so the mode does not tell.
+    """
+    if torch.is_grad_enabled():
+        return False
+    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+    return cache is not None and any(isinstance(value, cache) for value in kwargs.values())
 
 
 def _outermost(module) -> List[Module]:
@@ -57,12 +77,12 @@ def _has_switch(model):
     return keeps and ("use_cache" in parameters or hands_on)
 
 
-def _without(model, inputs, kwargs):
+def _without(reference, _, inputs, kwargs):
     said = len(inputs) > 1 or kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
-    if said or not (model.training and torch.is_grad_enabled()):
+    if said or not (reference().training and torch.is_grad_enabled()):
         return None
     return inputs, {**kwargs, "use_cache": False}
 
 
-def _without_if_labelled(model, inputs, kwargs):
-    return None if kwargs.get("labels") is None else _without(model, inputs, kwargs)
+def _without_if_labelled(reference, model, inputs, kwargs):
+    return None if kwargs.get("labels") is None else _without(reference, model, inputs, kwargs)

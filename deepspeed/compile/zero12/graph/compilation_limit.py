@@ -20,6 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
+from ..key_value_cache import generates
 from ..messages import warn
 from . import guards
 from .block_calls import CallOfCaller, CallOfModule
@@ -98,13 +99,13 @@ class CompilationLimit:
         self, block: torch.nn.Module, compiled: Callable, uncompiled: Callable, args: Tuple, kwargs: Dict[str, Any]
     ) -> Any:
         """Calls the forward of a block: ``compiled`` in training, and ``uncompiled`` in evaluation and generation."""
-        if self.has_stopped or not self.trains(block):
+        if self.has_stopped or not self.trains(block) or generates(kwargs):
             return uncompiled(block, *args, **kwargs)
         return self._call(compiled, (block, *args), kwargs)
 
     def call_module(self, module: torch.nn.Module, compiled: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a module: ``compiled``, unless modules run uncompiled."""
-        if self.is_off():
+        if self.is_off() or generates(kwargs):
             return module._call_impl(*args, **kwargs)
         if self.trains(module):
             return self._call(compiled, args, kwargs)
