@@ -39,6 +39,9 @@ def to_broadcast(module: Module) -> Iterator[Tuple[str, torch.Tensor]]:
     for name, parameter in module.named_parameters():
         if ON_HOST in vars(parameter):
             continue
+        if not is_traceable_wrapper_subclass(parameter) and not parameter.is_contiguous():
+            # Only contiguous tensors can be viewed as bytes, and in a flat tensor every parameter is contiguous.
+            parameter.data = parameter.data.contiguous()
         # Each rank has a part of its own of a DTensor.
         for tensor in [parameter] if is_dtensor(parameter) else plain_tensors([parameter]):
             # Only a tensor with a dimension can be viewed as bytes.

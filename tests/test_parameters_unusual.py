@@ -1,0 +1,53 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are not contiguous are trained, and complex ones are refused."""
+
+import torch
+
+from support.beside import Beside, check
+from support.ids import vary
+from support.options import outcome
+from support.training import Case, device, engine_by_configuration
+
+
+class Unusual(torch.nn.Module):
+    """A convolution and a linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.linear = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 6)
+
+    def forward(self, images):
+        return self.linear(self.convolution(images).mean((2, 3))).square().mean()
+
+
+def train_not_contiguous(stage):
+    torch.manual_seed(0)
+    module = Unusual().to(memory_format=torch.channels_last)
+    module.linear.weight = torch.nn.Parameter(torch.randn(4, 6).t())
+    assert not any(layer.weight.is_contiguous() for layer in (module.convolution, module.linear))
+    beside = Beside(module, Case(stage=stage))
+    for _ in range(2):
+        beside.step(torch.randn(2, 3, 5, 5, device=device()))
+    return beside.end()
+
+
+@vary("stage", [1, 2])
+def test_not_contiguous(ranks, stage):
+    """DeepSpeed's broadcast would end initialize() with "self.stride(-1) must be 1 to view Float as Byte"."""
+    check(ranks(2).run(train_not_contiguous, stage))
+
+
+def compile_complex():
+    module = Unusual()
+    module.phase = torch.nn.Parameter(torch.randn(2, dtype=torch.complex64))
+    engine = engine_by_configuration(module.to(device()), True)
+    raised = outcome(engine.compile, backend="eager")
+    engine.destroy()
+    return raised
+
+
+def test_complex(ranks):
+    """The master weights, which are fp32, would lose the imaginary part, and training would go on."""
+    (raised,) = ranks(1).run(compile_complex)
+    assert "parameter phase is complex" in raised and "torch.view_as_complex()" in raised
