@@ -14,6 +14,7 @@ import deepspeed
 from deepspeed.compile.zero12.schedulers import forget_empty_groups
 from deepspeed.runtime import lr_schedules as deepspeeds
 
+from support.beside import warnings_logged
 from support.ids import vary
 from support.training import BOUND, Case, batch, build, compile_backend, device, relative_error, train_plain
 
@@ -165,3 +166,22 @@ def test_an_engine_trains_with_a_scheduler_made_before_it(ranks, stage, is_given
         assert compiled
         assert error < BOUND, rates
         assert all(of_engine == [of_plain] for of_engine, of_plain in rates), rates
+
+
+class OwnScheduler:
+    """A scheduler of nobody's class, with a rate for each parameter group."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.rates = optimizer, [0.1, 0.2, 0.3]
+
+
+@pytest.mark.quick
+@vary("kind", [OwnScheduler, "StepLR", None])
+def test_a_scheduler_of_an_unknown_class_is_warned_of(kind):
+    """A user's own scheduler would give the groups each other's rates without a word."""
+    optimizer = make_optimizer(list, "SGD")
+    given = kind and (OwnScheduler(optimizer) if kind is OwnScheduler else SCHEDULERS[kind](optimizer, list))
+    with warnings_logged() as warnings:
+        forget_empty_groups(optimizer, given)
+    assert len(warnings) == (kind is OwnScheduler)
+    assert all("rates of the lr_scheduler OwnScheduler" in warning for warning in warnings)

@@ -17,6 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed.runtime import lr_schedules
 
+from .messages import warn
+
 _KINDS = (LRScheduler, *(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES))
 # The lists of these schedulers with an entry for each parameter group. Other lists may be as long by chance.
 _LISTS = (
@@ -29,7 +31,8 @@ _LISTS = (
 def forget_empty_groups(optimizer: Optimizer, given: Any) -> None:
     """Called right before DeepSpeed removes the empty parameter groups of an optimizer.
 
-    Takes the entries of these groups out of the lists of each scheduler of the optimizer.
+    Takes the entries of these groups out of the lists of each scheduler of the optimizer. Warns of a scheduler of an
+    unknown class that has such lists.
 
     Args:
         given: the scheduler that ``deepspeed.initialize()`` was given, or None.
@@ -42,6 +45,19 @@ def forget_empty_groups(optimizer: Optimizer, given: Any) -> None:
             entries = getattr(scheduler, name, None)
             if isinstance(entries, (list, tuple)) and len(entries) == len(kept):
                 setattr(scheduler, name, list(itertools.compress(entries, kept)))
+    if given is None or isinstance(given, _KINDS):
+        return
+    lists = [
+        name
+        for name, value in getattr(given, "__dict__", {}).items()
+        if isinstance(value, (list, tuple)) and len(value) == len(kept)
+    ]
+    if lists:
+        warn(
+            f"DeepSpeed removes {kept.count(False)} of {len(kept)} parameter groups, because they have no parameters, "
+            f"and {', '.join(lists)} of the lr_scheduler {type(given).__name__} may have an entry for each, so that "
+            "groups get each other's rates; leave empty groups out of the optimizer"
+        )
 
 
 def _schedulers_of(optimizer: Optimizer, given: Any) -> Iterator[Any]:
