@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
-from support.beside import Beside, Outcome, check
+from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
 from support.models import BlocksWithin
 from support.training import Case, batch
@@ -255,3 +255,22 @@ def test_hooks_of_transformers(ranks, name):
     pytest.importorskip("transformers", reason="the model is one of transformers': requirements/demo.txt")
     for outcome in check(ranks(1).run(train_routed, name)):
         assert outcome.from_graphs[0] > 0
+
+
+def warnings_of_full_backward_hooks(place, regional):
+    """Trains a model that has full backward hooks before it is compiled; returns what came of it, and the warnings."""
+    torch._dynamo.reset()
+    module = BlocksWithin()
+    Hooks().add(PLACES[place](module), "looks backward")
+    with warnings_logged() as warnings:
+        beside = Beside(module, Case(config={"compile": {"regional_compilation": regional}}))
+        beside.step(batch(0, 0, dist.get_rank(), 4))
+    return beside.end(), [warning for warning in warnings if "full backward hooks" in warning]
+
+
+@vary("place, regional, named", [("in a block", True, "up"), ("block", True, None), ("head", False, "head")], "named")
+def test_full_backward_hooks(ranks, place, regional, named):
+    """Torch ends graphs at such a hook, and in a loop it compiles nothing: nobody would say why training is slow."""
+    ((outcome, warnings),) = ranks(1).run(warnings_of_full_backward_hooks, place, regional)
+    check([outcome])
+    assert len(warnings) == (named is not None) and all(f"{named} (" in each for each in warnings)

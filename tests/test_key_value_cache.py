@@ -334,6 +334,6 @@ def train_in_evaluation_mode():
 
 
 def test_the_mode_of_the_engines_module_decides(ranks):
-    """Lightning leaves the model of from_pretrained() in evaluation mode: layers would be compiled with a cache each."""
+    """Lightning leaves the model of from_pretrained() in evaluation mode: each layer would be compiled by itself."""
     pytest.importorskip("transformers")
     assert ranks(1).run(train_in_evaluation_mode) == [False]

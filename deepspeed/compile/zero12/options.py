@@ -93,6 +93,8 @@ def make_plan(
     blocks, why_whole = refuse_options(engine, backend, compile_kwargs, schedule)
     for ignored in _without_effect(engine, compile_config, compile_kwargs):
         warn(_beginning(engine) + ignored)
+    for slow in _hooks_that_end_graphs(engine.module, blocks):
+        warn(_beginning(engine) + slow)
     # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
     limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
     return Plan(
@@ -161,6 +163,7 @@ def _problems(engine, backend, compile_kwargs, schedule, choose):
             "memory_efficient_linear to false for that engine, or torch.nn.functional.linear to torch._C._nn.linear "
             "before this one compiles, or install torch 2.13 or newer"
         )
+    yield from _unsupported_parameters(engine.module)
     yield from _unsupported_zero_options(engine)
     yield from _unsupported_engines(engine)
     yield from _unsupported_optimizers(engine)
@@ -182,6 +185,15 @@ def _problems(engine, backend, compile_kwargs, schedule, choose):
             "gradients computed before engine.compile() would be lost; call it before the first backward or after "
             "engine.step() at the gradient accumulation boundary"
         )
+
+
+def _unsupported_parameters(module):
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            yield (
+                f"parameter {name} is complex, and DeepSpeed's fp32 master weights lose the imaginary part; make it "
+                "real, with a last dimension of two, and call torch.view_as_complex() in the forward"
+            )
 
 
 def _unsupported_zero_options(engine):
@@ -253,6 +265,25 @@ def _without_effect(engine, compile_config, compile_kwargs):
     yield from _clipped_updates(engine.optimizer)
     if compile_kwargs.get("name"):
         yield "compile_kwargs['name'] has no effect, because torch gives it to its own backend only"
+
+
+def _hooks_that_end_graphs(module, blocks):
+    """Yields a sentence if modules have full backward hooks, at which torch ends graphs."""
+    if torch._dynamo.config.compiled_autograd:
+        return
+    # Hooks of a block itself run outside of the block's graph.
+    traced = {id(each) for top in blocks or [module] for each in top.modules()} - {id(block) for block in blocks}
+    hooked = [
+        name or type(each).__name__
+        for name, each in module.named_modules()
+        if id(each) in traced and (each._backward_hooks or each._backward_pre_hooks)
+    ]
+    if hooked:
+        yield (
+            f"the full backward hooks of {hooked[0]} ({len(hooked)} modules have such hooks) end the graphs around it "
+            "and keep a forward from being compiled that calls it in a loop, as under torch.compile alone; use hooks of "
+            "tensors, in a forward hook, instead"
+        )
 
 
 def _states_that_stay_in_fp32(optimizer):
