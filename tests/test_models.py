@@ -23,7 +23,7 @@ from support.ids import case_ids
 from support.models_table import PROPERTY
 from support.training import BOUND, compile_backend, device, engine_by_configuration, held, total_error
 
-# Rows of the micro-batches of each step; rank 0 has another number of them in the last.
+# Rows of the micro-batches of each step. Of several ranks, rank 0 has another number of them in the last.
 STEPS = ((2, 2), (2, 2), (2, 3))
 # torch's own aot_eager cannot run the graphs of these either: one views a tensor with other strides than were traced.
 WITH_INDUCTOR = ("Qwen3Next", "OlmoHybrid")
@@ -73,11 +73,11 @@ def train(name, stage, deepcompile):
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 20000},
     }
     engine = engine_by_configuration(model, deepcompile, lr=0.2, momentum=0.5, **more)
-    losses, rank = [], dist.get_rank()
+    losses, rank, differs = [], dist.get_rank(), dist.get_rank() == 0 < dist.get_world_size() - 1
     for step, rows_of_each in enumerate(STEPS):
         for micro_step, rows in enumerate(rows_of_each):
             seed = 100 * step + 10 * micro_step + rank
-            batch = ARCHITECTURES[name].batch(seed, rows if rank == 0 else 2)
+            batch = ARCHITECTURES[name].batch(seed, rows if differs else 2)
             batch = pytree.tree_map_only(torch.Tensor, lambda each: each.to(device()), batch)
             if engine.is_compiled:
                 reset_gradient_counters(engine)
