@@ -31,19 +31,24 @@ os.environ["OMP_NUM_THREADS"] = "1"
 def ranks(pytestconfig):
     """Returns ``ranks(world, patience, **variables)``: as many processes, with such variables in their environment.
 
-    ``patience`` as in ``Ranks``. They are started once a test run, as long as no others are asked for.
+    ``patience`` as in ``Ranks``. On a CPU, one rank and two ranks without such variables are started once a test run.
+    Of all others the processes of one pool stay, until another is asked for.
     """
     pools = {}
     sanitized = pytestconfig.option.sanitizer
     environment = sanitizer.environment(sanitized, pytestconfig.stash[REPORTS]) if sanitized else {}
 
     def of(world, patience=1800, **variables):
+        import torch
+
         key = (world, patience, *sorted(variables.items()))
         if key not in pools:
             new = Ranks(world, {**environment, **variables}, patience)
-            # Only one pool at a time keeps its processes: two cores do not carry more.
-            for pool in pools.values():
-                pool.stop()
+            # Processes that wait need memory alone, but a GPU has less of it than a host.
+            staying = set() if sanitized or torch.cuda.is_available() else {(1, 1800), (2, 1800)}
+            for other, pool in pools.items():
+                if other not in staying:
+                    pool.stop()
             pools[key] = new
             if sanitized:
                 pools[key].run(sanitizer.compile_native_code, sanitized, timeout=1800)

@@ -281,8 +281,8 @@ def _hooks_that_end_graphs(module, blocks):
     if hooked:
         yield (
             f"the full backward hooks of {hooked[0]} ({len(hooked)} modules have such hooks) end the graphs around it "
-            "and keep a forward from being compiled that calls it in a loop, as under torch.compile alone; use hooks of "
-            "tensors, in a forward hook, instead"
+            "and keep a forward that calls it in a loop from being compiled, as under torch.compile alone; use hooks "
+            "of tensors, in a forward hook, instead"
         )
 
 
