@@ -320,7 +320,7 @@ def compare_two():
     return same(train_two(SHARDED), train_two(WHOLE))
 
 
-@SLOW
+@pytest.mark.slow
 def test_several_engines(ranks):
     assert ranks(2).run(compare_two) == [True, True]
 
@@ -655,7 +655,7 @@ def compare_with_peft(folder):
     return same(with_peft(folder, overlapped), with_peft(folder, WHOLE))
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.skipif(not find_spec("peft"), reason="peft is not installed")
 def test_adapters_of_peft(ranks, tmp_path):
     assert ranks(2).run(compare_with_peft, str(tmp_path)) == [True, True]
