@@ -23,8 +23,8 @@ from unittest import mock
 from support import shared_gpus
 
 TESTS = Path(__file__).resolve().parent.parent
-# What every rank imports.
-IMPORTED = ["torch", "torch._inductor.compile_fx", "deepspeed", "deepspeed.compile.init_z1_and_2"]
+# What every rank imports, in this order.
+IMPORTED = ["support.graph_cache", "torch._inductor.compile_fx", "deepspeed", "deepspeed.compile.init_z1_and_2"]
 # What the process imports from which ranks are forked, if torch is built for CPUs only. Not in ranks that are started
 # otherwise: each would compile.
 PRELOADED = [*IMPORTED, "support.warm"]
@@ -148,11 +148,14 @@ class Ranks:
             yield context
 
     def stop(self):
+        before = cpu_seconds()
         for process, connection in zip(self._processes, self._connections):
             process.kill()
             process.join()
             connection.close()
         self._processes, self._connections = [], []
+        # What spawned ranks have spent becomes this process's as they end, and is in SPENT already.
+        SPENT["calls"] -= cpu_seconds() - before
 
     def run(self, function, *args, timeout=600, **kwargs):
         """Calls ``function(*args, **kwargs)`` on every rank; returns the results in rank order.
@@ -213,6 +216,9 @@ def _serve(connection, settings, patience):
 
     import deepspeed
 
+    from support import graph_cache
+
+    graph_cache.install()
     # Modules stay, so that looking for garbage after each test does not have to look through them.
     gc.freeze()
     modules = len(sys.modules)
