@@ -21,6 +21,7 @@ from deepspeed.utils import safe_get_full_grad
 
 from support.beside import Beside, Outcome, check
 from support.faults import Injected, fragile, in_backward, raise_injected
+from support.graph_cache import compiled_anew
 from support.ids import vary
 from support.lifetime import backward, start, step_beside
 from support.training import (
@@ -315,6 +316,8 @@ class SomeGradients(NamedTuple):
     message: str
 
 
+# A backward that torch compiles at its first call knows that the graph is retained, and one that is loaded does not.
+@compiled_anew()
 def some_gradients_only(case):
     """torch.autograd.grad() for an activation, then a whole backward; and asking it for a parameter's gradient."""
     module, engine = start(case)

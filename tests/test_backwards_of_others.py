@@ -18,6 +18,7 @@ from deepspeed.utils import safe_get_full_grad
 
 from support.beside import Beside, check, warnings_logged
 from support.critic import WIDTH, Critic, rows
+from support.graph_cache import compiled_anew
 from support.ids import vary
 from support.models import Block
 from support.training import (
@@ -203,6 +204,8 @@ def test_a_penalty_has_a_backward_of_its_own(ranks, stage, accumulation, first, 
     assert not any(warnings for _, warnings in results), results
 
 
+# A backward that torch compiles at its first call knows that the graph is retained, and one that is loaded does not.
+@compiled_anew()
 def train_by_loss_backward_behind_saliency(case):
     """As for adversarial examples: the gradient of an input, and then a backward through the same output."""
     torch.manual_seed(0)
