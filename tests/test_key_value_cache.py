@@ -105,20 +105,26 @@ def test_which_forwards_keep_no_cache(monkeypatch):
     """A forward that evaluates, goes on from a cache or was asked for one would have none, or a destroyed engine's."""
     transformers = types.SimpleNamespace(PreTrainedModel=Pretrained)
     monkeypatch.setitem(sys.modules, "transformers.modeling_utils", transformers)
-    alone, within, without = Pretrained(), Pretrained(), Pretrained(use_cache=False)
+    alone, within, without, left = Pretrained(), Pretrained(), Pretrained(use_cache=False), Pretrained()
+    around = torch.nn.ModuleList([within])
     with contextlib.ExitStack() as undo:
-        for module in (alone, torch.nn.ModuleList([within]), without):
+        for module in (alone, around, without, torch.nn.ModuleList([left])):
             train_without_cache(module, undo)
+        # The module around it is gone, as when a trainer has ended.
+        assert left(1, labels=1) is None
         assert alone(1) is False and within(1, labels=1) is False
         # What is around the model may read its cache, and a model without one is left alone.
         assert within(1) is None and without(1) is None
-        for model in (alone, within):
+        for model, decides in ((alone, alone), (within, around)):
             assert model(1, labels=1, use_cache=True) is True
             assert model(1, labels=1, past_key_values=()) is None
             with torch.no_grad():
                 assert model(1, labels=1) is None
-            assert model.eval()(1, labels=1) is None
-            model.train()
+            decides.eval()
+            assert model(1, labels=1) is None
+            decides.train()
+        within.eval()
+        assert within(1, labels=1) is False
     assert alone(1) is None and within(1, labels=1) is None
 
 

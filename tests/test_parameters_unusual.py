@@ -3,6 +3,7 @@
 """Parameters that are not contiguous are trained, and complex ones are refused."""
 
 import torch
+import torch.distributed as dist
 
 from support.beside import Beside, check
 from support.ids import vary
@@ -16,19 +17,25 @@ class Unusual(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.convolution, self.linear = torch.nn.Conv2d(3, 4, 3), torch.nn.Linear(4, 6)
+        self.shift = 0.0
 
     def forward(self, images):
-        return self.linear(self.convolution(images).mean((2, 3))).square().mean()
+        return self.linear(self.convolution(images).mean((2, 3)) + self.shift).square().mean()
 
 
 def train_not_contiguous(stage):
     torch.manual_seed(0)
     module = Unusual().to(memory_format=torch.channels_last)
     module.linear.weight = torch.nn.Parameter(torch.randn(4, 6).t())
-    assert not any(layer.weight.is_contiguous() for layer in (module.convolution, module.linear))
+    # Each rank begins with its own. The first rank's must come to all.
+    shift = torch.full((1,), float(dist.get_rank())).expand(4)
+    module.shift = torch.nn.Parameter(shift, requires_grad=False)
+    assert not any(value.is_contiguous() for value in (module.convolution.weight, module.linear.weight, module.shift))
     beside = Beside(module, Case(stage=stage))
+    beside.plain.shift.data.zero_()
     for _ in range(2):
         beside.step(torch.randn(2, 3, 5, 5, device=device()))
+    assert module.shift.stride() == (0,) and module.shift.eq(0).all()
     return beside.end()
 
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 import sys
 import weakref
-from typing import Any, List, Mapping
+from typing import Any, List, Mapping, Sequence
 
 import torch
 from torch.nn import Module
@@ -46,7 +46,7 @@ def train_without_cache(module: Module, undo: contextlib.ExitStack) -> None:
         undo.callback(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
-def generates(kwargs: Mapping[str, Any]) -> bool:
+def generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call with these arguments is one of generation: it has no gradients, and carries a cache.
 
     The cache grows with every token, and code would be compiled for every length. Reinforcement learning generates in
@@ -55,7 +55,7 @@ def generates(kwargs: Mapping[str, Any]) -> bool:
     if torch.is_grad_enabled():
         return False
     cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-    return cache is not None and any(isinstance(value, cache) for value in kwargs.values())
+    return cache is not None and any(isinstance(value, cache) for value in (*args, *kwargs.values()))
 
 
 def _outermost(module) -> List[Module]:
@@ -79,7 +79,9 @@ def _has_switch(model):
 
 def _without(reference, _, inputs, kwargs):
     said = len(inputs) > 1 or kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
-    if said or not (reference().training and torch.is_grad_enabled()):
+    module = reference()
+    # The engine's module may be gone, and the model within it be used on.
+    if said or module is None or not (module.training and torch.is_grad_enabled()):
         return None
     return inputs, {**kwargs, "use_cache": False}
 

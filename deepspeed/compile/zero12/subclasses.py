@@ -35,20 +35,26 @@ _MARKS = ("allreduce", "group_name", "ds_status", "ds_optim_param")
 
 
 def to_broadcast(module: Module) -> Iterator[Tuple[str, torch.Tensor]]:
-    """Called when an engine begins. Yields (name of a parameter, tensor), which DeepSpeed broadcasts as bytes."""
+    """Called when an engine begins. Yields (name of a parameter, tensor), which DeepSpeed broadcasts as bytes.
+
+    What is yielded may be a copy. It is written back when the caller asks for the next one.
+    """
     for name, parameter in module.named_parameters():
         if ON_HOST in vars(parameter):
             continue
-        if not is_traceable_wrapper_subclass(parameter) and not parameter.is_contiguous():
-            # Only contiguous tensors can be viewed as bytes, and in a flat tensor every parameter is contiguous.
-            parameter.data = parameter.data.contiguous()
         # Each rank has a part of its own of a DTensor.
         for tensor in [parameter] if is_dtensor(parameter) else plain_tensors([parameter]):
-            # Only a tensor with a dimension can be viewed as bytes.
-            sent = tensor if tensor.dim() else tensor.view(1)
+            sent = once = tensor
+            # Only a contiguous tensor with a dimension can be viewed as bytes.
+            if not tensor.dim() or not tensor.is_contiguous():
+                # An expanded tensor has the same memory several times.
+                once = tensor.detach()[tuple(slice(None, None if stride else 1) for stride in tensor.stride())]
+                sent = once.reshape(-1).contiguous()
             if sent is not parameter:
                 vars(sent).update({mark: getattr(parameter, mark) for mark in _MARKS if hasattr(parameter, mark)})
             yield name, sent
+            if once is not tensor:
+                once.copy_(sent.view(once.shape))
 
 
 def named_parameters(module: Module) -> Iterator[Tuple[str, Parameter]]:

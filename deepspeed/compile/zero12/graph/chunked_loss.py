@@ -154,7 +154,9 @@ class _Gradients(torch.autograd.Function):
         logits = logits.view(-1, vocabulary)
         # A token that does not count has no gradient, also where the caller divides by a count of zero and the loss's
         # gradient is not finite: a product of zero and infinity would make all gradients NaN.
-        weights = torch.zeros_like(weights) if of_loss is None else torch.where(weights == 0, 0, weights * of_loss)
+        weights = (
+            torch.zeros_like(weights) if of_loss is None else torch.where(weights == 0, 0, weights * of_loss.float())
+        )
         of_tokens = torch.zeros_like(tokens, dtype=torch.float32) if needs_hidden else None
         of_weight: Any = weight.new_empty(weight.shape) if needs_weight else None
         of_bias: Any = weight.new_empty(vocabulary) if needs_bias else None

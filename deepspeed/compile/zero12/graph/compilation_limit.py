@@ -99,13 +99,13 @@ class CompilationLimit:
         self, block: torch.nn.Module, compiled: Callable, uncompiled: Callable, args: Tuple, kwargs: Dict[str, Any]
     ) -> Any:
         """Calls the forward of a block: ``compiled`` in training, and ``uncompiled`` in evaluation and generation."""
-        if self.has_stopped or not self.trains(block) or generates(kwargs):
+        if self.has_stopped or not self.trains(block) or generates(args, kwargs):
             return uncompiled(block, *args, **kwargs)
         return self._call(compiled, (block, *args), kwargs)
 
     def call_module(self, module: torch.nn.Module, compiled: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a module: ``compiled``, unless modules run uncompiled."""
-        if self.is_off() or generates(kwargs):
+        if self.is_off() or generates(args, kwargs):
             return module._call_impl(*args, **kwargs)
         if self.trains(module):
             return self._call(compiled, args, kwargs)
