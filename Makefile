@@ -9,6 +9,7 @@
 # make models   train every architecture of tests/support/architectures with DeepCompile off and on (WORKERS=14)
 # make optimizers train with every optimizer of tests/support/known_optimizers.py, and measure the steps
 # make sanitize test the native code under gcc's sanitizers (SANITIZER=address, thread or undefined: only that one)
+# make faults   plant faults in a copy of the fork, and show that the tests see each (FAULT_ARGS="..." reaches the script)
 # make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks.compare)
 # make docs     build the documentation's site in build/site; a warning or a broken link is an error
 # make lint     check the formatting and the usual mistakes; make format repairs what can be repaired
@@ -22,6 +23,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+FAULT_ARGS ?=
 MODELS ?= 100
 SEED ?= 0
 # The ranks of a test wait for each other, so three processes keep two cores busy.
@@ -58,10 +60,10 @@ SANITIZED = PATH='$(BIN)':"$$PATH" CUDA_VISIBLE_DEVICES= SANITIZER=$$sanitizer C
 	tests -m sanitized
 IN_PARALLEL = -n $(WORKERS) --dist worksteal
 # A test that took too long may have filled a cache, so it gets a second chance; any other failure is one at once.
-WITHIN_BUDGET = --reruns 1 --only-rerun OverBudget
+WITHIN_BUDGET = --cpu-limits --reruns 1 --only-rerun OverBudget
 COMPILE = from deepspeed.comm.torch import build_shm_op; build_shm_op(); \
-	from deepspeed.compile.zero12.native import reducer_module; reducer_module(); \
-	from deepspeed.accelerator import get_accelerator; make = get_accelerator().create_op_builder; \
+	from deepspeed.compile.zero12.native import reducer_module; reducer_module()
+COMPILE_ADAM = from deepspeed.accelerator import get_accelerator; make = get_accelerator().create_op_builder; \
 	make('CPUAdamBuilder').load(); make('FusedAdamBuilder').load()
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
@@ -70,7 +72,8 @@ HEADERS = import sysconfig; from torch.utils.cpp_extension import include_paths;
 	print(*('-isystem ' + path for path in [*include_paths(), sysconfig.get_path('include')]))
 ALONE := $(VENV)/.alone-$(call content,csrc)
 
-.PHONY: demo test test-all test-rest test-gpu quick fuzz models optimizers sanitize bench docs lint format clean toolchain
+.PHONY: demo test test-all test-rest test-gpu quick fuzz models optimizers sanitize faults bench docs lint format clean \
+	toolchain
 .NOTPARALLEL:
 # Recipes say what they do, and how long it takes where that is more than some seconds.
 .SILENT:
@@ -122,6 +125,10 @@ sanitize: toolchain $(FORK)
 	status=0; for sanitizer in $(SANITIZER); do $(SANITIZED) --sanitizer $$sanitizer \
 		--reports build/sanitizers/$$sanitizer || status=1; done; exit $$status
 
+faults: toolchain $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
+	echo "Running for each fault the tests that should see it, which takes about half an hour on two cores ..."
+	$(RUN) python tests/planted_faults.py $(FAULT_ARGS)
+
 bench: toolchain $(FORK) $(BENCH) $(BASE)
 	$(RUN) python -m benchmarks.compare --base $(BASE) $(BENCH_ARGS)
 
@@ -143,7 +150,7 @@ format: $(TOOLS)
 	$(BIN)/clang-format -i $(NATIVE)
 
 clean:
-	rm -rf .venv build/wheel build/editable build/sanitizers build/site benchmark-results .pytest_cache \
+	rm -rf .venv build/wheel build/editable build/sanitizers build/site build/faults build/cpu_seconds.tsv benchmark-results .pytest_cache \
 		.ruff_cache .mypy_cache .hypothesis
 	find deepspeed tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -179,6 +186,8 @@ $(FORK): $(TOOLS)
 	$(PIP) install --no-build-isolation .
 	echo "Compiling native code, which may take some minutes on two cores ..."
 	cd $(VENV) && $(RUN) python -c "$(COMPILE)" >native.log 2>&1 || { cat native.log >&2; exit 1; }
+	cd $(VENV) && $(RUN) python -c "$(COMPILE_ADAM)" >adam.log 2>&1 || \
+		echo "DeepSpeed's own Adam could not be compiled (see $(VENV)/adam.log), so tests that use it may fail." >&2
 	rm -f $(VENV)/.fork-* && touch $@
 
 $(DEMO): $(TOOLS)

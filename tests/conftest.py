@@ -42,14 +42,14 @@ def ranks(pytestconfig):
         import torch
 
         key = (world, patience, *sorted(variables.items()))
-        if key not in pools:
-            new = Ranks(world, {**environment, **variables}, patience)
+        if key not in pools or not pools[key].started:
             # Processes that wait need memory alone, but a GPU has less of it than a host.
             staying = set() if sanitized or torch.cuda.is_available() else {(1, 1800), (2, 1800)}
             for other, pool in pools.items():
                 if other not in staying:
                     pool.stop()
-            pools[key] = new
+        if key not in pools:
+            pools[key] = Ranks(world, {**environment, **variables}, patience)
             if sanitized:
                 pools[key].run(sanitizer.compile_native_code, sanitized, timeout=1800)
         return pools[key]
@@ -83,6 +83,11 @@ def pytest_addoption(parser):
         help="run two cases of each test in rank processes, and more only of tables; without --gpu, leave out slow "
         "tests and programs that have not changed",
     )
+    parser.addoption(
+        "--cpu-limits",
+        action="store_true",
+        help="record the CPU-seconds of each test, and fail a test that takes far more than its mark allows",
+    )
     parser.addoption("--changed-since", help="the commit since which programs have changed that --fewer-cases runs")
     parser.addoption(
         "--part-of-the-rest",
@@ -113,10 +118,10 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     option = config.option
-    # A sanitizer slows the native code down, and a machine with GPUs has another processor.
-    config.pluginmanager.register(cpu_budget.Recorder(option.fewer_cases and not (option.gpu or option.sanitizer)))
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(cpu_budget.Printer())
+    if option.cpu_limits:
+        config.pluginmanager.register(cpu_budget.Recorder(enforces=_has_warm_ranks()))
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(cpu_budget.Printer())
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if config.option.gpu and not config.option.collectonly:
         import torch
@@ -127,6 +132,15 @@ def pytest_configure(config):
         reports = config.stash[REPORTS] = config.option.reports.resolve()
         shutil.rmtree(reports, ignore_errors=True)
         reports.mkdir(parents=True)
+
+
+def _has_warm_ranks():
+    """Whether ranks fork from a process that has compiled, and find graphs in a cache: limits are for such ranks."""
+    import torch
+
+    from support import graph_cache
+
+    return graph_cache.SUPPORTED and not torch.backends.cuda.is_built()
 
 
 # Before pytest deselects by marks.

@@ -191,4 +191,4 @@ def test_a_batch_of_one_in_generated_code(ranks):
 
 def test_a_batch_of_one_comes_first(ranks):
     """Ranks would keep the order of a first backward that was another one on each rank."""
-    check(ranks(2).run(train, VisionTransformer, Case(bucket=40), ((1, 4), 4, (4, 1))))
+    check(ranks(2).run(train, WithQueries, Case(bucket=40), ((1, 4), 4, (4, 1))))

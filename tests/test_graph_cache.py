@@ -65,6 +65,7 @@ def compile_again(folder):
 
 @needs_cache
 def test_ranks_load_what_they_have_stored(ranks, tmp_path):
+    """Every rank would trace every graph, or a graph would be loaded that a test has changed or looks at."""
     for results in ranks(2).run(compile_again, tmp_path):
         if results is None:
             pytest.skip("a source was edited after the ranks started, or TORCHINDUCTOR_AUTOGRAD_CACHE is 0")

@@ -331,7 +331,7 @@ def train_to_the_limit(case, limit, which):
 
 
 @vary("which", [0, 1])
-@vary("regional", [True, False])
+@vary("regional", [True, pytest.param(False, marks=pytest.mark.slow)])
 @vary("stage, accumulation", [(1, 1), (2, 3)])
 def test_one_rank_reaches_the_limit_of_compilations(ranks, stage, accumulation, regional, which):
     """A rank whose blocks run uncompiled would send buckets in an order that the others' graphs do not have."""

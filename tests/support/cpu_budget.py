@@ -16,6 +16,9 @@ from support import pool
 
 # The limit of a test in CPU-seconds, by its mark. Programs have none, and one test of the launcher.
 QUICK, LIMIT = 0.3, 3.0
+# How many times its limit a test may take before it fails. The same test takes up to 1.4 times the CPU-seconds where
+# other processes share caches and cores, as those of `make test` do.
+TOLERATED = 1.5
 # One row for each test: CPU-seconds of its setup, its call, its teardown and of ranks that it started; its name.
 TABLE = Path(__file__).resolve().parent.parent.parent / "build" / "cpu_seconds.tsv"
 PARTS = ("setup", "call", "teardown", "starts")
@@ -33,9 +36,9 @@ def limit_of(item):
 
 
 def check(item, seconds):
-    """Raises :class:`OverBudget` if a test that took ``seconds`` has a lower limit."""
+    """Raises :class:`OverBudget` if a test that took ``seconds`` is far over its limit."""
     limit = limit_of(item)
-    if limit is None or seconds <= limit:
+    if limit is None or seconds <= TOLERATED * limit:
         return
     if limit == QUICK:
         remedy = "take the mark 'quick' from it, and mark another test of the subject"
@@ -57,7 +60,7 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item):
         # Of a test that runs a second time, the first run does not count.
-        item.user_properties[:] = [each for each in item.user_properties if each[0] not in PARTS]
+        item.user_properties[:] = [each for each in item.user_properties if each[0] not in (*PARTS, "limit")]
         with self._recorded(item, "setup"):
             return (yield)
 
@@ -83,6 +86,7 @@ class Recorder:
         finally:
             # pytest-xdist brings these to the process that prints.
             item.user_properties.append((part, _spent() - before))
+            item.user_properties.append(("limit", limit_of(item) or 0.0))
             item.user_properties.append(("starts", pool.SPENT["starts"] - starts))
 
 
@@ -91,17 +95,17 @@ def _spent():
 
 
 class Printer:
-    """In the process that prints, writes ``TABLE`` and prints the sum."""
+    """In the process that prints, writes ``TABLE`` and prints the sum, and which tests are over their limits."""
 
     def __init__(self):
-        self._rows = collections.defaultdict(collections.Counter)
+        self._rows = {}
 
     def pytest_runtest_logreport(self, report):
         if report.when == "teardown":
-            self._rows[report.nodeid].update(dict.fromkeys(PARTS, 0.0))
-            for part, seconds in report.user_properties:
-                if part in PARTS:
-                    self._rows[report.nodeid][part] += seconds
+            row = self._rows[report.nodeid] = collections.Counter()
+            for name, value in report.user_properties:
+                # Each part says the limit again.
+                row[name] = value if name == "limit" else row[name] + value
 
     def pytest_terminal_summary(self, terminalreporter):
         if not self._rows:
@@ -110,6 +114,9 @@ class Printer:
         with TABLE.open("w") as file:
             for name, row in sorted(self._rows.items()):
                 print(*(f"{row[part]:.3f}" for part in PARTS), name, sep="\t", file=file)
-        total = sum((collections.Counter(row) for row in self._rows.values()), collections.Counter())
-        parts = ", ".join(f"{part} {total[part] / 60:.1f}" for part in PARTS)
-        terminalreporter.write_line(f"CPU-minutes of tests: {sum(total.values()) / 60:.1f} ({parts})")
+        total = {part: sum(row[part] for row in self._rows.values()) / 60 for part in PARTS}
+        parts = ", ".join(f"{part} {minutes:.1f}" for part, minutes in total.items())
+        terminalreporter.write_line(f"CPU-minutes of tests: {sum(total.values()):.1f} ({parts})")
+        for name, row in self._rows.items():
+            if 0 < row["limit"] < row["call"]:
+                terminalreporter.write_line(f"over its limit of {row['limit']:g}: {row['call']:.2f} {name}")

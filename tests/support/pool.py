@@ -148,14 +148,11 @@ class Ranks:
             yield context
 
     def stop(self):
-        before = cpu_seconds()
         for process, connection in zip(self._processes, self._connections):
             process.kill()
-            process.join()
+            _join(process)
             connection.close()
         self._processes, self._connections = [], []
-        # What spawned ranks have spent becomes this process's as they end, and is in SPENT already.
-        SPENT["calls"] -= cpu_seconds() - before
 
     def run(self, function, *args, timeout=600, **kwargs):
         """Calls ``function(*args, **kwargs)`` on every rank; returns the results in rank order.
@@ -193,12 +190,19 @@ class Ranks:
             try:
                 succeeded, result, seconds = connection.recv()
             except (EOFError, ConnectionError):
-                self._processes[rank].join()
+                _join(self._processes[rank])
                 answers.append((False, f"died with exit status {self._processes[rank].exitcode}"))
                 continue
             SPENT["calls"] += seconds
             answers.append((succeeded, result if succeeded else f"raised:\n{result}"))
         return answers
+
+
+def _join(process):
+    """Waits for a rank to end. What a spawned rank has spent becomes this process's, and ``SPENT`` has it already."""
+    before = cpu_seconds()
+    process.join()
+    SPENT["calls"] -= cpu_seconds() - before
 
 
 def _serve(connection, settings, patience):

@@ -40,10 +40,15 @@ def changed_files(since: Optional[str]) -> Set[str]:
     """
 
     def git(*arguments):
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
+        try:
+            return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.split("\n")
+        except OSError:
+            return [""]
 
     if since is None:
         since = git("merge-base", "HEAD", "@{upstream}")[0] or "HEAD"
+    elif not git("rev-parse", "--verify", "--quiet", f"{since}^{{commit}}")[0]:
+        raise pytest.UsageError(f"--changed-since {since} is no commit")
     return {*git("diff", "--name-only", since), *git("ls-files", "--others", "--exclude-standard")} - {""}
 
 
