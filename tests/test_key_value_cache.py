@@ -111,6 +111,7 @@ def test_which_forwards_keep_no_cache(monkeypatch):
         for module in (alone, around, without, torch.nn.ModuleList([left])):
             train_without_cache(module, undo)
         # The module around it is gone, as when a trainer has ended.
+        del module
         assert left(1, labels=1) is None
         assert alone(1) is False and within(1, labels=1) is False
         # What is around the model may read its cache, and a model without one is left alone.

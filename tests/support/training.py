@@ -228,8 +228,10 @@ def average_gradients(module):
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+            # NCCL takes contiguous tensors alone.
+            gradient = parameter.grad.contiguous()
+            dist.all_reduce(gradient)
+            parameter.grad = gradient / dist.get_world_size()
 
 
 def step_plain(plain, optimizer, clipping=0.0):
