@@ -49,7 +49,7 @@ def to_broadcast(module: Module) -> Iterator[Tuple[str, torch.Tensor]]:
             if not tensor.dim() or not tensor.is_contiguous():
                 # An expanded tensor has the same memory several times.
                 once = tensor.detach()[tuple(slice(None, None if stride else 1) for stride in tensor.stride())]
-                sent = once.reshape(-1).contiguous()
+                sent = once.new_empty(once.numel()).copy_(once.reshape(-1))
             if sent is not parameter:
                 vars(sent).update({mark: getattr(parameter, mark) for mark in _MARKS if hasattr(parameter, mark)})
             yield name, sent
