@@ -1,0 +1,198 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Shows that the tests see faults: plants each fault of ``support/planted.py`` in a copy of the installed package.
+
+    python tests/planted_faults.py                                  # all faults; make faults runs this
+    python tests/planted_faults.py "lost bucket" "stale guard"      # some faults
+    python tests/planted_faults.py --tests ../other/tests           # the same faults, seen by other tests
+
+For each fault it runs the named files of tests until one fails, with the cases of ``make test``, and prints which test
+failed first. It ends with exit status 1 if no test has seen some fault. Native code is compiled anew for a fault in
+native code, which takes about a minute, and is kept in the folder of ``--work``.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib.util
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import psutil
+import pytest
+
+from support.planted import CPP, FAULTS
+
+TESTS = Path(__file__).resolve().parent
+OF_CHECKOUT = TESTS.parent
+# Of a process whose orphans become children of this process, so that it can end them and count their CPU-seconds.
+PR_SET_CHILD_SUBREAPER = 36
+BUILD = """
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.torch import build_shm_op
+from deepspeed.compile.zero12.native import reducer_module
+build_shm_op()
+reducer_module()
+for name in ("CPUAdamBuilder", "FusedAdamBuilder"):
+    get_accelerator().create_op_builder(name).load()
+"""
+
+
+class Copy:
+    """A copy of the installed package, in which faults are planted, with its native builds.
+
+    The folder is the same in each run, because torch builds native code anew for sources in another folder.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        (self._original,) = map(Path, importlib.util.find_spec("deepspeed").submodule_search_locations)
+        self.package = folder / "package" / "deepspeed"
+        shutil.rmtree(self.package, ignore_errors=True)
+        # With the times of the files, which say whether bytecode and native builds are current.
+        shutil.copytree(self._original, self.package)
+
+    @contextlib.contextmanager
+    def planted(self, fault):
+        """Context in which a file of the copy is broken."""
+        file, original = self.package / fault.file, self._original / fault.file
+        file.write_text(fault.broken(self._original))
+        if fault.file.startswith(CPP):
+            # Its build has a folder of its own, and may be one that an earlier run has kept.
+            shutil.copystat(original, file)
+        try:
+            yield
+        finally:
+            shutil.copy2(original, file)
+
+    def environment(self):
+        """Returns variables with which all processes import the copy. Builds its native code unless that is built."""
+        native = self.package / CPP
+        files = sorted([*native.glob("*"), *native.with_name("includes").glob("deepcompile*")])
+        content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+        # Each content of the fork's native code has a folder. DeepSpeed's own modules are the same for all faults.
+        extensions, build = self._folder / "torch_extensions", self._folder / f"dc-{content}"
+        for folder in (extensions, build):
+            folder.mkdir(exist_ok=True)
+        (extensions / "dc").unlink(missing_ok=True)
+        (extensions / "dc").symlink_to(build)
+        own = {
+            "PYTHONPATH": self.package.parent,
+            "TORCH_EXTENSIONS_DIR": extensions,
+            "TORCHINDUCTOR_CACHE_DIR": self._folder / "inductor",
+        }
+        environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
+        if not (build / "is complete").exists():
+            for lock in extensions.glob("*/lock"):
+                # Of a build that was killed.
+                lock.unlink()
+            subprocess.run([sys.executable, "-c", BUILD], env=environment, check=True, stdout=subprocess.DEVNULL)
+            (build / "is complete").touch()
+        return environment
+
+    def run(self, files, limit):
+        """Runs files of tests, in their order, until a test fails.
+
+        Returns:
+            How it ended, and what ended it: "passed"; "failed"; "hung", if a test took longer than ``limit`` seconds;
+            or "slow", if a test took more CPU-seconds than ``make test`` allows, which tells nothing of a fault.
+        """
+        report, log = self._folder / "report.xml", self._folder / "pytest.log"
+        report.unlink(missing_ok=True)
+        environment = self.environment()
+        command = ["pytest", "-x", "--fewer-cases", "-o", f"timeout={limit}"]
+        # At first, caches lack the code of a fault, and a test may take too many CPU-seconds.
+        command += ["--reruns", "2", "--only-rerun", "OverBudget"]
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [*command, f"--junit-xml={report}", *map(str, files)],
+                cwd=files[0].parent.parent,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                # Its own limit ends a test, but not one that never comes back from native code.
+                status = process.wait(timeout=5 * limit)
+            except subprocess.TimeoutExpired:
+                return "hung", f"{files[0].name} or a later file"
+            finally:
+                _end_children()
+        if status == pytest.ExitCode.OK:
+            return "passed", "all tests"
+        if status != pytest.ExitCode.TESTS_FAILED:
+            raise SystemExit(f"pytest ended with status {status}, and not because a test failed:\n{log.read_text()}")
+        return _first_failure(report)
+
+
+def _end_children():
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children)
+
+
+def _first_failure(report):
+    for case in ElementTree.parse(report).iter("testcase"):
+        for kind in ("failure", "error"):
+            if (found := case.find(kind)) is not None:
+                message = found.get("message", "")
+                how = "slow" if "OverBudget" in message else "hung" if "Timeout (" in message else "failed"
+                test = f"{case.get('classname').rpartition('.')[2]}.py::{case.get('name')}"
+                return how, f"{test} ({' '.join(message.split())[:200]})"
+    raise SystemExit(f"pytest says that a test failed, and {report} has none")
+
+
+def _cpu_seconds():
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help="the name of a fault; all by default")
+    parser.add_argument("--tests", type=Path, default=TESTS, help="the folder of the tests that shall see the faults")
+    parser.add_argument("--work", type=Path, default=OF_CHECKOUT / "build" / "faults", help="the folder of the copy")
+    parser.add_argument("--limit", type=int, default=300, help="seconds after which a test has not ended")
+    arguments = parser.parse_args()
+    for name in arguments.faults:
+        if name not in FAULTS:
+            parser.error(f"there is no fault {name!r}; there are: {', '.join(FAULTS)}")
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    copy = Copy(arguments.work.resolve())
+    # Without a fault nothing may fail. These tests also hold ranks to importing the copy.
+    how, what = copy.run([TESTS / "test_planted_faults.py"], arguments.limit)
+    if how != "passed":
+        raise SystemExit(f"without a fault: {what} {how}")
+    unseen = []
+    for name in arguments.faults or FAULTS:
+        fault, began, spent = FAULTS[name], time.monotonic(), _cpu_seconds()
+        files = [file for file in map(arguments.tests.resolve().joinpath, fault.tests) if file.is_file()]
+        if not files:
+            raise SystemExit(f"{arguments.tests} has none of the files that should see the fault {name!r}")
+        try:
+            with copy.planted(fault):
+                how, what = copy.run(files, arguments.limit)
+        except ValueError as error:
+            raise SystemExit(f"the fault {name!r} cannot be planted: {error}") from None
+        seen = how == "failed" or how == "hung" and fault.hangs
+        if not seen:
+            unseen.append(name)
+        seconds = f"{time.monotonic() - began:.0f} s, {_cpu_seconds() - spent:.0f} CPU-s"
+        print(f"{'seen' if seen else 'NOT SEEN'}: {name} ({seconds}): {what} {how}", flush=True)
+    if unseen:
+        raise SystemExit(f"{len(unseen)} faults were not seen: {', '.join(unseen)}")
+
+
+if __name__ == "__main__":
+    main()

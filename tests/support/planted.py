@@ -1,0 +1,345 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Faults that the tests must see. ``tests/planted_faults.py`` plants them, one at a time, in a copy of the package.
+
+Each fault is what a careless change could make of today's code: nothing fails on import, and most faults raise no
+error by themselves. Together the faults go along the life of a gradient, of a step and of a parameter.
+"""
+
+from pathlib import Path
+from typing import Dict, NamedTuple, Tuple
+
+CPP, ZERO12 = "ops/csrc/compile/", "compile/zero12/"
+
+
+class Fault(NamedTuple):
+    """A fault, and who should see it.
+
+    Attributes:
+        what: what the broken code does.
+        file: the broken file, from the package's folder on.
+        changes: old text, which occurs once in the file -> new text.
+        tests: files of tests, of which one should fail; the cheapest comes first.
+        hangs: whether a test that does not end has seen the fault.
+    """
+
+    what: str
+    file: str
+    changes: Dict[str, str]
+    tests: Tuple[str, ...]
+    hangs: bool = False
+
+    def broken(self, package: Path) -> str:
+        """Returns the text of the broken file.
+
+        Raises:
+            ValueError: if an old text is not there, or more than once.
+        """
+        text = (package / self.file).read_text()
+        for old, new in self.changes.items():
+            if text.count(old) != 1:
+                raise ValueError(f"{self.file} has {text.count(old)} times, and not once, the text {old!r}")
+            text = text.replace(old, new)
+        return text
+
+
+FAULTS = {
+    # A gradient is reduced ------------------------------------------------------------------------------------------
+    "lost bucket": Fault(
+        "the bucket that is being filled when a backward ends is not sent",
+        CPP + "reducer.cpp",
+        {
+            "    buckets_.launch();\n    buckets_.drain();\n    if (reduces) {": (
+                "    buckets_.drain();\n    if (reduces) {"
+            )
+        },
+        ("test_messages.py", "test_blocks_training.py", "test_ranks_that_differ.py"),
+    ),
+    "bucket in flight dropped": Fault(
+        "a bucket is dropped when the next one is sent, before its gradients are bound",
+        CPP + "bucket.cpp",
+        {"its memory is free for the next one.\n    drain();\n": "its memory is free for the next one.\n"},
+        ("test_parity.py",),
+    ),
+    "missing wait": Fault(
+        "a bucket is read before its collectives have ended",
+        CPP + "bucket.cpp",
+        {"for (auto& work : works_) { work->wait(); }": ""},
+        ("test_parity.py", "test_lifetime.py"),
+    ),
+    "memory sent that is used again": Fault(
+        "a large gradient is held without a copy, although the graph has not donated its memory",
+        CPP + "bucket.cpp",
+        {"if (large && donated && gradient": "if (large && gradient"},
+        ("test_sent_gradients.py", "test_lifetime.py"),
+    ),
+    "wrong elements for an owner": Fault(
+        "the second owner of a parameter that straddles partitions gets the parameter's first elements",
+        CPP + "bucket.cpp",
+        {"pieces.push_back({owner, done, ": "pieces.push_back({owner, 0, "},
+        ("test_parity.py",),
+    ),
+    "not divided by the number of ranks": Fault(
+        "gradients that gloo adds up are not averaged",
+        CPP + "bucket.cpp",
+        {"if (!average) { segment": "if (average) { segment"},
+        ("test_parity.py",),
+    ),
+    "accumulation overwrites": Fault(
+        "the gradient of a later micro-batch replaces the sum of the earlier ones",
+        CPP + "bucket.cpp",
+        {"bound->second.add_(arrived);": "bound->second.copy_(arrived);"},
+        ("test_parity.py",),
+    ),
+    "second use of a weight replaces the first": Fault(
+        "of two gradients of one parameter in one bucket, the later replaces the earlier",
+        CPP + "bucket.cpp",
+        {"joinable->second.add_(gradient);": "joinable->second.copy_(gradient);"},
+        ("test_messages.py", "test_parity.py"),
+    ),
+    "old memory sent for a skipped branch": Fault(
+        "for a parameter without a gradient this rank sends whatever lies in new memory",
+        CPP + "order.cpp",
+        {"record, at::zeros(parameter": "record, at::empty(parameter"},
+        ("test_ranks_that_differ.py",),
+    ),
+    "donated gradient that is read again": Fault(
+        "a graph donates a gradient that other nodes read after its reduction",
+        ZERO12 + "graph/reductions.py",
+        {'if gradient.op == "call_function" and len(gradient.users) == 1:': 'if gradient.op == "call_function":'},
+        ("test_sent_gradients.py", "test_lifetime.py"),
+    ),
+    "buckets released by the wrong graph": Fault(
+        "the graph that reduces first ends the reductions, and not the graph that reduces last",
+        ZERO12 + "graph/backend.py",
+        {"for each in self._graph_ids.values()]": "for each in reversed(self._graph_ids.values())]"},
+        ("test_graphs.py",),
+    ),
+    "two engines with one number": Fault(
+        "a process gives each of its engines the same number, so that graphs find the later engine's reducer",
+        ZERO12 + "set_up.py",
+        {"    _last_identity = int(identity)\n    return _last_identity": "    return int(identity)"},
+        ("test_engines.py",),
+    ),
+    "another dtype is sent": Fault(
+        "communication_data_type has no effect",
+        ZERO12 + "set_up.py",
+        {"optimizer.get_param_comm_dtype(parameter)\n": "parameter.dtype\n"},
+        ("test_sent_gradients.py", "test_options_number_formats.py"),
+    ),
+    "reduce_bucket_size ignored": Fault(
+        "buckets have a size of their own",
+        ZERO12 + "set_up.py",
+        {"bucket_numel=int(engine.zero_reduce_bucket_size()),": "bucket_numel=SEND_NUMEL,"},
+        ("test_buckets.py",),
+    ),
+    "overlap_comm ignored": Fault(
+        "reductions run while the backward goes on, although overlap_comm is false",
+        ZERO12 + "set_up.py",
+        {"overlap=plan.overlaps_reduction,": "overlap=True,"},
+        ("test_options_honoured.py",),
+    ),
+    "no warning of an option without effect": Fault(
+        "gradient_predivide_factor is ignored without a word",
+        ZERO12 + "options.py",
+        {"!= 1.0 and not config.prescale_gradients:": "!= 1.0 and config.prescale_gradients:"},
+        ("test_options_warned.py",),
+    ),
+    # Graphs ---------------------------------------------------------------------------------------------------------
+    "stale guard": Fault(
+        "compiled code does not notice that a module got a hook",
+        ZERO12 + "graph/guards.py",
+        {'    "skip_nnmodule_hook_guards",\n': ""},
+        ("test_hooks_later.py",),
+    ),
+    "hook of a parameter ignored": Fault(
+        "a hook that a parameter gets after engine.compile() is not called, and no error says so",
+        ZERO12 + "optimizer.py",
+        {"if parameter._backward_hooks or parameter._post_accumulate_grad_hooks\n": "if False\n"},
+        ("test_hooks_of_parameters.py", "test_hooks_later.py"),
+    ),
+    "code of another version": Fault(
+        "torch's caches return code that was generated from other source of the fork",
+        ZERO12 + "graph/backend.py",
+        {"path.read_bytes() for path": "path.name.encode() for path"},
+        ("test_cache_key.py", "test_graphs.py"),
+    ),
+    "random numbers drawn anew": Fault(
+        "a backward draws a dropout's mask again where it computes activations again",
+        ZERO12 + "graph/split.py",
+        {"return torch.Tag.nondeterministic_seeded in target.tags": "return False"},
+        ("test_randomness.py",),
+    ),
+    "chunk left out of the loss": Fault(
+        "the last rows of the vocabulary, if they are no whole chunk, get no gradient",
+        ZERO12 + "graph/chunked_loss.py",
+        {"for first in range(0, vocabulary, rows)": "for first in range(0, vocabulary - rows + 1, rows)"},
+        ("test_chunked_loss_alone.py",),
+    ),
+    "ignored labels counted": Fault(
+        "tokens with the label ignore_index get a gradient, and count for the mean's",
+        ZERO12 + "graph/chunked_loss.py",
+        {"weights = counts.float()": "weights = torch.ones_like(logsumexp)"},
+        ("test_chunked_loss_alone.py",),
+    ),
+    # Backwards make up a step ---------------------------------------------------------------------------------------
+    "state left by a backward that raised": Fault(
+        "after a backward that raised, DeepSpeed takes the next one for a part of it",
+        ZERO12 + "backward.py",
+        {"            self._optimizer()._backward_active_depth = 0\n": ""},
+        ("test_after_an_exception.py", "test_backwards.py"),
+    ),
+    "micro-batch counted although it raised": Fault(
+        "after a backward that raised, the next micro-batch is not the first of a step",
+        ZERO12 + "backward.py",
+        {
+            "                self._lost += step.backwards\n            else:\n                self.begin_anew()\n": (
+                "                self._lost += step.backwards\n"
+            )
+        },
+        ("test_faults.py", "test_backwards.py"),
+    ),
+    "zero_grad() keeps what is not reduced": Fault(
+        "zero_grad() between micro-batches leaves sums that have another dtype than the parameters",
+        ZERO12 + "backward.py",
+        {"        self._reducer.release(None)\n": ""},
+        ("test_sent_gradients.py", "test_gradients_between.py"),
+    ),
+    "gradients of the caller ignored": Fault(
+        "the step does not read what the caller has assigned to averaged_gradients",
+        ZERO12 + "step.py",
+        {"    zero12.backward.read_entries()\n": ""},
+        ("test_averaged_gradients.py",),
+    ),
+    "backward that raised on one rank": Fault(
+        "a rank on which a backward raised does not tell the others",
+        CPP + "reducer.cpp",
+        {"    agreement_.add(Marker::backward_abandoned);\n": ""},
+        ("test_faults_on_one_rank.py",),
+        hangs=True,
+    ),
+    "ranks send without comparing": Fault(
+        "ranks do not compare what they are about to send, so they wait for messages that nobody sends",
+        CPP + "bucket.cpp",
+        {"        agreement_.compare(group, filling_->purpose());\n": ""},
+        ("test_faults_on_one_rank.py", "test_ranks_that_differ.py"),
+        hangs=True,
+    ),
+    "error without its cause": Fault(
+        "the error of a collective does not say that another rank is the cause",
+        ZERO12 + "collectives.py",
+        {"DistBackendError(reducer_module().could_not(purpose, str(error)))": "DistBackendError(str(error))"},
+        ("test_faults_on_one_rank.py",),
+    ),
+    # A step ---------------------------------------------------------------------------------------------------------
+    "overflow not checked": Fault(
+        "check_grad_overflow has no effect without a norm and in bf16",
+        ZERO12 + "norm.py",
+        {"if not optimizer.check_grad_overflow and (norm": "if (norm"},
+        ("test_dtypes.py", "test_faults.py"),
+    ),
+    "clipped with the norm of one rank": Fault(
+        "each rank clips with the norm of its own partition",
+        ZERO12 + "norm.py",
+        {
+            "dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)": "pass",
+        },
+        ("test_averaged_gradients.py", "test_dtypes.py"),
+    ),
+    "range left out of the update": Fault(
+        "of the ranges that are stepped after the parameters that the next forward needs first, only one is stepped",
+        ZERO12 + "update/ranges.py",
+        {"self._run(self._spans)": "self._run(self._spans[:1])"},
+        ("test_compiled_update_in_engine.py", "test_parameter_gather.py"),
+    ),
+    "gradients held while they are read": Fault(
+        "a gradient is kept until the whole partition is stepped",
+        ZERO12 + "update/ranges.py",
+        {"        del self._rest[index : index + behind]\n": ""},
+        ("test_ranges.py",),
+    ),
+    "count of steps not kept": Fault(
+        "a compiled update corrects the bias of each step as if it were the first",
+        ZERO12 + "update/compiled.py",
+        {"self._state[name].copy_(value)": "pass"},
+        ("test_compiled_update.py",),
+    ),
+    "scale of an 8-bit block without its sign": Fault(
+        "the scale of a block is its largest value, and not its largest magnitude",
+        ZERO12 + "update/dynamic_map.py",
+        {"scales = blocks.abs().amax(-1)": "scales = blocks.amax(-1)"},
+        ("test_eight_bit_states.py",),
+    ),
+    "8-bit blocks that depend on the number of ranks": Fault(
+        "blocks begin where a partition begins, and not on the grid of the flat tensor",
+        ZERO12 + "update/eight_bit.py",
+        {"self._before = partition.offset % BLOCK": "self._before = 0"},
+        ("test_eight_bit_states.py",),
+    ),
+    "momentum of a step that overflows": Fault(
+        "Muon's updates are computed before it is known whether gradients overflowed",
+        ZERO12 + "step.py",
+        {
+            "    groups = None if updates.matrices else begin()\n": (
+                "    updates.run(optimizer)\n    groups = None if updates.matrices else begin()\n"
+            ),
+            "                updates.run(optimizer)\n": "                pass\n",
+        },
+        ("test_muon.py",),
+    ),
+    "half a step forgotten": Fault(
+        "an engine goes on after a step that an exception ended while it changed parameters",
+        ZERO12 + "interrupted.py",
+        {'            self._error = f"{type(error).__name__}: {error}"\n': ""},
+        ("test_faults.py",),
+    ),
+    # A parameter ----------------------------------------------------------------------------------------------------
+    "offloaded parameters at the wrong place": Fault(
+        "the new parameters of each range are sent to where those of the first range lie",
+        ZERO12 + "offload.py",
+        {"_partition(optimizer, group)[first:last].copy_(": "_partition(optimizer, group)[: last - first].copy_("},
+        ("test_offload.py",),
+    ),
+    "forward does not wait": Fault(
+        "with overlap_param_gather, a block begins before its parameters have arrived",
+        ZERO12 + "gather_hooks.py",
+        {"self._called.add(id(module))\n            self.gather.wait(units)": "self._called.add(id(module))"},
+        ("test_parameter_gather.py",),
+    ),
+    "weights swapped by the caller": Fault(
+        "a step does not notice that some parameters have other memory than the optimizer has given them",
+        ZERO12 + "layout.py",
+        {"    return all(\n        [\n": "    return any(\n        [\n"},
+        ("test_parameters_swapped.py", "test_backwards.py"),
+    ),
+    "frozen shard of a skipped block": Fault(
+        "a rank that skips a block does not send its part of the block's frozen parameters",
+        ZERO12 + "gather_order.py",
+        {"        while self._begun < len(self.units):\n            self._begin_next()\n": ""},
+        ("test_frozen_gathered.py", "test_shard_frozen.py"),
+        hangs=True,
+    ),
+    "frozen shard not gathered again": Fault(
+        "a block that is called twice in a forward finds its frozen parameters given back",
+        ZERO12 + "gather_order.py",
+        {"        self._owner.begin(unit)\n        unit.finish_gather()\n": "        unit.finish_gather()\n"},
+        ("test_frozen_gathered.py", "test_shard_frozen.py"),
+    ),
+    # A checkpoint ---------------------------------------------------------------------------------------------------
+    "load keeps gradients": Fault(
+        "gradients of the micro-batches before a checkpoint was loaded are in the next step",
+        ZERO12 + "optimizer.py",
+        {
+            "        self._zero12.backward.begin_anew()\n        self._zero12.backward.drop_step()\n": (
+                "        self._zero12.backward.begin_anew()\n"
+            )
+        },
+        ("test_sent_gradients.py", "test_checkpoints.py"),
+    ),
+    "load keeps old moments": Fault(
+        "after a load, safe_get_full_optimizer_state() finds no states",
+        ZERO12 + "optimizer.py",
+        {"is not None)\n        _link_states(self)\n": "is not None)\n"},
+        ("test_muon_in_engine.py", "test_checkpoints.py"),
+    ),
+}
