@@ -37,6 +37,7 @@ def forwards_before_a_backward(case, direct):
     return pair.end()
 
 
+@pytest.mark.sanitized
 @pytest.mark.parametrize("model", ["OneGraph", "RepeatedLayers", "EagerBlocks"])
 @pytest.mark.parametrize("direct", [False, True], ids=["engine.backward", "loss.backward"])
 @vary("stage", [1, 2])
