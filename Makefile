@@ -79,7 +79,7 @@ ALONE := $(VENV)/.alone-$(call content,csrc)
 .SILENT:
 
 test: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
-	echo "Running the tests, which takes about 15 minutes on two cores ..."
+	echo "Running the tests, which takes about 12 minutes on two cores ..."
 	$(RUN) pytest -q tests --fewer-cases $(if $(CHANGED_SINCE),--changed-since $(CHANGED_SINCE)) --base $(BASE) \
 		$(IN_PARALLEL) $(WITHIN_BUDGET)
 

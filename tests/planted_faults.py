@@ -96,23 +96,21 @@ class Copy:
             (build / "is complete").touch()
         return environment
 
-    def run(self, files, limit):
-        """Runs files of tests, in their order, until a test fails.
+    def run(self, folder, tests, limit):
+        """Runs tests of a folder, files or single ones, in their order, until a test fails.
 
         Returns:
-            How it ended, and what ended it: "passed"; "failed"; "hung", if a test took longer than ``limit`` seconds;
-            or "slow", if a test took more CPU-seconds than ``make test`` allows, which tells nothing of a fault.
+            How it ended, the test that ended it, and what that test said: "passed"; "failed"; or "hung", if a test
+            took longer than ``limit`` seconds.
         """
         report, log = self._folder / "report.xml", self._folder / "pytest.log"
         report.unlink(missing_ok=True)
         environment = self.environment()
         command = ["pytest", "-x", "--fewer-cases", "-o", f"timeout={limit}"]
-        # At first, caches lack the code of a fault, and a test may take too many CPU-seconds.
-        command += ["--reruns", "2", "--only-rerun", "OverBudget"]
         with log.open("w") as output:
             process = subprocess.Popen(
-                [*command, f"--junit-xml={report}", *map(str, files)],
-                cwd=files[0].parent.parent,
+                [*command, f"--junit-xml={report}", *(f"{folder}/{test}" for test in tests)],
+                cwd=folder.parent,
                 env=environment,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -121,11 +119,11 @@ class Copy:
                 # Its own limit ends a test, but not one that never comes back from native code.
                 status = process.wait(timeout=5 * limit)
             except subprocess.TimeoutExpired:
-                return "hung", f"{files[0].name} or a later file"
+                return "hung", tests[0], "or a later file"
             finally:
                 _end_children()
         if status == pytest.ExitCode.OK:
-            return "passed", "all tests"
+            return "passed", "all tests", ""
         if status != pytest.ExitCode.TESTS_FAILED:
             raise SystemExit(f"pytest ended with status {status}, and not because a test failed:\n{log.read_text()}")
         return _first_failure(report)
@@ -144,9 +142,9 @@ def _first_failure(report):
         for kind in ("failure", "error"):
             if (found := case.find(kind)) is not None:
                 message = found.get("message", "")
-                how = "slow" if "OverBudget" in message else "hung" if "Timeout (" in message else "failed"
+                how = "hung" if "Timeout (" in message else "failed"
                 test = f"{case.get('classname').rpartition('.')[2]}.py::{case.get('name')}"
-                return how, f"{test} ({' '.join(message.split())[:200]})"
+                return how, test, " ".join(message.split())[:200]
     raise SystemExit(f"pytest says that a test failed, and {report} has none")
 
 
@@ -160,7 +158,7 @@ def main():
     parser.add_argument("faults", nargs="*", metavar="FAULT", help="the name of a fault; all by default")
     parser.add_argument("--tests", type=Path, default=TESTS, help="the folder of the tests that shall see the faults")
     parser.add_argument("--work", type=Path, default=OF_CHECKOUT / "build" / "faults", help="the folder of the copy")
-    parser.add_argument("--limit", type=int, default=300, help="seconds after which a test has not ended")
+    parser.add_argument("--limit", type=int, default=180, help="seconds after which a test has not ended")
     arguments = parser.parse_args()
     for name in arguments.faults:
         if name not in FAULTS:
@@ -170,26 +168,32 @@ def main():
 
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     copy = Copy(arguments.work.resolve())
-    # Without a fault nothing may fail. These tests also hold ranks to importing the copy.
-    how, what = copy.run([TESTS / "test_planted_faults.py"], arguments.limit)
+    # These tests hold ranks to importing the copy.
+    how, test, message = copy.run(TESTS, ["test_planted_faults.py"], arguments.limit)
     if how != "passed":
-        raise SystemExit(f"without a fault: {what} {how}")
-    unseen = []
+        raise SystemExit(f"without a fault: {test} {how}: {message}")
+    folder, unseen, failed = arguments.tests.resolve(), [], []
     for name in arguments.faults or FAULTS:
         fault, began, spent = FAULTS[name], time.monotonic(), _cpu_seconds()
-        files = [file for file in map(arguments.tests.resolve().joinpath, fault.tests) if file.is_file()]
+        files = [file for file in fault.tests if (folder / file).is_file()]
         if not files:
             raise SystemExit(f"{arguments.tests} has none of the files that should see the fault {name!r}")
         try:
             with copy.planted(fault):
-                how, what = copy.run(files, arguments.limit)
+                how, test, message = copy.run(folder, files, arguments.limit)
         except ValueError as error:
             raise SystemExit(f"the fault {name!r} cannot be planted: {error}") from None
         seen = how == "failed" or how == "hung" and fault.hangs
         if not seen:
             unseen.append(name)
+        elif how == "failed" and test not in failed:
+            failed.append(test)
         seconds = f"{time.monotonic() - began:.0f} s, {_cpu_seconds() - spent:.0f} CPU-s"
-        print(f"{'seen' if seen else 'NOT SEEN'}: {name} ({seconds}): {what} {how}", flush=True)
+        print(f"{'seen' if seen else 'NOT SEEN'}: {name} ({seconds}): {test} {how} {message}", flush=True)
+    # A test that fails in any case has seen nothing.
+    how, test, message = copy.run(folder, failed, arguments.limit) if failed else ("passed", "", "")
+    if how != "passed":
+        raise SystemExit(f"without a fault: {test} {how}: {message}")
     if unseen:
         raise SystemExit(f"{len(unseen)} faults were not seen: {', '.join(unseen)}")
 

@@ -104,8 +104,10 @@ class Printer:
         if report.when == "teardown":
             row = self._rows[report.nodeid] = collections.Counter()
             for name, value in report.user_properties:
-                # Each part says the limit again.
-                row[name] = value if name == "limit" else row[name] + value
+                if name in PARTS:
+                    row[name] += value
+                elif name == "limit":
+                    row[name] = value
 
     def pytest_terminal_summary(self, terminalreporter):
         if not self._rows:

@@ -53,7 +53,7 @@ FAULTS = {
                 "    buckets_.drain();\n    if (reduces) {"
             )
         },
-        ("test_messages.py", "test_blocks_training.py", "test_ranks_that_differ.py"),
+        ("test_blocks_training.py", "test_ranks_that_differ.py"),
     ),
     "bucket in flight dropped": Fault(
         "a bucket is dropped when the next one is sent, before its gradients are bound",
@@ -113,7 +113,7 @@ FAULTS = {
         "the graph that reduces first ends the reductions, and not the graph that reduces last",
         ZERO12 + "graph/backend.py",
         {"for each in self._graph_ids.values()]": "for each in reversed(self._graph_ids.values())]"},
-        ("test_graphs.py",),
+        ("test_released_buckets.py", "test_graphs.py"),
     ),
     "two engines with one number": Fault(
         "a process gives each of its engines the same number, so that graphs find the later engine's reducer",
