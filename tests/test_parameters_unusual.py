@@ -28,7 +28,7 @@ def train_not_contiguous(stage):
     module = Unusual().to(memory_format=torch.channels_last)
     module.linear.weight = torch.nn.Parameter(torch.randn(4, 6).t())
     # Each rank begins with its own. The first rank's must come to all.
-    shift = torch.full((1,), float(dist.get_rank())).expand(4)
+    shift = torch.full((1,), float(dist.get_rank()), device=device()).expand(4)
     module.shift = torch.nn.Parameter(shift, requires_grad=False)
     assert not any(value.is_contiguous() for value in (module.convolution.weight, module.linear.weight, module.shift))
     beside = Beside(module, Case(stage=stage))
