@@ -16,9 +16,9 @@ from support import pool
 
 # The limit of a test in CPU-seconds, by its mark. Programs have none, and one test of the launcher.
 QUICK, LIMIT = 0.3, 3.0
-# How many times its limit a test may take before it fails. The same test takes up to 1.4 times the CPU-seconds where
-# other processes share caches and cores, as those of `make test` do.
-TOLERATED = 1.5
+# How many times its limit a test may take before it fails. Limits are for a test that runs alone. In `make test`, its
+# processes share cores and caches with others and take up to 1.6 times the CPU-seconds, and machines differ.
+TOLERATED = 2
 # One row for each test: CPU-seconds of its setup, its call, its teardown and of ranks that it started; its name.
 TABLE = Path(__file__).resolve().parent.parent.parent / "build" / "cpu_seconds.tsv"
 PARTS = ("setup", "call", "teardown", "starts")
