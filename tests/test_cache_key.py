@@ -11,7 +11,7 @@ from deepspeed.compile.zero12.graph.backend import cache_key
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["reductions.py", "lowering.py", "chunked_loss.py", "native.py", "fx.py"])
+@pytest.mark.parametrize("name", ["reductions.py", "split.py", "lowering.py", "chunked_loss.py", "native.py", "fx.py"])
 def test_source_that_was_edited(name):
     """Generated code of the source before would be used, and would reduce as that source did."""
     read = Path.read_bytes

@@ -266,3 +266,11 @@ def test_a_second_compilation_comes_from_torchs_caches(ranks):
         assert reduced == first.reduced > 0
         assert aot.get("autograd_cache_hit", 0) > 0 or inductor.get("fxgraph_cache_hit", 0) > 0, second
         assert aot.get("autograd_cache_miss", 0) == 0 and inductor.get("fxgraph_cache_miss", 0) == 0, second
+
+
+def test_the_first_of_several_graphs_releases(ranks):
+    """Each graph would send what it has, in more and smaller messages."""
+    for graphs, _ in ranks(2).run(backward_graphs, Case(model="SeveralGraphs")):
+        reducing = [graph.graph_id for graph in graphs if graph.reductions]
+        releasing = [graph.graph_id for graph in graphs if any(end.releases for end in graph.ends)]
+        assert len(reducing) > 1 and releasing == [min(reducing)]

@@ -21,7 +21,7 @@ from deepspeed.compile.zero12.unit import Unit
 from deepspeed.compile.zero12.update.blockwise import FORM, zeros
 
 from support.checkpoints import EXACT
-from support.frozen import CHANGING, MODELS, WIDTH, AdaptedBlock, late
+from support.frozen import CHANGING, MODELS, WIDTH, AdaptedBlock, late, model_of
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.options import outcome
@@ -721,3 +721,27 @@ def test_ranks_that_gather_different_blocks_say_so(ranks):
         pytest.skip("an assertion on the device ends the processes of other tests")
     for said in ranks(2).run(call_a_block_of_its_own):
         assert "gathered the frozen parameters of different blocks" in said
+
+
+def without_last(self, x, skip):
+    """Leaves out the blocks that a forward comes to last, of which it would begin to gather the first in any case."""
+    for block in self.blocks[:-2] if skip else self.blocks:
+        x = block(x)
+    return x
+
+
+def compare_without_last():
+    with mock.patch.dict(MODELS, {"without last": model_of(run=without_last)}):
+        return compare("without last", bucket=10**6, stage=2, skips=True, steps=2)
+
+
+def test_a_rank_that_skips_the_last_blocks(ranks):
+    """The other rank would wait for this rank's part, or take what comes next for it."""
+    for result in ranks(2).run(compare_without_last, timeout=60):
+        assert result.same and result.most_gathered == 2
+
+
+def test_a_forward_that_comes_back_to_earlier_blocks(ranks):
+    """Their frozen parameters were given back, and reading them would end the process."""
+    for result in ranks(2).run(compare, "again", stage=2, steps=2):
+        assert result.same and result.most_gathered == 2

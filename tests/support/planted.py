@@ -113,7 +113,7 @@ FAULTS = {
         "the graph that reduces first ends the reductions, and not the graph that reduces last",
         ZERO12 + "graph/backend.py",
         {"for each in self._graph_ids.values()]": "for each in reversed(self._graph_ids.values())]"},
-        ("test_released_buckets.py", "test_graphs.py"),
+        ("test_graphs.py",),
     ),
     "two engines with one number": Fault(
         "a process gives each of its engines the same number, so that graphs find the later engine's reducer",
@@ -316,14 +316,14 @@ FAULTS = {
         "a rank that skips a block does not send its part of the block's frozen parameters",
         ZERO12 + "gather_order.py",
         {"        while self._begun < len(self.units):\n            self._begin_next()\n": ""},
-        ("test_frozen_gathered.py", "test_shard_frozen.py"),
+        ("test_shard_frozen.py",),
         hangs=True,
     ),
     "frozen shard not gathered again": Fault(
         "a block that is called twice in a forward finds its frozen parameters given back",
         ZERO12 + "gather_order.py",
         {"        self._owner.begin(unit)\n        unit.finish_gather()\n": "        unit.finish_gather()\n"},
-        ("test_frozen_gathered.py", "test_shard_frozen.py"),
+        ("test_shard_frozen.py",),
     ),
     # A checkpoint ---------------------------------------------------------------------------------------------------
     "load keeps gradients": Fault(
