@@ -31,6 +31,7 @@ BASE_PIN = ROOT / "requirements" / "base.txt"
 ARCHIVE_DIR_VARIABLE = "DS_BASE_ARCHIVE_DIR"
 
 LOCAL_VERSION = "+zerograd.1"
+FEATURES = ROOT / "deepspeed" / "compile" / "features"
 # Stated there, because the engine refuses an older torch too.
 OPTIONS = ROOT / "deepspeed" / "compile" / "zero12" / "options.py"
 (OLDEST_TORCH,) = re.findall(r'(?m)^OLDEST_TORCH = "(.*)"$', OPTIONS.read_text())
@@ -51,7 +52,8 @@ REPLACED = {
 KEPT = REPLACED - {"csrc/includes/deepcompile.h", "deepspeed/compile/init_z1_and_2.py"}
 
 # Changes of lines in base files: (file, name of the edit, anchor, replacement). The anchor must occur exactly once in
-# the file. The new lines name the files in deepspeed/compile/ whose functions they call.
+# the file. The new lines name the files in deepspeed/compile/ whose functions they call. These edits are the core's;
+# an optional part has its own in a file edits.py.
 ENGINE = "deepspeed/runtime/engine.py"
 EDITS = (
     (
@@ -60,7 +62,7 @@ EDITS = (
         "from deepspeed.compile.z3_eager_fallback import",
         "# The lines that name these two are not DeepSpeed's: they were put here by setup.py of a fork of it.\n"
         "from deepspeed.compile import zero12\n"
-        "from deepspeed.compile.memory_picture import of_engine as memory_picture\n"
+        "from deepspeed.compile.features.memory_picture import of_engine as memory_picture\n"
         "from deepspeed.compile.z3_eager_fallback import",
     ),
     (
@@ -79,27 +81,12 @@ EDITS = (
     ),
     (
         ENGINE,
-        "empty parameter groups",
-        "        basic_optimizer.param_groups[:] = [pg for pg",
-        "        zero12.schedulers.forget_empty_groups(basic_optimizer, self.client_lr_scheduler)\n"
-        "        basic_optimizer.param_groups[:] = [pg for pg",
-    ),
-    (
-        ENGINE,
         "optimizer of initialize()",
         "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
         "            self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
-        "        memory_picture.refuse_other_stages(self)\n"
         "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
         "            with zero12.offload.explained_pinning(self):\n"
         "                self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
-    ),
-    (
-        ENGINE,
-        "end of _configure_optimizer()",
-        "        self._configure_autoep_folding_optimizer_gradient_reduction()\n",
-        "        memory_picture.prepare(self)\n"
-        "        self._configure_autoep_folding_optimizer_gradient_reduction()\n",
     ),
     (
         ENGINE,
@@ -112,7 +99,7 @@ EDITS = (
         "call of the module in forward()",
         "        with deepcompile_z3_forward_context(self) as",
         "        around = zero12.forward.around_forward(self, inputs, kwargs)\n"
-        "        with memory_picture.around_forward(self, around) as (inputs, kwargs), \\\n"
+        "        with around as (inputs, kwargs), \\\n"
         "                deepcompile_z3_forward_context(self) as",
     ),
     (
@@ -134,7 +121,7 @@ EDITS = (
         "end of step()",
         "        self._running_engine_step = False\n        self.micro_steps += 1\n",
         "        self._running_engine_step = False\n        at_boundary = self.is_gradient_accumulation_boundary()\n"
-        "        self.micro_steps += 1\n        if at_boundary:\n            memory_picture.after_step(self)\n"
+        "        self.micro_steps += 1\n        if at_boundary:\n"
         "            zero12.optimizer.report_memory(self)\n            zero12.self_compile.compile_after_step(self)\n",
     ),
     (
@@ -210,34 +197,12 @@ EDITS = (
         "    for name, param in zero12.subclasses.named_parameters(model):\n        param_names[param] = name\n",
     ),
     (
-        "deepspeed/env_report.py",
-        "lines of ds_report",
-        '    print("DeepSpeed general environment info:")\n',
-        "    from deepspeed.compile import about\n"
-        "    report.extend(about.report())\n"
-        '    print("DeepSpeed general environment info:")\n',
-    ),
-    (
         "deepspeed/runtime/utils.py",
         "end of see_memory_usage()",
         "    print(f'CPU Virtual Memory:  used = {used_GB} GB, percent = {vm_stats.percent}%')\n",
         "    print(f'CPU Virtual Memory:  used = {used_GB} GB, percent = {vm_stats.percent}%')\n"
         "    from deepspeed.compile import zero12\n"
         "    zero12.optimizer.print_gradient_memory()\n",
-    ),
-    (
-        ENGINE,
-        "destroy()",
-        "            if optimizer is not None and hasattr(optimizer, 'destroy'):\n",
-        "            memory_picture.at_end(self)\n"
-        "            if optimizer is not None and hasattr(optimizer, 'destroy'):\n",
-    ),
-    # What `pip install .[pictures]` brings for compile.memory_picture.
-    (
-        "setup.py",
-        "extra 'pictures'",
-        "extras_require = {\n",
-        "extras_require = {\n    'pictures': ['matplotlib', 'plotly'],\n",
     ),
 )
 
@@ -382,9 +347,21 @@ def lay_over(tree: Path, ours: List[str], version: str, link: bool) -> None:
     shutil.copy2(ROOT / "NOTICE", tree)
 
 
+def all_edits() -> List[Tuple[str, str, str, str]]:
+    """Return EDITS, and behind them the edits of the optional parts that deepspeed/compile/features names."""
+    edits = list(EDITS)
+    for feature in runpy.run_path(str(FEATURES / "__init__.py"))["NAMES"]:
+        if not (FEATURES / feature).is_dir():
+            stop(f"{FEATURES / '__init__.py'} names {feature}, but there is no such folder beside it.")
+        file = FEATURES / feature / "edits.py"
+        if file.is_file():
+            edits += runpy.run_path(str(file))["EDITS"]
+    return edits
+
+
 def edit(tree: Path, version: str) -> None:
-    """Make the changes of EDITS."""
-    for name, what, anchor, replacement in EDITS:
+    """Make the changes of all_edits()."""
+    for name, what, anchor, replacement in all_edits():
         path = tree / name
         text = path.read_text() if path.is_file() else ""
         if text.count(anchor) != 1:

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from deepspeed.compile.features import NAMES
+
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE = ROOT / "deepspeed" / "compile"
 ZERO12 = COMPILE / "zero12"
@@ -19,8 +21,8 @@ ZERO12 = COMPILE / "zero12"
 # Each module may import those of the lines above its own, and what is on its own line nothing of that line. A star
 # stands for the files of a folder that are not named: a rule for partitions needs no entry, and knows no other rule.
 FLOORS = """
-about fx passes.zero_1_and_2_compile zero12.hooks zero12.messages zero12.monitoring
-zero12.schedulers zero12.subclasses zero12.native zero12.interrupted zero12.at_rest
+fx passes.zero_1_and_2_compile zero12.hooks zero12.messages zero12.monitoring
+zero12.subclasses zero12.native zero12.interrupted zero12.at_rest
 zero12.collectives zero12.key_value_cache zero12.layout zero12.offload
 zero12.update.recorded zero12.update.authors zero12.update.rule zero12.update.dynamic_map zero12.norm
 zero12.update.ranges
@@ -43,11 +45,12 @@ zero12.options
 zero12.self_compile
 zero12.forward
 zero12 zero12.set_up
-memory_picture.data
-memory_picture.classify memory_picture.draw_png memory_picture.draw_html
-memory_picture.record memory_picture.files
-memory_picture.of_engine memory_picture.__main__
 init_z1_and_2
+features.report features.schedulers
+features.memory_picture.data
+features.memory_picture.classify features.memory_picture.draw_png features.memory_picture.draw_html
+features.memory_picture.record features.memory_picture.files
+features.memory_picture.of_engine features.memory_picture.__main__
 """
 
 TRAINING = {
@@ -120,16 +123,32 @@ def test_imports_lead_down():
     """Two files would need each other, so that neither can be read, tested or replaced alone."""
     trees = modules()
     floor = floors(trees)
-    assert {*trees} - {*floor, "config", "memory_picture", "zero12.graph"} == set(), "say in FLOORS where these stand"
+    edits = {name for name in trees if name.startswith("features.") and name.endswith(".edits")}
+    without = {*edits, "config", "features", "features.memory_picture", "zero12.graph"}
+    assert {*trees} - {*floor, *without} == set(), "say in FLOORS where these stand"
     for name, tree in trees.items():
         for other in imported(name, tree, trees):
             if other in floor and other != name:
                 assert floor[other] < floor[name], f"{name} imports {other}"
 
 
+def test_the_core_imports_no_optional_part():
+    """A part could not be removed, because the core would miss it."""
+    trees = modules()
+    for name, tree in trees.items():
+        if not name.startswith("features"):
+            assert not [other for other in imported(name, tree, trees) if other.startswith("features")], name
+
+
+def test_every_optional_part_is_named():
+    """DeepSpeed would not call a part, without a word, because setup.py makes the edits of named parts alone."""
+    folders = {path.parent.name for path in (COMPILE / "features").glob("*/__init__.py")}
+    assert folders == set(NAMES)
+
+
 def test_the_recorder_needs_no_deepspeed():
     """The benchmark could not measure other systems, where no DeepSpeed or another one is installed."""
-    for path in (COMPILE / "memory_picture").glob("*.py"):
+    for path in (COMPILE / "features" / "memory_picture").glob("*.py"):
         if path.stem in ("of_engine", "__main__"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):

@@ -137,7 +137,7 @@ def check_benchmark(module, arguments, tmp_path, monkeypatch):
 
 
 def check_python(arguments, tmp_path, monkeypatch):
-    if arguments[:2] == ["-m", "deepspeed.compile.memory_picture"]:
+    if arguments[:2] == ["-m", "deepspeed.compile.features.memory_picture"]:
         check_memory_picture(arguments[2:], monkeypatch)
     else:
         assert arguments[0] == "-m" and arguments[1] in BENCHMARKS, "no check for this use of python"
@@ -146,7 +146,7 @@ def check_python(arguments, tmp_path, monkeypatch):
 
 def check_memory_picture(arguments, monkeypatch):
     """The command takes the arguments, two of which are files. It has nothing to read or to draw here."""
-    from deepspeed.compile.memory_picture import __main__ as command
+    from deepspeed.compile.features.memory_picture import __main__ as command
 
     read = []
     monkeypatch.setattr(command, "read", read.append)

@@ -13,7 +13,7 @@ import torch
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile import about
+from deepspeed.compile.features import report
 from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 from support.native import look_built
@@ -29,14 +29,14 @@ def reported(folder, extensions):
     return dict(re.findall(r"(?m)^([\w' ()/-]+?) \.{2,} (.*)$", output))
 
 
-@pytest.mark.program("deepspeed/compile/about.py", "deepspeed/ops/op_builder", "setup.py")
+@pytest.mark.program("deepspeed/compile/features/report", "deepspeed/ops/op_builder", "setup.py")
 @pytest.mark.skipif(not shutil.which("ds_report"), reason="the folder of ds_report is not in PATH")
 def test_the_report_describes_the_fork(tmp_path):
     lines = reported(tmp_path, extensions=tmp_path)
     assert lines["fork"].startswith(f"{deepspeed.__version__}, DeepSpeed 0.19.8 with another DeepCompile")
     assert lines["fork's native code (dc)"].startswith("not built; the first training builds it")
     release = ".".join(torch.__version__.split(".")[:2])
-    tested = "one" if release in about.TESTED_TORCH else "none"
+    tested = "one" if release in report.TESTED_TORCH else "none"
     assert lines["fork's torch"].endswith(f"; the installed {release} is {tested} of those")
     look_built(tmp_path)
     device = get_accelerator().device_name()
@@ -62,10 +62,10 @@ def test_native_code_that_is_not_current_is_not_called_built(tmp_path, monkeypat
 def test_a_torch_that_was_not_tested_is_named(monkeypatch):
     """The report would take a torch for tested that only looks like one that is."""
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")
-    assert dict(about.report())["fork's torch"].endswith("; the installed 2.12 is none of those")
+    assert dict(report.report())["fork's torch"].endswith("; the installed 2.12 is none of those")
 
 
 def test_the_releases_of_torch_are_those_of_the_documentation():
     """A release would be added to the page or to the report alone."""
     page = (ROOT / "docs" / "verification.md").read_text()
-    assert {*re.findall(r"torch (2\.\d+)\.\d+", page)} == {*about.TESTED_TORCH}
+    assert {*re.findall(r"torch (2\.\d+)\.\d+", page)} == {*report.TESTED_TORCH}

@@ -17,9 +17,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.memory_picture import data
-from deepspeed.compile.memory_picture.__main__ import main
-from deepspeed.compile.memory_picture.record import flattened, storages
+from deepspeed.compile.features.memory_picture import data
+from deepspeed.compile.features.memory_picture.__main__ import main
+from deepspeed.compile.features.memory_picture.record import flattened, storages
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
 
 from support.beside import logged
@@ -484,7 +484,7 @@ def test_peaks_and_thinning():
 @pytest.mark.quick
 def test_memory_that_is_freed_unseen():
     """An address that is given out again, where the release was not seen, would count twice."""
-    from deepspeed.compile.memory_picture.classify import _Allocations
+    from deepspeed.compile.features.memory_picture.classify import _Allocations
 
     blocks = _Allocations({512: (40, data.TARGETS)})
     blocks.change(0, 64, 100, data.REST)

@@ -6,11 +6,11 @@ import time
 
 import pytest
 
-from deepspeed.compile.memory_picture import data
+from deepspeed.compile.features.memory_picture import data
 
 from support.browser import browser
 
-pytestmark = pytest.mark.program("deepspeed/compile/memory_picture", "tests/support/browser.py")
+pytestmark = pytest.mark.program("deepspeed/compile/features/memory_picture", "tests/support/browser.py")
 
 DESK, PHONE = (1280, 900), (390, 844)
 # The x axis of the picture that Plotly holds now.
@@ -27,7 +27,7 @@ def started_browser():
 def pages(tmp_path_factory):
     """Draws a step of a made-up course, and two of them over each other."""
     draw_html = pytest.importorskip(
-        "deepspeed.compile.memory_picture.draw_html", reason="Plotly draws the page: requirements/dev.txt"
+        "deepspeed.compile.features.memory_picture.draw_html", reason="Plotly draws the page: requirements/dev.txt"
     )
     folder = tmp_path_factory.mktemp("pages")
     held = {name: [(1 + number) * 2**20 * min(index, 20 - index) for index in range(21)]

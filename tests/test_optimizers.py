@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.compile.memory_picture.of_engine import tensors_of
-from deepspeed.compile.memory_picture.record import Recording, phase
+from deepspeed.compile.features.memory_picture.of_engine import tensors_of
+from deepspeed.compile.features.memory_picture.record import Recording, phase
 from deepspeed.compile.zero12.options import _states_that_stay_in_fp32
 from deepspeed.compile.zero12.update import make_rules
 from deepspeed.compile.zero12.update.compiled import CompiledStep

@@ -169,7 +169,7 @@ def test_wheel_holds_every_file_of_ours(built):
 
 def edited(name, content):
     """The content of a base file with the lines changed that setup.py lists."""
-    for edited_name, _, anchor, replacement in runpy.run_path(str(ROOT / "setup.py"))["EDITS"]:
+    for edited_name, _, anchor, replacement in runpy.run_path(str(ROOT / "setup.py"))["all_edits"]():
         if edited_name == name:
             assert anchor.encode() in content
             content = content.replace(anchor.encode(), replacement.encode())

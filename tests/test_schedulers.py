@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler as torchs
 from torch.optim.swa_utils import SWALR
 
 import deepspeed
-from deepspeed.compile.zero12.schedulers import forget_empty_groups
+from deepspeed.compile.features.schedulers import forget_empty_groups
 from deepspeed.runtime import lr_schedules as deepspeeds
 
 from support.beside import warnings_logged

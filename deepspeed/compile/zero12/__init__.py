@@ -6,7 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, ContextManager, Dict
 
 # DeepSpeed's engine calls functions of these files, in lines that setup.py adds to it.
-from . import at_rest, eight_bit_states, forward, offload, optimizer, schedulers, self_compile, subclasses  # noqa: F401
+from . import at_rest, eight_bit_states, forward, offload, optimizer, self_compile, subclasses  # noqa: F401
 from .state import state_of
 
 if TYPE_CHECKING:

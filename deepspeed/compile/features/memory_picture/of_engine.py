@@ -22,8 +22,8 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
-from ..zero12.messages import warn
-from ..zero12.state import state_of
+from ...zero12.messages import warn
+from ...zero12.state import state_of
 from . import data, files
 from .record import Recording, Tensors, begins, ends, flattened, phase
 

@@ -4,8 +4,8 @@
 
 ::
 
-    python -m deepspeed.compile.memory_picture A.json             draws A.png and A.html again
-    python -m deepspeed.compile.memory_picture A.json B.json      draws both over each other, as A-B.png and A-B.html
+    python -m deepspeed.compile.features.memory_picture A.json           draws A.png and A.html again
+    python -m deepspeed.compile.features.memory_picture A.json B.json    draws both together, as A-B.png and A-B.html
 """
 
 import argparse
@@ -21,7 +21,7 @@ from .data import headline, read
 def main(arguments: Optional[List[str]] = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m deepspeed.compile.memory_picture", description=__doc__.splitlines()[0]
+        prog="python -m deepspeed.compile.features.memory_picture", description=__doc__.splitlines()[0]
     )
     parser.add_argument("files", nargs="+", metavar="FILE.json", type=Path, help="one or two recorded steps")
     parser.add_argument(

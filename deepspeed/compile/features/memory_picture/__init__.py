@@ -5,7 +5,7 @@
 ``compile.memory_picture`` in ``ds_config`` has an engine record a step; ``docs/memory_picture.md`` tells how to use
 and how to read the pictures. The command, which draws a recorded step again or lays two over each other, is::
 
-    python -m deepspeed.compile.memory_picture A.json [B.json] [-o OUT]
+    python -m deepspeed.compile.features.memory_picture A.json [B.json] [-o OUT]
 
 The files, each of which imports only from those above it:
 
