@@ -122,7 +122,7 @@ EDITS = (
         "        self._running_engine_step = False\n        self.micro_steps += 1\n",
         "        self._running_engine_step = False\n        at_boundary = self.is_gradient_accumulation_boundary()\n"
         "        self.micro_steps += 1\n        if at_boundary:\n"
-        "            zero12.optimizer.report_memory(self)\n            zero12.self_compile.compile_after_step(self)\n",
+        "            zero12.optimizer.after_step(self)\n            zero12.self_compile.compile_after_step(self)\n",
     ),
     (
         ENGINE,
@@ -195,14 +195,6 @@ EDITS = (
         "    for name, param in model.named_parameters():\n        param_names[param] = name\n",
         "    from deepspeed.compile import zero12\n"
         "    for name, param in zero12.subclasses.named_parameters(model):\n        param_names[param] = name\n",
-    ),
-    (
-        "deepspeed/runtime/utils.py",
-        "end of see_memory_usage()",
-        "    print(f'CPU Virtual Memory:  used = {used_GB} GB, percent = {vm_stats.percent}%')\n",
-        "    print(f'CPU Virtual Memory:  used = {used_GB} GB, percent = {vm_stats.percent}%')\n"
-        "    from deepspeed.compile import zero12\n"
-        "    zero12.optimizer.print_gradient_memory()\n",
     ),
 )
 

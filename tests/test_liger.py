@@ -69,9 +69,9 @@ def test_trains_as_without_deepcompile(ranks, kernels, checkpoints):
         assert error < 1e-4
 
 
-@pytest.mark.program("deepspeed/compile/zero12/graph/liger.py", "docs/findings/liger_rms_norm.py")
+@pytest.mark.program("deepspeed/compile/features/liger", "docs/findings/liger_rms_norm.py")
 def test_the_norm_still_goes_wrong():
-    """If this fails, it was mended: take the norm out of ``_FUNCTIONS`` in ``zero12/graph/liger.py``."""
+    """If this fails, it was mended: take the norm out of ``_FUNCTIONS`` in ``features/liger/feature.py``."""
     # In a process of its own, since a kernel that reads other memory ends all work on the GPU.
     program = [sys.executable, ROOT / "docs" / "findings" / "liger_rms_norm.py"]
     finished = subprocess.run(program, capture_output=True, text=True, timeout=240)

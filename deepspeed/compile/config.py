@@ -6,6 +6,8 @@
 compiles itself before its first training forward.
 """
 
+import importlib
+import importlib.util
 from typing import Any, List, Literal, Optional, Union
 
 from pydantic import Field, field_validator, model_validator
@@ -13,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
 from .config_base import CompileConfig as BaseCompileConfig
+from .features import NAMES
 
 
 class MemoryPictureConfig(DeepSpeedConfigModel):
@@ -27,7 +30,13 @@ class MemoryPictureConfig(DeepSpeedConfigModel):
     later ones."""
 
 
-class CompileConfig(BaseCompileConfig):
+def _options():
+    """Lists the options of the parts that have any: a class of fields for each."""
+    files = (f"{__package__}.features.{name}.options" for name in NAMES)
+    return [importlib.import_module(file).Options for file in files if importlib.util.find_spec(file)]
+
+
+class CompileConfig(*_options(), BaseCompileConfig):  # type: ignore[misc]
     """Settings of ``engine.compile()``. The options here are for ZeRO-1 and ZeRO-2."""
 
     regional_compilation: Union[bool, List[str], None] = None
@@ -49,11 +58,6 @@ class CompileConfig(BaseCompileConfig):
     """How much of the activations that a graph would keep for its backward it may keep, from 0 to 1. The backward
     computes the rest again. By default (null), ``torch._functorch.config.activation_memory_budget`` says it, which is
     1 unless the caller has set it."""
-
-    monitor_memory: bool = False
-    """Whether rank 0 writes its counters of gradients, and its peaks of memory, to DeepSpeed's monitors every
-    ``steps_per_print`` steps. Off by default, because each report restarts these counters and torch's peaks, which
-    other code may read."""
 
     optimizer_states: Optional[Literal["8bit"]] = None
     """The format of Adam's two states. "8bit" keeps them in a byte an element, with a scale for each 256 elements. By

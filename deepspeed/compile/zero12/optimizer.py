@@ -5,10 +5,9 @@
 ``csrc/includes/deepcompile.h`` tells the life of a gradient.
 """
 
-import collections
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Collection, Dict, Optional
+from typing import TYPE_CHECKING, Any, Callable, Collection, Dict, Iterator, Optional
 
 import torch
 
@@ -18,8 +17,7 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 
 from . import eight_bit_states, step
 from .layout import pieces, registered_parameters
-from .monitoring import HELD, write_memory
-from .native import reducer_module
+from .native import Reducer, reducer_module
 from .offload import drop_unused_memory
 from .state import Zero12, state_of
 
@@ -253,6 +251,11 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
             _attached.discard(earlier)
 
 
+def reducers() -> Iterator[Reducer]:
+    """Yields the reducers of all engines of this process that train."""
+    return (optimizer._zero12.reducer for optimizer in _attached)
+
+
 def has_hooks(parameter: torch.nn.Parameter, base_hooks: Collection[int] = ()) -> bool:
     """Whether a parameter has a user's hook. Autograd must then deliver the gradient, so no graph may reduce it.
 
@@ -313,19 +316,9 @@ def refuse_to_save(engine: "DeepSpeedEngine", exclude_frozen_parameters: bool) -
         zero12.sharded.refuse_to_save()
 
 
-def report_memory(engine: "DeepSpeedEngine") -> None:
-    """Called on all ranks after an optimizer step. Writes to monitors, if the configuration asks for it."""
+def after_step(engine: "DeepSpeedEngine") -> None:
+    """Called on all ranks after an optimizer step."""
     zero12 = state_of(engine)
-    if zero12 is not None and zero12.monitors_memory:
-        write_memory(engine, zero12.reducer)
-
-
-def print_gradient_memory() -> None:
-    """Called by ``see_memory_usage()``: prints what the gradients of all engines with a reducer take on this rank."""
-    held: collections.Counter = collections.Counter()
-    for optimizer in _attached:
-        counters = optimizer._zero12.reducer.counters()
-        held.update({name: counters[name] for name in HELD})
-    if held:
-        # In the units of see_memory_usage().
-        print("Gradients: " + ", ".join(f"{name} {value / 2**30:.2f} GB" for name, value in held.items()))
+    if zero12 is not None:
+        for call in zero12.after_step:
+            call(engine)

@@ -9,6 +9,7 @@ one sentence. ``docs/options.md`` lists every option with what happens to it.
 
 import functools
 import inspect
+import itertools
 import math
 from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
 
@@ -23,6 +24,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 from ..passes import zero_1_and_2_compile
+from .feature import Asked, classes
 from .graph.choose_blocks import choose_blocks
 from .messages import warn
 from .state import state_of
@@ -76,7 +78,6 @@ class Plan(NamedTuple):
     activation_budget: Optional[float]  # which part of the activations graphs may keep; None: as torch is configured
     optimizer_states: Optional[str]  # the format of optimizer states; None: the optimizer's own
     debug_log: bool  # whether rewritten graphs are logged
-    monitors_memory: bool  # whether monitors get the counters of gradients and the peaks of memory
 
 
 def make_plan(
@@ -92,6 +93,9 @@ def make_plan(
     compile_config = engine._config.compile_config
     blocks, why_whole = refuse_options(engine, backend, compile_kwargs, schedule)
     for ignored in _without_effect(engine, compile_config, compile_kwargs):
+        warn(_beginning(engine) + ignored)
+    asked = Asked(engine, backend, compile_kwargs)
+    for ignored in itertools.chain.from_iterable(cls.warnings(asked) for cls in classes()):
         warn(_beginning(engine) + ignored)
     for slow in _hooks_that_end_graphs(engine.module, blocks):
         warn(_beginning(engine) + slow)
@@ -114,7 +118,6 @@ def make_plan(
         activation_budget=compile_config.activation_memory_budget,
         optimizer_states=compile_config.optimizer_states,
         debug_log=compile_config.debug_log,
-        monitors_memory=compile_config.monitor_memory and engine.monitor.enabled and bool(engine.steps_per_print()),
     )
 
 
@@ -232,13 +235,6 @@ def _without_effect(engine, compile_config, compile_kwargs):
         )
     if "z3" in (compile_config.passes or ()):
         yield "compile.passes holds 'z3', which has no effect in this stage"
-    if compile_config.monitor_memory and not engine.monitor.enabled:
-        yield (
-            "compile.monitor_memory=True has no effect without a monitor; enable tensorboard, csv_monitor, wandb or "
-            "comet"
-        )
-    elif compile_config.monitor_memory and not engine.steps_per_print():
-        yield "compile.monitor_memory=True has no effect without steps_per_print; set steps_per_print"
     budget = compile_config.activation_memory_budget
     if budget is not None and not _compiles(compile_kwargs):
         yield (

@@ -14,12 +14,12 @@ from deepspeed.utils import logger
 
 from . import eight_bit_states
 from .collectives import collective
+from .feature import Asked, Feature, Making, classes
 from .gather_hooks import Waiting
-from .graph import compile_blocks, liger
+from .graph import compile_blocks
 from .graph.backend import Backend
 from .graph.choose_blocks import called_by
 from .graph.compilation_limit import CompilationLimit
-from .graph.progress import Progress
 from .key_value_cache import train_without_cache
 from .layout import flat_layout, registered_parameters
 from .messages import warn
@@ -75,7 +75,7 @@ def set_up(
         undo.callback(_note_end, weakref.ref(engine))
         compile_blocks.take_over_compiled(each for each in module.modules() if each is not module)
         train_without_cache(module, undo)
-        liger.keep_out_of_graphs()
+        features = make_features(Asked(engine, backend, compile_kwargs), Making(engine, plan.blocks, undo))
         waiting = None
         if plan.overlaps_gather:
             waiting = Waiting(optimizer, module, plan.blocks)
@@ -94,7 +94,7 @@ def set_up(
             registered_parameters(optimizer),
             reducer.identity,
             limit,
-            Progress(type(module).__name__, [type(block).__name__ for block in plan.blocks]),
+            features,
             waiting,
         )
         if plan.blocks:
@@ -113,7 +113,7 @@ def set_up(
             rules=make_rules(plan.backend == "inductor" and plan.compiles, plan.optimizer_states),
             orthogonalizer=Orthogonalizer(matrices_of(optimizer), batch_numel),
             optimizer_states=plan.optimizer_states,
-            monitors_memory=plan.monitors_memory,
+            features=features,
         )
         # It refuses loaded states of another form, so it comes before anything is given up.
         eight_bit_states.adopt(optimizer, plan.optimizer_states is not None)
@@ -123,6 +123,11 @@ def set_up(
         attach(optimizer, zero12)
         zero12.undo = undo.pop_all()
     return graphs
+
+
+def make_features(asked: Asked, making: Making) -> List[Feature]:
+    """Makes the optional parts of an engine."""
+    return [cls(making) for cls in classes() if cls.is_wanted(asked)]
 
 
 def shorten_timeouts(optimizer: "DeepSpeedZeroOptimizer") -> None:

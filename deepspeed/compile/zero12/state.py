@@ -8,6 +8,7 @@ import weakref
 from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 
 from .backward import BackwardLife
+from .feature import Feature, overriding
 from .gather import AllGather
 from .gather_hooks import Waiting
 from .interrupted import InterruptedStep
@@ -35,7 +36,7 @@ class Zero12:
     rules: List[Rule]  # that step partitions, in the order in which they are asked
     orthogonalizer: Orthogonalizer  # computes Muon's updates; without Muon it has no matrices
     optimizer_states: Optional[str]  # the format of optimizer states, or None for the optimizer's own
-    monitors_memory: bool  # whether monitors get the counters of gradients and the peaks of memory after a step
+    features: List[Feature]  # the optional parts
 
     def __post_init__(self, owner: "DeepSpeedEngine") -> None:
         self._engine = weakref.ref(owner)
@@ -46,6 +47,8 @@ class Zero12:
         self.interrupted_step = InterruptedStep()
         # Distributes the stepped parameters to all ranks.
         self.gather: AllGather = AllGather(owner.optimizer) if self.waiting is None else self.waiting.gather
+        # Functions to call after each optimizer step.
+        self.after_step = overriding(self.features, "after_step")
         # Functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         self.undo = contextlib.ExitStack()
         # Whether a later engine trains the parameters.

@@ -18,9 +18,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 
 from .layout import lies_in_flat_tensor
-from .monitoring import timed
 from .norm import factors_of, global_norm, overflowed
 from .offload import parameters_on_their_way
+from .timers import timed
 from .update.groups import StepOfGroups
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``torch.compile`` backend of ZeRO-1/2: the usual compiler with reductions in the backward."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -16,10 +17,10 @@ from torch.fx import GraphModule
 from deepspeed.utils import logger
 
 from ...fx import should_release_reduce_buckets
+from ..feature import Feature, overriding
 from . import find_loss, guards, loss, lowering
 from .compilation_limit import CompilationLimit, own_code
 from .frames import Registrations, one_more_input, traced_registrations
-from .progress import Progress
 from .reductions import donate_gradients, finish_backward_graph, index_of, insert_reductions
 from .split import split_joint
 
@@ -98,7 +99,7 @@ class Backend:
         registered: the registered parameters, in the reducer's order, which outlive the backend's graphs.
         identity: the reducer's number.
         limit: the ``CompilationLimit`` of the engine.
-        progress: what tells the user of each compilation.
+        features: the optional parts of the engine.
         waiting: None, or a ``Waiting`` for parameters that may be on their way.
     """
 
@@ -109,7 +110,7 @@ class Backend:
         registered: Sequence[torch.nn.Parameter],
         identity: int,
         limit: CompilationLimit,
-        progress: Progress,
+        features: Sequence[Feature],
         waiting: Optional["Waiting"] = None,
     ):
         lowering.register()
@@ -117,7 +118,8 @@ class Backend:
         self._compiler, self._dynamic, self._debug_log = plan.backend, plan.dynamic, plan.debug_log
         self._budget = plan.activation_budget
         self._has_blocks = bool(plan.blocks)
-        self._limit, self._progress, self._waiting = limit, progress, waiting
+        self._limit, self._waiting = limit, waiting
+        self._compiling = overriding(features, "compiling")
         self._registrations = Registrations(identity, registered)
         self._reducible = {id(parameter) for parameter in parameters}
         self._own = {id(parameter) for parameter in registered}
@@ -147,7 +149,12 @@ class Backend:
         """
         guards.guard_all()
         frame = _Frame(*self._reductions(example_inputs), mode, options)
-        self._progress.compiles(block, frame.graph_id)
+        with contextlib.ExitStack() as stack:
+            for compiling in self._compiling:
+                stack.enter_context(compiling(block, frame.graph_id))
+            return self._compile_frame(gm, example_inputs, block, frame)
+
+    def _compile_frame(self, gm, example_inputs, block, frame):
         split = None
         if block is None and torch.is_grad_enabled():
             split = self._chunked_losses.cut_out(gm, example_inputs, lambda part: self._part(part, frame))

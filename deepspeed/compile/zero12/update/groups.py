@@ -10,8 +10,8 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
 
 from ..layout import partition_offset
-from ..monitoring import timed
 from ..offload import memory_for_new_parameters, send_to_device
+from ..timers import timed
 from .authors import is_replaced, steps_as_written
 from .muon import stand_in
 from .ranges import PartitionGradient, Ranges

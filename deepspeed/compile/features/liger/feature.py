@@ -11,7 +11,8 @@ import sys
 
 import torch
 
-from ..messages import warn
+from ...zero12.feature import Asked, Feature, Making
+from ...zero12.messages import warn
 
 # The autograd functions with which liger-kernel 0.8.5 and torch 2.11 go wrong in graphs, with torch.compile alone too.
 # Torch cannot analyse the kernels of RMSNorm, and takes every input for changed: gradients are wrong, or memory of
@@ -22,11 +23,19 @@ _FUNCTIONS = (
 )
 
 
-def keep_out_of_graphs() -> None:
+class Liger(Feature):
     """Has Dynamo leave these functions out, in this process from then on, if Liger has been imported."""
-    if "liger_kernel" in sys.modules:
+
+    @classmethod
+    def is_wanted(cls, asked: Asked) -> bool:
+        return "liger_kernel" in sys.modules
+
+    def __init__(self, making: Making):
         for file, name in _FUNCTIONS:
             _keep_out(file, name)
+
+
+FEATURE = Liger
 
 
 @functools.cache

@@ -1,0 +1,78 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Tells DeepSpeed's monitors, and the user who asks, what gradients take."""
+
+import collections
+from typing import TYPE_CHECKING, Iterator
+
+from deepspeed.accelerator import get_accelerator
+
+from ...zero12.feature import Asked, Feature
+from ...zero12.optimizer import reducers
+from ...zero12.state import state_of
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+# The counters of a reducer that are bytes of gradients at the moment. "bucket" is memory in which some of them lie.
+_HELD = ("bound", "on_host", "pending", "unreduced")
+# Counters that are not written: the bytes held now, which are zero between two steps, and "registered", which never
+# changes.
+_LEFT_OUT = {*_HELD, "bucket", "registered"}
+
+
+class MonitorMemory(Feature):
+    """Writes counters and peaks of memory to DeepSpeed's monitors."""
+
+    @classmethod
+    def warnings(cls, asked: Asked) -> Iterator[str]:
+        if not asked.options.monitor_memory:
+            return
+        if not asked.engine.monitor.enabled:
+            yield (
+                "compile.monitor_memory=True has no effect without a monitor; enable tensorboard, csv_monitor, wandb "
+                "or comet"
+            )
+        elif not asked.engine.steps_per_print():
+            yield "compile.monitor_memory=True has no effect without steps_per_print; set steps_per_print"
+
+    @classmethod
+    def is_wanted(cls, asked: Asked) -> bool:
+        return asked.options.monitor_memory and not any(cls.warnings(asked))
+
+    def after_step(self, engine: "DeepSpeedEngine") -> None:
+        """Every ``steps_per_print`` steps, rank 0 writes its own values.
+
+        Each report restarts the reducer's counters and torch's peaks on every rank, so peaks, in bytes, and numbers
+        count from the previous report. Values of other ranks would need a collective. DeepSpeed's own values are rank
+        0's too.
+        """
+        if engine.global_steps % engine.steps_per_print():
+            return
+        reducer = state_of(engine).reducer
+        values = {f"gradients/{name}": value for name, value in reducer.counters().items() if name not in _LEFT_OUT}
+        reducer.reset_counters()
+        accelerator = get_accelerator()
+        # On a CPU, DeepSpeed's accelerator gives the memory of the whole process, and no peak of it.
+        if accelerator.device_name() != "cpu":
+            values["memory/peak_allocated"] = accelerator.max_memory_allocated()
+            values["memory/peak_reserved"] = accelerator.max_memory_reserved()
+            accelerator.reset_peak_memory_stats()
+        # Like DeepSpeed's own values: the name begins with "Train/Samples/", and the step is the number of samples.
+        engine.monitor.write_events(
+            [(f"Train/Samples/{name}", value, engine.global_samples) for name, value in values.items()]
+        )
+
+
+FEATURE = MonitorMemory
+
+
+def print_gradient_memory() -> None:
+    """Called by ``see_memory_usage()``: prints what the gradients of all engines with a reducer take on this rank."""
+    held: collections.Counter = collections.Counter()
+    for reducer in reducers():
+        counters = reducer.counters()
+        held.update({name: counters[name] for name in _HELD})
+    if held:
+        # In the units of see_memory_usage().
+        print("Gradients: " + ", ".join(f"{name} {value / 2**30:.2f} GB" for name, value in held.items()))

@@ -1,0 +1,97 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What an optional part of an engine may do, and which parts there are.
+
+The core calls the methods of :class:`Feature` at its own moments, and knows nothing else of a part. Other doors of a
+part are in ``features/__init__.py``.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Type,
+)
+
+from torch.nn import Module
+
+from ..features import NAMES
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+class Asked(NamedTuple):
+    """What the user asks for, before anything is changed."""
+
+    engine: "DeepSpeedEngine"
+    backend: str  # "inductor" or "eager"
+    compile_kwargs: Dict[str, Any]  # what engine.compile() passes on to module.compile()
+
+    @property
+    def options(self) -> Any:
+        """The section ``compile`` of the configuration."""
+        return self.engine._config.compile_config
+
+
+class Making(NamedTuple):
+    """What a part is made of, while an engine is set up."""
+
+    engine: "DeepSpeedEngine"
+    blocks: List[Module]  # the modules that become graphs of their own
+    undo: contextlib.ExitStack  # whose functions revert what the set-up has changed
+
+
+class Feature:
+    """An optional part of one engine. Here, its methods do nothing.
+
+    A part must not hold the engine, its module or its parameters: Dynamo's caches may hold a part after the engine is
+    gone.
+    """
+
+    @classmethod
+    def warnings(cls, asked: Asked) -> Iterator[str]:
+        """Yields a sentence for each option of this part that will have no effect."""
+        return iter(())
+
+    @classmethod
+    def is_wanted(cls, asked: Asked) -> bool:
+        """Whether to make this part for an engine."""
+        return True
+
+    def __init__(self, making: Making):
+        """Prepares the engine. What this changes, a function that it adds to ``making.undo`` reverts."""
+
+    def compiling(self, block: Optional[str], graph_id: Optional[int]) -> ContextManager:
+        """Returns the context in which the graph of a frame is compiled, when Dynamo has traced the frame.
+
+        Args:
+            block: the name of the block's class, or None outside of blocks.
+            graph_id: the graph id, or None if the frame reduces nothing.
+        """
+        return contextlib.nullcontext()
+
+    def after_step(self, engine: "DeepSpeedEngine") -> None:
+        """Called on all ranks after an optimizer step."""
+
+
+def classes() -> List[Type[Feature]]:
+    """Lists the classes of all parts that have a file ``feature.py``, which names its class as ``FEATURE``."""
+    package = f"{__package__.rpartition('.')[0]}.features"
+    files = (f"{package}.{name}.feature" for name in NAMES)
+    return [importlib.import_module(file).FEATURE for file in files if importlib.util.find_spec(file)]
+
+
+def overriding(features: Iterable[Feature], method: str) -> List[Callable]:
+    """Lists the methods of this name that do something, so that an engine without such parts calls nothing."""
+    return [getattr(each, method) for each in features if getattr(type(each), method) is not getattr(Feature, method)]
