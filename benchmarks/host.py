@@ -48,7 +48,7 @@ def measure(numel: int, repetitions: int) -> Iterator[tuple[str, float]]:
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.compile.zero12.norm import sum_of_squares
-    from deepspeed.compile.zero12.update.compiled import CompiledUpdates
+    from deepspeed.compile.zero12.update.adam import OnePassAdam
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     gradient = get_accelerator().pin_empty(numel, dtype=torch.bfloat16, device="cpu").normal_()
@@ -72,7 +72,7 @@ def measure(numel: int, repetitions: int) -> Iterator[tuple[str, float]]:
     elements = {
         "norm": lambda: sum_of_squares([gradient]),
         "ranges: cast, scale, Adam, cast back, send": lambda: step(None),
-        "one compiled pass, send": functools.partial(step, CompiledUpdates()),
+        "one compiled pass, send": functools.partial(step, OnePassAdam()),
         "Adam alone, of the whole partition": adam_alone,
     }
     for name, part in elements.items():

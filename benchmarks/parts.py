@@ -6,9 +6,9 @@ From the root of the repository::
 
     python -m benchmarks.parts                                     on a GPU: Qwen3-8B's sizes, 6 layers
     python -m benchmarks.parts --shape tiny --seq 64               on a CPU
+    python -m benchmarks.parts --only update                       the first two of these parts
 
-- The update: AdamW over a partition of the model's sizes, stepped in chunks and in one compiled pass, and with states
-  in 8 bits.
+- The update: AdamW over a partition of the model's sizes, stepped in ranges, in one pass, and with states in 8 bits.
 - The norm of its gradients.
 - The loss: the head and the cross-entropy, in one chunk and in chunks of different sizes.
 - The model: forward and backward with compiled blocks and no communication.
@@ -111,13 +111,13 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
         What updates all parameters by a fused AdamW in one pass.
     """
     from deepspeed.compile.zero12.norm import sum_of_squares
-    from deepspeed.compile.zero12.update import compiled
+    from deepspeed.compile.zero12.update import adam as one_pass
     from deepspeed.compile.zero12.update.eight_bit import EightBitAdam
 
     with torch.device("meta"):
         sizes = [each.numel() for each in build_model(shape, torch.bfloat16, "meta", False).parameters()]
     if not on_gpus():
-        compiled.LEAST_NUMEL = 2**10
+        one_pass.LEAST_NUMEL = 2**10
     numel = sum(sizes)
     master = torch.nn.Parameter(torch.randn(numel, device=device))
     new = torch.empty(numel, dtype=torch.bfloat16, device=device)
@@ -133,7 +133,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
 
     for kind in ("fused", "foreach"):
         adam = torch.optim.AdamW([master], lr=1e-5, **{kind: True})
-        for name, updates in (("in ranges", None), ("in one pass", compiled.CompiledUpdates())):
+        for name, updates in (("in ranges", None), ("in one pass", one_pass.OnePassAdam())):
             run = functools.partial(step, adam, updates)
             took = seconds(run, repetitions)
             print(f"AdamW {kind}, {name:11} {1e3 * took:8.2f} ms, {took / floor:.3f} of that{most_memory(run)}")
@@ -240,12 +240,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="of the partition and of the model")
     parser.add_argument("--seq", type=int, default=4096, help="tokens")
     parser.add_argument("--repetitions", type=int, default=8)
+    parser.add_argument("--only", choices=["update"], help="what to time, if not all")
     options = parser.parse_args()
     device = "cuda" if on_gpus() else "cpu"
     shape = dataclasses.replace(SHAPES[options.shape], num_hidden_layers=options.layers)
     rate = bandwidth(device, options.repetitions)
     print(f"{torch.cuda.get_device_name() if on_gpus() else 'CPU'}: a copy moves {rate / 1e12:.3f} TB/s")
     update = time_update(shape, device, rate, options.repetitions)
+    if options.only:
+        return
     time_loss(shape, options.seq, device, options.repetitions)
     time_model(shape, options.seq, device, options.repetitions, update)
 

@@ -21,6 +21,7 @@ Start here <self>
 Install and use <docs/adopting>
 Programs to copy <examples/README>
 Upgrading and going back <docs/going_back>
+Changes <CHANGELOG>
 Options <docs/options>
 Models <docs/models>
 What people train with <docs/what_people_train_with>
@@ -49,7 +50,7 @@ project = "DeepSpeed with step-local gradients"
 project_copyright = "the authors of this fork of DeepSpeed"
 root_doc = "README"
 # docs/README.md lists the pages where the folder is looked at; the site has CONTENTS beside every page.
-include_patterns = ["README.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md"]
 exclude_patterns = ["docs/README.md", "build", ".*"]
 
 extensions = ["myst_parser"]

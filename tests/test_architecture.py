@@ -24,10 +24,10 @@ FLOORS = """
 fx passes.zero_1_and_2_compile zero12.feature zero12.hooks zero12.messages zero12.timers
 zero12.subclasses zero12.native zero12.interrupted zero12.at_rest
 zero12.collectives zero12.key_value_cache zero12.layout zero12.offload
-zero12.update.recorded zero12.update.authors zero12.update.rule zero12.update.dynamic_map zero12.norm
+zero12.update.authors zero12.update.rule zero12.update.dynamic_map zero12.norm
 zero12.update.ranges
-zero12.update.own_step zero12.update.blockwise zero12.update.adam_of_blocks
-zero12.update.adam_kernel
+zero12.update.own_step zero12.update.blockwise zero12.update.adam_operators
+zero12.update.adam zero12.update.adam_kernel
 zero12.update.*
 zero12.update zero12.update.groups
 zero12.backward zero12.gather zero12.step zero12.unit

@@ -20,7 +20,7 @@ from support.training import (
     NOTHING,
     ROUNDING,
     Case,
-    as_recorded,
+    as_traced,
     held,
     ranges_of,
     relative_error,
@@ -93,11 +93,11 @@ class Trained(NamedTuple):
     released: bool  # whether each step has released its gradients
 
 
-def train(case, change, compiled):
+def train(case, change, one_pass):
     """Trains for four steps, and returns the master weights, and what was held after each step."""
     after = []
-    least = 2 * ALIGN_NUMEL if compiled else 2**30
-    with ranges_of(48), updates_compiled_from(least, 32), as_recorded(True):
+    least = 2 * ALIGN_NUMEL if one_pass else 2**30
+    with ranges_of(48), updates_compiled_from(least, 32), as_traced(True):
         module, engine = start(case)
         if case.deepcompile:
             engine.optimizer._zero12.rules = make_rules(compiles=True)
@@ -112,8 +112,8 @@ def train(case, change, compiled):
     return ends, after
 
 
-def train_changed(case, change, compiled=False):
-    ends, after = train(case, change, compiled)
+def train_changed(case, change, one_pass=False):
+    ends, after = train(case, change, one_pass)
     without = dataclasses.replace(case, deepcompile=False, offloaded=False)
     expected, _ = train(without, change, False)
     unchanged, _ = train(without, lambda *_: None, False)
@@ -139,11 +139,11 @@ def test_a_flat_partition(ranks, change, stage, groups, clipping):
 
 
 @vary("change", WAYS)
-@vary("compiled, offloaded", [(False, False), (True, False), (True, True)])
-def test_gradients_in_memory_of_their_own(ranks, change, compiled, offloaded):
+@vary("one_pass, offloaded", [(False, False), (True, False), (True, True)])
+def test_gradients_in_memory_of_their_own(ranks, change, one_pass, offloaded):
     """A step that reads gradients in place, or ranges of them, would read the memory that the caller has replaced."""
-    case = Case(model="RepeatedLayers", dtype="bf16", offloaded=offloaded)
-    check(ranks(2).run(train_changed, case, change, compiled), "bf16")
+    case = Case(adam=one_pass, model="RepeatedLayers", dtype="bf16", offloaded=offloaded)
+    check(ranks(2).run(train_changed, case, change, one_pass), "bf16")
 
 
 def of_another_size(averaged):

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed.compile.zero12.update import eight_bit
 from deepspeed.compile.zero12.update import ranges as of_partition
-from deepspeed.compile.zero12.update.adam_of_blocks import Blocks, Settings
+from deepspeed.compile.zero12.update.adam_operators import Elements, Settings
 from deepspeed.compile.zero12.update.blockwise import (
     SIGNED,
     fp32_values,
@@ -28,7 +28,7 @@ from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
 from deepspeed.compile.zero12.update.rule import Partition
 
 from support.ids import vary
-from support.optimizers import Views, deepspeed_adam
+from support.optimizers import Views, deepspeed_adam, skip_without_kernel
 from support.training import default_dtype, device, ranges_of, relative_error
 
 NUMEL = 20 * BLOCK + 100
@@ -315,10 +315,10 @@ def test_no_step_is_long_where_gradients_of_a_block_differ_much():
 def test_kernel(monkeypatch, dtype):
     """The kernel for GPUs would step the last block, which is not whole, with what lies behind it."""
     flat, found = flat_weights(), []
-    for module in ("adam_kernel", "adam_of_blocks"):
+    for module in ("adam_kernel", "adam_operators"):
         rank = OneRank(flat, 130, NUMEL, adamw)
         loaded = importlib.import_module(f"deepspeed.compile.zero12.update.{module}")
-        monkeypatch.setattr(eight_bit, "step_blocks_on", lambda _, loaded=loaded: loaded.step_blocks)
+        monkeypatch.setattr(eight_bit, "kernel", lambda loaded=loaded: loaded.step_rows)
         for seed in range(4):
             rank.optimizer.param_groups[0].update(lr=0.01 / (1 + seed), weight_decay=0.1 * seed, maximize=seed == 2)
             rank.step(draw(seed).to(dtype), torch.full((1,), 0.5, device=device()), spans=[(1000, 1500)])
@@ -332,14 +332,14 @@ def test_kernel(monkeypatch, dtype):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("module", ["adam_kernel", "adam_of_blocks"])
+@pytest.mark.parametrize("module", ["adam_kernel", "adam_operators"])
 def test_steps_at_midpoints(module):
     """A step finds the code that a search in the table finds, at each midpoint and one rounding on either side.
 
     In blocks of scale 1. The kernel multiplies by 1 / scale, which another scale rounds.
     """
-    if module == "adam_kernel" and not torch.cuda.is_available():
-        pytest.skip("needs a GPU, because the kernel is for GPUs")
+    if module == "adam_kernel":
+        skip_without_kernel()
     signed, unsigned = (make_map(each, device()).thresholds[1:-1] for each in (True, False))
     middle = torch.cat([signed, unsigned, unsigned.sqrt(), -unsigned])
     around = [middle, *(middle.nextafter(torch.full_like(middle, end)) for end in (-2, 2))]
@@ -351,9 +351,9 @@ def test_steps_at_midpoints(module):
     scales = [rows.new_ones(len(rows)) for _ in codes]
     maps = [make_map(state, device()) for state in (True, False)]
     # Both moments are replaced: they become the gradient and its square.
-    scalars = torch.tensor([0, 1, 1, 0, 1, 1, 1], dtype=torch.float32, device=device())
-    importlib.import_module(f"deepspeed.compile.zero12.update.{module}").step_blocks(
-        Blocks(rows, rows.clone(), torch.empty_like(rows), codes, scales), Settings(True, False, None, scalars, maps)
+    scalars = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1], dtype=torch.float32, device=device())
+    importlib.import_module(f"deepspeed.compile.zero12.update.{module}").step_rows(
+        Elements(rows, rows.clone(), torch.empty_like(rows), codes, scales), Settings(scalars, maps)
     )
     for state, values in enumerate((rows, rows * rows)):
         assert torch.equal(scales[state], torch.ones_like(scales[state]))

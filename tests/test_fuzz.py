@@ -36,7 +36,7 @@ from support.recipes import EVALUATIONS, FREEZES, KINDS, STEPS, Piece, Recipe, a
 from support.training import (
     BOUND,
     Case,
-    as_recorded,
+    as_traced,
     average_gradients,
     batch,
     held,
@@ -172,15 +172,15 @@ def train(recipe, deepcompile=True):
 @contextlib.contextmanager
 def _updates(recipe, engine, deepcompile):
     """Within it the optimizer steps as the recipe says."""
-    if not (recipe.compiled_update and deepcompile):
+    if not (recipe.one_pass and deepcompile):
         yield
         return
     zero12 = engine.optimizer._zero12
     zero12.rules = make_rules(compiles=True, optimizer_states=zero12.optimizer_states)
-    # A recorded update is as right as a compiled one, and a C++ compiler takes long.
+    # A pass that runs as it was traced is as right as a compiled one, and a C++ compiler takes long.
     # A range has whole blocks of 8-bit states.
     numel = 2 * BLOCK if recipe.eight_bits else 48
-    with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(numel), as_recorded(recipe.backend == "eager"):
+    with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(numel), as_traced(recipe.backend == "eager"):
         yield
 
 
@@ -448,7 +448,7 @@ def recipes(draw, backends, most=5):
         each_rank_skips=each_rank_skips,
         drops=draw(st.sampled_from(drops)),
         clips=can_clip and draw(st.booleans()),
-        compiled_update=draw(st.booleans()),
+        one_pass=adam and draw(st.booleans()),
         chunked_loss=draw(st.booleans()),
         activation_budget=draw(st.sampled_from([None, None, 0.0, 0.2, 0.5, 0.8])),
         adam=adam,

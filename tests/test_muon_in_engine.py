@@ -26,7 +26,7 @@ SMALL = 100  # elements, of which a tensor does not count
 @vary("schedule", ["WarmupLR", "LambdaLR"])
 def test_both_learning_rates_follow_a_scheduler(ranks, schedule):
     """The optimizers that step in Muon's place have groups of their own, which a scheduler does not know."""
-    training = Training(schedule=schedule, recorded=schedule == "LambdaLR")
+    training = Training(schedule=schedule, one_pass=schedule == "LambdaLR")
     for result in check(ranks(1).run(train_beside, training)):
         assert result.rates == result.rates_of_base
         of_muon, of_adam = zip(*result.rates[1:6], strict=True)

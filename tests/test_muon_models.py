@@ -15,7 +15,7 @@ from support.muon import Training, check, train_beside
         {"model": "Frozen", "stage": 2},
         {"model": "Tied", "torch_adam": True},
         {"model": "Slim", "torch_adam": True},
-        pytest.param({"model": "Slim", "torch_adam": True, "recorded": True}, marks=pytest.mark.slow),
+        pytest.param({"model": "Slim", "torch_adam": True, "one_pass": True}, marks=pytest.mark.slow),
         {"model": "OnlyMatrices"},
         {"model": "NoMatrices", "stage": 2},
         {"model": "OneSmallMatrix"},

@@ -20,7 +20,7 @@ from deepspeed.compile.features.memory_picture.of_engine import tensors_of
 from deepspeed.compile.features.memory_picture.record import Recording, phase
 from deepspeed.compile.zero12.options import _states_that_stay_in_fp32
 from deepspeed.compile.zero12.update import make_rules
-from deepspeed.compile.zero12.update.compiled import CompiledStep
+from deepspeed.compile.zero12.update.adam import AdamStep
 from deepspeed.compile.zero12.update.groups import StepOfGroups
 from deepspeed.compile.zero12.update.own_step import OwnStep
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -32,7 +32,7 @@ from support.known_optimizers import IN_EVERY_RUN, KNOWN, ONE_PASS, RANGES, WHOL
 from support.optimizers_table import PROPERTY
 from support.training import (
     BOUND,
-    as_recorded,
+    as_traced,
     default_dtype,
     device,
     parameter_groups,
@@ -48,7 +48,7 @@ CLIPPING = 1.0
 # Width and depth of a model whose partitions have more elements than a range has.
 LARGE = {"cpu": (2048, 8), "cuda": (8192, 16)}
 # What one step of a partition is, after the first steps -> how that is called.
-STEPPED = {CompiledStep: ONE_PASS, OwnStep: RANGES, type(None): WHOLE}
+STEPPED = {AdamStep: ONE_PASS, OwnStep: RANGES, type(None): WHOLE}
 
 
 def pytest_generate_tests(metafunc):
@@ -158,7 +158,7 @@ class Beside(NamedTuple):
 
 def beside_off_and_plain(name, stage):
     known = KNOWN[name]
-    with ranges_of(1000), updates_compiled_from(1024, 32), as_recorded(device().type == "cpu"):
+    with ranges_of(1000), updates_compiled_from(1024, 32), as_traced(device().type == "cpu"):
         off, on = (train(known, deepcompile, stage) for deepcompile in (False, True))
         plain, before = train_plain(known)
     return Beside(
@@ -290,7 +290,7 @@ def states_that_cannot_be_cut(name, stage):
     for deepcompile in (False, True):
         module = Layers(*ODD).to(device())
         engine = engine_of(known.make(parameter_groups(module, 1)), module, deepcompile, stage)
-        with as_recorded(True), contextlib.nullcontext() if deepcompile else linking:
+        with as_traced(True), contextlib.nullcontext() if deepcompile else linking:
             for step in range(3):
                 engine.backward(engine(inputs(module, step)))
                 engine.step()
@@ -329,7 +329,7 @@ def quantized_with(block_size, width):
     known = KNOWN["AdamW8bit of torchao"]
     known = known._replace(settings={**known.settings, "block_size": block_size})
     module = Layers(width, 4).to(device())
-    with warnings_logged() as lines, as_recorded(True):
+    with warnings_logged() as lines, as_traced(True):
         engine = engine_of(known.make(parameter_groups(module, 1)), module, True, 1)
         engine.backward(engine(inputs(module, 0)))
         engine.step()

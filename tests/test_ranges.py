@@ -35,7 +35,7 @@ from support.training import (
     OVERLAPPED,
     ROUNDING,
     Case,
-    as_recorded,
+    as_traced,
     device,
     ranges_of,
     relative_error,
@@ -382,11 +382,11 @@ class Halved(NamedTuple):
     moved: float
 
 
-def step_with_halves(case, place, compiled):
+def step_with_halves(case, place, one_pass):
     ends, seen = [], []
-    least = 2 * ALIGN_NUMEL if compiled else 2**30
+    least = 2 * ALIGN_NUMEL if one_pass else 2**30
     for deepcompile in (True, False):
-        with ranges_of(48), updates_compiled_from(least, 32), as_recorded(True):
+        with ranges_of(48), updates_compiled_from(least, 32), as_traced(True):
             module, engine = start(dataclasses.replace(case, deepcompile=deepcompile))
             begin = [each.float().clone() for each in module.parameters()]
             if deepcompile:
@@ -403,12 +403,12 @@ def step_with_halves(case, place, compiled):
 
 
 @vary("place", ["method", "wrapper", "class"])
-@vary("compiled", [False, True])
+@vary("one_pass", [False, True])
 @vary("groups", [1, 2])
-def test_a_users_step_is_called_as_without_ranges(ranks, place, compiled, groups):
+def test_a_users_step_is_called_as_without_ranges(ranks, place, one_pass, groups):
     """Ranges would call it several times for a parameter group, each time with a part of the gradient."""
-    case = Case(dtype="bf16", model="RepeatedLayers", clipping=0.1, groups=groups)
-    for halved in ranks(2).run(step_with_halves, case, place, compiled):
+    case = Case(adam=one_pass, dtype="bf16", model="RepeatedLayers", clipping=0.1, groups=groups)
+    for halved in ranks(2).run(step_with_halves, case, place, one_pass):
         assert halved.seen == halved.seen_without
         assert len(halved.seen) == groups * (2 if place == "class" else 5)
         assert halved.error < ROUNDING["bf16"] * halved.moved and halved.moved > 1e-3, halved
@@ -463,15 +463,17 @@ def test_a_gradient_is_released_after_its_last_range(ranks):
         assert counts[0] > 5 and counts[-1] <= 2
 
 
-def scaled_gradients_kept(case, compiled):
-    """Returns how many scaled gradients have memory whenever parameters are sent, in three steps."""
+def copies_kept(case, one_pass):
+    """Returns how many copies of gradients have memory whenever parameters are sent, in three steps."""
     made, kept, gather = [], [], OverlappedGather if case.config else AllGather
-    scaled = PartitionGradient.scaled
+    # In one pass gradients are scaled as they are read, and small ones are gathered before.
+    copying = "_gather" if one_pass else "scaled"
+    function = getattr(PartitionGradient, copying)
 
-    def noted(self, first, last):
-        gradient = scaled(self, first, last)
+    def noted(self, *args):
+        gradient = function(self, *args)
         # A slice of the memory that the next call overwrites.
-        made.extend([weakref.ref(gradient), weakref.ref(self._memory)])
+        made.extend([weakref.ref(gradient), weakref.ref(self._gathered if one_pass else self._memory)])
         return gradient
 
     def sent(method):
@@ -484,16 +486,16 @@ def scaled_gradients_kept(case, compiled):
 
         return mock.patch.object(gather, method, noted)
 
-    least = 2 * ALIGN_NUMEL if compiled else 2**30
+    least = 2 * ALIGN_NUMEL if one_pass else 2**30
     with (
-        mock.patch.object(PartitionGradient, "scaled", noted),
+        mock.patch.object(PartitionGradient, copying, noted),
         sent("start_first"),
         sent("start"),
         updates_compiled_from(least, 32),
-        as_recorded(True),
+        as_traced(True),
     ):
         _, engine = start(case)
-        if compiled:
+        if one_pass:
             engine.optimizer._zero12.rules = make_rules(compiles=True)
         for step in range(3):
             backward(engine, step)
@@ -503,12 +505,12 @@ def scaled_gradients_kept(case, compiled):
     return kept
 
 
-@vary("compiled", [False, True])
+@vary("one_pass", [False, True])
 @vary("overlapped", [False, True])
-def test_no_scaled_gradient_outlives_the_step_of_its_group(ranks, compiled, overlapped):
+def test_no_copy_of_a_gradient_outlives_the_step_of_its_group(ranks, one_pass, overlapped):
     """A reference that the step's last call leaves would let those of all parameter groups exist at once."""
-    case = Case(dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED if overlapped else {})
-    for kept in ranks(2).run(scaled_gradients_kept, case, compiled):
+    case = Case(adam=one_pass, dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED if overlapped else {})
+    for kept in ranks(2).run(copies_kept, case, one_pass):
         assert kept == 3 * [0, 0]
 
 

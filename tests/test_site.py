@@ -12,7 +12,7 @@ from support.browser import browser
 from support.documentation import ROOT
 
 pytestmark = pytest.mark.program(
-    *("CONTRIBUTING.md", "README.md", "docs", "examples/README.md"),
+    *("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "docs", "examples/README.md"),
     *("requirements/docs.txt", "tests/support/browser.py"),
 )
 

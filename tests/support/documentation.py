@@ -9,7 +9,7 @@ from typing import Iterator, List, NamedTuple, Optional
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")]
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 

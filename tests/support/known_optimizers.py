@@ -59,7 +59,7 @@ class Known(NamedTuple):
 
 
 def _of_torch(name, lr=0.01, **more):
-    return Known("torch.optim", name, {"lr": lr, **more.pop("settings", {})}, **{"stepped": ONE_PASS, **more})
+    return Known("torch.optim", name, {"lr": lr, **more.pop("settings", {})}, **{"stepped": RANGES, **more})
 
 
 def _low_rank(module, name, package, **more):
@@ -69,8 +69,8 @@ def _low_rank(module, name, package, **more):
 
 # With one row for each in the table of `make optimizers`.
 KNOWN: Dict[str, Known] = {
-    "Adam": _of_torch("Adam"),
-    "AdamW": _of_torch("AdamW"),
+    "Adam": _of_torch("Adam", stepped=ONE_PASS),
+    "AdamW": _of_torch("AdamW", stepped=ONE_PASS),
     "Adamax": _of_torch("Adamax"),
     "NAdam": _of_torch("NAdam"),
     "RAdam": _of_torch("RAdam"),
@@ -105,7 +105,14 @@ KNOWN: Dict[str, Known] = {
 }
 # Each way of stepping and of failing, and each package.
 IN_EVERY_RUN = (
-    *("ASGD", "Rprop", "Adafactor", "Muon", "LBFGS", "AdamWScheduleFree", "RAdamScheduleFree", "Lion", "Prodigy"),
-    *("CAME", "AdamW8bit of torchao", "AdamW8bit of bitsandbytes", "Adafactor of transformers", "GaLoreAdamW"),
+    *("AdamW", "ASGD", "Rprop", "Adafactor", "Muon", "LBFGS", "AdamWScheduleFree", "RAdamScheduleFree", "Lion"),
+    *(
+        "Prodigy",
+        "CAME",
+        "AdamW8bit of torchao",
+        "AdamW8bit of bitsandbytes",
+        "Adafactor of transformers",
+        "GaLoreAdamW",
+    ),
     *("APOLLOAdamW",),
 )

@@ -28,7 +28,7 @@ from support.training import (
     OVERLAPPED,
     ROUNDING,
     Case,
-    as_recorded,
+    as_traced,
     device,
     held,
     relative_error,
@@ -52,7 +52,7 @@ class Training(Case):
     per_head: bool = False
     overlapped: bool = False
     aligned: bool = False  # whether there is padding between parameters, which come in round robin order
-    recorded: bool = False  # whether recorded updates step partitions of any size
+    one_pass: bool = False  # whether Adam steps partitions of any size in one pass
     compiled: bool = False  # whether Newton-Schulz is compiled, which takes long
     torch_adam: bool = False  # torch's AdamW for the other parameters, instead of Muon's own
     base_model: str = ""  # the model that DeepSpeed trains without DeepCompile, if that is another one
@@ -258,7 +258,7 @@ def start(training, deepcompile, seed=0):
     case = dataclasses.replace(training, config=config, deepcompile=deepcompile)
     engine = lifetime.start(case, module, **arguments).engine
     if deepcompile:
-        engine.optimizer._zero12.rules = make_rules(compiles=training.recorded)
+        engine.optimizer._zero12.rules = make_rules(compiles=training.one_pass)
     return module, engine
 
 
@@ -319,7 +319,7 @@ class Beside(NamedTuple):
 
 
 def train_beside(training):
-    with updates_compiled_from(16), as_recorded(training.recorded):
+    with updates_compiled_from(16), as_traced(training.one_pass):
         return _train_beside(training)
 
 

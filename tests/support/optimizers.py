@@ -2,6 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers that treat each element by itself, and gradients to give to them."""
 
+import os
+
+import pytest
 import torch
 
 from deepspeed.accelerator import get_accelerator
@@ -33,6 +36,15 @@ MORE_OPTIMIZERS = {
     "AdamW with a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor([0.1]), foreach=False),
     "SGD with L2": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5, weight_decay=0.1),
 }
+# Each Adam that DeepCompile steps in one pass.
+ADAMS = {
+    **{name: make for name, make in {**OPTIMIZERS, **MORE_OPTIMIZERS}.items() if name.startswith(("Adam ", "AdamW"))},
+    "Adam": OPTIMIZERS["Adam"],
+    "Adam decoupled": lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.1, decoupled_weight_decay=True),
+    "DeepSpeed's AdamW": lambda p: deepspeed_adam(p, True, lr=0.1, weight_decay=0.1),
+    "DeepSpeed's Adam": lambda p: deepspeed_adam(p, False, lr=0.1, weight_decay=0.1),
+    "DeepSpeed's uncorrected": lambda p: deepspeed_adam(p, True, lr=0.1, bias_correction=False),
+}
 
 
 def deepspeed_adam(parameters, adamw, **settings):
@@ -42,11 +54,52 @@ def deepspeed_adam(parameters, adamw, **settings):
     return FusedAdam(parameters, adam_w_mode=adamw, **settings)
 
 
+def skip_without_kernel():
+    """Skips a test of Adam's kernel for GPUs where nothing runs it.
+
+    Without a GPU, Triton's interpreter does if triton is installed and this variable is set.
+    """
+    if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs a GPU, because the kernel is for GPUs")
+
+
 def partition_of(optimizer, index=0, factor=None, new=None):
     """Returns a parameter group as the partition of one rank, with bf16 gradients and aligned memory of new values."""
     (parameter,) = optimizer.param_groups[index]["params"]
     new = torch.empty_like(parameter.data, dtype=torch.bfloat16) if new is None else new
     return Partition(optimizer, index, 0, factor, torch.bfloat16, new)
+
+
+class AdamInFp64:
+    """Adam in fp64, as its authors have written it (https://arxiv.org/abs/1412.6980, https://arxiv.org/abs/1711.05101).
+
+    Args:
+        master: the weights.
+        states: exp_avg and exp_avg_sq and, with amsgrad, max_exp_avg_sq.
+    """
+
+    def __init__(self, master, states):
+        self.master, self.states = master.detach().double(), [each.double() for each in states]
+
+    def step(self, gradient, optimizer, count):
+        """Makes step ``count`` with the settings that the optimizer's only parameter group has now."""
+        (group,) = optimizer.param_groups
+        rate, decay, (beta, beta_sq) = float(group["lr"]), group["weight_decay"], group["betas"]
+        mean, mean_sq, *most = self.states
+        gradient = -gradient.double() if group.get("maximize") else gradient.double()
+        if getattr(optimizer, "adam_w_mode", group.get("decoupled_weight_decay")):
+            self.master = self.master * (1 - rate * decay)
+        else:
+            gradient = gradient + decay * self.master
+        mean, mean_sq = beta * mean + (1 - beta) * gradient, beta_sq * mean_sq + (1 - beta_sq) * gradient**2
+        most = [torch.maximum(each, mean_sq) for each in most]
+        correction, correction_sq = 1 - beta**count, 1 - beta_sq**count
+        if not group.get("bias_correction", True):
+            correction = correction_sq = 1
+        self.states = [mean, mean_sq, *most]
+        self.master = self.master - rate * (mean / correction) / (
+            (self.states[-1] / correction_sq).sqrt() + group["eps"]
+        )
 
 
 class Views(dict):

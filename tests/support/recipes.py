@@ -77,7 +77,7 @@ class Recipe:
             begins anew.
         clips: whether the rank's own gradients are clipped between micro-batches.
         each_rank_skips: whether ranks leave pieces out in different micro-batches, and not all in the same steps.
-        compiled_update: whether the optimizer's update is compiled, as that of a large partition is.
+        one_pass: whether AdamW steps in one pass, as in a large partition.
         chunked_loss: whether the loss is computed in chunks, as that of many logits is.
         activation_budget: None, or how much of their activations graphs may keep, from 0 to 1.
         adam: whether the optimizer is AdamW instead of SGD.
@@ -120,7 +120,7 @@ class Recipe:
     drops: Optional[str] = None
     clips: bool = False
     each_rank_skips: bool = False
-    compiled_update: bool = False
+    one_pass: bool = False
     chunked_loss: bool = False
     activation_budget: Optional[float] = None
     adam: bool = False

@@ -20,7 +20,7 @@ import deepspeed
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.update import compiled, ranges
+from deepspeed.compile.zero12.update import adam, ranges
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -171,17 +171,17 @@ def ranges_of(numel):
 
 @contextlib.contextmanager
 def updates_compiled_from(numel, large=2**22):
-    """Within it, updates of partitions of so many elements are compiled. They read ``large`` gradients in place."""
+    """Within it, Adam steps partitions of so many elements in one pass, which reads ``large`` gradients in place."""
     with (
-        mock.patch.object(compiled, "LEAST_NUMEL", numel),
+        mock.patch.object(adam, "LEAST_NUMEL", numel),
         mock.patch.object(ranges, "IN_PLACE_NUMEL", large),
         mock.patch.object(ranges, "SMALL_NUMEL", numel),
     ):
         yield
 
 
-def as_recorded(runs):
-    """Within it, recorded updates run as they are, without Inductor, if ``runs``."""
+def as_traced(runs):
+    """Within it, a compiled pass runs as it was traced, without Inductor, if ``runs``."""
     if not runs:
         return contextlib.nullcontext()
     # So does what an optimizer itself compiles.

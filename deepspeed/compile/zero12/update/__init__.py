@@ -9,16 +9,16 @@ A rule (``rule.py``) steps the partitions that it serves. A new rule is one new 
 - ``authors.py``: whether rules may step in an optimizer's place.
 - ``ranges.py``: the pass over one partition, and its gradient, given range by range and dropped.
 - ``own_step.py``: the last rule, by which the optimizer itself steps ranges.
-- ``compiled.py``, ``recorded.py``: a rule that steps a range in one pass over memory, as recorded from the optimizer.
+- ``adam.py``: the rule for Adam and AdamW, which step a range in one pass over memory.
+- ``adam_operators.py``, ``adam_kernel.py``: what a pass does, in torch's operators and as a kernel for GPUs.
+- ``eight_bit.py``, ``blockwise.py``, ``dynamic_map.py``: the same rule with states in 8 bits; how a partition's states
+  are kept in blocks; and what the codes stand for.
 - ``muon.py``: makes updates of gradients for DeepSpeed's Muon, and says which optimizer steps these.
-- ``eight_bit.py``, ``blockwise.py``, ``dynamic_map.py``: the rule for Adam with states in 8 bits; how a partition's
-  states are kept in blocks; and what the codes stand for.
-- ``adam_of_blocks.py``, ``adam_kernel.py``: what that rule does to a block, in torch's operators and as a kernel.
 """
 
 from typing import List, Optional
 
-from .compiled import CompiledUpdates
+from .adam import OnePassAdam
 from .eight_bit import EightBitAdam
 from .own_step import OwnRanges
 from .rule import Rule
@@ -33,4 +33,4 @@ def make_rules(compiles: bool, optimizer_states: Optional[str] = None) -> List[R
     """
     if optimizer_states == "8bit":
         return [EightBitAdam()]
-    return [*([CompiledUpdates()] if compiles else []), OwnRanges()]
+    return [*([OnePassAdam()] if compiles else []), OwnRanges()]

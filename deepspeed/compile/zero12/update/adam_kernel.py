@@ -1,113 +1,131 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Adam over whole blocks of 8-bit states as one kernel, in Triton: what :func:`.adam_of_blocks.step_blocks` does.
+"""Adam over rows of elements as one kernel, in Triton: what :func:`.adam_operators.step_rows` does.
 
-Inductor's kernel of the same step takes twice the time of the memory that it moves: it keeps the maps' tables in
-global memory, and gives one block to few threads. This kernel takes 1.21 times that time on an H200. It keeps the
-tables in registers and shared memory (``tl.gather``), and multiplies by 1 / scale: what lies in the middle of two
-codes may be rounded otherwise than by torch's operators.
+Formats are constants of the kernel: the dtypes of gradients and new parameters, and states in fp32 or in 8 bits. With
+8 bits, Inductor's kernel takes twice the time of the memory that it moves: it keeps the maps' tables in global memory,
+and gives one block to few threads. This kernel keeps the tables in registers and shared memory (``tl.gather``), and
+multiplies by 1 / scale: what lies in the middle of two codes may be rounded otherwise than by torch's operators.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from .adam_of_blocks import Blocks, Settings
+from .adam_operators import Elements, Settings
 from .dynamic_map import BLOCK, LEAST_SCALE, MARGIN, TO_QUARTERS
 
-# The fastest on an H200, of 1 to 8 blocks and 1 to 8 warps.
-_ROWS, _WARPS = 8, 4
+# Blocks of one program, and warps. With 8 bits the fastest on an H200, of 1 to 8 blocks and 1 to 8 warps.
+_BLOCKS_IN_FP32, _BLOCKS_IN_8_BITS, _WARPS = 4, 8, 4
 _BLOCK, _LEAST_SCALE = tl.constexpr(BLOCK), tl.constexpr(LEAST_SCALE)
 _MARGIN, _TO_QUARTERS = tl.constexpr(MARGIN), tl.constexpr(TO_QUARTERS)
 
 
-def step_blocks(blocks: Blocks, settings: Settings) -> None:
-    """Steps blocks on a GPU: changes all of ``blocks`` but the gradient."""
-    rows = blocks.master.shape[0]
-    (codes, codes_sq), (scales, scales_sq) = blocks.codes, blocks.scales
-    (values, thresholds), (values_sq, thresholds_sq) = settings.maps
-    with torch.cuda.device(blocks.master.device):
-        _step[(triton.cdiv(rows, _ROWS),)](
-            *(blocks.gradient, settings.factor, blocks.master, blocks.new, codes, codes_sq, scales, scales_sq),
+def step_rows(elements: Elements, settings: Settings) -> None:
+    """Steps rows on a GPU: changes all of ``elements`` but the gradient."""
+    rows, columns = elements.master.shape
+    mean, mean_sq, most_sq = [*elements.states, None][:3]
+    scales, scales_sq = elements.scales or (None, None)
+    (values, thresholds), (values_sq, thresholds_sq) = settings.maps or 2 * ((None, None),)
+    blocks = _BLOCKS_IN_8_BITS if elements.scales else _BLOCKS_IN_FP32
+    with torch.cuda.device_of(elements.master):
+        _step[(triton.cdiv(rows * columns, blocks * BLOCK),)](
+            *(elements.gradient, elements.master, elements.new, mean, mean_sq, most_sq, scales, scales_sq),
             *(values, thresholds, values_sq, thresholds_sq, settings.scalars, rows),
-            DECOUPLED=settings.decoupled,
-            MAXIMIZE=settings.maximize,
-            ROWS=_ROWS,
+            COLUMNS=columns,
+            BLOCKS=blocks,
             num_warps=_WARPS,
         )
 
 
-# Of each value or alignment that it specializes, Triton makes another kernel. Ranges have any count of blocks, and
-# begin at any scale.
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["scales", "scales_sq"])
+# Of each value or alignment that it specializes, Triton makes another kernel. Ranges have any count of rows, and begin
+# at any scale.
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["scales", "scales_sq"])
 def _step(
     gradients,
-    factor,  # None: gradients are not scaled
     masters,
     news,
-    codes,
-    codes_sq,
-    scales,
+    means,
+    means_sq,
+    mosts_sq,  # None: without amsgrad
+    scales,  # None: states are in fp32, and there are no tables
     scales_sq,
     values,
     thresholds,
     values_sq,
     thresholds_sq,
     scalars,
-    count,
-    DECOUPLED: tl.constexpr,
-    MAXIMIZE: tl.constexpr,
-    ROWS: tl.constexpr,
+    rows,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    places = rows[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    there, all_there = rows < count, (rows < count)[:, None]
+    blocks = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    places = blocks[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    # Where the limit is a multiple of 16, Triton reads and writes 16 bytes at a time. Of `rows` it knows no divisor.
+    there = places < rows.to(tl.int64) * COLUMNS
 
-    decay, weight, weight_sq = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
-    rate, epsilon = tl.load(scalars + 3) / tl.load(scalars + 4), tl.load(scalars + 6)
-    of_root = 1.0 / tl.load(scalars + 5)
+    factor, decay_of_gradient, decay = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    weight, weight_sq = tl.load(scalars + 3), tl.load(scalars + 4)
+    rate, epsilon = tl.load(scalars + 5) / tl.load(scalars + 6), tl.load(scalars + 8)
+    of_root = 1.0 / tl.load(scalars + 7)
 
-    gradient = tl.load(gradients + places, mask=all_there, other=0.0).to(tl.float32)
-    master = tl.load(masters + places, mask=all_there, other=0.0)
-    if factor is not None:
-        gradient = gradient * tl.load(factor)
-    if MAXIMIZE:
-        gradient = -gradient
-    if DECOUPLED:
-        master = master - decay * master
+    gradient = tl.load(gradients + places, mask=there, other=0.0).to(tl.float32) * factor
+    master = tl.load(masters + places, mask=there, other=0.0)
+    gradient = gradient + decay_of_gradient * master
+    master = master - decay * master
+    if scales is None:
+        mean = tl.load(means + places, mask=there, other=0.0)
+        mean_sq = tl.load(means_sq + places, mask=there, other=0.0)
     else:
-        gradient = gradient + decay * master
-
-    index, index_sq = tl.load(codes + places, mask=all_there), tl.load(codes_sq + places, mask=all_there)
-    scale, scale_sq = tl.load(scales + rows, mask=there), tl.load(scales_sq + rows, mask=there)
-    entries = tl.arange(0, 256)
-    mean = _look_up(tl.load(values + entries), index.to(tl.int32), ROWS) * scale[:, None]
-    mean_sq = _look_up(tl.load(values_sq + entries), index_sq.to(tl.int32), ROWS) * scale_sq[:, None]
+        mean = _decode(means, scales, values, places, there, blocks, rows, BLOCKS)
+        mean_sq = _decode(means_sq, scales_sq, values_sq, places, there, blocks, rows, BLOCKS)
     mean = mean + weight * (gradient - mean)
     mean_sq = mean_sq + weight_sq * (gradient * gradient - mean_sq)
-    master = master - rate * mean / (tl.sqrt(mean_sq) * of_root + epsilon)
-    tl.store(masters + places, master, mask=all_there)
-    tl.store(news + places, master.to(news.dtype.element_ty), mask=all_there)
-
-    scale = tl.maximum(tl.max(tl.abs(mean), 1), _LEAST_SCALE)
-    scale_sq = tl.maximum(tl.max(mean_sq, 1), _LEAST_SCALE)
-    tl.store(scales + rows, scale, mask=there)
-    tl.store(scales_sq + rows, scale_sq, mask=there)
-    mean, mean_sq = mean * (1.0 / scale)[:, None], mean_sq * (1.0 / scale_sq)[:, None]
-    # 127 + the index, or 126 - the index where the sign bit is set.
-    lower = 127 + ((_index(tl.abs(mean), 1, 0) & 127) ^ (mean.to(tl.int32, bitcast=True) >> 31))
-    lower_sq = _index(mean_sq, 2, 1) & 255
-    # From -1 on if there is a sign, so the tables differ in where they begin.
-    above = mean >= _look_up(tl.load(thresholds + entries), lower + 1, ROWS)
-    above_sq = mean_sq >= _look_up(tl.load(thresholds_sq + 1 + entries), lower_sq, ROWS)
-    tl.store(codes + places, (lower + above.to(tl.int32)).to(tl.uint8), mask=all_there)
-    tl.store(codes_sq + places, (lower_sq + above_sq.to(tl.int32)).to(tl.uint8), mask=all_there)
+    divisor = mean_sq
+    if mosts_sq is not None:
+        most_sq = tl.load(mosts_sq + places, mask=there, other=0.0)
+        divisor = tl.maximum(most_sq, mean_sq, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(mosts_sq + places, divisor, mask=there)
+    master = master - rate * mean / (tl.sqrt(divisor) * of_root + epsilon)
+    tl.store(masters + places, master, mask=there)
+    tl.store(news + places, master.to(news.dtype.element_ty), mask=there)
+    if scales is None:
+        tl.store(means + places, mean, mask=there)
+        tl.store(means_sq + places, mean_sq, mask=there)
+    else:
+        entries = tl.arange(0, 256)
+        mean = _scaled(mean, tl.max(tl.abs(mean), 1), scales, blocks, rows)
+        mean_sq = _scaled(mean_sq, tl.max(mean_sq, 1), scales_sq, blocks, rows)
+        # 127 + the index, or 126 - the index where the sign bit is set.
+        lower = 127 + ((_index(tl.abs(mean), 1, 0) & 127) ^ (mean.to(tl.int32, bitcast=True) >> 31))
+        lower_sq = _index(mean_sq, 2, 1) & 255
+        # From -1 on if there is a sign, so the tables differ in where they begin.
+        above = mean >= _look_up(tl.load(thresholds + entries), lower + 1, BLOCKS)
+        above_sq = mean_sq >= _look_up(tl.load(thresholds_sq + 1 + entries), lower_sq, BLOCKS)
+        tl.store(means + places, (lower + above.to(tl.int32)).to(tl.uint8), mask=there)
+        tl.store(means_sq + places, (lower_sq + above_sq.to(tl.int32)).to(tl.uint8), mask=there)
 
 
 @triton.jit
-def _look_up(table, index, ROWS: tl.constexpr):
-    """Returns the entries of a table [256] at indices [ROWS, BLOCK]."""
-    return tl.reshape(tl.gather(table, tl.reshape(index, [ROWS * _BLOCK]), 0), [ROWS, _BLOCK])
+def _decode(codes, scales, values, places, there, blocks, count, BLOCKS: tl.constexpr):
+    """Returns the values of codes, [BLOCKS, BLOCK]."""
+    index = tl.load(codes + places, mask=there, other=0).to(tl.int32)
+    scale = tl.load(scales + blocks, mask=blocks < count, other=0.0)
+    return _look_up(tl.load(values + tl.arange(0, 256)), index, BLOCKS) * scale[:, None]
+
+
+@triton.jit
+def _scaled(state, magnitude, scales, blocks, count):
+    """Stores the scales of blocks of the largest ``magnitude``, and returns the values in units of their scale."""
+    scale = tl.maximum(magnitude, _LEAST_SCALE)
+    tl.store(scales + blocks, scale, mask=blocks < count)
+    return state * (1.0 / scale)[:, None]
+
+
+@triton.jit
+def _look_up(table, index, BLOCKS: tl.constexpr):
+    """Returns the entries of a table [256] at indices [BLOCKS, BLOCK]."""
+    return tl.reshape(tl.gather(table, tl.reshape(index, [BLOCKS * _BLOCK]), 0), [BLOCKS, _BLOCK])
 
 
 @triton.jit

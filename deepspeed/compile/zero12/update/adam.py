@@ -1,0 +1,213 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Steps partitions by Adam and AdamW, range by range, each range in one pass over memory.
+
+The pass reads a gradient in its own dtype, scales it, updates master weights and states, and writes new parameters.
+On a GPU it is a kernel in Triton (``adam_kernel.py``), elsewhere torch's operators, compiled by Inductor
+(``adam_operators.py``). Inductor's kernels for a GPU would copy new parameters whose memory is not aligned.
+
+Every setting is a number that the pass is given when it runs, so a schedule of a setting compiles nothing.
+"""
+
+import importlib
+from typing import Any, Callable, Dict, Optional, Tuple
+
+import torch
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.utils import logger
+
+from ..messages import inform
+from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
+from .ranges import ALIGN_NUMEL, PartitionGradient, end_of_range
+from .rule import Partition
+
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
+_OF_DEEPSPEED = (FusedAdam, DeepSpeedCPUAdam)
+# With fewer elements, a step saves less time than compiling takes in any training.
+LEAST_NUMEL = 2**24
+
+StepRows = Callable[[Elements, Settings], None]
+
+
+def is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is an Adam or AdamW of torch or DeepSpeed, and no subclass."""
+    return type(optimizer) in (*_OF_TORCH, *_OF_DEEPSPEED)
+
+
+def is_of_deepspeed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is an Adam of DeepSpeed, in C++."""
+    return type(optimizer) in _OF_DEEPSPEED
+
+
+class OnePassAdam:
+    """The rule for the partitions of an engine whose states are in fp32."""
+
+    def __init__(self) -> None:
+        # What passes differ by -> the pass, or None if it cannot be compiled.
+        self._passes: Dict[Tuple[Any, ...], Optional[StepRows]] = {}
+
+    def begin(self, partition: Partition) -> Optional["AdamStep"]:
+        """Begins a step of a partition.
+
+        Returns:
+            None if the optimizer is not Adam; in its first step, in which it makes its states; if the partition has
+            fewer than ``LEAST_NUMEL`` elements; if its master weights or states are not in fp32; or if the pass cannot
+            be compiled.
+        """
+        master, state = partition.master, partition.state
+        if (
+            not is_adam(partition.optimizer)
+            or partition.group.get("differentiable")
+            or master.numel() < LEAST_NUMEL
+            or "step" not in state
+            or not all(_is_fp32(each, master) for each in (master, *(state.get(name) for name in _names(partition))))
+        ):
+            return None
+        step_rows = self._pass(partition)
+        return None if step_rows is None else AdamStep(partition, step_rows)
+
+    def _pass(self, partition):
+        """Returns the pass for a partition, compiled before anything is changed, or None if that is not possible."""
+        shape, states, master = (1, ALIGN_NUMEL), len(_names(partition)), partition.master
+        kind = (partition.gradient_dtype, partition.new.dtype, states, master.device)
+        if kind not in self._passes:
+            name = type(partition.optimizer).__name__
+            inform(f"DeepCompile compiles the update of {name}")
+            gradient, new = (master.new_zeros(shape, dtype=dtype) for dtype in kind[:2])
+            like = Elements(gradient, master.new_zeros(shape), new, (*master.new_zeros(states, *shape),))
+            try:
+                self._passes[kind] = _kernel(like) if master.is_cuda else compile_step(like)
+            except Exception as error:
+                # Other ranks may be able to.
+                logger.warning(
+                    f"DeepCompile cannot compile the update of {name}, so every step takes several passes over memory "
+                    f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+                )
+                self._passes[kind] = None
+        return self._passes[kind]
+
+
+def kernel() -> StepRows:
+    """Returns the kernel for GPUs. Triton may be missing where there is none."""
+    return importlib.import_module(f"{__package__}.adam_kernel").step_rows
+
+
+def _kernel(like):
+    """Returns the kernel for GPUs, which has stepped ``like``: whether it can be compiled is known thereafter."""
+    step_rows = kernel()
+    step_rows(like, Settings(like.master.new_ones(len(Scalars._fields))))
+    return step_rows
+
+
+def _names(partition):
+    """Returns the names of the states that are kept for each element, in the order of ``Elements.states``."""
+    # DeepSpeed's Adam refuses amsgrad.
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if partition.group.get("amsgrad") else ("exp_avg", "exp_avg_sq")
+
+
+def _is_fp32(value, master):
+    return torch.is_tensor(value) and value.dtype == torch.float32 and value.shape == master.shape
+
+
+class AdamStep:
+    """One step of one partition, whose states are in fp32. The public methods are those of ``Step`` in ``rule.py``.
+
+    Elements are stepped in rows. A subclass for states of another form says how many columns a row has.
+    """
+
+    columns = ALIGN_NUMEL
+    lead = 0  # elements of the first row that lie before the partition
+
+    def __init__(self, partition: Partition, step_rows: StepRows):
+        self.partition, self.master, self.new = partition, partition.master.data, partition.new
+        self.step_rows = step_rows
+        self._state: Dict[str, Any] = {}
+
+    def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
+        if not self._state:
+            # Not before an overflow would have ended the step.
+            self._state = self.begin()
+            self._count = _number(self._state["step"]) + 1
+            self.settings = self.make_settings(_scalars(self.partition, self._count))
+        inside = (self.lead + first) % self.columns
+        if inside or limit - first < self.columns:
+            last = min(first + self.columns - inside, limit)
+            self.step_part(gradient.as_it_is(first, last), first, last)
+            return last
+        elements = gradient.unscaled(first, end_of_range(self.master, first, limit), self.columns)
+        last = first + elements.numel()
+        rows = (each.view(-1, self.columns) for each in (elements, self.master[first:last], self.new[first:last]))
+        self.step_rows(Elements(*rows, *self.states(self._state, first, last)), self.settings)
+        return last
+
+    def begin(self) -> Dict[str, Any]:
+        """Returns the optimizer's state of the master weights, when the first elements are stepped."""
+        return self.partition.state
+
+    def make_settings(self, scalars: torch.Tensor) -> Settings:
+        return Settings(scalars)
+
+    def states(self, state: Dict[str, Any], first: int, last: int) -> Tuple[Tuple[torch.Tensor, ...], ...]:
+        """Returns ``Elements.states`` of whole rows, and ``Elements.scales`` if there are any."""
+        return (tuple(state[name][first:last].view(-1, self.columns) for name in _names(self.partition)),)
+
+    def step_part(self, gradient: torch.Tensor, first: int, last: int) -> None:
+        """Steps some elements of one row, which may lie anywhere in memory."""
+        states = tuple(self._state[name][first:last] for name in _names(self.partition))
+        step_rows(Elements(gradient, self.master[first:last], self.new[first:last], states), self.settings)
+
+    def finish(self) -> None:
+        step = self._state["step"]
+        if torch.is_tensor(step):
+            step.fill_(self._count)
+        else:
+            self._state["step"] = type(step)(self._count)
+
+
+def _scalars(partition, count):
+    """Returns the scalars of step ``count``, computed in fp64, as an fp32 tensor on the partition's device."""
+    group, inner = partition.group, partition.optimizer
+    # An argument of the class of DeepSpeed's Adam, and no setting, decouples weight decay.
+    decoupled = inner.adam_w_mode if is_of_deepspeed(inner) else group.get("decoupled_weight_decay", False)
+    rate, beta, beta_sq, decay, epsilon = (
+        _number(each) for each in (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
+    )
+    corrects = group.get("bias_correction", True)
+    scalars = _on_device(
+        Scalars(
+            factor=-1.0 if group.get("maximize") else 1.0,
+            decay_of_gradient=0.0 if decoupled else decay,
+            decay=rate * decay if decoupled else 0.0,
+            weight=1 - beta,
+            weight_sq=1 - beta_sq,
+            rate=rate,
+            correction=1 - beta**count if corrects else 1.0,
+            root_of_correction_sq=(1 - beta_sq**count) ** 0.5 if corrects else 1.0,
+            epsilon=epsilon,
+        ),
+        partition.master.device,
+    )
+    if partition.factor is not None:
+        scalars[:1].mul_(partition.factor)
+    return scalars
+
+
+def _on_device(numbers, device):
+    """Returns numbers, of which some may be tensors [] on the device, as an fp32 tensor. The host does not wait."""
+    if any(map(torch.is_tensor, numbers)):
+        # A fill passes the number to the kernel as an argument.
+        fp32 = torch.zeros(len(numbers), dtype=torch.float32, device=device)
+        for place, each in zip(fp32, numbers, strict=True):
+            place.fill_(each)
+        return fp32
+    # From other memory than pinned memory, the host would wait for the copy.
+    return torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _number(value):
+    """Returns a setting or a count as a number, or as an fp64 tensor [] if it lies on a device: the host does not wait
+    for it."""
+    if not torch.is_tensor(value):
+        return float(value)
+    return value.item() if value.is_cpu else value.detach().double().reshape(())

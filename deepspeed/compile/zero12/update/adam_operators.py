@@ -1,0 +1,121 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Adam over rows of elements in torch's operators, and what a step of it is given.
+
+:func:`step_rows` runs operator by operator. :func:`compile_step` has Inductor make one pass over memory of it.
+"""
+
+from typing import Callable, NamedTuple, Tuple
+
+import torch
+from torch.export import Dim
+
+from .dynamic_map import Map, decode, encode
+
+# Rows of the example with which a pass is compiled. The pass takes any number of rows, but Inductor uses threads only
+# where the example has work for them. Nothing is written to the example, so it takes no memory of the host.
+_EXAMPLE_ROWS = 2**20
+
+
+class Elements(NamedTuple):
+    """Rows of a partition. Tensors but scales are [rows, columns]. A step changes all of them but the gradient."""
+
+    gradient: torch.Tensor  # in any dtype
+    master: torch.Tensor  # fp32
+    new: torch.Tensor  # the memory for the new parameters, in any dtype. The gradient may lie there too.
+    # exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. In fp32, or two of them as codes in uint8.
+    states: Tuple[torch.Tensor, ...]
+    scales: Tuple[torch.Tensor, ...] = ()  # of codes, each fp32 [rows]; a row is a block. Empty: states are in fp32.
+
+
+class Scalars(NamedTuple):
+    """What one step of a parameter group has for all elements, as numbers or as entries of an fp32 tensor."""
+
+    factor: float  # with which to multiply gradients. Negative to go up the gradient.
+    decay_of_gradient: float  # weight_decay, or 0 if weight decay is decoupled
+    decay: float  # rate * weight_decay if weight decay is decoupled, else 0
+    weight: float  # 1 - beta1
+    weight_sq: float  # 1 - beta2
+    rate: float
+    correction: float  # 1 - beta1**step
+    root_of_correction_sq: float  # (1 - beta2**step)**0.5
+    epsilon: float
+
+
+class Settings(NamedTuple):
+    """What one step of a parameter group has for all elements."""
+
+    scalars: torch.Tensor  # fp32, in the order of Scalars
+    maps: Tuple[Map, ...] = ()  # of exp_avg and of exp_avg_sq. Empty: states are in fp32.
+
+
+def step_rows(elements: Elements, settings: Settings) -> None:
+    """Steps rows of elements.
+
+    The arithmetic is torchao's, in its order, so that codes have the bits of torchao's optimizer on the same device.
+    """
+    s = Scalars(*settings.scalars.unbind())
+    gradient = elements.gradient.to(torch.float32) * s.factor + s.decay_of_gradient * elements.master
+    weights = elements.master - s.decay * elements.master
+    mean, mean_sq, most_sq = _read_states(elements, settings)
+    mean = mean + s.weight * (gradient - mean)
+    mean_sq = mean_sq + s.weight_sq * (gradient * gradient - mean_sq)
+    states, divisor = [mean, mean_sq], mean_sq
+    if most_sq is not None:
+        divisor = torch.maximum(most_sq, mean_sq)
+        states.append(divisor)
+    weights = weights - s.rate * (mean / s.correction) / (divisor.sqrt() / s.root_of_correction_sq + s.epsilon)
+    elements.master.copy_(weights)
+    elements.new.copy_(weights)
+    _write_states(elements, settings, states)
+
+
+def _read_states(elements, settings):
+    """Returns the states in fp32. The third one is None without amsgrad."""
+    states = [*elements.states, None][:3]
+    if elements.scales:
+        states[:2] = map(decode, elements.states, elements.scales, (each.values for each in settings.maps))
+    return states
+
+
+def _write_states(elements, settings, states):
+    if not elements.scales:
+        for state, values in zip(elements.states, states, strict=True):
+            state.copy_(values)
+        return
+    for index, values in enumerate(states):
+        codes, scales = encode(values, settings.maps[index].thresholds, signed=index == 0)
+        elements.states[index].copy_(codes)
+        elements.scales[index].copy_(scales)
+
+
+class _Step(torch.nn.Module):
+    """:func:`step_rows` as a module, which ``torch.export`` takes."""
+
+    def forward(self, rows, scalars):
+        gradient, master, new, *states = rows
+        step_rows(Elements(gradient, master, new, tuple(states)), Settings(scalars))
+
+
+def compile_step(like: Elements) -> Callable[[Elements, Settings], None]:
+    """Returns what does :func:`step_rows` to elements with states in fp32, in one pass over memory.
+
+    Args:
+        like: elements of the dtypes, the device and the columns that the pass will be given. They are not changed.
+
+    Raises:
+        Exception: whatever torch raises if it cannot compile the pass.
+    """
+    # No function of torch's own compiles a graph for inputs of varying length without Dynamo's guards in each call.
+    from torch._inductor.compile_fx import compile_fx
+
+    tensors = [*like[:3], *like.states]
+    rows = [each.new_empty(_EXAMPLE_ROWS, each.shape[1]) for each in tensors]
+    scalars = like.master.new_empty(len(Scalars._fields))
+    # A new parameter may lie where its gradient lies. Each element is read before it is written, in a pass too.
+    with torch.no_grad():
+        shapes = ([{0: Dim("rows", min=2)}] * len(rows), None)
+        graph = torch.export.export(_Step(), (rows, scalars), dynamic_shapes=shapes, strict=False).graph_module
+        examples = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+        compiled = compile_fx(graph, examples)
+    return lambda elements, settings: compiled(*elements[:3], *elements.states, settings.scalars)
