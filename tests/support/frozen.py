@@ -46,12 +46,83 @@ class LendingAdapted(AdaptedBlock):
 
 
 class ChangingAdapted(AdaptedBlock):
-    """The forward changes a frozen parameter."""
+    """The forward changes frozen parameters: in place, by ``.data``, and by other memory."""
 
-    def forward(self, x):
+    @torch.compiler.disable
+    def change(self):
         with torch.no_grad():
             self.norm.bias.add_(0.1)
+        self.up.bias.data.mul_(0.9)
+        self.down.bias.data = self.down.bias.data + 0.1
+
+    def forward(self, x):
+        self.change()
         return super().forward(x)
+
+
+class DictAdapted(AdaptedBlock):
+    """It changes a dict of its caller, and returns nothing."""
+
+    def forward(self, states):
+        states["hidden"] = super().forward(states["hidden"])
+
+
+class InPlaceAdapted(AdaptedBlock):
+    """It adds to its input in place, and returns its input."""
+
+    def forward(self, x):
+        return x.add_(super().forward(x.clone()))
+
+
+class Slots:
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Output:
+    def __init__(self, hidden):
+        self.inner = Slots(hidden)
+
+
+class SlotsAdapted(AdaptedBlock):
+    """It returns an object within an object, of which neither torch nor ``vars()`` knows the tensor."""
+
+    def forward(self, x):
+        return Output(super().forward(x))
+
+
+class AttributeAdapted(AdaptedBlock):
+    """It leaves its output in an attribute, beside a view of a frozen parameter."""
+
+    hidden = view = None
+
+    def forward(self, x):
+        self.hidden = super().forward(x)
+        self.view = self.norm.weight[:3]
+
+
+class EagerAdapted(AdaptedBlock):
+    """It runs uncompiled, and returns an object."""
+
+    @torch.compiler.disable
+    def eagerly(self, x):
+        return Output(super().forward(x))
+
+    def forward(self, x):
+        return self.eagerly(x)
+
+
+class CheckpointingInside(EagerAdapted):
+    """It checkpoints a part of itself."""
+
+    def part(self, x):
+        return self.down(F.gelu(self.up(x) + self.second(self.first(x))))
+
+    @torch.compiler.disable
+    def eagerly(self, x):
+        return Output(x + checkpoint(self.part, self.norm(x), use_reentrant=False))
 
 
 class CastingAdapted(AdaptedBlock):
@@ -134,6 +205,30 @@ def with_what_is_lent(self, x, skip):
     return x + sum(each.sum() for each in lent)
 
 
+def through_a_dict(self, x, skip):
+    states = {"hidden": x}
+    for block in self.blocks:
+        block(states)
+    return states["hidden"]
+
+
+def in_place(self, x, skip):
+    return Body.run(self, x.clone(), skip)
+
+
+def through_objects(self, block, x):
+    return block(x).inner.hidden
+
+
+def through_attributes(self, x, skip):
+    views = 0
+    for block in self.blocks:
+        block(x)
+        x, views = block.hidden, views + block.view.sum()
+        block.hidden = None
+    return x + views
+
+
 def in_segments(self, x, skip):
     return checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
 
@@ -205,33 +300,40 @@ MODELS = {
     "trained head": TrainedHead,
     "lending": model_of(of_block=LendingAdapted, run=with_what_is_lent),
     "itself": AroundItself,
+    "changing": model_of(of_block=ChangingAdapted),
 }
 
-
-CHANGING = model_of(of_block=ChangingAdapted)
+# Their values leave the blocks in ways that no one outside can see.
+HIDING = {
+    "dict": model_of(of_block=DictAdapted, run=through_a_dict),
+    "in place": model_of(of_block=InPlaceAdapted, run=in_place),
+    "slots": model_of(of_block=SlotsAdapted, run_block=through_objects),
+    "attribute": model_of(of_block=AttributeAdapted, run=through_attributes),
+    "eager": model_of(of_block=EagerAdapted, run_block=through_objects),
+    "checkpointing inside": model_of(of_block=CheckpointingInside, run_block=through_objects),
+}
 
 
 @contextlib.contextmanager
 def late(delay):
     """Each gather comes ``delay`` seconds late, and memory that is given back holds something else."""
-    start, reshard = unit.Unit.start_gather, unit.Unit.reshard
+    start, give_back = unit.Unit.start_gather, unit.Unit._give_back
 
     def start_late(self):
         before = self._work
         start(self)
         if self._work is not None and self._work is not before:
-            self._work = _Late(self._work, self._buffer, delay)
+            self._work = _Late(self._work, self._target, delay)
 
-    def spoil(self):
-        if self.is_gathered and self._is_shared:
-            self._buffer.fill_(255)
-        reshard(self)
+    def spoil(self, storage):
+        self._buffer.fill_(255)
+        give_back(self, storage)
 
-    unit.Unit.start_gather, unit.Unit.reshard = start_late, spoil
+    unit.Unit.start_gather, unit.Unit._give_back = start_late, spoil
     try:
         yield
     finally:
-        unit.Unit.start_gather, unit.Unit.reshard = start, reshard
+        unit.Unit.start_gather, unit.Unit._give_back = start, give_back
 
 
 class _Late:

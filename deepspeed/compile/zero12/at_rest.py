@@ -6,12 +6,13 @@ Torch reads memory that a storage does not have without a check, and the process
 has another class, :class:`AtRest` before its own, whose ``__torch_function__`` sees every call from Python.
 """
 
+import copy
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Type
+from typing import TYPE_CHECKING, Any, Optional, Type
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 if TYPE_CHECKING:
     from torch import Tensor as _NextClass
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 else:
     _NextClass = object
 
-# Functions that need no values, and functions that return tensors of the same values.
+# Functions that need no values, and functions that return a tensor of the same values, or a copy.
 _DESCRIBE = {
     *("numel", "nelement", "size", "dim", "ndimension", "stride", "element_size", "storage_offset", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "untyped_storage", "__len__"),
@@ -38,24 +39,57 @@ class _Share:
     Args:
         name: of the parameter.
         unit: of the parameter. Only a weak reference is kept, because the unit has the parameters.
+
+    Attributes:
+        is_copy: whether the tensor is a copy of the parameter, which later changes of the parameter do not change.
     """
 
     def __init__(self, name: str, unit: "Unit"):
         self.name = name
         self.unit = weakref.ref(unit)
+        self.is_copy = False
+
+    def values(self) -> Optional[torch.Tensor]:
+        """Returns the parameter's values if they are here now, or if a backward can gather them. Otherwise None."""
+        unit = self.unit()
+        if unit is None or self.is_copy:
+            return None
+        parameter = unit.parameter(self.name)
+        if isinstance(parameter, AtRest):
+            if not in_backward():
+                return None
+            unit.gather_for_backward()
+        return parameter.detach()
 
     def write(self, values: torch.Tensor) -> None:
         unit = self.unit()
-        if unit is None:
+        if unit is None or self.is_copy:
             raise self.refusal("changed")
         unit.write(self.name, values)
 
+    def of_copy(self) -> "_Share":
+        """Returns whose values a copy stands for."""
+        of_copy = copy.copy(self)
+        of_copy.is_copy = True
+        return of_copy
+
     def refusal(self, what: str) -> RuntimeError:
-        return RuntimeError(
-            f"parameter {self.name} is sharded over the ranks by compile.shard_frozen and cannot be {what} here; do "
-            "it within `with gathered_parameters(engine):` of deepspeed.compile.zero12, which all ranks enter "
-            "together, or save without frozen parameters (exclude_frozen_parameters=True)"
-        )
+        if self.is_copy:
+            return RuntimeError(
+                f"a copy of parameter {self.name} was made while compile.shard_frozen had the parameter sharded over "
+                f"the ranks, so it has no values and cannot be {what}; make it within "
+                "`with gathered_parameters(engine):` of deepspeed.compile.zero12"
+            )
+        return refusal(self.name, what)
+
+
+def refusal(name: str, what: str) -> RuntimeError:
+    """Returns the error that a parameter at rest raises. ``what``: what cannot be done with it."""
+    return RuntimeError(
+        f"parameter {name} is sharded over the ranks by compile.shard_frozen and cannot be {what} here; do it within "
+        "`with gathered_parameters(engine):` of deepspeed.compile.zero12, which all ranks enter together, or save "
+        "without frozen parameters (exclude_frozen_parameters=True)"
+    )
 
 
 class AtRest(_NextClass):
@@ -65,29 +99,45 @@ class AtRest(_NextClass):
 
     # torch's own methods of these names are no calls of torch functions.
     def __deepcopy__(self, memo: Any) -> Any:
-        raise vars(self)[_SHARE].refusal("copied")
+        share = vars(self)[_SHARE]
+        values = share.values()
+        if values is None:
+            raise share.refusal("copied")
+        return copy.deepcopy(values, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise vars(self)[_SHARE].refusal("saved")
+        share = vars(self)[_SHARE]
+        values = share.values()
+        if values is None:
+            raise share.refusal("saved")
+        return values.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = function.__name__
+        name, first = function.__name__, args[0] if args else None
         if name in ("__get__", "__set__", "__delete__"):
-            return _access(function, name, args)
-        first = args[0] if args else None
-        if isinstance(first, AtRest):
+            accessed = function.__self__.__name__
+            if accessed not in _VALUES and accessed != "data":
+                return _access(function, name, args)
+            name = accessed
+        elif isinstance(first, AtRest):
             share = vars(first)[_SHARE]
             if name == "__repr__":
                 return f"{type(first).__name__}({share.name}, {_plain(tuple, first.shape)}, {first.dtype})"
             if name in _DESCRIBE:
                 return _plain(function, *args, **kwargs)
-            if name in _SAME_VALUES:
-                return _alias(first)
             if name == "requires_grad_":
                 first.requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
                 return first
+        values = _values((args, kwargs))
+        if values is not None:
+            return function(*values[0], **values[1])
+        if isinstance(first, AtRest):
+            if name in _SAME_VALUES:
+                return _stand_in(first, function, args, kwargs)
+            if name == "data" and function.__name__ == "__get__":
+                return _alias(first)
             if name == "copy_" and not isinstance(args[1], AtRest):
                 share.write(args[1].detach())
                 return first
@@ -95,14 +145,21 @@ class AtRest(_NextClass):
         raise vars(at_rest)[_SHARE].refusal(f"read or changed ({name})")
 
 
+def _values(arguments):
+    """Returns arguments with values in place of all tensors at rest, or None if not all of them are here."""
+    values = {}
+    for each in tree_leaves(arguments):
+        if isinstance(each, AtRest):
+            of_each = vars(each)[_SHARE].values()
+            if of_each is None:
+                return None
+            values[id(each)] = each if not isinstance(each, AtRest) else of_each
+    return tree_map(lambda each: values.get(id(each), each), arguments)
+
+
 def _access(function, kind, args):
-    tensor, name = args[0], function.__self__.__name__
-    share = vars(tensor)[_SHARE]
-    if kind == "__get__" and name == "data":
-        return _alias(tensor)
-    if kind == "__get__" and name in _VALUES or kind != "__get__" and name == "data":
-        raise share.refusal(f"read or changed ({name})")
-    if kind == "__set__" and name == "requires_grad" and args[1]:
+    if kind == "__set__" and function.__self__.__name__ == "requires_grad" and args[1]:
+        share = vars(args[0])[_SHARE]
         raise RuntimeError(
             f"parameter {share.name} is sharded over the ranks by compile.shard_frozen and cannot be trained; set "
             "requires_grad before the engine is made"
@@ -115,10 +172,30 @@ def _plain(function, *args, **kwargs):
         return function(*args, **kwargs)
 
 
-def _alias(tensor):
+def in_backward() -> bool:
+    """Whether this thread runs a backward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _stand_in(tensor, function, args, kwargs):
+    """Returns what a function of ``_SAME_VALUES`` returns of a tensor at rest."""
+    share, empty = vars(tensor)[_SHARE], torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    made = _plain(function, empty, *args[1:], **kwargs)
+    if (made.dtype, made.device) == (tensor.dtype, tensor.device):
+        return _alias(tensor, is_copy=made is not empty and function.__name__ != "detach")
+    copied = torch.empty(tensor.shape, dtype=made.dtype, device=made.device)
+    copied.untyped_storage().resize_(0)
+    _put_to_rest(copied, share.of_copy())
+    return copied
+
+
+def _alias(tensor, is_copy=False):
     """Returns another tensor at rest that stands for the same values."""
-    alias = _plain(tensor.detach)
-    _put_to_rest(alias, vars(tensor)[_SHARE])
+    share, alias = vars(tensor)[_SHARE], _plain(tensor.detach)
+    unit = share.unit()
+    if unit is not None:
+        unit.note_alias(alias)
+    _put_to_rest(alias, share.of_copy() if is_copy else share)
     return alias
 
 

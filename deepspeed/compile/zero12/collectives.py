@@ -12,13 +12,17 @@ from .native import reducer_module
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
 
+# What gloo's errors contain: the path of gloo's source, but in one of them.
+_OF_GLOO = ("gloo/", "Application timeout caused pair closure")
+
 
 @contextlib.contextmanager
 def collective(purpose: str) -> Iterator[None]:
     """Context of a collective that raises the collective's error again, as DistBackendError, with its purpose.
 
-    gloo raises plain RuntimeErrors, so the context converts every RuntimeError but those of this rank's own device.
-    The native code does the same around its own collectives (``throw_for_other_ranks()``).
+    Errors of other ranks arrive as torch's DistError from NCCL, and from gloo as plain RuntimeErrors, which only their
+    text tells from others. Any other error is this rank's own and stays as it is. The native code does the same around
+    its own collectives (``throw_for_other_ranks()``).
 
     Args:
         purpose: what completes "DeepCompile could not" in the message.
@@ -28,10 +32,9 @@ def collective(purpose: str) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, torch.AcceleratorError):
-        # The error is about this rank's own device, not about another rank.
-        raise
     except RuntimeError as error:
+        if not isinstance(error, torch.distributed.DistError) and not any(text in str(error) for text in _OF_GLOO):
+            raise
         raise torch.distributed.DistBackendError(reducer_module().could_not(purpose, str(error))) from error
 
 

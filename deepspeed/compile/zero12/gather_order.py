@@ -68,7 +68,7 @@ class GatherOrder:
                 self._needed_from = 0
 
     def note_gradient(self, unit: Optional[Unit]) -> None:
-        """Called if an output needs a gradient: of a block with this unit, or of what the pass is a call of (None)."""
+        """Called if a gradient flows through a block that reads this unit for it, or through the whole pass (None)."""
         if unit is not None:
             self._needed_from = min(self._needed_from, self._place[unit])
         elif not self._has_block_run:

@@ -55,8 +55,7 @@ def _compile_before_forward(engine):
         return
     if engine._config.compile_config.shard_frozen:
         # All ranks make every forward together, and this one may need parameters that are still on the host.
-        with torch.inference_mode(False):
-            _compile(engine, "before its first forward")
+        _compile(engine, "before its first forward")
         return
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
     # too late for an error: check the options now.

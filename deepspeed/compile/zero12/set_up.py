@@ -43,6 +43,8 @@ SEND_NUMEL = 2**25
 SEND_NUMEL_OF_A_RANK = 2**20
 
 
+# The caller may compile the engine for a forward in inference mode, and memory made there cannot train.
+@torch.inference_mode(False)
 def set_up(
     engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
 ) -> Callable:

@@ -5,16 +5,20 @@
 import collections
 import contextlib
 import itertools
+import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import torch
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from deepspeed.utils import logger
 
+from .at_rest import in_backward, refusal
 from .gather_hooks import by_block
 from .gather_order import GatherOrder, tensors_in
+from .messages import warn
+from .saved_tensors import saving_handles
 from .subclasses import is_dtensor, plain_tensors
 from .unit import Unit
 
@@ -23,6 +27,11 @@ if TYPE_CHECKING:
 
 # How many units are gathered at a time: the one that a block computes with, and the next one, which is being gathered.
 MOST_GATHERED = 2
+LENT = (
+    "the frozen parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
+    "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
+    "sharded by compile.shard_frozen"
+)
 
 
 class ShardedBlocks:
@@ -55,6 +64,8 @@ class ShardedBlocks:
                     {names[each]: each for each in parameters}, process_group, device, number=len(self._unit_of)
                 )
         self.units = list(self._unit_of.values())
+        for unit in self.units:
+            unit.owner = weakref.ref(self)
         # For each module that calls blocks, what a GatherOrder is made of.
         self._order_of = {
             id(caller): (
@@ -67,10 +78,14 @@ class ShardedBlocks:
         self._passes: List[GatherOrder] = []
         # The order of the backward that is under way.
         self._backward: Optional[GatherOrder] = None
+        self._read_last: Optional[Unit] = None
         # The units that are gathered or on their way, in the order in which they were begun; the units of blocks whose
         # forward is under way.
         self._gathered: List[Unit] = []
         self._in_use: collections.Counter = collections.Counter()
+        # Units whose memory others have, and whether the caller has been told.
+        self._lent: List[Unit] = []
+        self._has_warned = False
         self._all_gathered = 0
         self._is_closed = False
 
@@ -101,6 +116,7 @@ class ShardedBlocks:
         idle = [each for each in self._gathered if not self._in_use[each]]
         while idle and len(self._gathered) >= MOST_GATHERED:
             self.reshard(idle.pop(0))
+        self._free_lent()
         self._gathered.append(unit)
         unit.start_gather()
 
@@ -108,7 +124,19 @@ class ShardedBlocks:
         """Reshards a unit, unless the forward of its block is under way."""
         if unit in self._gathered and not self._in_use[unit] and not self._all_gathered:
             self._gathered.remove(unit)
-            unit.reshard()
+            self._reshard(unit)
+
+    def _reshard(self, unit):
+        unit.reshard()
+        if unit.is_lent and unit not in self._lent:
+            self._lent.append(unit)
+
+    def _free_lent(self):
+        """Frees memory that others have had until now."""
+        for unit in self._lent:
+            if not unit.is_gathered:
+                unit.free()
+        self._lent = [unit for unit in self._lent if unit.is_lent]
 
     # Forwards ------------------------------------------------------------------------------------------------------
 
@@ -122,16 +150,20 @@ class ShardedBlocks:
         if unit is None:
             return call(*args, **kwargs)
         # A block that runs in a backward is computed again, because it is checkpointed.
-        for current in (*self._passes[-1:], self._backward if _in_backward() else None):
+        for current in (*self._passes[-1:], self._backward if in_backward() else None):
             if current is not None and unit in current:
                 return self._within(current, unit, call, args, kwargs)
         # Someone calls the block by itself.
         return self._call(GatherOrder(self, [unit]), unit, call, args, kwargs)
 
     def _call(self, of, unit, call, args, kwargs):
-        if self._backward is not None and not _in_backward():
+        if self._backward is not None and not in_backward():
             # The last backward raised.
             self.end_backward()
+        self._free_lent()
+        if self._lent and not self._has_warned:
+            self._has_warned = True
+            warn(LENT.format(self._lent[0].name))
         self._passes.append(of)
         try:
             output = self._within(of, unit, call, args, kwargs)
@@ -149,47 +181,69 @@ class ShardedBlocks:
     def _within(self, current, unit, call, args, kwargs):
         of = current.forward
         if unit is None:
-            output = call(*args, **kwargs)
-        else:
-            of.note_inputs((args, kwargs))
-            self._in_use[unit] += 1
-            try:
-                current.reach(unit)
+            with saving_handles():
                 output = call(*args, **kwargs)
-                if not self._all_gathered:
-                    unit.refuse_changes()
-                    output = _apart_from(unit, output)
-            finally:
-                self._in_use[unit] -= 1
-        if torch.is_grad_enabled():
-            # An input that is handed on is an output of another block, which is reached through it.
-            inputs = {id(each) for each in tree_leaves((args, kwargs))}
-            for each in tensors_in(output):
-                if each.grad_fn is not None and id(each) not in inputs:
-                    of.note_gradient(unit)
-                    each.register_hook(lambda _: self._backward_reaches(of, unit))
-        return output
+            if torch.is_grad_enabled():
+                self._call_when_reached(of, args, kwargs, output)
+            return output
+        of.note_inputs((args, kwargs))
+        self._in_use[unit] += 1
+        try:
+            current.reach(unit)
+            unit.is_used = True
+            with saving_handles():
+                return call(*args, **kwargs)
+        finally:
+            self._in_use[unit] -= 1
+
+    def _call_when_reached(self, of, args, kwargs, output):
+        """Has a backward gather in the order of this pass from its beginning, whether or not this rank ran blocks."""
+        # An input that is handed on is an output of another module, which is reached through it.
+        inputs = {id(each) for each in tree_leaves((args, kwargs))}
+        for each in tensors_in(output):
+            if each.grad_fn is not None and id(each) not in inputs:
+                of.note_gradient(None)
+                each.register_hook(lambda _: self._backward_reaches(of))
+
+    def pass_that_saves(self, unit: Unit) -> Optional[GatherOrder]:
+        """Called when autograd saves a tensor of a unit. Returns the pass to which that belongs, if there is one."""
+        backward = self._backward if in_backward() else None
+        for current in (*self._passes[::-1], backward):
+            if current is not None and unit in current:
+                current.forward.note_gradient(unit)
+                return current.forward
+        return None
 
     # Backwards -----------------------------------------------------------------------------------------------------
 
-    def _backward_reaches(self, of, unit):
-        """Called when a backward comes to an output of a block, or with None of a module that calls blocks."""
-        if self._all_gathered or (self._is_closed and (unit is None or unit.is_gathered)):
+    def gather_for_backward(self, unit: Unit, of: Optional[GatherOrder] = None) -> None:
+        """Called when a backward reads a unit. ``of``: the pass in which what it reads was saved."""
+        if self._all_gathered or self._is_closed or (unit is self._read_last and unit.is_gathered):
             return
-        if self._is_closed:
-            raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
+        if not in_backward():
+            if unit.is_gathered:
+                return
+            raise refusal(unit.name, "read")
+        if of is None:
+            of = self._backward.forward if self._backward is not None and unit in self._backward else None
+        self._backward_reaches(of or GatherOrder(self, [unit]))
+        self._backward.reach(unit)
+        self._read_last = unit
+
+    def _backward_reaches(self, of):
+        """Called when a backward comes to a pass."""
+        if self._all_gathered or self._is_closed:
+            return
         if self._backward is None or self._backward.forward is not of:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
             self.end_backward()
             self._backward = of.reversed()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(of))
-        if unit is not None:
-            self._backward.reach(unit)
 
     def end_backward(self, of: Optional[GatherOrder] = None) -> None:
         """Ends the backward that is under way, or that has raised. ``of``: only if it goes through this pass."""
         if self._backward is not None and (of is None or of is self._backward.forward):
-            backward, self._backward = self._backward, None
+            backward, self._backward, self._read_last = self._backward, None, None
             backward.end()
 
     # Whole ---------------------------------------------------------------------------------------------------------
@@ -197,7 +251,7 @@ class ShardedBlocks:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Context in which all parameters are gathered. All ranks enter it. Changes of the parameters stay."""
-        if self._passes or _in_backward():
+        if self._passes or in_backward():
             raise RuntimeError(
                 "gathered_parameters() was called within a forward or a backward; call it outside of them"
             )
@@ -208,13 +262,14 @@ class ShardedBlocks:
                 unit.finish_gather()
         self._all_gathered += 1
         try:
-            yield
+            with saving_handles():
+                yield
         finally:
             self._all_gathered -= 1
             if not self._all_gathered and not self._is_closed:
                 for unit in self.units:
-                    unit.keep_changes()
-                    unit.reshard()
+                    unit.is_used = True
+                    self._reshard(unit)
 
     def refuse_to_save(self) -> None:
         """Raises RuntimeError unless all parameters are gathered."""
@@ -245,17 +300,3 @@ def _can_be_sharded(parameter):
     if parameter.requires_grad or is_dtensor(parameter) or not parameter.numel():
         return False
     return all(tensor.is_contiguous() and not tensor.is_meta for tensor in plain_tensors([parameter]))
-
-
-def _apart_from(unit, output):
-    """Returns an output of a block, in which tensors that are views of its parameters have memory of their own."""
-    leaves, structure = tree_flatten(output)
-    views = [isinstance(each, torch.Tensor) and unit.has_memory_of(each) for each in leaves]
-    if not any(views):
-        return output
-    own = [each.clone() if is_view else each for each, is_view in zip(leaves, views, strict=True)]
-    return tree_unflatten(own, structure)
-
-
-def _in_backward():
-    return torch._C._current_graph_task_id() != -1

@@ -3,21 +3,24 @@
 """A unit: parameters of which each rank keeps a part, and which are gathered together before they are used.
 
 All parameters of a unit lie in one buffer. When the unit is resharded, the buffer's storage is shrunk to nothing, and
-the parameters, which are views of it, stay as they are. What autograd has saved of them are views of the same storage,
-so a backward finds their values there when the unit is gathered again.
+the parameters, which are views of it, stay as they are. What autograd has saved of them are handles
+(``saved_tensors.py``). If anyone else has a view of that memory, such as a state dict or a NumPy array, the memory
+stays as it is, and the values there remain those of the parameters.
 """
 
+import bisect
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, Dict, List
+import weakref
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from . import saved_tensors
 from .at_rest import mark_sharded, unmark
 from .collectives import collective
 from .messages import warn
@@ -26,16 +29,15 @@ from .subclasses import ON_HOST, plain_tensors
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from .gather_order import GatherOrder
+    from .sharded_blocks import ShardedBlocks
+
 # Generated code takes for granted that parameters are aligned to 16 bytes; torch's allocators align to 64 or more.
 ALIGN_BYTES = 64
 PURPOSE = "gather frozen parameters"
 ANOTHER_KIND = (
     "parameter {} was given another dtype or shape, so compile.shard_frozen no longer shards it: it stays whole on "
     "every rank"
-)
-CHANGED = (
-    "parameter {} is sharded over the ranks by compile.shard_frozen and was changed in a forward; the change would be "
-    "lost, so make it a buffer, which stays whole, or leave compile.shard_frozen out"
 )
 DIFFERENT = (
     "ranks gathered the frozen parameters of different blocks: with compile.shard_frozen all ranks run the same "
@@ -44,9 +46,10 @@ DIFFERENT = (
 
 
 @dataclasses.dataclass(eq=False)
-class _Place:
+class Place:
     """Where a tensor lies in the buffer of its unit, and what it was when the unit was made."""
 
+    name: str  # of the parameter
     tensor: torch.Tensor
     dtype: torch.dtype
     shape: torch.Size
@@ -56,11 +59,8 @@ class _Place:
 
     @property
     def is_as_made(self) -> bool:
-        return (self.tensor.dtype, self.tensor.shape) == (self.dtype, self.shape)
-
-    @property
-    def is_changed(self) -> bool:
-        return self.tensor._version != self.version
+        tensor = self.tensor
+        return tensor.dtype == self.dtype and tensor.shape == self.shape and tensor.is_contiguous()
 
 
 class Unit:
@@ -76,6 +76,10 @@ class Unit:
     Attributes:
         nbytes: of the whole unit, with padding.
         share: this rank's part, 1-D and of bytes. None before :meth:`shard`, and on a single rank.
+        owner: who gathers the unit, a weak reference.
+        is_used: whether code that may change the parameters has run since the unit was gathered.
+        is_lent: whether others had views of the unit's memory when the unit was resharded. The memory holds the
+            parameters' values then, and those who have it may change these.
     """
 
     def __init__(
@@ -88,22 +92,30 @@ class Unit:
         self._number = torch.tensor([number], device=device)
         self._numbers = self._number.repeat(world)  # of the units that ranks gather at the same time
         # Name of a parameter -> the places of the tensors with memory of which the parameter is made.
-        self._places: Dict[str, List[_Place]] = {}
+        self._places: Dict[str, List[Place]] = {}
         nbytes = 0
         for name, parameter in parameters.items():
             self._places[name] = []
             for tensor in plain_tensors([parameter]):
-                place = _Place(tensor, tensor.dtype, tensor.shape, nbytes, nbytes + tensor.nbytes)
+                place = Place(name, tensor, tensor.dtype, tensor.shape, nbytes, nbytes + tensor.nbytes)
                 self._places[name].append(place)
                 nbytes += _aligned(tensor.nbytes)
+        self._ordered = [*self._all_places()]
+        self._begins = [place.begin for place in self._ordered]
         self._share_bytes = _aligned(-(-nbytes // world))
         self.nbytes = world * self._share_bytes
         self.share: Any = None
         self._buffer: Any = None  # 1-D, of bytes
+        self._typed: Dict[torch.dtype, torch.Tensor] = {}  # the buffer as of other dtypes
+        self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
+        self._target: Any = None  # of a gather
         self._work: Any = None  # of the gather that nobody has waited for
         self._compared: Any = None  # of the gather of numbers before it
         self._stream: Any = None  # on which the buffer's memory was allocated
+        self._readers: List[Any] = []  # streams that have waited for the gather
+        self.owner: Optional["weakref.ref[ShardedBlocks]"] = None
         self.is_gathered = True
+        self.is_used = self.is_lent = False
 
     def shard(self) -> None:
         """Moves the parameters into the buffer, keeps this rank's part of it, and reshards it.
@@ -117,20 +129,30 @@ class Unit:
                 tensor.data = tensor.data.to(self._device)
             return
         self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=self._device)
-        self._move_into_new_buffer()
+        self._set_buffer(torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device))
+        for place in self._all_places():
+            self._take_in(place)
         if on_host:
             with collective(PURPOSE):
                 dist.broadcast(self._buffer, src=dist.get_global_rank(self._group, 0), group=self._group)
-        self._keep_own_part()
+        self.is_used = True
         self.reshard()
 
-    def _move_into_new_buffer(self):
-        buffer = torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device)
-        for place in self._all_places():
-            memory = buffer[place.begin : place.end].view(place.dtype).view(place.shape)
-            memory.copy_(place.tensor.detach())
-            place.tensor.data = memory
+    def _set_buffer(self, buffer):
+        if self._buffer is not None:
+            saved_tensors.forget(self._buffer.untyped_storage()._cdata)
         self._buffer = buffer
+        self._typed = {dtype: buffer.view(dtype) for dtype in {place.dtype for place in self._all_places()}}
+        saved_tensors.register(self, buffer.untyped_storage())
+
+    def _take_in(self, place):
+        """Moves a parameter's values into the buffer."""
+        memory = self._memory_of(place)
+        memory.copy_(place.tensor.detach())
+        place.tensor.data = memory
+
+    def _memory_of(self, place):
+        return self._buffer[place.begin : place.end].view(place.dtype).view(place.shape)
 
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
@@ -142,12 +164,17 @@ class Unit:
         """
         if self.is_gathered or self._work is not None:
             return
-        self._buffer.untyped_storage().resize_(self.nbytes)
-        self._stream = get_accelerator().current_stream()
+        if self.is_lent:
+            # The values are here, but other ranks need this rank's part. Those who have the memory may read it now.
+            self._keep_own_part()
+            self._target = torch.empty_like(self._buffer)
+        else:
+            self._buffer.untyped_storage().resize_(self.nbytes)
+            self._stream, self._target = get_accelerator().current_stream(), self._buffer
         with collective(PURPOSE):
             # First, because parts of different units may differ in size.
             self._compared = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
-            self._work = dist.all_gather_into_tensor(self._buffer, self.share, group=self._group, async_op=True)
+            self._work = dist.all_gather_into_tensor(self._target, self.share, group=self._group, async_op=True)
 
     def finish_gather(self) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered.
@@ -155,16 +182,24 @@ class Unit:
         Raises:
             DistBackendError: if the parameters could not be received.
         """
-        if self.is_gathered:
+        if not self._is_shared:
             return
-        self._wait()
-        for parameter in self._parameters.values():
-            unmark(parameter)
-        self.is_gathered = True
-        self._note_versions()
-        if self._stream is not None and get_accelerator().current_stream() != self._stream:
+        stream = get_accelerator().current_stream()
+        if not self.is_gathered:
+            self._wait()
+            for name in self._places:
+                unmark(self._parameters[name])
+            self.is_gathered = True
+            self._readers = [stream]
+            self._note_versions()
+        elif stream in self._readers:
+            return
+        else:
+            stream.wait_stream(self._readers[0])
+            self._readers.append(stream)
+        if stream != self._stream:
             # Otherwise the allocator could give the memory away, when it is resharded, while this stream reads it.
-            self._buffer.record_stream(get_accelerator().current_stream())
+            self._buffer.record_stream(stream)
 
     def _wait(self):
         if self._work is None:
@@ -174,73 +209,94 @@ class Unit:
             # The host does not wait for a GPU here, so the GPU asserts.
             torch._assert_async((self._numbers == self._number).all(), DIFFERENT)
             self._work.wait()
-        self._work = None
+        self._work = self._target = None
 
     def reshard(self) -> None:
-        """Frees the memory of the unit. What this stream was told to compute with it is computed before."""
+        """Frees the memory of the unit. What this stream was told to compute with it is computed before.
+
+        The values that the parameters have now are kept. A parameter that has another dtype or shape leaves the unit.
+        """
         if not self._is_shared:
             return
         # A gather that is on its way still writes.
         self._wait()
         if self.is_gathered:
-            if any(place.is_changed for place in self._all_places()):
-                # A backward raised and left the unit gathered, and a state dict was loaded since.
+            are_moved = self._take_back()
+            if are_moved or self.is_used or self._are_changed():
                 self._keep_own_part()
-            for name, parameter in self._parameters.items():
-                mark_sharded(parameter, name, self)
-        self.is_gathered = False
+            for name in self._places:
+                mark_sharded(self._parameters[name], name, self)
+        self.is_gathered = self.is_used = False
+        self.free()
+
+    def free(self) -> None:
+        """Frees the memory of a unit that is not gathered, unless others have views of it."""
+        storage = self._buffer.untyped_storage()
+        if self.is_gathered or self._work is not None or not storage.nbytes():
+            return
+        # Views have the buffer's storage too: the buffer, others of it, parameters, and what stands for these.
+        views = 1 + len(self._typed) + sum(map(len, self._places.values())) + len(self._aliases)
+        was_lent, self.is_lent = self.is_lent, torch._C._storage_Use_Count(storage._cdata) > 1 + views
+        if self.is_lent:
+            return
+        if was_lent:
+            self._keep_own_part()
+        self._give_back(storage)
+
+    def _give_back(self, storage):
+        if storage.resizable():
+            storage.resize_(0)
+            return
+        # Torch does not resize a storage of which a NumPy array was made, so take another one.
+        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+            self._set_buffer(torch.empty_like(self._buffer))
+            for place in self._all_places():
+                place.tensor.data = self._memory_of(place)
+        self._aliases.clear()
         self._buffer.untyped_storage().resize_(0)
 
     # Values --------------------------------------------------------------------------------------------------------
 
-    def keep_changes(self) -> None:
-        """Keeps the values that the parameters have now, while the unit is gathered.
+    def _are_changed(self):
+        """Whether a parameter was changed in place since the unit was gathered, such as by load_state_dict()."""
+        return any(place.tensor._version != place.version for place in self._all_places())
 
-        What a caller has taken of the parameters, such as a state dict, keeps its memory when the unit is resharded. A
-        parameter that has another dtype or shape leaves the unit.
-        """
-        if not self._is_shared:
-            return
-        self._let_others_leave()
-        self._move_into_new_buffer()
-        self._keep_own_part()
-
-    def _let_others_leave(self):
+    def _take_back(self):
+        """Returns whether a parameter was given other memory, and moves it back. Parameters of another kind leave."""
         for name, places in [*self._places.items()]:
             if not all(place.is_as_made for place in places):
                 warn(ANOTHER_KIND.format(name))
-                del self._places[name], self._parameters[name]
+                del self._places[name]
+        begin = self._buffer.data_ptr()
+        moved = [place for place in self._all_places() if place.tensor.data_ptr() != begin + place.begin]
+        for place in moved:
+            self._take_in(place)
+        return bool(moved)
 
     def _keep_own_part(self):
         begin = self._rank * self._share_bytes
         self.share.copy_(self._buffer[begin : begin + self._share_bytes])
-        self._note_versions()
-
-    def refuse_changes(self) -> None:
-        """Called after a forward. A parameter that the forward has given another dtype or shape leaves the unit.
-
-        Raises:
-            RuntimeError: if a parameter was changed in place since the unit was gathered.
-        """
-        if not self._is_shared:
-            return
-        self._let_others_leave()
-        for name, places in self._places.items():
-            if any(place.is_changed for place in places):
-                raise RuntimeError(CHANGED.format(name))
 
     def _note_versions(self):
         for place in self._all_places():
             place.version = place.tensor._version
 
+    @property
+    def name(self) -> str:
+        """Of the first parameter."""
+        return self._ordered[0].name
+
     def _all_places(self):
         return itertools.chain.from_iterable(self._places.values())
 
-    def has_memory_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory that is freed when the unit is resharded."""
-        if not self._is_shared or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
-            return False
-        return tensor.untyped_storage()._cdata == self._buffer.untyped_storage()._cdata
+    def parameter(self, name: str) -> Parameter:
+        """Returns a parameter, also one that has left the unit."""
+        return self._parameters[name]
+
+    def note_alias(self, alias: torch.Tensor) -> None:
+        """Called if a tensor that cannot be read has the unit's memory, which it needs not have."""
+        for tensor in plain_tensors([alias]):
+            self._aliases[id(tensor)] = tensor
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Writes this rank's part of a parameter's new values, at rest.
@@ -254,14 +310,45 @@ class Unit:
             raise ValueError(f"parameter {name} is made of {len(places)} tensors, and its new values are not")
         for place, source in zip(places, sources, strict=True):
             self._write(place, source)
+            with torch._C.DisableTorchFunctionSubclass():
+                # A backward that has read the old values is wrong.
+                torch.autograd.graph.increment_version(place.tensor)
 
     def _write(self, place, source):
+        if self.is_lent:
+            self._memory_of(place).copy_(source)
+            return
         begin = self._rank * self._share_bytes
         first, last = max(place.begin, begin), min(place.end, begin + self._share_bytes)
         if first >= last:
             return
         values = source.to(place.dtype).expand(place.shape).contiguous().view(-1).view(torch.uint8)
         self.share[first - begin : last - begin].copy_(values[first - place.begin : last - place.begin])
+
+    # What autograd saves -------------------------------------------------------------------------------------------
+
+    def place_at(self, offset: int) -> Place:
+        """Returns the place at an offset in bytes in the buffer."""
+        return self._ordered[bisect.bisect_right(self._begins, offset) - 1]
+
+    def tensor_at(self, dtype: torch.dtype, size: torch.Size, stride: Tuple[int, ...], offset: int) -> torch.Tensor:
+        """Returns a tensor in the memory of the unit, which is gathered. ``offset``: in elements of the dtype."""
+        buffer = self._typed.get(dtype)
+        return (self._buffer.view(dtype) if buffer is None else buffer).as_strided(size, stride, offset)
+
+    def pass_that_saves(self) -> Optional["GatherOrder"]:
+        """Called when autograd saves a tensor of the unit. Returns the pass to which that belongs."""
+        owner = self.owner and self.owner()
+        return owner.pass_that_saves(self) if owner else None
+
+    def gather_for_backward(self, of: Optional["GatherOrder"] = None) -> None:
+        """Called when a backward reads the unit. ``of``: the pass in which what it reads was saved."""
+        owner = self.owner and self.owner()
+        if owner:
+            owner.gather_for_backward(self, of)
+        if not self.is_gathered:
+            raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
+        self.finish_gather()
 
 
 def _aligned(nbytes):

@@ -1,0 +1,159 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What autograd saves of parameters that are sharded (``compile.shard_frozen``).
+
+Autograd saves a handle in place of a tensor in a unit's memory. A backward that reads the tensor turns the handle into
+a tensor again, and the unit is gathered then. So a backward finds the parameters whole whatever way the backward came,
+and no saved tensor keeps the memory of a unit.
+"""
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, NamedTuple, Optional, Tuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from .gather_order import GatherOrder
+    from .unit import Place, Unit
+
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: {} is at version "
+    "{}; expected version {} instead"
+)
+
+# Address of the storage of a unit's memory -> the unit.
+_UNITS: Dict[int, "weakref.ref[Unit]"] = {}
+
+
+def register(unit: "Unit", storage: torch.UntypedStorage) -> None:
+    """Makes autograd save handles in place of tensors in ``storage``, which the unit keeps."""
+    _UNITS[storage._cdata] = weakref.ref(unit)
+    weakref.finalize(unit, forget, storage._cdata).atexit = False
+
+
+def forget(storage: int) -> None:
+    """Ends what :func:`register` did for the storage at an address."""
+    _UNITS.pop(storage, None)
+
+
+class _Handle(NamedTuple):
+    """Stands for a tensor in the memory of a unit.
+
+    Attributes:
+        unit: the unit.
+        of: the pass in which the tensor was saved, if any.
+        dtype, size, stride, offset: of the tensor.
+        place, version: of the parameter, and the parameter's version when the tensor was saved.
+    """
+
+    unit: "Unit"
+    of: Optional["GatherOrder"]
+    dtype: torch.dtype
+    size: torch.Size
+    stride: Tuple[int, ...]
+    offset: int
+    place: "Place"
+    version: int
+
+    def tensor(self) -> torch.Tensor:
+        self.unit.gather_for_backward(self.of)
+        if self.place.tensor._version != self.version:
+            name = f"parameter {self.place.name}"
+            raise RuntimeError(MODIFIED.format(name, self.place.tensor._version, self.version))
+        return self.unit.tensor_at(self.dtype, self.size, self.stride, self.offset)
+
+
+class _Wrapper(NamedTuple):
+    """Stands for a tensor that is made of others, of which a unit has some."""
+
+    kind: Any
+    context: Any
+    size: torch.Size
+    stride: Tuple[int, ...]
+    inner: Dict[str, Any]
+
+    def tensor(self) -> torch.Tensor:
+        inner = {name: _unpack(packed) for name, packed in self.inner.items()}
+        return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+
+
+def _stand_in(tensor):
+    """Returns what stands for a tensor, or None if no unit has the tensor."""
+    if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
+        return _wrapper(tensor)
+    try:
+        reference = _UNITS.get(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        # Such as a sparse tensor, which has no memory of its own.
+        return None
+    unit = None if reference is None else reference()
+    # A lazy conjugate keeps the memory of its unit.
+    if unit is None or tensor.is_conj() or tensor.is_neg():
+        return None
+    offset = tensor.storage_offset()
+    place = unit.place_at(offset * tensor.element_size())
+    of = unit.pass_that_saves()
+    return _Handle(unit, of, tensor.dtype, tensor.size(), tensor.stride(), offset, place, place.tensor._version)
+
+
+def _wrapper(tensor):
+    names, context = tensor.__tensor_flatten__()
+    tensors = {name: getattr(tensor, name) for name in names}
+    stand_ins = {name: _stand_in(each) for name, each in tensors.items()}
+    if all(each is None for each in stand_ins.values()):
+        return None
+    inner = {name: _pack(each) if stand_ins[name] is None else stand_ins[name] for name, each in tensors.items()}
+    return _Wrapper(type(tensor), context, tensor.size(), tensor.stride(), inner)
+
+
+def _pack(tensor):
+    stand_in = _stand_in(tensor)
+    # Torch compares no versions of tensors that hooks have packed.
+    return (tensor, tensor._version) if stand_in is None else stand_in
+
+
+def _unpack(packed):
+    if isinstance(packed, (_Handle, _Wrapper)):
+        return packed.tensor()
+    tensor, version = packed
+    if tensor._version != version:
+        name = f"[{tensor.type()} {list(tensor.shape)}]"
+        raise RuntimeError(MODIFIED.format(name, tensor._version, version))
+    return tensor
+
+
+def _above(pack_other: Callable, unpack_other: Callable) -> Tuple[Callable, Callable]:
+    """Returns hooks that leave all tensors but those of units to a caller's hooks, such as those of checkpointing."""
+
+    def pack(tensor):
+        stand_in = _stand_in(tensor)
+        return pack_other(tensor) if stand_in is None else stand_in
+
+    def unpack(packed):
+        return packed.tensor() if isinstance(packed, (_Handle, _Wrapper)) else unpack_other(packed)
+
+    setattr(pack, _OURS, True)
+    return pack, unpack
+
+
+_OURS = "_saves_handles"
+setattr(_pack, _OURS, True)
+
+
+def saving_handles() -> ContextManager[Any]:
+    """Returns a context in which autograd saves handles in place of tensors in the memory of units.
+
+    Torch calls only the hooks of saved tensors that were registered last. A caller's hooks are called from these.
+    """
+    current = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if current is None:
+        if not (torch.is_grad_enabled() or torch._C._autograd._saved_tensors_hooks_is_enabled()):
+            # Nothing is saved, and torch would not have hooks here.
+            return contextlib.nullcontext()
+        return saved_tensors_hooks(_pack, _unpack)
+    if hasattr(current[0], _OURS):
+        return contextlib.nullcontext()
+    return saved_tensors_hooks(*_above(*current))
