@@ -125,6 +125,26 @@ class CheckpointingInside(EagerAdapted):
         return Output(x + checkpoint(self.part, self.norm(x), use_reentrant=False))
 
 
+class Scale(torch.autograd.Function):
+    """It keeps a tensor in another way than autograd's."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.scale = scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.scale, None
+
+
+class KeepingAdapted(AdaptedBlock):
+    """Its backward reads only what a function of its own has kept, and it returns an object."""
+
+    def forward(self, x):
+        return Output(x + Scale.apply(self.second(self.first(x))[..., :WIDTH], self.norm.weight))
+
+
 class CastingAdapted(AdaptedBlock):
     """The forward gives a frozen parameter the dtype of its input, as bitsandbytes does with the bias of a layer."""
 
@@ -310,6 +330,7 @@ HIDING = {
     "slots": model_of(of_block=SlotsAdapted, run_block=through_objects),
     "attribute": model_of(of_block=AttributeAdapted, run=through_attributes),
     "eager": model_of(of_block=EagerAdapted, run_block=through_objects),
+    "keeping": model_of(of_block=KeepingAdapted, run_block=through_objects),
     "checkpointing inside": model_of(of_block=CheckpointingInside, run_block=through_objects),
 }
 

@@ -22,7 +22,7 @@ from . import find_loss, guards, loss, lowering
 from .compilation_limit import CompilationLimit, own_code
 from .frames import Registrations, one_more_input, traced_registrations
 from .reductions import donate_gradients, finish_backward_graph, index_of, insert_reductions
-from .split import split_joint
+from .split import save_by_hooks, split_joint
 
 if TYPE_CHECKING:
     from ..gather_hooks import Waiting
@@ -48,6 +48,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         debug_log: whether to log the split graphs.
         lies_anywhere: for each input of the graph, whether it may lie at an address of any alignment.
         budget: as in :func:`split_joint`.
+        sharded: indices of the graph's inputs that are sharded between its forward and its backward.
     """
 
     slots: Mapping[int, int]
@@ -56,16 +57,18 @@ class ReduceGradPartitioner(CustomPartitionerFn):
     debug_log: bool
     lies_anywhere: Sequence[bool]
     budget: Optional[float]
+    sharded: Sequence[int] = ()
 
     def uuid(self) -> bytes:
         """Identifies this partitioner in the keys of torch's caches."""
         schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
         slots = sorted(self.slots.items())
         key = cache_key(), schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere, self.budget
-        return hashlib.sha256(repr(key).encode()).digest()
+        return hashlib.sha256(repr((*key, self.sharded)).encode()).digest()
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
         insert_reductions(gm, self.slots)
+        save_by_hooks(gm, self.sharded)
         forward, backward = split_joint(gm, joint_inputs, self.budget, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
         if kwargs.get("compiler") != "inductor":
@@ -116,7 +119,7 @@ class Backend:
         lowering.register()
         # Do not keep the plan, which holds the blocks: Dynamo's caches hold this backend after the engine is gone.
         self._compiler, self._dynamic, self._debug_log = plan.backend, plan.dynamic, plan.debug_log
-        self._budget = plan.activation_budget
+        self._budget, self._shards = plan.activation_budget, plan.shards_frozen
         self._has_blocks = bool(plan.blocks)
         self._limit, self._waiting = limit, waiting
         self._compiling = overriding(features, "compiling")
@@ -200,8 +203,13 @@ class Backend:
         ]
         slots = {index: slot for slot, index in enumerate(reduced, start=1)}
         lies_anywhere = [not self._are_aligned and id(value) in self._own for value in inputs]
+        sharded = [
+            index
+            for index, value in enumerate(inputs)
+            if self._shards and isinstance(value, torch.nn.Parameter) and not value.requires_grad
+        ]
         partitioner = ReduceGradPartitioner(
-            slots, frame.graph_id, frame.release_reduce_buckets, self._debug_log, lies_anywhere, self._budget
+            slots, frame.graph_id, frame.release_reduce_buckets, self._debug_log, lies_anywhere, self._budget, sharded
         )
         if not reduced:
             return self._compile(gm, inputs, frame, partitioner)

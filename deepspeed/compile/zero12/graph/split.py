@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Splits a joint graph as torch does, with two differences.
+"""Splits a joint graph as torch does, with some differences.
 
 torch has one budget of activations for a whole process, and here each engine has its own. And torch computes in the
 backward again what is not the same there: within a budget random numbers (pytorch/pytorch issue 190758) and operators
@@ -15,7 +15,7 @@ from typing import Any, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch._functorch import config, partitioners
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 from torch.fx import Graph, GraphModule, Node
 
 
@@ -107,3 +107,17 @@ def _values(node: Node) -> List[Node]:
         return [node]
     # Several: in a tuple, or in what a higher-order operator returns.
     return [value for user in node.users if user.target is operator.getitem for value in _values(user)]
+
+
+def save_by_hooks(joint: GraphModule, inputs: Sequence[int]) -> None:
+    """Makes autograd call hooks for saved ``inputs`` of a frame.
+
+    Torch saves without hooks what an ``autograd.Function`` in a graph has kept in another way than autograd's.
+    """
+    for placeholder in joint.graph.find_nodes(op="placeholder"):
+        descriptor = placeholder.meta.get("desc")
+        # A part of a parameter that is made of others.
+        while hasattr(descriptor, "base"):
+            descriptor = descriptor.base
+        if isinstance(descriptor, PlainAOTInput) and descriptor.idx in inputs:
+            placeholder.meta.pop("saved_tensor_with_no_vc_check", None)
