@@ -23,7 +23,7 @@ from deepspeed.compile.zero12.unit import Unit
 from deepspeed.compile.zero12.update.blockwise import FORM, zeros
 
 from support.checkpoints import EXACT
-from support.frozen import HIDING, MODELS, WIDTH, AdaptedBlock, late, model_of
+from support.frozen import CHANGING, HIDING, MODELS, WIDTH, AdaptedBlock, late, model_of
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.options import outcome
@@ -44,7 +44,7 @@ WHOLE = {"compile": {"regional_compilation": True}}
 
 def build(model, seed=0):
     torch.manual_seed(seed)
-    return {**MODELS, **HIDING}[model]().to(device())
+    return {**MODELS, **HIDING, "changing": CHANGING}[model]().to(device())
 
 
 def make(model, config, seed=0, **case):
@@ -267,6 +267,12 @@ REFUSED = {
         *(saved_checkpoint, made_trainable, made_trainable_in_place),
     )
 }
+
+
+def test_a_change_in_a_forward_is_kept(ranks):
+    """What a forward writes into a gathered block would be lost when the block is given back."""
+    for result in ranks(2).run(compare, "changing", steps=2):
+        assert result.same and result.at_rest == 24
 
 
 def given_another_kind():

@@ -335,6 +335,18 @@ FAULTS = {
         {"        self._owner.begin(unit)\n        unit.finish_gather()\n": "        unit.finish_gather()\n"},
         ("test_shard_frozen.py",),
     ),
+    "frozen parameters read before they came": Fault(
+        "a backward does not gather the frozen parameters that it reads",
+        ZERO12 + "saved_tensors.py",
+        {"        self.unit.gather_for_backward(self.of)\n": ""},
+        ("test_shard_frozen.py",),
+    ),
+    "change by data": Fault(
+        "what a forward changes in frozen parameters by .data is lost",
+        ZERO12 + "sharded_blocks.py",
+        {"            unit.is_used = True\n            with": "            with"},
+        ("test_shard_frozen.py",),
+    ),
     # A checkpoint ---------------------------------------------------------------------------------------------------
     "load keeps gradients": Fault(
         "gradients of the micro-batches before a checkpoint was loaded are in the next step",

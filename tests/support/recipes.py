@@ -19,7 +19,7 @@ STEPS = ("counted", "boundary", "no_sync", "coalesce_grad_reduction")
 EVALUATIONS = (None, "no_grad", "inference_mode", "in training mode", "with gradients", "for a gradient of its output")
 KINDS = (
     *("linear", "block", "norm", "gain", "empty", "scalar", "sum of two"),
-    *("token", "positions", "convolution", "max norm", "dropout", "noise"),
+    *("token", "positions", "convolution", "max norm", "dropout", "noise", "unseen", "in place"),
 )
 # Which parameters of a piece do not train: the first of its first module, all but the last of each, or all.
 FREEZES = {
@@ -208,6 +208,41 @@ class Dropout(Gain):
         return F.dropout(super().forward(x), 0.25, self.training)
 
 
+class Hidden:
+    """Neither torch nor ``vars()`` finds the tensor in it."""
+
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+class Unseen(nn.Module):
+    """A linear layer that returns an object; :meth:`through` returns what is in it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return Hidden(self.linear(x))
+
+    def through(self, x):
+        return self(x).x
+
+
+class InPlace(Unseen):
+    """Adds to its input in place, and returns nothing."""
+
+    def forward(self, x):
+        x.add_(self.linear(x.clone()))
+
+    def through(self, x):
+        x = x.clone()
+        self(x)
+        return x
+
+
 MAKE = {
     "linear": lambda width: nn.Linear(width, width),
     "block": Itself,
@@ -222,6 +257,8 @@ MAKE = {
     "max norm": MaxNorm,
     "dropout": Dropout,
     "noise": Noise,
+    "unseen": Unseen,
+    "in place": InPlace,
 }
 
 
@@ -261,6 +298,7 @@ class Body(nn.Module):
         return strike(x)
 
     def in_graph(self, piece, module, x):
+        module = module.through if isinstance(module, Unseen) else module
         if piece.checkpointed is None:
             return torch.tanh(x + module(x))
         return torch.tanh(x + checkpoint(module, x, use_reentrant=piece.checkpointed))
