@@ -113,7 +113,7 @@ models: toolchain $(FORK) $(FRONTS)
 
 optimizers: toolchain $(FORK) $(FRONTS)
 	echo "Training with each optimizer of torch and of the packages that are installed ..."
-	$(RUN) pytest -q tests/test_optimizers.py --every-optimizer
+	$(RUN) TORCHINDUCTOR_VEC_ISA_OK=1 pytest -q tests/test_optimizers.py --every-optimizer
 
 sanitize: toolchain $(FORK)
 	for name in libasan libtsan libubsan; do \
