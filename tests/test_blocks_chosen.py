@@ -127,12 +127,10 @@ def test_blocks_that_cannot_be_compiled(find_blocks, change, why):
         find_blocks(model, [name])
 
 
-def no_limit():
+def no_limit(model):
     from deepspeed.compile.zero12.graph.compilation_limit import CompilationLimit
-    from deepspeed.compile.zero12.native import reducer_module
 
-    no_engine = {"overlap": True, "synchronize_before": False, "synchronize_after": False}
-    return CompilationLimit(8, reducer_module().Reducer(identity=0, bucket_numel=1, send_numel=1, **no_engine))
+    return CompilationLimit(model, 8)
 
 
 def test_pickled_and_copied():
@@ -144,7 +142,7 @@ def test_pickled_and_copied():
     expected = model(x)
     blocks = find_blocks(model, True)
     undo = contextlib.ExitStack()
-    compile_blocks(model, blocks, run_as_traced, {}, no_limit(), undo)
+    compile_blocks(model, blocks, run_as_traced, {}, no_limit(model), undo)
     assert [each._compiled_call_impl is not None for each in (model, *blocks)] == [True] * 3
     assert find_blocks(model, True) == blocks
     for duplicate in (copy.copy(model), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -163,7 +161,7 @@ def test_what_the_caller_compiled_since_stays():
 
     model = Model(width=4, depth=2)
     undo = contextlib.ExitStack()
-    compile_blocks(model, list(model.blocks), run_as_traced, {}, no_limit(), undo)
+    compile_blocks(model, list(model.blocks), run_as_traced, {}, no_limit(model), undo)
     model.blocks[0].compile(backend="eager")
     since = model.blocks[0]._compiled_call_impl
     undo.close()
@@ -179,7 +177,7 @@ def test_calls_are_taken_out_in_any_order(order, compiled):
     module = Block(4)
     if compiled:
         module.compile(backend="eager")
-    before, calls = dict(vars(module)), [CallOfModule(module, module._call_impl, no_limit()) for _ in range(3)]
+    before, calls = dict(vars(module)), [CallOfModule(module, module._call_impl, no_limit(module)) for _ in range(3)]
     for call in calls:
         call.put_in()
     there = list(calls)
@@ -200,7 +198,7 @@ def test_options_are_not_used_up():
     nested.layers = ModuleList([BreakingBlock(4), BreakingBlock(4)])
     blocks = find_blocks(nested, ["Block", "BreakingBlock"])
     undo = contextlib.ExitStack()
-    compile_blocks(nested, blocks, run_as_traced, {"options": options}, no_limit(), undo)
+    compile_blocks(nested, blocks, run_as_traced, {"options": options}, no_limit(nested), undo)
     nested.stages(torch.ones(1, 4))
     once = len(seen)
     nested.layers[0](torch.ones(1, 4))
@@ -309,7 +307,7 @@ def test_blocks_of_another_engine():
     model = BlocksWithin()
     blocks, _ = chosen(model)
     undo = contextlib.ExitStack()
-    compile_blocks(model, blocks, run_as_traced, {}, no_limit(), undo)
+    compile_blocks(model, blocks, run_as_traced, {}, no_limit(model), undo)
     with pytest.raises(ValueError, match="Body is compiled by another engine, which trains other parameters"):
         refuse_blocks_of_others(model)
     # What blocks there are does not depend on it.

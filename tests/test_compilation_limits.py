@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
-from support.models import VOCABULARY, Block, Model
+from support.models import VOCABULARY, Block, BlocksWithin, Model
 from support.training import Case, batch
 
 # How a warning says that training goes on without compiling.
@@ -129,7 +129,7 @@ def test_limit_is_reached_in_generated_code(ranks):
 
 
 def evaluate_and_train(case, limit):
-    """Evaluates and generates sequences of many lengths, before training and between its steps."""
+    """Evaluates sequences of many lengths, before training and between its steps."""
     torch.manual_seed(0)
     with warnings_logged() as warnings, torch._dynamo.config.patch(recompile_limit=limit):
         pair = Beside(Model(width=4, depth=2), case)
@@ -147,6 +147,43 @@ def test_evaluation_uses_nothing_up(ranks, regional, from_graphs):
     (result,) = check(ranks(1).run(evaluate_and_train, static(regional), limit=3))
     assert result.from_graphs == [from_graphs] * 3
     assert not result.given_up
+
+
+def compilations_without_gradients(case):
+    """Returns how many graphs were compiled by calls without gradients, by what the calls were.
+
+    The graphs of a whole step have been compiled by then.
+    """
+    torch.manual_seed(0)
+    pair = Beside(BlocksWithin(), case)
+    pair.step(ids_of(0))
+    seen, stats = {}, torch._dynamo.utils.counters["stats"]
+
+    def count(what, *mode):
+        before = stats["unique_graphs"]
+        pair.module.train(mode[0])
+        # Some trainers leave a part in another mode than the module that they train.
+        pair.module.body.train(mode[1])
+        with torch.no_grad():
+            pair.engine(ids_of(1))
+        seen[what] = stats["unique_graphs"] - before
+
+    count("evaluation", False, False)
+    count("evaluation of a part in training mode", False, True)
+    count("training", True, True)
+    count("training of a part in evaluation mode", True, False)
+    pair.end()
+    return seen
+
+
+@vary("regional, graphs", [(None, 2), (False, 1)], expects="graphs")
+def test_evaluation_compiles_nothing(ranks, regional, graphs):
+    """The first evaluation would take as long as the first step, though a page says that it runs uncompiled.
+
+    Or GradCache's forward without gradients would run uncompiled, and draw other numbers than the one with them.
+    """
+    (seen,) = ranks(1).run(compilations_without_gradients, static(regional))
+    assert list(seen.values()) == [0, 0, graphs, 0], seen
 
 
 def make_engines(case, number, limit):

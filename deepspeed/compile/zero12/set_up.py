@@ -89,7 +89,7 @@ def set_up(
         profiler = engine._config.flops_profiler_config
         undo.callback(setattr, profiler, "enabled", profiler.enabled)
         profiler.enabled = False
-        limit = CompilationLimit(plan.compilations, raises=plan.fullgraph)
+        limit = CompilationLimit(module, plan.compilations, raises=plan.fullgraph)
         graphs = Backend(
             plan,
             compile_blocks.reducible_in_all(plan.blocks, parameters_reduced_by_graphs(optimizer)),

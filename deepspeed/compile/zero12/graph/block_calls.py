@@ -112,10 +112,21 @@ class CallOfCaller(Call):
 
     If the compiler traced the module, it would trace into each block again and again. Also, some models ask whether
     they are traced, and attention then gets a mask in memory instead of the word "causal".
+
+    Args:
+        module: the module.
+        limit, waiting, sharded: as in :class:`CallOfBlock`.
     """
 
-    def __init__(self, module: Module, waiting: Optional["Waiting"], sharded: Optional["ShardedBlocks"]):
+    def __init__(
+        self,
+        module: Module,
+        limit: "CompilationLimit",
+        waiting: Optional["Waiting"],
+        sharded: Optional["ShardedBlocks"],
+    ):
         super().__init__(module, breaks_graphs=True)
+        self._limit = limit
         self._waiting = waiting
         self._sharded = sharded
 
@@ -125,12 +136,15 @@ class CallOfCaller(Call):
         if waiting is not None:
             waiting.enter(caller)
         if self._sharded is None:
-            output = caller._call_impl(*args, **kwargs)
+            output = self._call(caller, *args, **kwargs)
         else:
-            output = self._sharded.call_caller(caller, caller._call_impl, args, kwargs)
+            output = self._sharded.call_caller(caller, functools.partial(self._call, caller), args, kwargs)
         if waiting is not None:
             waiting.leave()
         return output
+
+    def _call(self, caller, /, *args, **kwargs):
+        return self._limit.call_module(caller, None, args, kwargs)
 
 
 class CallOfBlock(Call):

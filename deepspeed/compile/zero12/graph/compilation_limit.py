@@ -3,16 +3,19 @@
 """Limits how often code is compiled again.
 
 Dynamo compiles a frame again for other shapes, other layers and other branches, and runs the frame uncompiled once a
-limit is reached. Dynamo's own limit does not suit training: evaluation, generation and earlier engines use up
-compilations that training needs, without a message. So this file lifts Dynamo's limit. A :class:`CompilationLimit`
-counts compilations for one engine, separately for training and evaluation. A rank whose engine reaches the limit goes
-on without compiled code; the other ranks need not follow.
+limit is reached. Dynamo's own limit does not suit training: earlier engines use up compilations that training needs,
+without a message. So this file lifts Dynamo's limit, and a :class:`CompilationLimit` counts compilations for one
+engine. A rank whose engine reaches the limit goes on without compiled code; the other ranks need not follow.
+
+Evaluation and generation run uncompiled: they take other shapes than training, and a rank may run them alone.
 """
 
 import collections
 import contextlib
+import threading
 import types
-from typing import Any, Callable, Dict, Tuple
+import weakref
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -39,11 +42,18 @@ def own_code(function: Callable) -> types.FunctionType:
     return types.FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
 
 
+class _Thread(threading.local):
+    """What a thread does: whether it is in a call of the engine's module, or of a part of it, that trains."""
+
+    trains = False
+
+
 class CompilationLimit:
     """Decides whether an engine's module, or one of its blocks, runs compiled.
 
     Args:
-        limit: how often one frame may be compiled for training, and as often again for evaluation.
+        module: the engine's module.
+        limit: how often one frame may be compiled with gradients, and as often again without them.
         raises: whether too many compilations are an error, as ``fullgraph`` asks.
 
     Attributes:
@@ -54,29 +64,33 @@ class CompilationLimit:
     # for example the rest of a function after a graph break, and Dynamo counts all compilations of its frame.
     _is_near = False
 
-    def __init__(self, limit: int, raises: bool = False):
+    def __init__(self, module: torch.nn.Module, limit: int, raises: bool = False):
+        # Dynamo's caches hold this object after the engine is gone.
+        self._module = weakref.ref(module)
         self._limit = limit
         self._raises = raises
         # Read Dynamo's limit now, because the limit is lifted while frames are compiled.
         self._limit_of_dynamo = torch._dynamo.config.recompile_limit
         self._compilations = collections.defaultdict(collections.Counter)
-        self._evaluating = False
-        self._evaluation_is_over = False
-        self._trains_in_eval_mode = False
+        self._thread = _Thread()
         self._has_warned = self._has_warned_of_hooks = False
         self._is_reached = False
         self.has_stopped = False
 
-    def trains(self, module: torch.nn.Module) -> bool:
-        """Whether a call of ``module`` belongs to training, and not to evaluation or generation.
+    def trains(self, args: Tuple, kwargs: Dict[str, Any]) -> bool:
+        """Whether a call with these arguments, of the module or of a part of it, belongs to training.
 
         Gradient mode alone does not decide: checkpointing runs a forward without gradients, and runs the forward again
         with gradients in the backward. Both runs must use the same code, or they would draw different random numbers.
+        So a call without gradients trains within a call that trains. Elsewhere the mode of the engine's module
+        decides, because trainers may leave a part of the module in evaluation mode while the engine trains.
         """
         if torch.is_grad_enabled():
-            self._trains_in_eval_mode = self._trains_in_eval_mode or not module.training
             return True
-        return module.training or self._trains_in_eval_mode
+        if generates(args, kwargs):
+            return False
+        module = self._module()
+        return self._thread.trains or (module is not None and module.training)
 
     def is_off(self) -> bool:
         """Whether modules run uncompiled: this rank has stopped, or hooks of all modules are registered.
@@ -98,25 +112,23 @@ class CompilationLimit:
     def call_block(
         self, block: torch.nn.Module, compiled: Callable, uncompiled: Callable, args: Tuple, kwargs: Dict[str, Any]
     ) -> Any:
-        """Calls the forward of a block: ``compiled`` in training, and ``uncompiled`` in evaluation and generation."""
-        if self.has_stopped or not self.trains(block) or generates(args, kwargs):
+        """Calls the forward of a block: ``compiled`` in training, and otherwise ``uncompiled``."""
+        if self.has_stopped or not self.trains(args, kwargs):
             return uncompiled(block, *args, **kwargs)
         return self._call(compiled, (block, *args), kwargs)
 
-    def call_module(self, module: torch.nn.Module, compiled: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
-        """Calls a module: ``compiled``, unless modules run uncompiled."""
-        if self.is_off() or generates(args, kwargs):
-            return module._call_impl(*args, **kwargs)
-        if self.trains(module):
-            return self._call(compiled, args, kwargs)
-        before, self._evaluating = self._evaluating, True
+    def call_module(
+        self, module: torch.nn.Module, compiled: Optional[Callable], args: Tuple, kwargs: Dict[str, Any]
+    ) -> Any:
+        """Calls the engine's module or a module that calls blocks: ``compiled`` in training, if there is something."""
+        before, trains = self._thread.trains, self.trains(args, kwargs)
+        self._thread.trains = trains
         try:
-            if not self._evaluation_is_over:
-                return self._call(compiled, args, kwargs)
-            with torch.compiler.set_stance("eager_on_recompile"):
-                return self._call(compiled, args, kwargs)
+            if compiled is None or not trains or self.is_off():
+                return module._call_impl(*args, **kwargs)
+            return self._call(compiled, args, kwargs)
         finally:
-            self._evaluating = before
+            self._thread.trains = before
 
     def _call(self, compiled, args, kwargs):
         """Calls ``compiled`` in a context in which Dynamo compiles frames again without a limit of its own."""
@@ -162,17 +174,9 @@ class CompilationLimit:
         if compilations == 1:
             # The frame is new, or torch._dynamo.reset() has dropped its compilations.
             self._compilations[frame].clear()
-        # A forward without gradients, of checkpointing or of generation in training mode, has a count of its own.
-        purpose = self._evaluating, torch.is_grad_enabled()
-        self._compilations[frame][purpose] += 1
-        count = self._compilations[frame][purpose]
-        if self._evaluating:
-            if count > self._limit and not self._evaluation_is_over:
-                self._evaluation_is_over = True
-                logger.warning(
-                    f"Evaluation had one frame compiled {count} times; further shapes are evaluated uncompiled"
-                )
-            return
+        # A forward without gradients, as of checkpointing, has a count of its own.
+        self._compilations[frame][torch.is_grad_enabled()] += 1
+        count = self._compilations[frame][torch.is_grad_enabled()]
         if count > self._limit:
             if self._raises or torch._dynamo.config.fail_on_recompile_limit_hit:
                 raise RuntimeError(f"DeepCompile compiled one frame more than {self._limit} times; {_REMEDY}")

@@ -74,7 +74,7 @@ def compile_blocks(
     # Change modules only after all options were read: a model is changed as a whole or not at all.
     for kind in {type(block): None for block in blocks}:
         compiled.of(kind)
-    calls: List[Call] = [CallOfCaller(caller, waiting, sharded) for caller in callers_of(module, blocks)]
+    calls: List[Call] = [CallOfCaller(caller, limit, waiting, sharded) for caller in callers_of(module, blocks)]
     calls.extend(CallOfBlock(block, compiled.of, limit, waiting, sharded) for block in blocks)
     for call in calls:
         undo.callback(call.take_out)
