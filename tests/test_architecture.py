@@ -40,7 +40,7 @@ zero12.gather_hooks zero12.gather_order
 zero12.sharded_blocks
 zero12.state zero12.eight_bit_states
 zero12.optimizer
-zero12.graph.block_calls zero12.graph.guards
+zero12.graph.block_calls zero12.graph.guards zero12.graph.reasons
 zero12.graph.compilation_limit zero12.graph.frames zero12.graph.loss zero12.graph.lowering
 zero12.graph.reductions zero12.graph.split zero12.graph.choose_blocks
 zero12.graph.chunked_loss
@@ -51,7 +51,7 @@ zero12.self_compile
 zero12.forward
 zero12 zero12.set_up
 init_z1_and_2
-features.liger.feature features.monitoring.feature features.progress.feature features.report features.schedulers
+features.dora.feature features.liger.feature features.monitoring.feature features.progress.feature features.report features.schedulers
 features.memory_picture.data
 features.memory_picture.classify features.memory_picture.draw_png features.memory_picture.draw_html
 features.memory_picture.record features.memory_picture.files

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
 from support.models import VOCABULARY, Block, BlocksWithin, Model
-from support.training import Case, batch
+from support.training import REGIONAL, Case, batch
 
 # How a warning says that training goes on without compiling.
 GAVE_UP = re.compile("without compiled code")
@@ -82,6 +82,45 @@ def test_limit_is_reached(ranks, stage, world, rank, what, regional):
     check_given_up(ranks(world).run(train, static(regional, stage=stage), what, rank, limit=1))
 
 
+class Cut(Branching):
+    """The graph of each block ends early, too."""
+
+    class block(Branching.block):
+        def forward(self, x):
+            x = super().forward(x)
+            torch._dynamo.graph_break()
+            return x * (1 + int(self.branch) / 8)
+
+
+def warned_of(make, case, steps):
+    """Takes steps with another branch each time; returns the warnings of compilations."""
+    torch.manual_seed(0)
+    with warnings_logged() as warnings:
+        pair = Beside(make(width=4, depth=2), case)
+        for step in range(steps):
+            for model in (pair.module, pair.plain):
+                for block in model.blocks:
+                    block.branch = str(step)
+            pair.step(ids_of(step))
+        check([pair.end()])
+    return [warning for warning in warnings if "compiled" in warning]
+
+
+FAILED_GUARD = r"a frame of block, because this guard of Dynamo failed: .*branch == '\d'.*in forward"
+
+
+@vary("make, limit", [(Branching, 8), (Cut, 2)], expects="limit")
+def test_warnings_say_what_dynamo_says(ranks, make, limit):
+    """A warning would blame a cache or other shapes where a branch is to blame, or hide where a graph ends early."""
+    case = Case(config=REGIONAL, compile_kwargs={"recompile_limit": limit})
+    ((warning,),) = ranks(1).run(warned_of, make, case, steps=6)
+    begins = "DeepCompile has compiled one frame 5 times" if limit > 2 else "rank 0 goes on without compiled code"
+    assert re.search(f"{begins}: {FAILED_GUARD}", warning), warning
+    assert "cache" not in warning and "shapes" not in warning, warning
+    graph_break = re.search(r"A graph of block ends early, at (\S+):\d+ \(User-inserted graph break", warning)
+    assert (graph_break and graph_break[1]) == (__file__ if make is Cut else None), warning
+
+
 class Logging(Model):
     """Logs its loss under a new name in each step, as Lightning's ``log()`` does: a frame that has no parameters."""
 
@@ -120,7 +159,7 @@ def test_frames_without_parameters_do_not_count(ranks):
     """A frame that logs, and is compiled in each step, would end the compiling of those that train."""
     (result,) = check(ranks(1).run(train_logging, static(False)))
     assert not result.given_up and result.from_graphs[-1] > 0, result
-    assert not [warning for warning in result.warnings if "again and again" in warning], result
+    assert not [warning for warning in result.warnings if "has compiled one frame" in warning], result
 
 
 @pytest.mark.slow

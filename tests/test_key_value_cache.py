@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed.compile.zero12 import wait_for_parameters
 from deepspeed.compile.zero12.key_value_cache import train_without_cache
 
+from support.beside import warnings_logged
 from support.ids import vary
 from support.models import Model, qwen3_config
 from support.training import OVERLAPPED, batch, compile_backend, device, engine_by_configuration
@@ -84,6 +85,26 @@ def test_training_forwards_keep_no_cache(ranks):
     assert without.use_cache is False and not without.cache_in_evaluation
     # The test could not fail if the cache cost no graphs.
     assert asked_for.cache_in_training and asked_for.graphs > without.graphs
+
+
+def warned_of_a_cache(**asked):
+    """Returns the warnings of a training forward of six layers that say to train without a cache."""
+    torch._dynamo.reset()
+    engine = engine_by_configuration(language_model(6, 32, None), True)
+    ids = torch.arange(24, device=device()).view(2, 12)
+    with compile_backend("eager"), warnings_logged() as warnings:
+        engine(input_ids=ids, labels=ids, **asked)
+    engine.destroy()
+    return [warning for warning in warnings if "Train without a cache of keys and values" in warning]
+
+
+@pytest.mark.slow
+def test_a_cache_for_which_layers_are_compiled_again(ranks):
+    """The warning would not say what to do, or what it says to do would not help."""
+    pytest.importorskip("transformers")
+    ((warning,),) = ranks(1).run(warned_of_a_cache, use_cache=True)
+    assert warning.startswith("[Rank 0] DeepCompile has compiled one frame 5 times: a frame of Qwen3DecoderLayer")
+    assert ranks(1).run(warned_of_a_cache) == [[]]
 
 
 class Pretrained(torch.nn.Module):

@@ -11,4 +11,4 @@ doors of a part, which has those that it needs:
 - ``feature.py``: ``FEATURE``, a class of ``zero12/feature.py`` whose methods the core calls.
 """
 
-NAMES = ("liger", "memory_picture", "monitoring", "progress", "report", "schedulers")
+NAMES = ("dora", "liger", "memory_picture", "monitoring", "progress", "report", "schedulers")

@@ -18,7 +18,7 @@ from deepspeed.utils import logger
 
 from ...fx import should_release_reduce_buckets
 from ..feature import Feature, overriding
-from . import find_loss, guards, loss, lowering
+from . import find_loss, guards, loss, lowering, reasons
 from .compilation_limit import CompilationLimit, own_code
 from .frames import Registrations, one_more_input, traced_registrations
 from .reductions import donate_gradients, finish_backward_graph, index_of, insert_reductions
@@ -151,7 +151,7 @@ class Backend:
             mode, options: as in ``torch.compile``.
         """
         guards.guard_all()
-        frame = _Frame(*self._reductions(example_inputs), mode, options)
+        frame = _Frame(*self._reductions(gm, example_inputs, block), mode, options)
         with contextlib.ExitStack() as stack:
             for compiling in self._compiling:
                 stack.enter_context(compiling(block, frame.graph_id))
@@ -175,7 +175,7 @@ class Backend:
         before = self._waiting and self._waiting.before_graph(example_inputs)
         return _preceded(compiled, before) if before else compiled
 
-    def _reductions(self, example_inputs) -> Tuple[Optional[int], bool]:
+    def _reductions(self, gm, example_inputs, block) -> Tuple[Optional[int], bool]:
         """Returns the graph id and whether to release buckets, as in a :class:`_Frame`.
 
         The inputs alone decide, whether or not the graph is found in a cache.
@@ -186,7 +186,8 @@ class Backend:
             # is reduced, so Dynamo's own limit applies to it.
             return None, False
         compile_id = torch._guards.CompileContext.current_compile_id()
-        self._limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1)
+        graph_break = reasons.graph_break(gm)
+        self._limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1, block or "the model", graph_break)
         if not (torch.is_grad_enabled() and any(value.requires_grad for value in reducible)):
             # Evaluation gives a frame no place in the order: a rank that evaluates alone may run other frames, or run
             # frames in another order.

@@ -25,12 +25,12 @@ from deepspeed.utils import logger
 
 from ..key_value_cache import generates
 from ..messages import warn
-from . import guards
+from . import guards, reasons
 from .block_calls import CallOfCaller, CallOfModule
 
 # More than any program compiles.
 _UNLIMITED = 10**6
-# After more compilations of one frame than this, DeepCompile warns that blocks or inputs differ.
+# After more compilations of one frame than this, DeepCompile warns, and says why Dynamo compiles the frame again.
 _MANY = 4
 
 
@@ -74,7 +74,10 @@ class CompilationLimit:
         self._compilations = collections.defaultdict(collections.Counter)
         self._thread = _Thread()
         self._has_warned = self._has_warned_of_hooks = False
-        self._is_reached = False
+        # What frames belong to -> where Dynamo has ended the graph of such a frame last.
+        self._graph_breaks: Dict[str, str] = {}
+        # Says which frame has reached the limit, and why Dynamo has compiled it again.
+        self._reached = ""
         self.has_stopped = False
 
     def trains(self, args: Tuple, kwargs: Dict[str, Any]) -> bool:
@@ -159,12 +162,14 @@ class CompilationLimit:
         undo.callback(whole.take_out)
         whole.put_in()
 
-    def compiles(self, frame: int, compilations: int) -> None:
+    def compiles(self, frame: int, compilations: int, what: str, graph_break: str) -> None:
         """Called when a frame is compiled.
 
         Args:
             frame: Dynamo's number of the frame.
             compilations: how often this process has compiled the frame for any engine, this time included.
+            what: what the frame belongs to: the class of a block, or "the model".
+            graph_break: where Dynamo has ended the frame's graph, and why; "" if the graph goes to the frame's end.
 
         Raises:
             RuntimeError: if the frame was compiled too often for training, and the caller wants an error then.
@@ -174,35 +179,43 @@ class CompilationLimit:
         if compilations == 1:
             # The frame is new, or torch._dynamo.reset() has dropped its compilations.
             self._compilations[frame].clear()
+        if graph_break:
+            self._graph_breaks[what] = graph_break
         # A forward without gradients, as of checkpointing, has a count of its own.
         self._compilations[frame][torch.is_grad_enabled()] += 1
         count = self._compilations[frame][torch.is_grad_enabled()]
         if count > self._limit:
             if self._raises or torch._dynamo.config.fail_on_recompile_limit_hit:
-                raise RuntimeError(f"DeepCompile compiled one frame more than {self._limit} times; {_REMEDY}")
-            self._is_reached = True
+                raise RuntimeError(
+                    f"DeepCompile compiled one frame more than {self._limit} times: {self._why(what)}. {_REMEDY}"
+                )
+            self._reached = self._why(what)
         elif count > _MANY and not self._has_warned:
             self._has_warned = True
-            warn(
-                "DeepCompile compiles parts of the model again and again, because blocks or inputs differ. Blocks of "
-                "transformers do so with a cache of keys and values: train in training mode, without use_cache=True"
-            )
+            warn(f"DeepCompile has compiled one frame {count} times: {self._why(what)}")
+
+    def _why(self, what):
+        """Says why a frame of ``what`` is being compiled again."""
+        guard = reasons.failed_guard()
+        why = f"a frame of {what}" + (f", because this guard of Dynamo failed: {guard}" if guard else "")
+        if "past_key_values" in guard or "cache_utils.py" in guard:
+            why += ". Train without a cache of keys and values: in training mode, without use_cache=True"
+        if what in self._graph_breaks:
+            why += f". A graph of {what} ends early, at {self._graph_breaks[what]}"
+        return why
 
     def step(self) -> None:
         """Called in every step: stops using compiled code if the limit was reached since the last step.
 
         Not earlier, because checkpointing must run a block a second time with the code that ran first.
         """
-        if self.has_stopped or not self._is_reached:
+        if self.has_stopped or not self._reached:
             return
         self.has_stopped = True
         logger.warning(
-            f"DeepCompile compiled one frame of the model more than {self._limit} times, so rank "
-            f"{dist.get_rank()} goes on without compiled code; to have it compiled, {_REMEDY}"
+            f"DeepCompile compiled one frame more than {self._limit} times, so rank "
+            f"{dist.get_rank()} goes on without compiled code: {self._reached}. {_REMEDY}"
         )
 
 
-_REMEDY = (
-    "make the model's blocks and the shapes of its inputs alike, raise torch._dynamo.config.recompile_limit before "
-    "engine.compile(), or set compile.regional_compilation to false"
-)
+_REMEDY = "To have it compiled as often as that, raise torch._dynamo.config.recompile_limit before engine.compile()"

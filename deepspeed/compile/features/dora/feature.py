@@ -1,0 +1,49 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Has Dynamo trace peft's DoRA, whose function for quantized weights would end a graph in every adapted layer.
+
+The function asks for ``type(weight).__module__``, which Dynamo cannot answer where the type is torch's own.
+"""
+
+import functools
+import sys
+import types
+
+import torch
+
+from ...zero12.feature import Asked, Feature, Making
+
+
+class Dora(Feature):
+    """Has Dynamo trace weights that are not quantized, in this process from then on, if peft has been imported."""
+
+    @classmethod
+    def is_wanted(cls, asked: Asked) -> bool:
+        return isinstance(_function(), types.FunctionType)
+
+    def __init__(self, making: Making):
+        _substitute(_function())
+
+
+FEATURE = Dora
+
+
+def _function():
+    return getattr(sys.modules.get("peft.utils.integrations"), "dequantize_module_weight", None)
+
+
+@functools.cache
+def _substitute(function):
+    # Dynamo would take a call of the function itself for a call of what is traced in its place.
+    original = types.FunctionType(function.__code__, function.__globals__, closure=function.__closure__)
+
+    def traced(module):
+        if type(module.weight) is torch.nn.Parameter and not hasattr(module, "W_q"):
+            return module.weight
+        return original(module)
+
+    try:
+        torch.compiler.substitute_in_graph(function)(traced)
+    except (TypeError, ValueError):
+        # A peft whose function takes other arguments, or something else that Dynamo traces in its place.
+        return
