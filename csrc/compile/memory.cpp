@@ -74,7 +74,10 @@ at::Tensor in_shape(const at::Tensor& tensor, at::IntArrayRef sizes)
 
 at::Tensor keep_or_copy(const at::Tensor& tensor, at::ScalarType dtype, bool donated)
 {
-    if (donated && tensor.scalar_type() == dtype && fills_its_storage(tensor)) { return tensor; }
+    // A view of autograd's would keep this memory when the caller gives the tensor other memory.
+    if (donated && tensor.scalar_type() == dtype && fills_its_storage(tensor)) {
+        return in_shape(tensor, tensor.sizes());
+    }
     return tensor.to(tensor.options().dtype(dtype),
                      /*non_blocking=*/false,
                      /*copy=*/true,

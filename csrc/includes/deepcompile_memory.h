@@ -81,8 +81,8 @@ bool fills_its_storage(const at::Tensor& tensor);
 /// A contiguous tensor in another shape, without its autograd graph.
 at::Tensor in_shape(const at::Tensor& tensor, at::IntArrayRef sizes);
 
-/// The tensor itself, if its memory is donated, holds nothing else, and has the right dtype; otherwise a contiguous
-/// copy. Donated memory is memory that nobody but the callee reads or writes from now on.
+/// A tensor in the memory of this one, if that memory is donated, holds nothing else, and has the right dtype;
+/// otherwise a contiguous copy. Donated memory is memory that nobody but the callee reads or writes from now on.
 at::Tensor keep_or_copy(const at::Tensor& tensor, at::ScalarType dtype, bool donated);
 
 /// Tells the allocator that the calling thread's current stream uses the tensor's memory. Does nothing where the

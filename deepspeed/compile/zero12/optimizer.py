@@ -127,7 +127,14 @@ class StepLocalGradients(_NextClass):
                 for name, value in state.items()
                 if torch.is_tensor(value) and value.is_cpu
             ]
+        # The links of safe_get_full_optimizer_state() are views of the states, and would keep the memory of those that
+        # move: drop the links before the base gives memory back, and link what there is then.
+        for parameter in self._zero12.registered:
+            mapping = getattr(parameter, "_hp_mapping", None)
+            if mapping is not None and mapping.optim_fragment is not None:
+                mapping.optim_fragment.clear()
         super().offload_states(*args, **kwargs)
+        _link_states(self)
 
     def reload_states(self, *args, **kwargs) -> None:
         self._zero12.gather.wait_all()
@@ -173,7 +180,7 @@ class StepLocalGradients(_NextClass):
 
 
 def _link_states(optimizer):
-    """Links parameters with the states that there are after a load or a move of states."""
+    """Links parameters with the states that there are after a load or a move of states, to the host too."""
     optimizer._hp_optimizer_states_linked = False
     of_muon = _groups_of_muon(optimizer)
     masters = enumerate(optimizer.single_partition_of_fp32_groups)
