@@ -196,6 +196,12 @@ EDITS = (
         "    from deepspeed.compile import zero12\n"
         "    for name, param in zero12.subclasses.named_parameters(model):\n        param_names[param] = name\n",
     ),
+    (
+        "deepspeed/ops/op_builder/builder.py",
+        "build at first use",
+        "        from torch.utils.cpp_extension import load\n",
+        "        # In a folder for all that the build depends on.\n        from .build_folder import load\n",
+    ),
 )
 
 # The source archive carries these folders twice, once at the top and once inside the package.

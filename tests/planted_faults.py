@@ -55,10 +55,10 @@ class Copy:
         (self._original,) = map(Path, importlib.util.find_spec("deepspeed").submodule_search_locations)
         self.package = folder / "package" / "deepspeed"
         shutil.rmtree(self.package, ignore_errors=True)
-        # With the times of the files, which say whether bytecode and native builds are current.
+        # With the times of the files, which say whether bytecode is current.
         shutil.copytree(self._original, self.package)
         # Builds of earlier runs may not be those of this package. Where they are, building again takes seconds.
-        for mark in folder.glob("dc-*/is complete"):
+        for mark in folder.glob("built-*"):
             mark.unlink()
 
     @contextlib.contextmanager
@@ -66,9 +66,6 @@ class Copy:
         """Context in which a file of the copy is broken."""
         file, original = self.package / fault.file, self._original / fault.file
         file.write_text(fault.broken(self._original))
-        if fault.file.startswith(CPP):
-            # Its build has a folder of its own, and may be one that an earlier run has kept.
-            shutil.copystat(original, file)
         try:
             yield
         finally:
@@ -79,24 +76,17 @@ class Copy:
         native = self.package / CPP
         files = sorted([*native.glob("*"), *native.with_name("includes").glob("deepcompile*")])
         content = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
-        # Each content of the fork's native code has a folder. DeepSpeed's own modules are the same for all faults.
-        extensions, build = self._folder / "torch_extensions", self._folder / f"dc-{content}"
-        for folder in (extensions, build):
-            folder.mkdir(exist_ok=True)
-        (extensions / "dc").unlink(missing_ok=True)
-        (extensions / "dc").symlink_to(build)
+        extensions, built = self._folder / "torch_extensions", self._folder / f"built-{content}"
+        extensions.mkdir(exist_ok=True)
         own = {
             "PYTHONPATH": self.package.parent,
             "TORCH_EXTENSIONS_DIR": extensions,
             "TORCHINDUCTOR_CACHE_DIR": self._folder / "inductor",
         }
         environment = {**os.environ, **{name: str(value) for name, value in own.items()}}
-        if not (build / "is complete").exists():
-            for lock in extensions.glob("*/lock"):
-                # Of a build that was killed.
-                lock.unlink()
+        if not built.exists():
             subprocess.run([sys.executable, "-c", BUILD], env=environment, check=True, stdout=subprocess.DEVNULL)
-            (build / "is complete").touch()
+            built.touch()
         return environment
 
     def run(self, folder, tests, limit):

@@ -3,45 +3,52 @@
 """Builds of the native code by several processes, some of which are killed."""
 
 import os
-import platform
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
+import torch
 
-from deepspeed.ops.op_builder import build_lock
-
-from support.beside import warnings_logged
+from deepspeed.ops.op_builder import build_folder
 
 PROGRAM = pytest.mark.program("deepspeed/ops/op_builder")
 
 LONGEST = 60  # seconds
+# The builder of the fork's own native code, and one of DeepSpeed's own.
+BUILDERS = {
+    "dc": "dc.DeepCompileBuilder().jit_load()",
+    "deepspeed_shm_comm": "cpu.comm.ShareMemCommBuilder().jit_load()",
+}
 BUILD = """
-from deepspeed.ops.op_builder import build_lock, dc
-build_lock.SILENT_SECONDS = 0.5
+import deepspeed.ops.op_builder.cpu.comm
+from deepspeed.ops.op_builder import build_folder, cpu, dc
+build_folder.SILENT_SECONDS = 0.5
 print("begins", flush=True)
-dc.DeepCompileBuilder().load_reducer()
+%s
 """
 
 
 class Build:
-    """A process that builds the native code with the compiler ``cxx``, in a folder for ``TORCH_EXTENSIONS_DIR``."""
+    """A process that builds native code with the compiler ``cxx``, in a folder for ``TORCH_EXTENSIONS_DIR``."""
 
-    def __init__(self, folder, cxx):
-        self.lock, self.printed = folder / "dc" / "lock", folder / f"{cxx.name}.log"
+    def __init__(self, name, folder, cxx, number):
+        self._folder, self._name, self.printed = folder, name, folder / f"{number}.log"
         environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "CXX": str(cxx)}
         with open(self.printed, "w") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", BUILD],
+                [sys.executable, "-c", BUILD % BUILDERS[name]],
                 env=environment,
                 cwd=folder,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def locks(self):
+        """Lists torch's own locks."""
+        return list(self._folder.glob(f"{self._name}-*/lock"))
 
     def wait_for(self, happened):
         """Waits until ``happened()``, as long as the process runs."""
@@ -62,15 +69,15 @@ class Build:
 
 @pytest.fixture
 def start(tmp_path):
-    """Returns ``start(compiler)``, which starts a build with a compiler of this text, or with a missing one."""
-    builds = []
+    """Returns ``start(name, compiler)``, which starts a build with a compiler of this text, or with a missing one."""
+    builds, cxx = [], tmp_path / "compiler"
 
-    def begin(compiler=None):
-        cxx = tmp_path / f"compiler{len(builds)}"
+    def begin(name, compiler=None):
+        cxx.unlink(missing_ok=True)
         if compiler is not None:
             cxx.write_text(f"#!/bin/sh\n{compiler}\n")
             cxx.chmod(0o700)
-        builds.append(Build(tmp_path, cxx))
+        builds.append(Build(name, tmp_path, cxx, len(builds)))
         return builds[-1]
 
     yield begin
@@ -78,58 +85,70 @@ def start(tmp_path):
         build.kill()
 
 
-@pytest.mark.quick
-def test_the_lock_of_a_process_that_was_ended_is_removed(tmp_path):
-    """Every later training would wait for a process that is no more, until somebody removes the file."""
-    lock, owner = tmp_path / "lock", tmp_path / "owner"
-    with build_lock.alone_in(tmp_path):
-        ended = owner.read_text()
-    owner.write_text(ended)
-    lock.touch()
-    with warnings_logged() as warnings, build_lock.alone_in(tmp_path):
-        assert not lock.exists()
-    assert [f"has removed {lock}: process {os.getpid()} on host" in warning for warning in warnings] == [True]
-    assert owner.read_text() == ""
-
-
-def test_the_lock_of_another_host_is_waited_for(tmp_path, monkeypatch):
-    """A build on another host, whose process may be alive, would be disturbed."""
-    lock = tmp_path / "lock"
-    (tmp_path / "owner").write_text("elsewhere\nanother-boot\n7")
-    lock.touch()
-    monkeypatch.setattr(build_lock, "SILENT_SECONDS", 0)
-    threading.Timer(0.5, lock.unlink).start()
-    began = time.monotonic()
-    with warnings_logged() as warnings, build_lock.alone_in(tmp_path):
-        assert time.monotonic() - began >= 0.5
-    assert [f"waits for process 7 on host elsewhere to remove {lock}" in warning for warning in warnings] == [True]
-
-
 @PROGRAM
-def test_a_build_that_was_killed_is_taken_over(start):
-    first = start("sleep 600")
-    first.wait_for(first.lock.exists)
-    second = start()
-    waits = f"DeepCompile waits for process {first.process.pid} on host {platform.node()}, which builds native code in"
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_build_that_was_killed_is_taken_over(start, name):
+    """Every later training would wait without a word, until somebody removes the lock that torch leaves."""
+    first = start(name, "sleep 600")
+    first.wait_for(first.locks)
+    (lock,) = first.locks()
+    second = start(name)
+    waits = f"waits for another process, which builds native code in {lock.parent}"
     second.wait_for(lambda: waits in second.text())
     first.kill()
+    assert lock.exists()
     # The compiler is not there, so the build ends soon.
     assert second.process.wait(LONGEST) == 1
-    assert f"DeepCompile has removed {first.lock}: process {first.process.pid} on host" in second.text()
-    assert "Error building extension 'dc'" in second.text()
-    assert not first.lock.exists() and (first.lock.parent / "owner").read_text() == ""
+    assert f"Error building extension '{name}'" in second.text()
+    assert second.text().count("waits for another process") == 1 and not lock.exists()
+
+
+SOURCE = """
+#include "answer.h"
+#include <torch/extension.h>
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.attr("answer") = ANSWER; }
+"""
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch):
+    """Returns ``environment(name, answer)``, which makes the sources of a module, and the arguments of its build."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "shared"))
+
+    def make(name, answer):
+        root = tmp_path / name
+        (root / "csrc").mkdir(parents=True)
+        (root / "csrc" / "answer.cpp").write_text(SOURCE)
+        (root / "csrc" / "answer.h").write_text(f"#define ANSWER {answer}\n")
+        monkeypatch.setattr(build_folder, "ROOT", root)
+        return {"name": "answer", "sources": [f"{root}/csrc/answer.cpp"], "extra_include_paths": [f"{root}/csrc"]}
+
+    return make
+
+
+@pytest.mark.quick
+def test_a_folder_is_of_all_that_a_build_depends_on(environment, monkeypatch):
+    """Environments that share a folder would build in turn what is the same, or load what was built of other code."""
+    folder = build_folder.folder_of(**environment("first", 42))
+    assert build_folder.folder_of(**environment("second", 42)) == folder
+    others = [build_folder.folder_of(**environment("third", 43))]
+    arguments = environment("fourth", 42)
+    os.utime(arguments["sources"][0], (0, 0))
+    assert build_folder.folder_of(**arguments) == folder
+    others.append(build_folder.folder_of(**arguments, extra_cflags=["-O3"]))
+    with monkeypatch.context() as changed:
+        changed.setenv("CXX", "another-compiler")
+        others.append(build_folder.folder_of(**arguments))
+    monkeypatch.setattr(torch, "__version__", "another")
+    others.append(build_folder.folder_of(**arguments))
+    assert len({folder, *others}) == 1 + len(others)
 
 
 @PROGRAM
-@pytest.mark.parametrize("owner", ["", "elsewhere\nanother-boot\n7"], ids=["nobody", "another-host"])
-def test_a_lock_of_others_is_named(start, tmp_path, owner):
-    """Its owner may be alive: a process of DeepSpeed as released, or one on another host."""
-    (tmp_path / "dc").mkdir()
-    (tmp_path / "dc" / "owner").write_text(owner)
-    (tmp_path / "dc" / "lock").touch()
-    build = start()
-    whom = "process 7 on host elsewhere" if owner else "a process"
-    build.wait_for(lambda: f"DeepCompile waits for {whom} to remove {build.lock}" in build.text())
-    build.lock.unlink()
-    assert build.process.wait(LONGEST) == 1
-    assert build.text().count("DeepCompile waits for") == 1 and "Error building extension 'dc'" in build.text()
+def test_environments_share_what_they_build(environment, monkeypatch):
+    """Each environment would compile native code anew at nearly every start, for a minute or two."""
+    for name in ("first", "second"):
+        assert build_folder.load(**environment(name, 42)).answer == 42
+        # Nothing is compiled from now on.
+        monkeypatch.setenv("PATH", "")
+        monkeypatch.setattr(torch.utils.cpp_extension, "load", None)

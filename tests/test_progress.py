@@ -145,20 +145,19 @@ def test_a_compilation_that_fails_is_not_told(ranks):
 
 @pytest.mark.program("deepspeed/compile/zero12/native.py", "tests/support/native.py")
 @pytest.mark.parametrize("present", [False, True], ids=["to be built", "built"])
-def test_a_build_of_native_code_is_told(tmp_path, present):
+def test_a_build_of_native_code_is_told(tmp_path, monkeypatch, present):
     """The compiler does not exist, so that the build ends soon after the line."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "/no-such-compiler")
     if present:
-        look_built(tmp_path)
+        look_built()
     code = """
 from deepspeed.utils import set_log_level_from_string
 set_log_level_from_string("info")
 from deepspeed.compile.zero12.native import reducer_module
 reducer_module()
 """
-    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": "/no-such-compiler"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 1
     told = "DeepCompile is building its native code, or waiting for a process that is" in result.stdout
     assert told != present, result.stdout

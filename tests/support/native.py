@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder that looks as if native code had been built there."""
 
+from deepspeed.ops.op_builder import build_folder
 from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 
-def look_built(extensions):
-    """Writes files into a folder for ``TORCH_EXTENSIONS_DIR`` by which the native code seems to be current."""
-    folder, builder = extensions / "dc", DeepCompileBuilder()
-    folder.mkdir(exist_ok=True)
-    (folder / "build.ninja").write_text("\n".join(builder.deepspeed_src_path(each) for each in builder.sources()))
-    # Newer than every source.
+def look_built():
+    """Writes files into ``TORCH_EXTENSIONS_DIR`` by which the native code seems to be built."""
+    folder = build_folder.folder_of(**DeepCompileBuilder()._build())
     (folder / "dc.so").write_text("")
+    (folder / "built").touch()

@@ -113,8 +113,8 @@ class Ranks:
             for rank, connection in enumerate(self._connections):
                 if not connection.poll(TIME_TO_START):
                     raise RankFailed(
-                        f"rank {rank} did not start within {TIME_TO_START} s; it may wait for native code that a "
-                        "process built that was killed: remove the files 'lock' under TORCH_EXTENSIONS_DIR"
+                        f"rank {rank} did not start within {TIME_TO_START} s; it may wait for native code that "
+                        "another process builds"
                     )
                 SPENT["starts"] += connection.recv()
         except BaseException:

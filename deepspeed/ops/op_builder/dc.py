@@ -9,13 +9,11 @@ Each builder builds a module with its own torch operators, which serves only its
 first used, or at installation with ``DS_BUILD_DEEP_COMPILE=1`` or ``DS_BUILD_DEEP_COMPILE_ZERO3=1``.
 """
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, List
 
 # Import the file and not its class: DeepSpeed takes each name here that ends with Builder for another operator. Of the
 # two classes called DeepCompileBuilder, DeepSpeed takes the one here, because it reads dc.py before dc_base.py.
-from . import dc_base
-from .build_lock import alone_in
+from . import build_folder, dc_base
 from .builder import OpBuilder
 
 if TYPE_CHECKING:
@@ -28,21 +26,7 @@ if TYPE_CHECKING:
 ZERO3_FOLDER = "csrc/compile_zero3"
 
 
-def build_folder(name: str) -> Path:
-    """Returns the folder in which torch builds a native module at first use. Makes the folder, if there is none."""
-    from torch.utils import cpp_extension
-
-    return Path(cpp_extension._get_build_directory(name, verbose=False))
-
-
-class _BuiltAlone(OpBuilder):
-    def jit_load(self, verbose: bool = True) -> Any:
-        """Called by the base unless the module was built at installation."""
-        with alone_in(build_folder(self.name)):
-            return super().jit_load(verbose)
-
-
-class DeepCompileBuilder(_BuiltAlone):
+class DeepCompileBuilder(OpBuilder):
     """Builds ``csrc/compile``: plain C++ on ATen and c10d, the same on CPU and CUDA."""
 
     BUILD_VAR = "DS_BUILD_DEEP_COMPILE"
@@ -63,35 +47,32 @@ class DeepCompileBuilder(_BuiltAlone):
     def cxx_args(self) -> List[str]:
         return ["-O2", "-g0"]
 
-    def is_built(self) -> bool:
-        """Whether the native module need not be compiled: it was at installation, or its file is there and current."""
-        import torch
+    def jit_load(self, verbose: bool = True) -> Any:
+        """Called by the base unless the module was built at installation."""
+        self._loaded_ops[self.name] = module = build_folder.load(**self._build(), verbose=verbose)
+        return module
 
+    def _build(self):
+        """Returns the arguments of the build. The base's ``jit_load()`` would look for flags of CUDA too."""
+        (source,), (headers,) = self.sources(), self.include_paths()
+        return {
+            "name": self.NAME,
+            "sources": [str(self.deepspeed_src_path(source))],
+            "extra_include_paths": [str(self.deepspeed_src_path(headers))],
+            "extra_cflags": [*self.cxx_args(), "-UC10_USE_GLOG"],
+        }
+
+    def is_built(self) -> bool:
+        """Whether the native module need not be compiled: it was at installation, or at an earlier use."""
         from deepspeed.accelerator import get_accelerator
         from deepspeed.git_version_info import accelerator_name, installed_ops
 
         if installed_ops.get(self.NAME, False) and accelerator_name == get_accelerator()._name:
             return True
-        (headers,) = self.include_paths()
-        sources = [Path(self.deepspeed_src_path(source)) for source in self.sources()]
-        # The source includes the other files of its folder.
-        read = [*sources[0].parent.glob("*.cpp"), *Path(self.deepspeed_src_path(headers)).glob("deepcompile*.h")]
-        # Installed anew with each torch.
-        read.append(Path(torch.__file__).with_name("version.py"))
         try:
-            from torch.utils import cpp_extension
-
-            folder = build_folder(self.NAME)
-            built = (folder / f"{self.NAME}{cpp_extension.LIB_EXT}").stat().st_mtime
-            instructions = (folder / "build.ninja").read_text()
+            return build_folder.is_built(build_folder.folder_of(**self._build()))
         except (OSError, ImportError):
             return False
-        # DeepSpeed as it was released builds its own module, of other sources, in a folder of the same name.
-        return all(str(source) in instructions for source in sources) and built >= max(
-            # An editable install has links here: stat() follows them.
-            source.stat().st_mtime
-            for source in read
-        )
 
     def load_reducer(self) -> "NativeModule":
         """Returns the native module that holds ``Reducer``, built at first use."""
@@ -102,7 +83,7 @@ class DeepCompileBuilder(_BuiltAlone):
         return DeepCompileHandle()
 
 
-class DeepCompileZero3Builder(_BuiltAlone, dc_base.DeepCompileBuilder):
+class DeepCompileZero3Builder(dc_base.DeepCompileBuilder):
     """Builds ``csrc/compile_zero3``: the base's native code, unchanged, for ZeRO-3."""
 
     BUILD_VAR = "DS_BUILD_DEEP_COMPILE_ZERO3"

@@ -1,0 +1,85 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Builds native code at first use, once for all that it is built of, and by one process at a time.
+
+Torch builds a module in a folder of the module's name. Environments that share ``TORCH_EXTENSIONS_DIR`` would build it
+anew in turn: paths of the sources are part of ninja's commands, and pip gives sources a new time. So the name of the
+folder has a hash of what the build depends on, paths and times left out, and what is built there is used as it is.
+"""
+
+import contextlib
+import hashlib
+import os
+import sysconfig
+from pathlib import Path
+from typing import Any, Iterator, List, Sequence
+
+# The folder of csrc. Not resolved: an editable install has links here.
+ROOT = Path(__file__).absolute().parents[1]
+# After so many seconds, a process says what it waits for.
+SILENT_SECONDS = 10
+_BUILT = "built"
+
+
+def folder_of(name: str, sources: Sequence[str], extra_include_paths: Sequence[str], **flags: Any) -> Path:
+    """Returns the folder in which a module is built, and makes it if there is none.
+
+    Args:
+        name: of the module.
+        sources, extra_include_paths: absolute paths. A source may include files beside it.
+        flags: further arguments of ``torch.utils.cpp_extension.load()``.
+    """
+    import torch
+    from torch.utils.cpp_extension import _get_build_directory
+
+    environment = {each: os.environ.get(each) for each in ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")}
+    paths = [*sources, *extra_include_paths]
+    told = repr((torch.__version__, sysconfig.get_config_var("SOABI"), paths, sorted(flags.items()), environment))
+    key = hashlib.sha256(told.replace(str(ROOT), "").encode())
+    folders = {Path(source).parent for source in sources}
+    folders.update(Path(path) for path in extra_include_paths if Path(path).is_relative_to(ROOT))
+    for folder in sorted(folders):
+        for file in sorted(each for each in folder.glob("*") if each.is_file()):
+            key.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    return Path(_get_build_directory(f"{name}-{key.hexdigest()[:16]}", verbose=False))
+
+
+def is_built(folder: Path) -> bool:
+    """Whether the module of a folder was built to its end."""
+    return (folder / _BUILT).exists()
+
+
+def load(name: str, sources: List[str], extra_include_paths: List[str], verbose: bool = False, **flags: Any) -> Any:
+    """Returns a module of native code, built at first use. Takes the place of ``torch.utils.cpp_extension.load()``."""
+    from torch.utils import cpp_extension
+
+    folder = folder_of(name, sources, extra_include_paths, **flags)
+    if not is_built(folder):
+        with _alone_in(folder):
+            if not is_built(folder):
+                more = {"extra_include_paths": extra_include_paths, "build_directory": str(folder), **flags}
+                module = cpp_extension.load(name, sources, verbose=verbose, **more)
+                (folder / _BUILT).touch()
+                return module
+    return cpp_extension._import_module_from_library(name, str(folder), True)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Within it, no other process builds in ``folder``. The kernel ends the lock of a process that is killed."""
+    from filelock import FileLock, Timeout
+
+    from deepspeed.utils import logger
+
+    lock = FileLock(folder / "building")
+    try:
+        lock.acquire(timeout=SILENT_SECONDS)
+    except Timeout:
+        logger.warning(f"DeepSpeed waits for another process, which builds native code in {folder}")
+        lock.acquire()
+    try:
+        # Torch's own lock, which names no owner, outlives a process that is killed, and torch would wait for it.
+        (folder / "lock").unlink(missing_ok=True)
+        yield
+    finally:
+        lock.release()
