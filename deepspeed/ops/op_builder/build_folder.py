@@ -44,9 +44,13 @@ def folder_of(name: str, sources: Sequence[str], extra_include_paths: Sequence[s
     return Path(_get_build_directory(f"{name}-{key.hexdigest()[:16]}", verbose=False))
 
 
-def is_built(folder: Path) -> bool:
-    """Whether the module of a folder was built to its end."""
-    return (folder / _BUILT).exists()
+def name_of_built(folder: Path) -> str:
+    """Returns the name of the module that was built in a folder, to its end, or "" if there is none.
+
+    Where a process builds several modules of one name, torch adds a number to the names of all but the first.
+    """
+    file = folder / _BUILT
+    return file.read_text() if file.exists() else ""
 
 
 def load(name: str, sources: List[str], extra_include_paths: List[str], verbose: bool = False, **flags: Any) -> Any:
@@ -54,14 +58,14 @@ def load(name: str, sources: List[str], extra_include_paths: List[str], verbose:
     from torch.utils import cpp_extension
 
     folder = folder_of(name, sources, extra_include_paths, **flags)
-    if not is_built(folder):
+    if not name_of_built(folder):
         with _alone_in(folder):
-            if not is_built(folder):
+            if not name_of_built(folder):
                 more = {"extra_include_paths": extra_include_paths, "build_directory": str(folder), **flags}
                 module = cpp_extension.load(name, sources, verbose=verbose, **more)
-                (folder / _BUILT).touch()
+                (folder / _BUILT).write_text(module.__name__)
                 return module
-    return cpp_extension._import_module_from_library(name, str(folder), True)
+    return cpp_extension._import_module_from_library(name_of_built(folder), str(folder), True)
 
 
 @contextlib.contextmanager
@@ -77,6 +81,10 @@ def _alone_in(folder: Path) -> Iterator[None]:
     except Timeout:
         logger.warning(f"DeepSpeed waits for another process, which builds native code in {folder}")
         lock.acquire()
+    except NotImplementedError:
+        # The file system has no locks. Torch's own lock serves as long as no process is killed.
+        yield
+        return
     try:
         # Torch's own lock, which names no owner, outlives a process that is killed, and torch would wait for it.
         (folder / "lock").unlink(missing_ok=True)

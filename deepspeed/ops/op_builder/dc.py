@@ -70,7 +70,7 @@ class DeepCompileBuilder(OpBuilder):
         if installed_ops.get(self.NAME, False) and accelerator_name == get_accelerator()._name:
             return True
         try:
-            return build_folder.is_built(build_folder.folder_of(**self._build()))
+            return bool(build_folder.name_of_built(build_folder.folder_of(**self._build())))
         except (OSError, ImportError):
             return False
 
