@@ -51,7 +51,8 @@ zero12.self_compile
 zero12.forward
 zero12 zero12.set_up
 init_z1_and_2
-features.dora.feature features.liger.feature features.monitoring.feature features.progress.feature features.report features.schedulers
+features.dora.feature features.liger.feature
+features.monitoring.feature features.progress.feature features.report features.schedulers
 features.memory_picture.data
 features.memory_picture.classify features.memory_picture.draw_png features.memory_picture.draw_html
 features.memory_picture.record features.memory_picture.files

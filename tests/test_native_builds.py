@@ -127,10 +127,12 @@ def environment(tmp_path, monkeypatch):
 
 
 @pytest.mark.quick
-def test_a_folder_is_of_all_that_a_build_depends_on(environment, monkeypatch):
+def test_a_folder_is_of_all_that_a_build_depends_on(environment, monkeypatch, tmp_path):
     """Environments that share a folder would build in turn what is the same, or load what was built of other code."""
     folder = build_folder.folder_of(**environment("first", 42))
-    assert build_folder.folder_of(**environment("second", 42)) == folder
+    arguments = environment("second", 42)
+    (tmp_path / "second" / "csrc" / "of_others.h").write_text("// Nothing of this module includes it.")
+    assert build_folder.folder_of(**arguments) == folder
     others = [build_folder.folder_of(**environment("third", 43))]
     arguments = environment("fourth", 42)
     os.utime(arguments["sources"][0], (0, 0))

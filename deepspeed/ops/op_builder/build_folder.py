@@ -10,6 +10,7 @@ folder has a hash of what the build depends on, paths and times left out, and wh
 import contextlib
 import hashlib
 import os
+import re
 import sysconfig
 from pathlib import Path
 from typing import Any, Iterator, List, Sequence
@@ -26,7 +27,7 @@ def folder_of(name: str, sources: Sequence[str], extra_include_paths: Sequence[s
 
     Args:
         name: of the module.
-        sources, extra_include_paths: absolute paths. A source may include files beside it.
+        sources, extra_include_paths: absolute paths.
         flags: further arguments of ``torch.utils.cpp_extension.load()``.
     """
     import torch
@@ -36,12 +37,21 @@ def folder_of(name: str, sources: Sequence[str], extra_include_paths: Sequence[s
     paths = [*sources, *extra_include_paths]
     told = repr((torch.__version__, sysconfig.get_config_var("SOABI"), paths, sorted(flags.items()), environment))
     key = hashlib.sha256(told.replace(str(ROOT), "").encode())
-    folders = {Path(source).parent for source in sources}
-    folders.update(Path(path) for path in extra_include_paths if Path(path).is_relative_to(ROOT))
-    for folder in sorted(folders):
-        for file in sorted(each for each in folder.glob("*") if each.is_file()):
-            key.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+    for file in _files(sources, extra_include_paths):
+        key.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     return Path(_get_build_directory(f"{name}-{key.hexdigest()[:16]}", verbose=False))
+
+
+def _files(sources, include_paths):
+    """Lists the sources and what they include of DeepSpeed, and not all headers that lie in the same folders."""
+    found, left = set(), [Path(source) for source in sources]
+    while left:
+        file = left.pop()
+        if file not in found and file.is_relative_to(ROOT) and file.is_file():
+            found.add(file)
+            for name in re.findall(r'(?m)^\s*#\s*include\s*[<"]([^>"]+)', file.read_text(errors="replace")):
+                left.extend(Path(os.path.normpath(os.path.join(path, name))) for path in (file.parent, *include_paths))
+    return sorted(found)
 
 
 def name_of_built(folder: Path) -> str:
