@@ -90,7 +90,7 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
         group = reducer.add_group(process_group, partition_numel(model, ranks), dtype, meta, False, None)
         for number, (parameter, offset) in enumerate(zip(model.parameters, _offsets(model))):
             reducer.register_parameter(group, str(number), parameter, dtype, offset)
-        reducer.begin_backward(True, [])
+        reducer.begin_backward(True)
         filling = in_flight = buckets = messages = 0
         for parameter, work in [*zip(reversed(model.parameters), reversed(model.work)), (None, 0)]:
             if parameter is None:

@@ -168,7 +168,7 @@ class Alignment(NamedTuple):
     trained: List[Tuple[int, ...]]  # the shapes of a block's trained parameters
 
 
-def alignment_told_to_inductor(case, hooked=False):
+def alignment_told_to_inductor(case):
     """Takes a step and records what Inductor is told about the addresses of parameters. No code is generated."""
     torch._dynamo.reset()
     told, graphs, compile_graph = {"forward": [], "backward": []}, [], compile_fx.compile_fx
@@ -184,9 +184,6 @@ def alignment_told_to_inductor(case, hooked=False):
         return compile_graph(gm, example_inputs, inner_compile, **kwargs)
 
     module = build(case)
-    if hooked:
-        # In no block can a graph reduce it then, but it lies where it lay.
-        module.blocks[1].down.weight.register_hook(lambda gradient: None)
     engine = make_engine(module, case)
     with (
         mock.patch.object(compile_fx, "compile_fx", compile_recorded),
@@ -204,12 +201,11 @@ def alignment_told_to_inductor(case, hooked=False):
     return Alignment(len(graphs), of_addresses, told["forward"], told["backward"], trained)
 
 
-@vary("hooked", [False, True])
 @vary("model, aligned", [("OneGraph", True), ("OddSizes", False), ("FrozenSubclass", False)], expects="aligned")
-def test_parameters_at_any_address(ranks, model, aligned, hooked):
+def test_parameters_at_any_address(ranks, model, aligned):
     """Code for parameters at multiples of 16 bytes would run for a layer of odd size, which one graph serves too."""
     case = Case(model=model, config=REGIONAL, backend="inductor")
-    (seen,) = ranks(1).run(alignment_told_to_inductor, case, hooked)
+    (seen,) = ranks(1).run(alignment_told_to_inductor, case)
     assert seen.graphs == 2, "of a block, a forward and a backward"
     assert (len(seen.offsets) == 1) == aligned, "the model does not show what it should"
     if aligned:
@@ -248,26 +244,6 @@ def raising_at_different_layers(case):
 def test_ranks_agree_after_a_backward_that_raised(ranks):
     """What one rank had reduced before it raised would be added to what another reduces next."""
     check(ranks(2).run(raising_at_different_layers, Case(config=REGIONAL, bucket=10**6)))
-
-
-def hook_on_second_layer(case):
-    """Trains with a hook on a parameter of the second block; returns how often it was called, and what came of it."""
-    module, calls = build(case), []
-    module.blocks[1].up.weight.register_hook(lambda gradient: calls.append(gradient.shape))
-    pair = Beside(module, case)
-    for step in range(2):
-        pair.step(batch(step, 0, dist.get_rank(), 4))
-    from_autograd = gradient_counters(pair.engine)["from_autograd"]
-    return len(calls), from_autograd, pair.end()
-
-
-def test_a_hook_on_one_layer(ranks):
-    """The graph of all layers would reduce a gradient before the hook of one layer has seen it."""
-    ((calls, from_autograd, outcome),) = ranks(1).run(hook_on_second_layer, Case(config=REGIONAL))
-    assert calls == 2
-    # That parameter of all three blocks, embedding and head.
-    assert from_autograd == 5
-    check([outcome])
 
 
 class CannotBeAsked(torch.nn.Module):

@@ -1,33 +1,238 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""A hook that a parameter gets too late for its graph is refused, and not left out in silence."""
+"""Hooks of parameters may come and go at any time, and see and change gradients as without DeepCompile."""
+
+from typing import List, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from support.training import Case, batch, build, make_engine
+from support.beside import Beside, Outcome, check
+from support.chunked_loss import small_chunks
+from support.ids import vary
+from support.models import CASES, BlocksWithin
+from support.training import BOUND, REGIONAL, Case, batch
+
+# The parameters of a model that get hooks.
+PLACES = {
+    "one layer": lambda model: [model.body.blocks[1].up.weight],
+    "head": lambda model: [model.head.weight],
+    "all": lambda model: [each for each in model.parameters() if each.requires_grad],
+}
 
 
-def hooked_late(kind):
-    """Returns the errors of two backwards, the second with a hook on a parameter whose graph is compiled."""
-    engine = make_engine(build(Case()), Case())
-    errors = []
+def node_of(parameter):
+    """The node that accumulates the gradients of a parameter."""
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]
+
+
+class Hooks:
+    """Hooks of the parameters of one model.
+
+    ``seen`` has a copy of each gradient that they were given, in order of the parameters.
+    """
+
+    def __init__(self):
+        self.seen, self._handles, self._nodes = {}, [], []
+
+    def add(self, parameters, kind):
+        for index, parameter in enumerate(parameters):
+            seen = self.seen.setdefault(index, [])
+            self._handles.append(KINDS[kind](self, parameter, seen))
+
+    def remove(self):
+        while self._handles:
+            self._handles.pop().remove()
+
+    def of_gradient(self, parameter, seen):
+        def change(gradient):
+            seen.append(gradient.clone())
+            return gradient * 1.5
+
+        return parameter.register_hook(change)
+
+    def of_sum(self, parameter, seen):
+        def change(changed):
+            seen.append(changed.grad.clone())
+            changed.grad.mul_(1.5)
+
+        return parameter.register_post_accumulate_grad_hook(change)
+
+    def before_node(self, parameter, seen):
+        def change(gradients):
+            seen.append(gradients[0].clone())
+            return (gradients[0] * 1.5,)
+
+        self._nodes.append(node_of(parameter))
+        return self._nodes[-1].register_prehook(change)
+
+    def after_node(self, parameter, seen):
+        self._nodes.append(node_of(parameter))
+        return self._nodes[-1].register_hook(lambda _, gradients: seen.append(gradients[0].clone()))
+
+
+KINDS = {
+    "of the gradient": Hooks.of_gradient,
+    "of the sum": Hooks.of_sum,
+    "before the node": Hooks.before_node,
+    "after the node": Hooks.after_node,
+}
+
+
+class Seen(NamedTuple):
+    calls: List[int]  # after each micro-batch, of the engine's hooks
+    calls_of_plain: List[int]
+    error: float  # the largest relative one of a gradient that a hook was given
+    from_graphs: List[int]
+    outcome: Outcome
+
+
+def compare(pair, both, calls):
+    """Ends a training beside a plain loop, both of whose models had hooks."""
+    error = 0.0
+    of_engine, of_plain = (hooks.seen for hooks in both)
+    for index, gradients in of_engine.items():
+        for actual, expected in zip(gradients, of_plain[index]):
+            error = max(error, float((actual - expected).norm() / expected.norm().clamp(min=1e-6)))
+    return Seen(*map(list, zip(*calls)), error, pair.from_graphs, pair.end())
+
+
+def train(case, model, place, kind, added, removed):
+    """Trains with hooks in the micro-batches from ``added`` to before ``removed``. Added at -1: before the set-up."""
+    torch.manual_seed(0)
+    module = model()
+    both = Hooks(), Hooks()
+    pair = Beside(module, case) if added >= 0 else None
+    if pair is None:
+        both[0].add(PLACES[place](module), kind)
+        pair = Beside(module, case)
+        both[1].add(PLACES[place](pair.plain), kind)
+    calls = []
+    for index in range(removed + 1):
+        for hooks, each in zip(both, (pair.module, pair.plain)):
+            if index == removed:
+                hooks.remove()
+            if index == added:
+                hooks.add(PLACES[place](each), kind)
+        pair.micro_batch(batch(index, 0, dist.get_rank(), 4))
+        if (index + 1) % case.accumulation == 0:
+            pair.step_plain()
+        calls.append([sum(map(len, hooks.seen.values())) for hooks in both])
+    return compare(pair, both, calls)
+
+
+def check_seen(results):
+    for seen in results:
+        check([seen.outcome])
+        assert seen.calls == seen.calls_of_plain and seen.error < BOUND, seen
+    return results
+
+
+@pytest.mark.table
+@vary("place", ["one layer", "all"])
+@vary("kind", KINDS)
+@vary("added, removed", [(-1, 1), (0, 2), (1, 3)])
+@vary("stage", [1, 2])
+@vary("regional", [True, False])
+def test_hooks_come_and_go(ranks, place, kind, added, removed, stage, regional):
+    """The reducer would take a gradient past a hook, or a hook would see a part of it, nothing, or see it twice."""
+    case = Case(stage=stage, config={"compile": {"regional_compilation": regional}})
+    for seen in check_seen(ranks(2).run(train, case, BlocksWithin, place, kind, added, removed)):
+        hooked = max(added, 0)
+        assert seen.calls[hooked] > 0
+        # Graphs reduce all else, and what they reduced before when the hooks are gone.
+        assert seen.from_graphs[-1] == max(seen.from_graphs)
+        assert seen.from_graphs[hooked] == (0 if place == "all" else max(seen.from_graphs) - 1)
+
+
+def train_model(name, kind):
+    return train(Case(bucket=40), CASES[name], "all", kind, 1, 2)
+
+
+@pytest.mark.table
+@vary("name", [name for name in CASES if name != "Hooked"])
+@vary("kind", ["of the gradient", "of the sum"])
+def test_hooks_of_every_model(ranks, name, kind):
+    """A hook would see contributions of one weight one by one, or those of one graph without those of other code."""
+    check_seen(ranks(2).run(train_model, name, kind))
+
+
+@vary("kind", ["of the gradient", "of the sum"])
+@vary("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_rank_with_hooks_among_ranks_that_skip(ranks, kind, stage):
+    """A rank whose gradients take another way than those of the other ranks would wait for them, or they for it."""
+    check(ranks(2).run(train_where_ranks_skip, Case(stage=stage, config=REGIONAL), kind))
+
+
+def train_where_ranks_skip(case, kind):
+    torch.manual_seed(0)
+    pair, hooks = Beside(BlocksWithin(), case), Hooks()
+    for step in range(4):
+        if dist.get_rank() == 1 and step == 1:
+            for model in (pair.module, pair.plain):
+                hooks.add([model.body.blocks[2].up.weight], kind)
+        pair.step(batch(step, 0, dist.get_rank(), 4), (step + dist.get_rank()) % 2 == 1)
+    return pair.end()
+
+
+def train_accumulating(case, unused):
+    """Hooks change the sums of two micro-batches; with ``unused`` the second does not use the hooked layer."""
+    torch.manual_seed(0)
+    pair, both = Beside(BlocksWithin(), case), (Hooks(), Hooks())
+    for hooks, model in zip(both, (pair.module, pair.plain)):
+        hooks.add([model.body.blocks[1].up.weight], "of the sum")
+    calls = []
+    for index in range(4):
+        pair.micro_batch(batch(index, 0, dist.get_rank(), 4), unused and index % 2 == 1)
+        if index % 2:
+            pair.step_plain()
+        calls.append([len(hooks.seen[0]) for hooks in both])
+    return compare(pair, both, calls)
+
+
+@vary("unused", [False, True])
+def test_hooks_see_the_sum_of_micro_batches(ranks, unused):
+    """ZeRO-1 adds up micro-batches in ``parameter.grad``: a hook would see the last one alone, or the sum be lost."""
+    check_seen(ranks(2).run(train_accumulating, Case(accumulation=2), unused))
+
+
+def train_with_chunked_loss():
+    with small_chunks(numel=64):
+        return train(Case(), BlocksWithin, "head", "of the gradient", 1, 2)
+
+
+def test_hook_of_a_head_whose_loss_is_in_chunks(ranks):
+    """The loss in chunks reduces the head's gradient itself, past its hook."""
+    check_seen(ranks(2).run(train_with_chunked_loss))
+
+
+def train_hooked_in_backward():
+    """In each backward, the hook of one parameter registers another's first hook, and removes it again."""
+    torch.manual_seed(0)
+    pair, seen = Beside(BlocksWithin(), Case(config=REGIONAL)), ([], [])
+    for model, gradients in zip((pair.module, pair.plain), seen):
+        first, last = model.body.blocks[0].up.weight, model.body.blocks[2].down.weight
+        last.register_hook(_registers(first, gradients))
     for step in range(2):
-        loss = engine(batch(step, 0, dist.get_rank(), 4))
-        if step == 1:
-            getattr(engine.module.head.weight, kind)(lambda _: None)
-        try:
-            engine.backward(loss)
-            errors.append(None)
-        except RuntimeError as error:
-            errors.append(str(error))
-    engine.destroy()
-    return errors
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    error = max(float((a - b).norm() / b.norm()) for a, b in zip(*seen))
+    return Seen([len(seen[0])], [len(seen[1])], error, pair.from_graphs, pair.end())
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_after_the_graph_was_compiled(ranks, kind):
-    """The reducer would take the gradient past the hook."""
-    for first, second in ranks(2).run(hooked_late, kind):
-        assert first is None
-        assert "'head.weight'" in second and "has a hook that its compiled graph does not call" in second
+def _registers(parameter, gradients):
+    def register(_):
+        def change(gradient):
+            handle.remove()
+            gradients.append(gradient.clone())
+            return gradient * 1.5
+
+        handle = parameter.register_hook(change)
+
+    return register
+
+
+def test_hooks_registered_in_a_backward(ranks):
+    """What was noted when the backward began would not know of the hook."""
+    for seen in check_seen(ranks(2).run(train_hooked_in_backward)):
+        assert seen.calls == [2]

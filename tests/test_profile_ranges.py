@@ -35,7 +35,7 @@ def ranges_of_a_backward():
         reducer.register_parameter(group, f"parameter {index}", parameter, torch.float32, index * ELEMENTS)
     registrations = torch.tensor([reducer.identity, 0, 1, 2])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        reducer.begin_backward(True, [])
+        reducer.begin_backward(True)
         for slot, parameter in enumerate(parameters, start=1):
             torch.ops.deepcompile.reduce_grad(torch.ones_like(parameter), registrations, slot)
         reducer.finish_backward(True, False)

@@ -253,7 +253,7 @@ def memory_after_a_send_that_failed(numel=2**20):
     torch.cuda.synchronize()
     if rank == 0:
         time.sleep(2)
-    reducer.begin_backward(True, [])
+    reducer.begin_backward(True)
     message = ""
     try:
         for slot in (2, 1):

@@ -151,7 +151,7 @@ def gradients_from_threads(route, flat, steps=20):
     right = []
     with meanwhile(lambda: (registered.reducer.counters(), registered.reducer.in_backward)) as calls:
         for _ in range(steps):
-            registered.reducer.begin_backward(True, [])
+            registered.reducer.begin_backward(True)
             in_threads([functools.partial(give, first) for first in range(4)])
             right.append(registered.finish(3.0))
     assert len(calls) > 0
@@ -183,7 +183,7 @@ def reducers_in_threads(steps=10):
     def train(process_group, closes):
         for _ in range(steps):
             registered = Registered(process_group, count=6, flat=closes)
-            registered.reducer.begin_backward(True, [])
+            registered.reducer.begin_backward(True)
             for index, parameter in enumerate(registered.parameters):
                 if index % 2:
                     registered.reduce(parameter, 4.0)
@@ -218,7 +218,7 @@ def closed_meanwhile(route, how, times=10):
 
 def _closed_once(route, how):
     registered, begun, closed, messages = Registered(alone(), count=8), threading.Event(), threading.Event(), set()
-    registered.reducer.begin_backward(True, [])
+    registered.reducer.begin_backward(True)
 
     def backward():
         last = False

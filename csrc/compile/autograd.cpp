@@ -3,22 +3,25 @@
 
 #include "deepcompile.h"
 
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/python_hook.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <typeinfo>
 #include <utility>
 
-// What the reducer has to do with autograd: the nodes that accumulate gradients of code that was not compiled, which
-// gradients a running task wants and which it cannot compute, and the sums that lie in `parameter.grad` between
-// backwards.
+// What the reducer has to do with autograd: the nodes that accumulate gradients of code that was not compiled and those
+// that a hook or the caller wants to see, which gradients a running task wants and which it cannot compute, and the sums
+// that lie in `parameter.grad` between backwards.
 
 namespace deepcompile {
 
@@ -36,6 +39,38 @@ AccumulationNode current_node(const at::Tensor& parameter)
 }  // namespace
 
 // Accumulation nodes and their hooks.
+
+/// Hands a gradient on that an accumulation node has accumulated.
+class Accumulated : public torch::autograd::FunctionPostHook {
+public:
+    explicit Accumulated(std::function<void(const variable_list&)> function) : function_(std::move(function)) {}
+
+    variable_list operator()(const variable_list& outputs, const variable_list& inputs) override
+    {
+        function_(inputs);
+        return outputs;
+    }
+
+private:
+    const std::function<void(const variable_list&)> function_;
+};
+
+/// Delivers to an accumulation node what graphs have computed: the first of the parameter's hooks.
+class Delivery : public torch::autograd::FunctionPreHook {
+public:
+    Delivery(std::weak_ptr<Reducer> reducer, size_t index) : reducer_(std::move(reducer)), index_(index) {}
+
+    variable_list operator()(const variable_list& gradients) override
+    {
+        const auto alive = reducer_.lock();
+        return alive ? variable_list{alive->deliver(index_, gradients.at(0))} : gradients;
+    }
+    bool is_of(const Reducer& reducer) const { return reducer_.lock().get() == &reducer; }
+
+private:
+    const std::weak_ptr<Reducer> reducer_;
+    const size_t index_;
+};
 
 void Reducer::look_at_parameters()
 {
@@ -56,11 +91,9 @@ void Reducer::watch_accumulation(ParameterRecord& record)
     // Nobody takes the hook out again: a graph may keep the node for longer than the reducer lives, and one of
     // autograd's threads may be going through the node's hooks when the reducer is closed. The hook holds the reducer
     // weakly and does nothing without it.
-    node->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-        [reducer = weak_from_this(), index = static_cast<size_t>(record.index)](const variable_list& outputs,
-                                                                                const variable_list& inputs) {
+    node->add_post_hook(std::make_unique<Accumulated>(
+        [reducer = weak_from_this(), index = static_cast<size_t>(record.index)](const variable_list& inputs) {
             if (const auto alive = reducer.lock()) { alive->on_accumulated(index, inputs); }
-            return outputs;
         }));
     record.accumulation_node = std::move(node);
 }
@@ -87,17 +120,20 @@ void Reducer::follow_stream()
 
 void Reducer::on_accumulated(size_t index, const variable_list& inputs)
 {
-    at::Tensor parameter;
+    at::Tensor parameter, undelivered;
     {
         std::lock_guard lock(mutex_);
         if (index >= records_.size()) { return; }
         parameter = records_[index].parameter;
+        // Where a user has registered a parameter's first hook since its graph ran.
+        undelivered = take_for_autograd(records_[index]);
         // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
         // this engine's backward runs, it was the caller who gave the parameter other memory.
         const bool moved = parameter.numel() > 0 && parameter.const_data_ptr() != records_[index].data;
         if (moved && !in_backward()) { return; }
     }
     // Autograd also runs the node of a parameter whose gradient a compiled graph has reduced, and passes no gradient.
+    if (undelivered.defined()) { reduce(index, undelivered, Route::autograd, /*donated=*/true); }
     auto& slot = parameter.mutable_grad();
     if (!slot.defined()) { return; }
     at::Tensor gradient = std::exchange(slot, {});
@@ -110,6 +146,95 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
     const bool donated = gradient.layout() == at::kStrided && gradient.use_count() == 1 &&
                          gradient.storage().use_count() == (kept_for_hook ? 2 : 1);
     reduce(index, gradient, Route::autograd, donated);
+}
+
+// Gradients of graphs that a hook or the caller wants to see.
+
+void Reducer::keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated)
+{
+    streams_.order_after_last_use();
+    const auto dtype = record.parameter.scalar_type();
+    record.for_autograd.try_emplace(torch::autograd::get_current_graph_task_id(), dtype, streams_, counters_)
+        .first->second.add(gradient, donated);
+    // A user's first hook of a parameter removes the hooks that C++ has added.
+    auto& hooks = torch::autograd::impl::hooks(record.parameter);
+    auto* first = hooks.empty() ? nullptr : dynamic_cast<Delivery*>(hooks.front().get());
+    if (first && first->is_of(*this)) { return; }
+    auto delivery = std::make_unique<Delivery>(weak_from_this(), static_cast<size_t>(record.index));
+    if (first) {
+        // That of an earlier engine.
+        hooks.front() = std::move(delivery);
+    } else {
+        hooks.insert(hooks.begin(), std::move(delivery));
+    }
+}
+
+at::Tensor Reducer::take_for_autograd(ParameterRecord& record)
+{
+    const auto kept = record.for_autograd.find(torch::autograd::get_current_graph_task_id());
+    if (kept == record.for_autograd.end()) { return {}; }
+    streams_.order_after_last_use();
+    at::Tensor gradient = kept->second.take();
+    record.for_autograd.erase(kept);
+    return gradient;
+}
+
+at::Tensor Reducer::deliver(size_t index, const at::Tensor& gradient)
+{
+    std::lock_guard lock(mutex_);
+    if (index >= records_.size()) { return gradient; }
+    auto& record = records_[index];
+    at::Tensor kept = take_for_autograd(record);
+    if (!kept.defined()) { return gradient; }
+    TORCH_CHECK(!at::GradMode::is_enabled(),
+                record.describe() + " got a gradient of a compiled graph, which has no second derivatives; run this " +
+                    "forward and its backward in `with torch.compiler.set_stance('force_eager'):`");
+    return gradient.defined() ? kept.add_(gradient) : kept;
+}
+
+namespace {
+
+/// Whether a dict of Python's hooks is not empty. Reads one number, without the interpreter's lock.
+bool has_any(PyObject* hooks)
+{
+    return PyDict_GET_SIZE(hooks) > 0;
+}
+
+/// Whether the hook is of one of torch's classes for a dict of Python's hooks, whose types other modules cannot name.
+template <typename Hook>
+bool is_of_python(const Hook& hook)
+{
+    return std::strstr(typeid(hook).name(), "PyFunction") != nullptr;
+}
+
+}  // namespace
+
+bool ParameterRecord::has_hooks_of_sum() const
+{
+    // Only Python adds hooks of this kind. Their dict stays when the last one is removed.
+    using OfPython = torch::autograd::PyFunctionTensorPostAccGradHooks;
+    const auto& hooks = torch::autograd::impl::post_acc_grad_hooks(parameter);
+    return hooks && has_any(static_cast<const OfPython&>(*hooks).dict);
+}
+
+bool ParameterRecord::has_hooks() const
+{
+    using namespace torch::autograd;
+    if (has_hooks_of_sum()) { return true; }
+    for (const auto& hook : impl::hooks(parameter)) {
+        if (dynamic_cast<const Delivery*>(hook.get())) { continue; }
+        if (!is_of_python(*hook) || has_any(static_cast<const PyFunctionTensorPreHook&>(*hook).dict)) { return true; }
+    }
+    const auto node = current_node(parameter);
+    if (!node) { return false; }
+    for (const auto& hook : node->pre_hooks()) {
+        if (!is_of_python(*hook) || has_any(static_cast<const PyFunctionPreHook&>(*hook).dict)) { return true; }
+    }
+    for (const auto& hook : node->post_hooks()) {
+        if (dynamic_cast<const Accumulated*>(hook.get())) { continue; }
+        if (!is_of_python(*hook) || has_any(static_cast<const PyFunctionPostHook&>(*hook).dict)) { return true; }
+    }
+    return false;
 }
 
 // The end of a graph task.
@@ -228,11 +353,15 @@ bool ParameterRecord::autograd_wants() const
     const auto* asked = asked_for();
     if (!asked) { return true; }
     const auto found = asked->find(current_node(parameter).get());
-    if (found == asked->end()) { return false; }
-    TORCH_CHECK(!found->second.captures_ || found->second.captures_->empty(),
-                describe() + " is reduced by its compiled graph, so torch.autograd.grad() cannot return its " +
-                    "gradient; use safe_get_full_grad() after engine.backward()");
-    return found->second.needed_;
+    return found != asked->end() && found->second.should_execute();
+}
+
+bool ParameterRecord::caller_wants() const
+{
+    const auto* asked = asked_for();
+    if (!asked) { return false; }
+    const auto found = asked->find(current_node(parameter).get());
+    return found != asked->end() && found->second.captures_;
 }
 
 bool leads_to_checkpoints()

@@ -32,7 +32,6 @@ at::Tensor readable(const at::Tensor& registrations)
 
 void reduce(const at::Tensor& gradient, const at::Tensor& registrations, int64_t slot, bool donated)
 {
-    if (gradient.numel() == 0) { return; }
     const auto numbers = readable(registrations);
     const auto* number = numbers.const_data_ptr<int64_t>();
     const auto reducer = Reducer::find(number[0]);

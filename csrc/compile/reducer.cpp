@@ -6,10 +6,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <chrono>
+#include <iterator>
 #include <mutex>
 #include <thread>
 #include <unordered_map>
@@ -132,18 +134,19 @@ std::string ParameterRecord::describe() const
 
 // 2. Reduced.
 
-bool Reducer::begin_backward(bool reduces, const std::vector<size_t>& hooked)
+bool Reducer::begin_backward(bool reduces)
 {
     std::unique_lock lock(mutex_);
     if (is_abandoned()) { return false; }
     look_at_parameters();
-    for (auto& record : records_) { record.hooked = false; }
-    for (const auto index : hooked) { records_.at(index).hooked = true; }
     const bool is_first = !in_backward();
     // The backward of several losses begins once for each loss. From the second time on, autograd is accumulating and
     // what lies in `parameter.grad` is autograd's.
     if (is_first) {
-        for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
+        for (auto& record : records_) {
+            // The accumulation node adds to this sum, and the hooks see both together.
+            if (!record.has_hooks_of_sum()) { record.unreduced.take_from_grad(record.parameter); }
+        }
         begin_turns();
     }
     reduces_ = reduces;
@@ -175,10 +178,18 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     at::NoGradGuard no_grad;
     const auto destroyed = "the engine of a parameter was destroyed while its gradient was computed";
     TORCH_CHECK(index < records_.size(), destroyed);
-    // As autograd's accumulation node does with a parameter that was frozen after the forward.
-    if (route == Route::graph && !records_[index].parameter.requires_grad()) { return; }
+    if (route == Route::graph) {
+        auto& record = records_[index];
+        // As autograd's accumulation node does with a parameter that was frozen after the forward.
+        if (!record.parameter.requires_grad() || !record.autograd_wants()) { return; }
+        if (record.caller_wants()) {
+            keep_for_autograd(record, gradient, donated);
+            return;
+        }
+        if (gradient.numel() == 0 && !record.has_hooks()) { return; }
+    }
     bool belongs_to_backward = in_backward();
-    if (!belongs_to_backward && listener_ && (route == Route::autograd || records_[index].autograd_wants())) {
+    if (!belongs_to_backward && listener_) {
         // The listener takes the interpreter's lock, whose holder may be waiting for mutex_.
         const auto listener = listener_;
         lock.unlock();
@@ -193,11 +204,10 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
                     "with sparse=False");
     TORCH_CHECK(gradient.sizes() == record.parameter.sizes(),
                 record.describe() + " got a gradient of shape " + shape_of(gradient));
-    TORCH_CHECK(route != Route::graph || !record.hooked,
-                record.describe() + " has a hook that its compiled graph does not call: register hooks before " +
-                    "engine.compile(), in every layer that shares the graph, or call torch._dynamo.reset() " +
-                    "after registering one");
-    if (route == Route::graph && !record.autograd_wants()) { return; }
+    if (route == Route::graph && record.has_hooks()) {
+        keep_for_autograd(record, gradient, donated);
+        return;
+    }
     ++(route == Route::graph ? counters_.from_graphs : counters_.from_autograd);
     if (gradient.numel() == 0) { return; }
     streams_.order_after_last_use();
@@ -278,11 +288,10 @@ std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
     c10::OptionalStreamGuard on_last_stream(streams_.last());
     streams_.order_after_last_use();
     if (reduces) {
-        // Where no backward has begun, sums of the parameter's dtype still lie in `parameter.grad`.
-        if (!in_backward()) {
-            begin_turns();
-            for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
-        }
+        if (!in_backward()) { begin_turns(); }
+        // Where no backward has begun, or no gradient has come for a hook, sums of the parameter's dtype still lie in
+        // `parameter.grad`.
+        for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
         for (auto& record : records_) {
             if (record.group->world() == 1 && record.unreduced.defined()) { enqueue_sum(record); }
         }
@@ -379,9 +388,14 @@ void Reducer::release(std::optional<int64_t> group)
 void Reducer::forget_gradients(Dropped& dropped)
 {
     for (auto& group : groups_) { group.release(dropped); }
+    const int task = torch::autograd::get_current_graph_task_id();
     for (auto& record : records_) {
         end_early(record);
         record.unreduced.drop(dropped);
+        for (auto kept = record.for_autograd.begin(); kept != record.for_autograd.end();) {
+            if (kept->first != task) { kept->second.drop(dropped); }
+            kept = kept->first == task ? std::next(kept) : record.for_autograd.erase(kept);
+        }
         // While a backward runs, perhaps on another thread, what lies in `parameter.grad` is autograd's.
         if (in_backward()) { continue; }
         if (auto& slot = record.parameter.mutable_grad(); slot.defined()) {

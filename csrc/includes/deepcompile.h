@@ -149,19 +149,27 @@ struct ParameterRecord {
     bool is_early = false;  ///< the same, it has all that the turn takes, and it waits for the turns before
     bool absent = false;    ///< the graph of this backward does not lead to the parameter
     bool hidden = false;    ///< in some backward a gradient has come although the parameter was absent
-    bool hooked = false;    ///< a user's hook wants to see the gradient
     /// Where the parameter's data lay when the last backward began. If the data lies elsewhere when a gradient comes,
     /// another engine may have taken the parameter over.
     const void* data = nullptr;
     /// Autograd's node that accumulates into `parameter.grad`. Gradients of code that was not compiled reach it, and
     /// the reducer's hook on it. The parameter holds the node weakly, so this reference keeps node and hook alive.
     AccumulationNode accumulation_node = {};
+    /// By autograd's number of a task: what graphs have computed in the task and the accumulation node is to get there,
+    /// because a hook or the caller wants to see it.
+    std::map<int, UnreducedSum> for_autograd = {};
 
     /// Name, shape and rank, for messages.
     std::string describe() const;
     /// Whether autograd's running task wants this gradient: torch.autograd.grad() and backward(inputs=...) ask for
-    /// some gradients, and a compiled graph computes all of them. Raises if the caller wants this gradient returned.
+    /// some gradients, and a compiled graph computes all of them.
     bool autograd_wants() const;
+    /// Whether the task is to return this gradient to its caller, as that of torch.autograd.grad() does.
+    bool caller_wants() const;
+    /// Whether the parameter or its accumulation node has a hook that is not a reducer's.
+    bool has_hooks() const;
+    /// Whether the parameter has a hook that reads `parameter.grad` when a gradient was added to it.
+    bool has_hooks_of_sum() const;
 };
 
 // 2. Reduced: the order in which all ranks send gradients. (order.cpp)
@@ -492,13 +500,12 @@ public:
 
     /// Called by `BackwardLife.begin()` when a backward starts, and for each further loss of the same backward.
     /// `reduces`: whether this backward reduces gradients (at the accumulation boundary, or under ZeRO-2) or keeps them
-    /// on this rank. `hooked`: indices of the parameters whose gradients a user's hook wants to see, so that no graph may
-    /// reduce them; the order of registration numbers them.
+    /// on this rank.
     ///
     /// Autograd tells nobody of a backward that raised. So the reducer queues a Watch with the running graph task, which
     /// calls the watch when the graph has run, or else drops it. Returns false, and begins nothing, if a backward was
     /// abandoned and settled() was not called yet.
-    bool begin_backward(bool reduces, const std::vector<size_t>& hooked);
+    bool begin_backward(bool reduces);
 
     /// Called when a backward begins, with `may_enclose`, and between backwards. Abandons the last backward if it neither
     /// finished nor can finish: it raised and a thread of autograd's still holds its graph task, or an interrupt came
@@ -536,6 +543,10 @@ public:
     /// 2. and 3. Called by the compiled backward (operator `reduce_grad`), and by the parameter's accumulation node for
     /// gradients of code that was not compiled. Contributions to one parameter add up. `donated`: nobody but the
     /// reducer reads or writes the gradient's memory from now on, so the reducer need not copy the gradient.
+    ///
+    /// A graph's gradient that a hook or the caller wants to see is kept for the parameter's accumulation node. Autograd
+    /// runs the node in the same task, when it has run all that computes gradients of the parameter. From there the
+    /// gradient comes here a second time, unless it is returned to the caller.
     void reduce(size_t index, const at::Tensor& gradient, Route route, bool donated);
 
     /// 4. Called by the backward graph that reduces last (operator `end_backward`).
@@ -584,7 +595,15 @@ private:
     void look_at_parameters();
     void watch_accumulation(ParameterRecord& record);
     void on_accumulated(size_t index, const torch::autograd::variable_list& inputs);
+    friend class Delivery;
+    /// Called before the hooks of a parameter see `gradient`, which may be undefined. Returns its sum with what was kept
+    /// for the node.
+    at::Tensor deliver(size_t index, const at::Tensor& gradient);
     // The functions below need mutex_ held by the caller.
+    /// Keeps a graph's gradient until autograd runs the accumulation node.
+    void keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated);
+    /// Takes what was kept in the running task; undefined if nothing was.
+    at::Tensor take_for_autograd(ParameterRecord& record);
     /// Notes which parameters are absent: the graph of autograd's running task does not lead to them. Returns whether
     /// there are any. A backward of several losses may have several graphs. `is_first`: whether this is the first.
     bool find_absent(bool is_first);
@@ -615,7 +634,7 @@ private:
     /// gradients that a user may know of to `dropped`; see Dropped.
     void abandon(BackwardState how, Dropped& dropped);
     bool is_abandoned() const { return state_ == BackwardState::raised || state_ == BackwardState::unfinished; }
-    /// Moves what is bound and unreduced to `dropped`.
+    /// Moves what is bound, unreduced, and kept for nodes of other tasks to `dropped`.
     void forget_gradients(Dropped& dropped);
 
     const Options options_;

@@ -153,10 +153,16 @@ FAULTS = {
         ("test_hooks_later.py",),
     ),
     "hook of a parameter ignored": Fault(
-        "a hook that a parameter gets after engine.compile() is not called, and no error says so",
-        ZERO12 + "optimizer.py",
-        {"if parameter._backward_hooks or parameter._post_accumulate_grad_hooks\n": "if False\n"},
-        ("test_hooks_of_parameters.py", "test_hooks_later.py"),
+        "a graph reduces a gradient that a hook of the parameter should see",
+        CPP + "reducer.cpp",
+        {"if (route == Route::graph && record.has_hooks()) {": "if (route == Route::graph && index > index) {"},
+        ("test_hooks_of_parameters.py",),
+    ),
+    "hook that sees one micro-batch": Fault(
+        "a hook of the sum in `parameter.grad` sees the last micro-batch alone",
+        CPP + "reducer.cpp",
+        {"if (!record.has_hooks_of_sum()) { record.unreduced": "{ record.unreduced"},
+        ("test_hooks_of_parameters.py",),
     ),
     "code of another version": Fault(
         "torch's caches return code that was generated from other source of the fork",

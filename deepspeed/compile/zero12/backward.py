@@ -127,12 +127,11 @@ class BackwardLife:
         self._step.keeps = True
         return False
 
-    def begin(self, base_prologue: Callable[[], None], hooked: List[int]) -> None:
+    def begin(self, base_prologue: Callable[[], None]) -> None:
         """Called before the first gradient of a backward, and once more for each further loss of the same backward.
 
         Args:
             base_prologue: the base optimizer's own ``backward_prologue``.
-            hooked: indices, in the reducer's order, of parameters whose gradients a user's hook wants to see.
         """
         engine = self._engine()
         # Within engine.backward(), another graph task belongs to the same backward: checkpointing with
@@ -142,7 +141,7 @@ class BackwardLife:
         base_prologue()
         with self._settling:
             self._join_step()
-            while not self._reducer.begin_backward(self._reduces(), hooked):
+            while not self._reducer.begin_backward(self._reduces()):
                 # Meanwhile another thread has dropped the graph of a backward that raised.
                 self.settle()
                 self._join_step()

@@ -7,7 +7,7 @@
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Collection, Dict, Iterator, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional
 
 import torch
 
@@ -54,13 +54,7 @@ class StepLocalGradients(_NextClass):
 
     def backward_prologue(self) -> None:
         self._zero12.refuse()
-        # What has_hooks() tells, without a call for each parameter, which would take most of the time.
-        hooked = [
-            index
-            for index, parameter in enumerate(self._zero12.registered)
-            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        ]
-        self._zero12.backward.begin(super().backward_prologue, hooked)
+        self._zero12.backward.begin(super().backward_prologue)
 
     def backward_epilogue(self, *args, **kwargs) -> None:
         if self._zero12.sharded is not None:
@@ -261,15 +255,6 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
 def reducers() -> Iterator[Reducer]:
     """Yields the reducers of all engines of this process that train."""
     return (optimizer._zero12.reducer for optimizer in _attached)
-
-
-def has_hooks(parameter: torch.nn.Parameter, base_hooks: Collection[int] = ()) -> bool:
-    """Whether a parameter has a user's hook. Autograd must then deliver the gradient, so no graph may reduce it.
-
-    ``base_hooks``: ids of the base's gradient hooks, which :func:`attach` removes.
-    """
-    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    return any(hook not in base_hooks for hooks in kinds for hook in hooks or ())
 
 
 # What DeepSpeed's engine calls ------------------------------------------------------------------------------------

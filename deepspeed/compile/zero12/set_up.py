@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 import deepspeed.comm as dist
 from deepspeed.utils import logger
@@ -25,7 +25,7 @@ from .layout import flat_layout, registered_parameters
 from .messages import warn
 from .native import Reducer, reducer_module
 from .offload import memory_for_gradients
-from .optimizer import attach, has_hooks, take_over_parameters
+from .optimizer import attach, take_over_parameters
 from .options import Plan, make_plan
 from .sharded_blocks import ShardedBlocks
 from .state import Zero12
@@ -92,7 +92,6 @@ def set_up(
         limit = CompilationLimit(module, plan.compilations, raises=plan.fullgraph)
         graphs = Backend(
             plan,
-            compile_blocks.reducible_in_all(plan.blocks, parameters_reduced_by_graphs(optimizer)),
             registered_parameters(optimizer),
             reducer.identity,
             limit,
@@ -237,12 +236,6 @@ def _next_identity(optimizer):
         dist.all_reduce(identity, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
     _last_identity = int(identity)
     return _last_identity
-
-
-def parameters_reduced_by_graphs(optimizer: "DeepSpeedZeroOptimizer") -> List[Parameter]:
-    """Lists the reducible parameters: those without a user's hook, which graphs would not call."""
-    base_hooks = {handle.id for handle in optimizer._grad_acc_hooks}
-    return [parameter for parameter in registered_parameters(optimizer) if not has_hooks(parameter, base_hooks)]
 
 
 def _note_end(reference):

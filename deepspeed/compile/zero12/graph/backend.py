@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
@@ -98,7 +98,6 @@ class Backend:
 
     Args:
         plan: the ``Plan`` of the engine. With its backend "eager", graphs run as they are traced.
-        parameters: the reducible parameters.
         registered: the registered parameters, in the reducer's order, which outlive the backend's graphs.
         identity: the reducer's number.
         limit: the ``CompilationLimit`` of the engine.
@@ -109,7 +108,6 @@ class Backend:
     def __init__(
         self,
         plan: "Plan",
-        parameters: Iterable[torch.nn.Parameter],
         registered: Sequence[torch.nn.Parameter],
         identity: int,
         limit: CompilationLimit,
@@ -124,12 +122,9 @@ class Backend:
         self._limit, self._waiting = limit, waiting
         self._compiling = overriding(features, "compiling")
         self._registrations = Registrations(identity, registered)
-        self._reducible = {id(parameter) for parameter in parameters}
         self._own = {id(parameter) for parameter in registered}
         self._are_aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
-        self._chunked_losses = find_loss.ChunkedLosses(
-            plan.chunked_loss, self._registrations, self._own, self._reducible
-        )
+        self._chunked_losses = find_loss.ChunkedLosses(plan.chunked_loss, self._registrations, self._own)
         # Dynamo's number of a frame that reduces -> the frame's graph id, in forward order. Recompilations of a frame
         # share its number. Graph ids count from 0, so that a model gets the same graphs in every run and finds them in
         # torch's caches.
@@ -180,15 +175,15 @@ class Backend:
 
         The inputs alone decide, whether or not the graph is found in a cache.
         """
-        reducible = [value for value in example_inputs if id(value) in self._reducible]
-        if not reducible:
-            # A frame without reducible parameters, such as a function that logs metrics by name, does not change what
+        parameters = [value for value in example_inputs if id(value) in self._own]
+        if not parameters:
+            # A frame without registered parameters, such as a function that logs metrics by name, does not change what
             # is reduced, so Dynamo's own limit applies to it.
             return None, False
         compile_id = torch._guards.CompileContext.current_compile_id()
         graph_break = reasons.graph_break(gm)
         self._limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1, block or "the model", graph_break)
-        if not (torch.is_grad_enabled() and any(value.requires_grad for value in reducible)):
+        if not (torch.is_grad_enabled() and any(value.requires_grad for value in parameters)):
             # Evaluation gives a frame no place in the order: a rank that evaluates alone may run other frames, or run
             # frames in another order.
             return None, False
@@ -199,9 +194,8 @@ class Backend:
 
     def _graph(self, gm, inputs, frame):
         """Compiles a graph, or its part up to the loss, with reductions in its backward."""
-        reduced = [
-            index for index, value in enumerate(inputs) if frame.graph_id is not None and id(value) in self._reducible
-        ]
+        reduces = frame.graph_id is not None
+        reduced = [index for index, value in enumerate(inputs) if reduces and id(value) in self._own]
         slots = {index: slot for slot, index in enumerate(reduced, start=1)}
         lies_anywhere = [not self._are_aligned and id(value) in self._own for value in inputs]
         sharded = [

@@ -7,11 +7,10 @@ Modules that call blocks run uncompiled. The code around these modules is compil
 
 import contextlib
 import functools
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Tuple, Type
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from ..messages import warn
 from .block_calls import Call, CallOfBlock, CallOfCaller, forward_of, run_forward, runs
@@ -21,27 +20,6 @@ from .compilation_limit import CompilationLimit, own_code
 if TYPE_CHECKING:
     from ..gather_hooks import Waiting
     from ..sharded_blocks import ShardedBlocks
-
-
-def reducible_in_all(blocks: List[Module], parameters: Iterable[Parameter]) -> List[Parameter]:
-    """Returns those of ``parameters`` that are reducible in all blocks of their class.
-
-    One graph serves all blocks of a class, so a parameter of a block is left out if ``parameters`` lacks the parameter
-    of the same name in another block of the class.
-    """
-    parameters = list(parameters)
-    reducible = {id(parameter) for parameter in parameters}
-    alike = defaultdict(list)
-    for block in blocks:
-        for name, parameter in block.named_parameters(remove_duplicate=False):
-            alike[type(block), name].append(parameter)
-    left_out = set()
-    for group in alike.values():
-        # Frozen parameters do not count: a block with another set of frozen parameters gets another graph.
-        trained = [id(parameter) for parameter in group if parameter.requires_grad]
-        if not reducible.issuperset(trained):
-            left_out.update(trained)
-    return [parameter for parameter in parameters if id(parameter) not in left_out]
 
 
 def compile_blocks(

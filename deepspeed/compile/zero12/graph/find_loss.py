@@ -74,13 +74,11 @@ class ChunkedLosses:
     Args:
         wanted: the option ``compile.chunked_loss``.
         registrations: of the engine.
-        own, reducible: the ids of the registered, and of the reducible parameters.
+        own: the ids of the registered parameters.
     """
 
-    def __init__(
-        self, wanted: Optional[bool], registrations: Registrations, own: Collection[int], reducible: Collection[int]
-    ):
-        self._wanted, self._registrations, self._own, self._reducible = wanted, registrations, own, reducible
+    def __init__(self, wanted: Optional[bool], registrations: Registrations, own: Collection[int]):
+        self._wanted, self._registrations, self._own = wanted, registrations, own
         self._has_warned = False
 
     def cut_out(
@@ -114,7 +112,7 @@ class ChunkedLosses:
         # Ask for the traced size, not its hint: with lengths that vary, the answer becomes a guard of the graph.
         if found is None or not (self._wanted or guard_or_false(_traced(found.head).numel() >= MANY_LOGITS)):
             return None
-        reduced = [id(values.get(node)) in self._reducible for node in (found.weight, found.bias)]
+        reduced = [id(values.get(node)) in self._own for node in (found.weight, found.bias)]
         return _replaced(gm, found, ChunkedLoss(found.loss, reduced, self._registrations, compile_part))
 
 

@@ -27,7 +27,7 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> None:
 
     Args:
         joint: forward and backward in one graph, as AOTAutograd traces them, with descriptors.
-        slots: index of a frame's input that is a reducible parameter -> slot in the registrations, which are the
+        slots: index of a frame's input that is a registered parameter -> slot in the registrations, which are the
             frame's last input.
     """
     graph = joint.graph
