@@ -115,6 +115,17 @@ def test_an_overflow_skips_the_step_and_releases(ranks, stage, accumulation):
         assert compiled.error < 1.5 * eager.error < compiled.moved
 
 
+@vary("stage", [1, 2])
+def test_a_step_that_raises_the_loss_scale(ranks, stage):
+    """Gradients would be divided by the scale of the next backward, as DeepSpeed's own step does."""
+    case = Case(MODEL, stage, dtype="fp16", config={"fp16": {"initial_scale_power": 4, "loss_scale_window": 1}})
+    for compiled, eager in ranks(2).run(train_beside_fp32, case):
+        assert compiled.scale == eager.scale > 2**4
+        assert compiled.error < 0.1 * compiled.moved
+        # If this fails, DeepSpeed has mended it: docs/options.md says that both differ.
+        assert eager.error > 0.3 * compiled.moved
+
+
 class HugeGradients(NamedTuple):
     norm: Optional[float]  # None if none was computed
     skipped: int  # steps
