@@ -10,7 +10,7 @@ import torch
 from support.beside import Beside, check
 from support.critic import Critic, rows
 from support.ids import vary
-from support.training import Case
+from support.training import BOUND, Case
 
 
 def penalty(module, x):
@@ -55,3 +55,31 @@ def test_the_engine_says_what_to_do_and_that_is_right(ranks, stage, accumulation
     for _, told in results:
         assert len(told) == accumulation
         assert "torch.compiler.set_stance('force_eager')" in told[0]
+
+
+def ask_for_parameters(case):
+    """Asks for a differentiable gradient of a parameter: what it raises, and how far off the remedy's answer is."""
+    torch.manual_seed(0)
+    pair, told = Beside(Critic(), case), ""
+
+    def gradient(module):
+        (of_weight,) = torch.autograd.grad(module(rows(0)).sum(), module.head.weight, create_graph=True)
+        return of_weight
+
+    expected = gradient(pair.plain)
+    try:
+        # The engine is not asked, and does not answer.
+        gradient(pair.module)
+    except RuntimeError as error:
+        told = str(error)
+    with torch.compiler.set_stance("force_eager"):
+        actual = gradient(pair.module)
+    pair.engine.destroy()
+    return told, float((actual - expected).norm() / expected.norm()), actual.requires_grad
+
+
+def test_parameters_of_a_module_that_is_called_directly(ranks):
+    """A graph's gradient would be returned as a constant, whose second derivative is silently zero."""
+    ((told, error, can_be_differentiated),) = ranks(1).run(ask_for_parameters, Case())
+    assert "'head.weight'" in told and "torch.compiler.set_stance('force_eager')" in told
+    assert error < BOUND and can_be_differentiated
