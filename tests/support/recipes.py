@@ -263,11 +263,16 @@ MAKE = {
 
 
 class Body(nn.Module):
-    """The embedding and the pieces of a recipe."""
+    """The embedding and the pieces of a recipe.
+
+    ``as_compiled``: whether reentrant checkpoints train modules whose input needs no gradient. They do where
+    torch.compile traces them, and elsewhere they give such modules no gradients.
+    """
 
     def __init__(self, recipe):
         super().__init__()
         self.recipe = recipe
+        self.as_compiled = False
         self.embedding = nn.Embedding(VOCABULARY, recipe.width)
         self.embedding.weight.requires_grad_(not recipe.embedding_frozen)
         # Aliases are pieces too, so that their parameters are registered once.
@@ -301,7 +306,10 @@ class Body(nn.Module):
         module = module.through if isinstance(module, Unseen) else module
         if piece.checkpointed is None:
             return torch.tanh(x + module(x))
-        return torch.tanh(x + checkpoint(module, x, use_reentrant=piece.checkpointed))
+        reentrant = piece.checkpointed
+        if self.as_compiled and piece.compiled and not x.requires_grad:
+            reentrant = False
+        return torch.tanh(x + checkpoint(module, x, use_reentrant=reentrant))
 
     @torch.compiler.disable
     def eagerly(self, piece, module, x):
