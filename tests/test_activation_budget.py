@@ -28,7 +28,7 @@ from deepspeed.compile.zero12.graph.split import runs_once, split_joint
 from support.beside import Beside, check
 from support.ids import vary
 from support.lifetime import allocated_bytes
-from support.models import Block, OneGraph
+from support.models import Block, BlocksWithin, Body, OneGraph
 from support.options import SMALL, train_and_collect_output
 from support.training import BOUND, Case, batch, build
 
@@ -177,6 +177,103 @@ def train_what_changes(block, budget, regional, backend):
 def test_what_a_forward_changes_is_not_read_again(ranks, block, budget, backend, regional):
     """A backward that computes an activation again from a changed buffer would have other gradients."""
     check(ranks(1).run(train_what_changes, block, budget, regional, backend))
+
+
+class Scaled(Block):
+    """A block that scales by a function of a buffer, which other code changes."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale.sin()
+
+
+CHANGES = {
+    "by .data": lambda tensor: tensor.data.add_(0.3),
+    "in place": lambda tensor: tensor.add_(0.3),
+}
+
+
+class ChangedByOthers(OneGraph):
+    """A model that changes the buffers of its blocks between its forward and its backward."""
+
+    block = Scaled
+    change = "in place"
+
+    @torch.compiler.disable
+    def leave(self, x, ids):
+        for block in self.blocks:
+            with torch.no_grad():
+                CHANGES[self.change](block.scale)
+        return super().leave(x, ids)
+
+
+def train_changed_by_others(change, budget, regional, backend):
+    torch.manual_seed(0)
+    module = ChangedByOthers()
+    module.change = change
+    loop = Beside(module, case_of(budget, regional, backend=backend))
+    for step in range(3):
+        loop.step(batch(step, 0, dist.get_rank(), 4))
+    return loop.end()
+
+
+@vary(
+    "backend, regional",
+    [("eager", True), ("eager", False), pytest.param("inductor", True, marks=pytest.mark.slow)],
+)
+@vary("budget", [0.5, 0])
+@vary("change", CHANGES)
+def test_a_buffer_that_others_change(ranks, change, budget, backend, regional):
+    """A backward would compute activations again from what other code has made of a buffer since, or raise."""
+    for outcome in check(ranks(1).run(train_changed_by_others, change, budget, regional, backend)):
+        assert outcome.from_graphs[0] > 0
+
+
+class AddsFirst(Block):
+    """A block that does not need its input for its backward."""
+
+    def forward(self, x):
+        return super().forward((x + 1).tanh())
+
+
+class ChangesAnInput(Body):
+    """Blocks of which the first one's input is changed after its forward."""
+
+    block = AddsFirst
+
+    def enter(self, ids):
+        self.input = super().enter(ids) + 0
+        return self.input
+
+    def leave(self, x, ids):
+        with torch.no_grad():
+            self.input.add_(1)
+        return x
+
+
+def train_with_changed_input(budget):
+    """Returns what training came to, or what it raised."""
+    torch.manual_seed(0)
+    module = BlocksWithin()
+    module.body = ChangesAnInput(width=8)
+    loop = Beside(module, case_of(budget, True))
+    try:
+        loop.step(batch(0, 0, dist.get_rank(), 4))
+        return loop.end()
+    except RuntimeError as error:
+        loop.engine.destroy()
+        return str(error)
+
+
+def test_an_input_that_others_change(ranks):
+    """Torch's error would not say that it is the budget that has the backward read an input."""
+    check(ranks(1).run(train_with_changed_input, None))
+    (message,) = ranks(1).run(train_with_changed_input, 0)
+    assert "modified by an inplace operation" in message
+    assert "compile.activation_memory_budget=0 has a graph's backward read the graph's inputs" in message
 
 
 @vary("torchs", [1.0, 0.0])

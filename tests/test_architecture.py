@@ -42,8 +42,8 @@ zero12.state zero12.eight_bit_states
 zero12.optimizer
 zero12.graph.block_calls zero12.graph.guards zero12.graph.reasons
 zero12.graph.compilation_limit zero12.graph.frames zero12.graph.loss zero12.graph.lowering
-zero12.graph.reductions zero12.graph.split zero12.graph.choose_blocks
-zero12.graph.chunked_loss
+zero12.graph.reductions zero12.graph.choose_blocks
+zero12.graph.chunked_loss zero12.graph.split
 zero12.graph.find_loss
 zero12.graph.backend zero12.graph.compile_blocks
 zero12.options

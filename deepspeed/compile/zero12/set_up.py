@@ -91,6 +91,7 @@ def set_up(
         profiler.enabled = False
         limit = CompilationLimit(module, plan.compilations, raises=plan.fullgraph)
         graphs = Backend(
+            module,
             plan,
             registered_parameters(optimizer),
             reducer.identity,

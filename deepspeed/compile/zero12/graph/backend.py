@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from ..options import Plan
 
 
+# Elements of a buffer that may be kept in a copy for each layer and forward. Statistics and scales have fewer, and
+# quantized weights, which are buffers in some packages, have more.
+SMALL_BUFFER = 2**16
+
+
 @functools.cache
 def cache_key() -> str:
     """Hashes all source that shapes generated code, so that torch's caches return no code of another version."""
@@ -47,7 +53,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         release_reduce_buckets: whether the backward of this graph is the last that reduces.
         debug_log: whether to log the split graphs.
         lies_anywhere: for each input of the graph, whether it may lie at an address of any alignment.
-        budget: as in :func:`split_joint`.
+        budget, buffers: as in :func:`split_joint`.
         sharded: indices of the graph's inputs that are sharded between its forward and its backward.
     """
 
@@ -58,18 +64,20 @@ class ReduceGradPartitioner(CustomPartitionerFn):
     lies_anywhere: Sequence[bool]
     budget: Optional[float]
     sharded: Sequence[int] = ()
+    buffers: Sequence[int] = ()
 
     def uuid(self) -> bytes:
         """Identifies this partitioner in the keys of torch's caches."""
         schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
         slots = sorted(self.slots.items())
-        key = cache_key(), schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere, self.budget
-        return hashlib.sha256(repr((*key, self.sharded)).encode()).digest()
+        how = self.graph_id, self.release_reduce_buckets, self.lies_anywhere, self.budget, self.sharded, self.buffers
+        key = cache_key(), schema, slots, *how
+        return hashlib.sha256(repr(key).encode()).digest()
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
         insert_reductions(gm, self.slots)
         save_by_hooks(gm, self.sharded)
-        forward, backward = split_joint(gm, joint_inputs, self.budget, **kwargs)
+        forward, backward = split_joint(gm, joint_inputs, self.budget, self.buffers, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
         if kwargs.get("compiler") != "inductor":
             donate_gradients(backward)
@@ -97,6 +105,7 @@ class Backend:
     """A ``torch.compile`` backend that reduces the gradients of parameters where they are produced.
 
     Args:
+        module: the engine's.
         plan: the ``Plan`` of the engine. With its backend "eager", graphs run as they are traced.
         registered: the registered parameters, in the reducer's order, which outlive the backend's graphs.
         identity: the reducer's number.
@@ -107,6 +116,7 @@ class Backend:
 
     def __init__(
         self,
+        module: torch.nn.Module,
         plan: "Plan",
         registered: Sequence[torch.nn.Parameter],
         identity: int,
@@ -115,7 +125,9 @@ class Backend:
         waiting: Optional["Waiting"] = None,
     ):
         lowering.register()
-        # Do not keep the plan, which holds the blocks: Dynamo's caches hold this backend after the engine is gone.
+        # Keep neither module nor plan, which holds the blocks: Dynamo's caches hold this backend after the engine is
+        # gone.
+        self._module = weakref.ref(module)
         self._compiler, self._dynamic, self._debug_log = plan.backend, plan.dynamic, plan.debug_log
         self._budget, self._shards = plan.activation_budget, plan.shards_frozen
         self._has_blocks = bool(plan.blocks)
@@ -204,7 +216,14 @@ class Backend:
             if self._shards and isinstance(value, torch.nn.Parameter) and not value.requires_grad
         ]
         partitioner = ReduceGradPartitioner(
-            slots, frame.graph_id, frame.release_reduce_buckets, self._debug_log, lies_anywhere, self._budget, sharded
+            slots,
+            frame.graph_id,
+            frame.release_reduce_buckets,
+            self._debug_log,
+            lies_anywhere,
+            self._budget,
+            sharded,
+            self._small_buffers(inputs),
         )
         if not reduced:
             return self._compile(gm, inputs, frame, partitioner)
@@ -215,6 +234,14 @@ class Backend:
         # Dynamo keeps what it is given from being compiled. Without the compiler's own wrapper, it does so once.
         compiled = getattr(compiled, "_torchdynamo_orig_callable", compiled)
         return lambda *args: compiled(*args, of([args[index] for index in reduced]))
+
+    def _small_buffers(self, inputs):
+        """Returns the indices of inputs that are buffers of the model and small beside activations."""
+        module = self._module()
+        # A model may not be asked for its truth.
+        all_buffers = () if module is None else module.buffers()
+        buffers = {id(buffer) for buffer in all_buffers if buffer.numel() <= SMALL_BUFFER}
+        return [index for index, value in enumerate(inputs) if id(value) in buffers]
 
     def _compile(self, gm, inputs, frame, partitioner):
         if self._compiler == "eager":

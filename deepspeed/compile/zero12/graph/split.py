@@ -4,23 +4,28 @@
 
 torch has one budget of activations for a whole process, and here each engine has its own. And torch computes in the
 backward again what is not the same there: within a budget random numbers (pytorch/pytorch issue 190758) and operators
-of others, and what was read of a buffer before the forward changed it (pull request 197039). Here the forward keeps
-these values.
+of others, what was read of a buffer before the forward changed it (pull request 197039), and what was read of a buffer
+that other code changes before the backward. Here the forward keeps these values, and of such a buffer a copy.
 """
 
 import contextlib
 import operator
 import types
-from typing import Any, List, Optional, Sequence, Set, Tuple
+from typing import Any, Collection, List, Optional, Sequence, Set, Tuple
 
 import torch
 from torch._functorch import config, partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
 from torch.fx import Graph, GraphModule, Node
 
+from .reductions import index_of
+
+# The mark of nodes that the forward keeps if the backward reads them.
+_IS_KEPT = "deepcompile_is_kept"
+
 
 def split_joint(
-    joint: GraphModule, joint_inputs: Sequence, budget: Optional[float], **kwargs: Any
+    joint: GraphModule, joint_inputs: Sequence, budget: Optional[float], buffers: Collection[int] = (), **kwargs: Any
 ) -> Tuple[GraphModule, GraphModule]:
     """Returns the forward and the backward graph of a joint graph.
 
@@ -28,10 +33,31 @@ def split_joint(
         joint, joint_inputs, kwargs: as torch's partitioners get them.
         budget: how much of the activations that torch would keep may be kept, from 0 to 1; None: as torch is
             configured.
+        buffers: indices of the frame's inputs that other code may change before the backward.
     """
     own = contextlib.nullcontext() if budget is None else config.patch(activation_memory_budget=budget)
     with own:
+        if config.activation_memory_budget < 1:
+            _copy(joint, buffers)
         return _partitioner()(joint, joint_inputs, **kwargs)
+
+
+def _copy(joint: GraphModule, buffers: Collection[int]) -> None:
+    """Has a joint graph read copies of buffers, and the forward keep those that the backward reads."""
+    for node in joint.graph.find_nodes(op="placeholder"):
+        reads = [user for user in node.users if user.target is not torch.ops.aten.copy_.default]
+        if index_of(node) not in buffers or not reads:
+            continue
+        with joint.graph.inserting_before(_first_behind_inputs(joint.graph)):
+            copied = joint.graph.call_function(torch.ops.aten.clone.default, (node,))
+        copied.meta["val"] = node.meta["val"].clone()
+        copied.meta[_IS_KEPT] = True
+        node.replace_all_uses_with(copied, delete_user_cb=reads.__contains__)
+    joint.recompile()
+
+
+def _first_behind_inputs(graph: Graph) -> Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
 
 
 def _partitioner():
@@ -58,6 +84,7 @@ def _values_to_keep(joint: Graph, node_info: Any, memory_budget: float = 1.0) ->
     # To keep more than torch has chosen is always right, and torch drops what the backward does not use.
     chosen = partitioners.choose_saved_values_set(joint, node_info, memory_budget)
     only_in_forward = _reads_of_changed_inputs(joint).union(filter(runs_once, joint.nodes))
+    only_in_forward.update(node for node in joint.nodes if _IS_KEPT in node.meta)
     values = [value for node in node_info.required_fw_nodes if node in only_in_forward for value in _values(node)]
     return [*chosen, *(value for value in values if value not in chosen)]
 
