@@ -191,6 +191,7 @@ def train_accumulating(case, unused):
     return compare(pair, both, calls)
 
 
+@pytest.mark.sanitized
 @vary("unused", [False, True])
 def test_hooks_see_the_sum_of_micro_batches(ranks, unused):
     """ZeRO-1 adds up micro-batches in ``parameter.grad``: a hook would see the last one alone, or the sum be lost."""
@@ -232,6 +233,7 @@ def _registers(parameter, gradients):
     return register
 
 
+@pytest.mark.sanitized
 def test_hooks_registered_in_a_backward(ranks):
     """What was noted when the backward began would not know of the hook."""
     for seen in check_seen(ranks(2).run(train_hooked_in_backward)):
