@@ -148,7 +148,8 @@ def offload_one_kind(run, kind):
     train(engine, run, [0])
     backward(engine, run, 1)
     parameter = next(module.parameters())
-    expected = safe_get_full_optimizer_state(parameter, "exp_avg")
+    # What is read is on the host, so that it does not count as memory of the device.
+    expected = safe_get_full_optimizer_state(parameter, "exp_avg").cpu()
     # By address. On CPU states would stay where they are: have each move make a copy, as if to another device.
     storages = {each.data_ptr(): each for each in (tensor.untyped_storage() for tensor in tensors_of(engine, kind))}
     size = sum(each.nbytes() for each in storages.values())
@@ -164,7 +165,7 @@ def offload_one_kind(run, kind):
         freed = size if on_cpu else before - in_use()
         found = expected
         if kind is OffloadStateTypeEnum.optim_states:
-            found = safe_get_full_optimizer_state(parameter, "exp_avg")
+            found = safe_get_full_optimizer_state(parameter, "exp_avg").cpu()
         engine.reload_states()
     grown = in_use() - before
     engine.step()
