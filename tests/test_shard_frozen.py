@@ -14,10 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_faults_on_one_rank import in_processes_of_their_own, names_the_bucket, not_ended_by_nccl
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up, sharded_blocks, unit
 from deepspeed.compile.zero12.at_rest import AtRest
 from deepspeed.compile.zero12.collectives import collective
+from deepspeed.compile.zero12.saved_tensors import saving_handles
 from deepspeed.compile.zero12.subclasses import ON_HOST, plain_tensors
 from deepspeed.compile.zero12.unit import Unit
 from deepspeed.compile.zero12.update.blockwise import FORM, zeros
@@ -735,6 +737,7 @@ def compiled_in_both():
     return same(compiled_in(True), compiled_in(False))
 
 
+@pytest.mark.slow
 def test_compiled_in_inference_mode(ranks):
     """Memory that is made in inference mode cannot be written in training."""
     assert ranks(2).run(compiled_in_both) == [True, True]
@@ -845,6 +848,52 @@ def with_peft(folder, config):
     with gathered_parameters(engine):
         engine.destroy()
     return [*losses, generated, merged, again, *saved, *(each.detach() for each in model.parameters())]
+
+
+def train_checkpointed_by_transformers(config):
+    """Trains a Qwen3 that checkpoints its own layers; returns losses and parameters, and how many graphs there are."""
+    from transformers import Qwen3ForCausalLM
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(qwen3_config(VOCABULARY, layers=3)).to(device())
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" in name or "embed" in name)
+    engine = make_engine(model, Case(adam=True, config=config))
+    model.train()
+    losses = []
+    for step in range(2):
+        ids = batch(step, 0, dist.get_rank(), 8)
+        losses.append(engine(input_ids=ids, labels=ids).loss)
+        engine.backward(losses[-1])
+        engine.step()
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with gathered_parameters(engine):
+        engine.destroy()
+    return [each.detach() for each in (*losses, *model.parameters())], graphs
+
+
+def compare_checkpointed_by_transformers():
+    sharded, whole = (train_checkpointed_by_transformers(config) for config in (SHARDED, WHOLE))
+    return same(sharded[0], whole[0]), sharded[1], whole[1]
+
+
+def test_layers_that_transformers_checkpoints(ranks):
+    """What a backward computes again would be compiled anew, for parameters that each rank has a part of."""
+    for equal, sharded, whole in ranks(2).run(compare_checkpointed_by_transformers):
+        assert equal and sharded <= whole + 1, (equal, sharded, whole)
+
+
+@pytest.mark.quick
+def test_a_forward_without_a_backward():
+    """A graph whose backward never comes would keep its activations for ever, in a cycle through its own results."""
+    with saving_handles():
+        result = torch.ones(4, requires_grad=True).exp()
+    memory = StorageWeakRef(result.untyped_storage())
+    del result
+    assert memory.expired()
 
 
 def compare_with_peft(folder):

@@ -59,6 +59,8 @@ class _Share:
             if not in_backward():
                 return None
             unit.gather_for_backward()
+            # What a hook changes now is kept.
+            unit.is_used = True
         return parameter.detach()
 
     def write(self, values: torch.Tensor) -> None:

@@ -30,13 +30,19 @@ _UNITS: Dict[int, "weakref.ref[Unit]"] = {}
 
 def register(unit: "Unit", storage: torch.UntypedStorage) -> None:
     """Makes autograd save handles in place of tensors in ``storage``, which the unit keeps."""
-    _UNITS[storage._cdata] = weakref.ref(unit)
-    weakref.finalize(unit, forget, storage._cdata).atexit = False
+    reference = _UNITS[storage._cdata] = weakref.ref(unit)
+    weakref.finalize(unit, _forget_unit, storage._cdata, reference).atexit = False
 
 
 def forget(storage: int) -> None:
     """Ends what :func:`register` did for the storage at an address."""
     _UNITS.pop(storage, None)
+
+
+def _forget_unit(storage, reference):
+    # The address may have become another unit's.
+    if _UNITS.get(storage) is reference:
+        del _UNITS[storage]
 
 
 class _Handle(NamedTuple):
@@ -46,7 +52,7 @@ class _Handle(NamedTuple):
         unit: the unit.
         of: the pass in which the tensor was saved, if any.
         dtype, size, stride, offset: of the tensor.
-        place, version: of the parameter, and the parameter's version when the tensor was saved.
+        place, version: of the parameter, and the parameter's version when the tensor was saved; None: not compared.
     """
 
     unit: "Unit"
@@ -56,11 +62,11 @@ class _Handle(NamedTuple):
     stride: Tuple[int, ...]
     offset: int
     place: "Place"
-    version: int
+    version: Optional[int]
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather_for_backward(self.of)
-        if self.place.tensor._version != self.version:
+        if self.version is not None and self.place.tensor._version != self.version:
             name = f"parameter {self.place.name}"
             raise RuntimeError(MODIFIED.format(name, self.place.tensor._version, self.version))
         return self.unit.tensor_at(self.dtype, self.size, self.stride, self.offset)
@@ -80,10 +86,10 @@ class _Wrapper(NamedTuple):
         return self.kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
 
 
-def _stand_in(tensor):
-    """Returns what stands for a tensor, or None if no unit has the tensor."""
+def _stand_in(tensor, compares=True):
+    """Returns what stands for a tensor, or None if no unit has the tensor. ``compares``: the parameter's versions."""
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
-        return _wrapper(tensor)
+        return _wrapper(tensor, compares)
     try:
         reference = _UNITS.get(tensor.untyped_storage()._cdata)
     except NotImplementedError:
@@ -96,13 +102,14 @@ def _stand_in(tensor):
     offset = tensor.storage_offset()
     place = unit.place_at(offset * tensor.element_size())
     of = unit.pass_that_saves()
-    return _Handle(unit, of, tensor.dtype, tensor.size(), tensor.stride(), offset, place, place.tensor._version)
+    version = place.tensor._version if compares else None
+    return _Handle(unit, of, tensor.dtype, tensor.size(), tensor.stride(), offset, place, version)
 
 
-def _wrapper(tensor):
+def _wrapper(tensor, compares):
     names, context = tensor.__tensor_flatten__()
     tensors = {name: getattr(tensor, name) for name in names}
-    stand_ins = {name: _stand_in(each) for name, each in tensors.items()}
+    stand_ins = {name: _stand_in(each, compares) for name, each in tensors.items()}
     if all(each is None for each in stand_ins.values()):
         return None
     inner = {name: _pack(each) if stand_ins[name] is None else stand_ins[name] for name, each in tensors.items()}
@@ -111,8 +118,11 @@ def _wrapper(tensor):
 
 def _pack(tensor):
     stand_in = _stand_in(tensor)
+    if stand_in is not None:
+        return stand_in
+    # Not the tensor itself: it may be the result of the node that keeps what is packed, a cycle that nobody collects.
     # Torch compares no versions of tensors that hooks have packed.
-    return (tensor, tensor._version) if stand_in is None else stand_in
+    return tensor.detach(), tensor._version
 
 
 def _unpack(packed):
@@ -129,7 +139,8 @@ def _above(pack_other: Callable, unpack_other: Callable) -> Tuple[Callable, Call
     """Returns hooks that leave all tensors but those of units to a caller's hooks, such as those of checkpointing."""
 
     def pack(tensor):
-        stand_in = _stand_in(tensor)
+        # Torch compares none within a caller's hooks. Checkpointing, for one, computes what was saved again.
+        stand_in = _stand_in(tensor, compares=False)
         return pack_other(tensor) if stand_in is None else stand_in
 
     def unpack(packed):

@@ -245,6 +245,7 @@ class ShardedBlocks:
         if self._backward is not None and (of is None or of is self._backward.forward):
             backward, self._backward, self._read_last = self._backward, None, None
             backward.end()
+            self._free_lent()
 
     # Whole ---------------------------------------------------------------------------------------------------------
 

@@ -206,9 +206,15 @@ class Unit:
             return
         with collective(PURPOSE):
             self._compared.wait()
+            same = (self._numbers == self._number).all()
+            if same.is_cpu and not same:
+                raise torch.distributed.DistBackendError(DIFFERENT)
             # The host does not wait for a GPU here, so the GPU asserts.
-            torch._assert_async((self._numbers == self._number).all(), DIFFERENT)
+            torch._assert_async(same, DIFFERENT)
             self._work.wait()
+        if not self._target.is_cpu:
+            # Only this stream waits for the gather, which writes into memory of the stream that began it.
+            self._target.record_stream(get_accelerator().current_stream())
         self._work = self._target = None
 
     def reshard(self) -> None:
@@ -271,6 +277,8 @@ class Unit:
         moved = [place for place in self._all_places() if place.tensor.data_ptr() != begin + place.begin]
         for place in moved:
             self._take_in(place)
+            # A backward that has saved the values before these would read the new ones: it must raise.
+            torch.autograd.graph.increment_version(place.tensor)
         return bool(moved)
 
     def _keep_own_part(self):

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any, Iterator, List, Sequence
 
@@ -59,8 +60,12 @@ def name_of_built(folder: Path) -> str:
 
     Where a process builds several modules of one name, torch adds a number to the names of all but the first.
     """
+    from torch.utils.cpp_extension import LIB_EXT
+
     file = folder / _BUILT
-    return file.read_text() if file.exists() else ""
+    name = file.read_text() if file.exists() else ""
+    # Whoever clears caches may leave the one and remove the other.
+    return name if (folder / f"{name}{LIB_EXT}").exists() else ""
 
 
 def load(name: str, sources: List[str], extra_include_paths: List[str], verbose: bool = False, **flags: Any) -> Any:
@@ -71,9 +76,14 @@ def load(name: str, sources: List[str], extra_include_paths: List[str], verbose:
     if not name_of_built(folder):
         with _alone_in(folder):
             if not name_of_built(folder):
-                more = {"extra_include_paths": extra_include_paths, "build_directory": str(folder), **flags}
-                module = cpp_extension.load(name, sources, verbose=verbose, **more)
-                (folder / _BUILT).write_text(module.__name__)
+                # In a folder of its own: where locks hold for one host alone, another host may build at this time.
+                with tempfile.TemporaryDirectory(dir=folder) as own:
+                    more = {"extra_include_paths": extra_include_paths, "build_directory": own, **flags}
+                    module = cpp_extension.load(name, sources, verbose=verbose, **more)
+                    library = f"{module.__name__}{cpp_extension.LIB_EXT}"
+                    os.replace(Path(own, library), folder / library)
+                    Path(own, _BUILT).write_text(module.__name__)
+                    os.replace(Path(own, _BUILT), folder / _BUILT)
                 return module
     return cpp_extension._import_module_from_library(name_of_built(folder), str(folder), True)
 
@@ -91,13 +101,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
     except Timeout:
         logger.warning(f"DeepSpeed waits for another process, which builds native code in {folder}")
         lock.acquire()
-    except NotImplementedError:
-        # The file system has no locks. Torch's own lock serves as long as no process is killed.
+    except (NotImplementedError, OSError):
+        # The file system has no locks. Processes may build side by side, each in a folder of its own.
         yield
         return
     try:
-        # Torch's own lock, which names no owner, outlives a process that is killed, and torch would wait for it.
-        (folder / "lock").unlink(missing_ok=True)
         yield
     finally:
         lock.release()

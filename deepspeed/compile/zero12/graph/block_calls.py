@@ -222,9 +222,15 @@ class CallOfBlock(Call):
         compiled, own = self._compiled(type(block), forward), vars(block)
         checkpoint = own[CHECKPOINT]
 
+        def run(layer, /, *inputs, **keywords):
+            return self._limit.call_block(layer, compiled, forward, inputs, keywords)
+
         @functools.wraps(forward)
         def call(layer, /, *inputs, **keywords):
-            return self._limit.call_block(layer, compiled, forward, inputs, keywords)
+            if self._sharded is None:
+                return run(layer, *inputs, **keywords)
+            # The backward calls this again, when the block's parameters may have been given back.
+            return self._sharded.call_block(layer, functools.partial(run, layer), inputs, keywords)
 
         def checkpoint_compiled(function, *inputs):
             if isinstance(function, functools.partial) and function.func is forward:

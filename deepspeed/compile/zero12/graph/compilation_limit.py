@@ -43,9 +43,9 @@ def own_code(function: Callable) -> types.FunctionType:
 
 
 class _Thread(threading.local):
-    """What a thread does: whether it is in a call of the engine's module, or of a part of it, that trains."""
+    """What a thread does: whether the call of the engine's module around it trains, or None if it is in no call."""
 
-    trains = False
+    trains: Optional[bool] = None
 
 
 class CompilationLimit:
@@ -85,15 +85,17 @@ class CompilationLimit:
 
         Gradient mode alone does not decide: checkpointing runs a forward without gradients, and runs the forward again
         with gradients in the backward. Both runs must use the same code, or they would draw different random numbers.
-        So a call without gradients trains within a call that trains. Elsewhere the mode of the engine's module
-        decides, because trainers may leave a part of the module in evaluation mode while the engine trains.
+        So a call without gradients does within another call as that one does. Elsewhere the mode of the engine's
+        module decides, because trainers may leave a part of the module in evaluation mode while the engine trains.
         """
         if torch.is_grad_enabled():
             return True
         if generates(args, kwargs):
             return False
+        if self._thread.trains is not None:
+            return self._thread.trains
         module = self._module()
-        return self._thread.trains or (module is not None and module.training)
+        return module is not None and module.training
 
     def is_off(self) -> bool:
         """Whether modules run uncompiled: this rank has stopped, or hooks of all modules are registered.
