@@ -851,7 +851,7 @@ def with_peft(folder, config):
 
 
 def train_checkpointed_by_transformers(config):
-    """Trains a step of a Qwen3 that checkpoints its own layers; returns the loss and parameters, and how many graphs there are."""
+    """Trains a step of a Qwen3 that checkpoints its layers; returns loss and parameters, and the number of graphs."""
     from transformers import Qwen3ForCausalLM
 
     torch._dynamo.reset()
@@ -878,6 +878,7 @@ def compare_checkpointed_by_transformers():
     return same(sharded[0], whole[0]), sharded[1], whole[1]
 
 
+@pytest.mark.slow
 def test_layers_that_transformers_checkpoints(ranks):
     """What a backward computes again would be compiled anew, for parameters that each rank has a part of."""
     for equal, sharded, whole in ranks(2).run(compare_checkpointed_by_transformers):
