@@ -142,8 +142,14 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
     // memory and counts as one more reference to the storage.
     const bool kept_for_hook = inputs.size() == 1 && inputs[0].defined() && inputs[0].use_count() == 1 &&
                                inputs[0].layout() == at::kStrided && gradient.is_alias_of(inputs[0]);
-    // A user's hook that ran earlier may hold the gradient. The gradient is then not donated.
-    const bool donated = gradient.layout() == at::kStrided && gradient.use_count() == 1 &&
+    // A user's hook that ran earlier may hold the gradient, and one that runs later, at the same node, will read the
+    // input. The gradient is then not donated.
+    const auto node = current_node(parameter);
+    const bool read_later =
+        node && std::any_of(node->post_hooks().begin(), node->post_hooks().end(), [](const auto& hook) {
+            return dynamic_cast<const Accumulated*>(hook.get()) == nullptr;
+        });
+    const bool donated = !read_later && gradient.layout() == at::kStrided && gradient.use_count() == 1 &&
                          gradient.storage().use_count() == (kept_for_hook ? 2 : 1);
     reduce(index, gradient, Route::autograd, donated);
 }
