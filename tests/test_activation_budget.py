@@ -158,7 +158,11 @@ def train_what_changes(block, budget, regional, backend):
     torch.manual_seed(0)
     module = OneGraph()
     module.blocks = nn.ModuleList(block(8) for _ in range(2))
-    loop = Beside(module, case_of(budget, regional, backend=backend))
+    return train_for_three_steps(module, case_of(budget, regional, backend=backend))
+
+
+def train_for_three_steps(module, case):
+    loop = Beside(module, case)
     for step in range(3):
         loop.step(batch(step, 0, dist.get_rank(), 4))
     return loop.end()
@@ -214,10 +218,7 @@ def train_changed_by_others(change, budget, regional, backend):
     torch.manual_seed(0)
     module = ChangedByOthers()
     module.change = change
-    loop = Beside(module, case_of(budget, regional, backend=backend))
-    for step in range(3):
-        loop.step(batch(step, 0, dist.get_rank(), 4))
-    return loop.end()
+    return train_for_three_steps(module, case_of(budget, regional, backend=backend))
 
 
 @vary(
