@@ -2,13 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optional parts of the fork, each in a folder of its own.
 
-The core imports none of them by name. A part is removed by deleting its folder and its name here. Three files are the
-doors of a part, which has those that it needs:
+The core imports none of them by name. A part is removed by deleting its folder and its name here, and with it the
+parts that name it in ``NEEDS``, in their ``__init__.py``. Three files are the doors of a part, which has those that it
+needs:
 
 - ``edits.py``: ``EDITS``, which ``setup.py`` makes in DeepSpeed's files after its own.
-- ``options.py``: ``Options``, whose fields become options of the section ``compile`` (``config.py``). It must import
-  nothing of DeepSpeed, because DeepSpeed reads its configuration before it can be imported.
+- ``options.py``: ``Options``, whose fields become options of the section ``compile`` (``config.py``). It must be light
+  to import, because DeepSpeed reads its configuration before it makes an engine.
 - ``feature.py``: ``FEATURE``, a class of ``zero12/feature.py`` whose methods the core calls.
 """
 
-NAMES = ("dora", "liger", "memory_picture", "monitoring", "progress", "report", "schedulers")
+# In the order in which an engine's parts are made and called: a part stands behind those that it needs.
+NAMES = (
+    "report",
+    "schedulers",
+    "memory_picture",
+    "dora",
+    "liger",
+    "monitoring",
+    "loss",
+    "activation_budget",
+    "blocks",
+    "progress",
+    "overlap_gather",
+    "shard_frozen",
+    "eight_bit",
+)

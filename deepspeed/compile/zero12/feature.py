@@ -21,14 +21,19 @@ from typing import (
     NamedTuple,
     Optional,
     Type,
+    TypeVar,
 )
 
+import torch
 from torch.nn import Module
 
 from ..features import NAMES
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+Part = TypeVar("Part", bound="Feature")
 
 
 class Asked(NamedTuple):
@@ -43,13 +48,37 @@ class Asked(NamedTuple):
         """The section ``compile`` of the configuration."""
         return self.engine._config.compile_config
 
+    @property
+    def compiles(self) -> bool:
+        """Whether anything is compiled, or all runs as it is written."""
+        # The second is the variable TORCH_COMPILE_DISABLE.
+        return not (self.compile_kwargs.get("disable") or torch._dynamo.config.disable)
+
 
 class Making(NamedTuple):
     """What a part is made of, while an engine is set up."""
 
-    engine: "DeepSpeedEngine"
+    asked: Asked
+    features: List["Feature"]  # those that stand before this part
     blocks: List[Module]  # the modules that become graphs of their own
     undo: contextlib.ExitStack  # whose functions revert what the set-up has changed
+
+    @property
+    def engine(self) -> "DeepSpeedEngine":
+        return self.asked.engine
+
+    @property
+    def optimizer(self) -> "DeepSpeedZeroOptimizer":
+        """The ZeRO-1/2 optimizer."""
+        return self.asked.engine.optimizer
+
+    @property
+    def module(self) -> Module:
+        return self.asked.engine.module
+
+    def find(self, cls: Type[Part]) -> Optional[Part]:
+        """Returns the part of this class that stands before this one, if the engine has it."""
+        return next((feature for feature in self.features if isinstance(feature, cls)), None)
 
 
 class Feature:
@@ -58,6 +87,13 @@ class Feature:
     A part must not hold the engine, its module or its parameters: Dynamo's caches may hold a part after the engine is
     gone.
     """
+
+    # Options, before anything is changed --------------------------------------------------------------------------
+
+    @classmethod
+    def refusals(cls, asked: Asked) -> Iterator[str]:
+        """Yields a sentence for each option of this part that cannot be honoured."""
+        return iter(())
 
     @classmethod
     def warnings(cls, asked: Asked) -> Iterator[str]:
@@ -69,8 +105,12 @@ class Feature:
         """Whether to make this part for an engine."""
         return True
 
+    # Set-up ---------------------------------------------------------------------------------------------------------
+
     def __init__(self, making: Making):
         """Prepares the engine. What this changes, a function that it adds to ``making.undo`` reverts."""
+
+    # Graphs ---------------------------------------------------------------------------------------------------------
 
     def compiling(self, block: Optional[str], graph_id: Optional[int]) -> ContextManager:
         """Returns the context in which the graph of a frame is compiled, when Dynamo has traced the frame.
@@ -80,6 +120,8 @@ class Feature:
             graph_id: the graph id, or None if the frame reduces nothing.
         """
         return contextlib.nullcontext()
+
+    # Steps ----------------------------------------------------------------------------------------------------------
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""
@@ -94,4 +136,20 @@ def classes() -> List[Type[Feature]]:
 
 def overriding(features: Iterable[Feature], method: str) -> List[Callable]:
     """Lists the methods of this name that do something, so that an engine without such parts calls nothing."""
-    return [getattr(each, method) for each in features if getattr(type(each), method) is not getattr(Feature, method)]
+    return [
+        getattr(feature, method)
+        for feature in features
+        if getattr(type(feature), method) is not getattr(Feature, method)
+    ]
+
+
+def only(features: Iterable[Feature], slot: str) -> Any:
+    """Returns what fills a slot, which one part may fill, or None.
+
+    Raises:
+        ValueError: if two parts fill it.
+    """
+    filled = [feature for feature in features if getattr(feature, slot) is not None]
+    if len(filled) > 1:
+        raise ValueError(f"{type(filled[0]).__name__} and {type(filled[1]).__name__} do the same of an engine: {slot}")
+    return getattr(filled[0], slot) if filled else None

@@ -90,11 +90,10 @@ def make_plan(
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    compile_config = engine._config.compile_config
+    compile_config, asked = engine._config.compile_config, Asked(engine, backend, compile_kwargs)
     blocks, why_whole = refuse_options(engine, backend, compile_kwargs, schedule)
-    for ignored in _without_effect(engine, compile_config, compile_kwargs):
+    for ignored in _without_effect(asked):
         warn(_beginning(engine) + ignored)
-    asked = Asked(engine, backend, compile_kwargs)
     for ignored in itertools.chain.from_iterable(cls.warnings(asked) for cls in classes()):
         warn(_beginning(engine) + ignored)
     for slow in _hooks_that_end_graphs(engine.module, blocks):
@@ -110,7 +109,7 @@ def make_plan(
         shards_frozen=compile_config.shard_frozen,
         synchronize_before=compile_config.sync_before_reduce,
         synchronize_after=compile_config.sync_after_reduce,
-        compiles=_compiles(compile_kwargs),
+        compiles=asked.compiles,
         compilations=limit,
         fullgraph=bool(compile_kwargs.get("fullgraph")),
         dynamic=compile_kwargs.get("dynamic"),
@@ -142,10 +141,6 @@ def _beginning(engine):
     return f"DeepCompile with ZeRO stage {engine.zero_optimization_stage()}: "
 
 
-def _compiles(compile_kwargs):
-    return not (compile_kwargs.get("disable") or torch._dynamo.config.disable)  # the variable TORCH_COMPILE_DISABLE
-
-
 def _overlaps_reduction(engine, compile_config):
     """Whether buckets may travel while the backward goes on: unless ``overlap_comm`` or ``double_buffer`` is false."""
     # The parsed section cannot tell "false" from "not given": its validator sets the field in both cases.
@@ -172,6 +167,8 @@ def _problems(engine, backend, compile_kwargs, schedule, choose):
     yield from _unsupported_optimizers(engine)
     yield from _unsupported_states(engine)
     yield from _unsupported_reports(engine)
+    asked = Asked(engine, backend, compile_kwargs)
+    yield from itertools.chain.from_iterable(cls.refusals(asked) for cls in classes())
     yield from _unsupported_blocks(choose, engine._config.compile_config, compile_kwargs)
     yield from _unsupported_compile_kwargs(backend, compile_kwargs)
     if engine.zero_optimization_stage() == 2:
@@ -216,8 +213,9 @@ def _offloads(offload):
     return offload is not None and offload.device != OffloadDeviceEnum.none
 
 
-def _without_effect(engine, compile_config, compile_kwargs):
+def _without_effect(asked):
     """Yields a sentence for each option that DeepSpeed 0.19.8 accepts in these stages and ignores."""
+    engine, compile_config, compile_kwargs = asked.engine, asked.options, asked.compile_kwargs
     config = engine._config
     zero_config = config.zero_config
     if _offloads(zero_config.offload_param):
@@ -236,7 +234,7 @@ def _without_effect(engine, compile_config, compile_kwargs):
     if "z3" in (compile_config.passes or ()):
         yield "compile.passes holds 'z3', which has no effect in this stage"
     budget = compile_config.activation_memory_budget
-    if budget is not None and not _compiles(compile_kwargs):
+    if budget is not None and not asked.compiles:
         yield (
             f"compile.activation_memory_budget={budget} has no effect, because torch.compile is switched off by "
             "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"

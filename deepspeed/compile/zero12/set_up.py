@@ -77,7 +77,7 @@ def set_up(
         undo.callback(_note_end, weakref.ref(engine))
         compile_blocks.take_over_compiled(each for each in module.modules() if each is not module)
         train_without_cache(module, undo)
-        features = make_features(Asked(engine, backend, compile_kwargs), Making(engine, plan.blocks, undo))
+        features = make_features(Making(Asked(engine, backend, compile_kwargs), [], plan.blocks, undo))
         waiting = None
         if plan.overlaps_gather:
             waiting = Waiting(optimizer, module, plan.blocks)
@@ -127,9 +127,12 @@ def set_up(
     return graphs
 
 
-def make_features(asked: Asked, making: Making) -> List[Feature]:
-    """Makes the optional parts of an engine."""
-    return [cls(making) for cls in classes() if cls.is_wanted(asked)]
+def make_features(making: Making) -> List[Feature]:
+    """Makes the optional parts of an engine, each of which finds those before it in ``making``."""
+    for cls in classes():
+        if cls.is_wanted(making.asked):
+            making.features.append(cls(making))
+    return making.features
 
 
 def shorten_timeouts(optimizer: "DeepSpeedZeroOptimizer") -> None:
