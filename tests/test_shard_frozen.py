@@ -46,7 +46,7 @@ WHOLE = {"compile": {"regional_compilation": True}}
 
 def build(model, seed=0):
     torch.manual_seed(seed)
-    return {**MODELS, **HIDING, "changing": CHANGING}[model]().to(device())
+    return {**MODELS, **HIDING, **CHANGING}[model]().to(device())
 
 
 def make(model, config, seed=0, **case):
@@ -271,9 +271,10 @@ REFUSED = {
 }
 
 
-def test_a_change_in_a_forward_is_kept(ranks):
+@vary("model", CHANGING)
+def test_a_change_in_a_forward_is_kept(ranks, model):
     """What a forward writes into a gathered block would be lost when the block is given back."""
-    for result in ranks(2).run(compare, "changing", steps=2):
+    for result in ranks(2).run(compare, model, steps=2):
         assert result.same and result.at_rest == 24
 
 

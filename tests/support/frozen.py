@@ -60,6 +60,14 @@ class ChangingAdapted(AdaptedBlock):
         return super().forward(x)
 
 
+class ChangingByData(ChangingAdapted):
+    """The forward changes frozen parameters by ``.data`` alone, which no version counts."""
+
+    @torch.compiler.disable
+    def change(self):
+        self.up.bias.data.mul_(0.9)
+
+
 class DictAdapted(AdaptedBlock):
     """It changes a dict of its caller, and returns nothing."""
 
@@ -333,7 +341,7 @@ HIDING = {
     "checkpointing inside": model_of(of_block=CheckpointingInside, run_block=through_objects),
 }
 
-CHANGING = model_of(of_block=ChangingAdapted)
+CHANGING = {"changing": model_of(of_block=ChangingAdapted), "by data": model_of(of_block=ChangingByData)}
 
 
 @contextlib.contextmanager
