@@ -34,6 +34,7 @@ def two_forwards_first(case):
     return error
 
 
+@pytest.mark.core
 def test_a_backward_without_a_forward_of_its_own(ranks):
     """DeepSpeed would take the backward for a part of the one that raised, and never end it."""
     assert max(ranks(2).run(two_forwards_first, Case(stage=2, bucket=50))) < BOUND

@@ -130,6 +130,7 @@ def check(results, dtype):
         assert trained.released
 
 
+@pytest.mark.core
 @vary("change", WAYS)
 @vary("stage, groups, clipping", [(1, 1, 0.0), (2, 2, 0.05)])
 def test_a_flat_partition(ranks, change, stage, groups, clipping):

@@ -145,6 +145,7 @@ def without_synchronization(case, context):
     return error
 
 
+@pytest.mark.core
 @pytest.mark.sanitized
 # ZeRO-2 refuses no_sync().
 @vary("stage, context", [(1, "no_sync"), (1, "coalesce_grad_reduction"), (2, "coalesce_grad_reduction")])

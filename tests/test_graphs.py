@@ -208,6 +208,7 @@ def backward_graphs(case):
     return BackwardGraphs(copy.deepcopy(entries), buckets)
 
 
+@pytest.mark.core
 @vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @vary(
     "model, first_graph_reduces",

@@ -87,6 +87,7 @@ def stages_of_a_target(case):
     )
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("dtype", [sanitized("fp32"), "bf16"])
 @vary("stage, accumulation", [(1, 1), (1, 3), (2, 1), (2, 3)])
 def test_stages_of_a_target(ranks, stage, accumulation, dtype):
@@ -334,6 +335,7 @@ def net_bytes_of_steps(case):
     return growths
 
 
+@pytest.mark.core
 @vary("stage", [1, 2])
 def test_a_step_returns_every_byte(ranks, stage):
     """Memory that no counter counts, such as a bucket or a copy of the partition, would stay from step to step."""

@@ -35,6 +35,7 @@ def test_table(ranks, stage, accumulation, model, backend):
     check_trained(ranks(2).run(train_beside_plain_loop, case))
 
 
+@pytest.mark.core
 @pytest.mark.sanitized
 @vary(
     "model, from_graphs, from_autograd",

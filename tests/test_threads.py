@@ -201,6 +201,7 @@ def reducers_in_threads(steps=10):
     return Finished(all(right), len(right))
 
 
+@pytest.mark.core
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may wait for ever where communicators are used at once")
 def test_reducers_in_several_threads(ranks):
     """Reducers would share state of the process without a lock while other threads make and close theirs."""

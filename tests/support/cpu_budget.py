@@ -14,7 +14,7 @@ import pytest
 
 from support import pool
 
-# The limit of a test in CPU-seconds, by its mark. Programs have none, and one test of the launcher.
+# The limit of a test in CPU-seconds, by its mark. Programs have none, and the two tests marked launcher.
 QUICK, LIMIT = 0.3, 3.0
 # How many times its limit a test may take before it fails. Limits are for a test that runs alone. In `make test`, its
 # processes share cores and caches with others and take up to 1.6 times the CPU-seconds, and machines differ.

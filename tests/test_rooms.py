@@ -1,0 +1,98 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Each optional part can be removed: the package is composed without its folder, and the core's tests pass."""
+
+import ast
+import datetime
+import importlib.util
+import os
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed.compile.features import NAMES
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
+SOURCES = ("NOTICE", "csrc", "deepspeed", "pyproject.toml", "requirements", "setup.py")
+FEATURES = Path("deepspeed", "compile", "features")
+ARCHIVES = Path(os.environ.get("DS_BASE_ARCHIVE_DIR") or ROOT / "build" / "archive")
+# Written by the base's setup.py when the package is installed.
+BUILT = "git_version_info_installed.py"
+
+
+def needs(name):
+    """Returns the names of the parts that a part names in ``NEEDS``."""
+    for node in ast.parse((ROOT / FEATURES / name / "__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "NEEDS":
+            return ast.literal_eval(node.value)
+    return ()
+
+
+def removed_with(name):
+    """Returns a part's name and those of all parts that need it."""
+    found = {name}
+    while more := {other for other in NAMES if found.intersection(needs(other))} - found:
+        found |= more
+    return found
+
+
+def compose_without(names, folder):
+    """Composes the package without some parts. Returns the folder that has it."""
+    source = folder / "source"
+    source.mkdir()
+    for path in SOURCES:
+        copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy2
+        copy(ROOT / path, source / path)
+    for name in names:
+        shutil.rmtree(source / FEATURES / name)
+    tuple_of_names = source / FEATURES / "__init__.py"
+    text = tuple_of_names.read_text()
+    for name in names:
+        text, count = re.subn(rf'(?m)^    "{name}",\n', "", text)
+        assert count == 1, f"{name} has no line of its own in NAMES"
+    tuple_of_names.write_text(text)
+    setup = runpy.run_path(str(source / "setup.py"))
+    version, _ = setup["read_pin"]()
+    setup["compose"](ARCHIVES / f"deepspeed-{version}.tar.gz", version, folder / "tree", False)
+    (installed,) = importlib.util.find_spec("deepspeed").submodule_search_locations
+    package = folder / "tree" / "deepspeed"
+    shutil.copy2(Path(installed, BUILT), package / BUILT)
+    return package.parent
+
+
+def test_parts_stand_behind_those_that_they_need():
+    """A part would look for one that is not made yet, and do without it."""
+    for index, name in enumerate(NAMES):
+        assert set(needs(name)) <= set(NAMES[:index]), name
+
+
+# The two change from day to day, so that `make test` tries each part about every second week.
+TODAY = [NAMES[(2 * datetime.date.today().toordinal() + index) % len(NAMES)] for index in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in TODAY else pytest.mark.slow) for name in NAMES]
+)
+@pytest.mark.launcher
+def test_the_core_does_without(name, tmp_path):
+    """The core would need a part without saying so, and nobody could remove the part."""
+    package = compose_without(removed_with(name), tmp_path)
+    files = [
+        str(path) for path in TESTS.rglob("test_*.py") if "pytest.mark.core" in path.read_text().split("\n\n", 1)[1]
+    ]
+    files.remove(str(Path(__file__)))
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+    command = [sys.executable, "-c", "import deepspeed; print(deepspeed.__file__)"]
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+    assert printed.split("\n")[-2].startswith(str(package))
+    command = [shutil.which("pytest"), "-q", "-m", "core", "--fewer-cases", "-p", "no:cacheprovider", *files]
+    result = subprocess.run(
+        command, cwd=TESTS, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert result.returncode == 0, result.stdout
