@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from test_options_warned import ALSO_WARNED
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch import config as functorch_config
@@ -29,7 +28,7 @@ from support.beside import Beside, check
 from support.ids import vary
 from support.lifetime import allocated_bytes
 from support.models import Block, BlocksWithin, Body, OneGraph
-from support.options import SMALL, train_and_collect_output
+from support.options import ALSO_WARNED, SMALL, train_and_collect_output
 from support.training import BOUND, Case, batch, build
 
 # So long that an activation of a block is larger than what else may come and go in a forward.

@@ -7,7 +7,6 @@ from typing import List, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from test_options_warned import ALSO_WARNED
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.profiler import ProfilerActivity, profile
@@ -17,6 +16,7 @@ from support.beside import Beside, Outcome, warnings_logged
 from support.chunked_loss import small_chunks
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, FillsPartition
+from support.options import ALSO_WARNED
 from support.training import BOUND, Case, batch, device, make_engine, total_error
 
 ON = {"compile": {"chunked_loss": True}}

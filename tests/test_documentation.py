@@ -17,13 +17,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from test_options_documented import documented
 
 from deepspeed.launcher import runner
 from deepspeed.runtime import constants
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from support.documentation import PAGES, ROOT, blocks, links
+from support.documentation import PAGES, ROOT, blocks, documented, links
 from support.parameter_gather import Around
 from support.training import batch, compile_backend, engine_by_configuration
 

@@ -5,7 +5,6 @@
 import contextlib
 import copy
 import os
-import re
 import resource
 import time
 from typing import Dict, List, NamedTuple, Optional
@@ -14,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from support.ends import GRACE, TIMEOUT, in_processes_of_their_own, names_the_bucket, not_ended_by_nccl
 from support.faults import Injected, fragile, held_soon, in_backward, raise_injected, train_step
 from support.ids import vary
-from support.pool import Ranks
 from support.training import (
     BOUND,
     NOTHING,
@@ -29,35 +28,6 @@ from support.training import (
     relative_error,
     train_plain,
 )
-
-# Seconds after which a collective gives up, and what the test allows on top of them. Ranks that share a busy GPU may
-# reach a collective more than 6 s apart. NCCL's watchdog takes another minute to write down what was running before it
-# ends the process.
-TIMEOUT, GRACE = 20 if torch.cuda.is_available() else 6, 20
-# Long enough for a busy machine: what is asserted is how long a rank has waited.
-PATIENCE = 300
-
-
-def in_processes_of_their_own(function, *args, patience=PATIENCE):
-    """What each of two ranks returned, or how it ended, under a short timeout of the process group."""
-    return Ranks(2, patience=TIMEOUT).run_to_the_end(function, *args, timeout=patience)
-
-
-def names_the_bucket(message):
-    return re.search("could not reduce the bucket that begins with the gradient of parameter '.+' of shape", message)
-
-
-def not_ended_by_nccl(answers, capfd):
-    """Returns {rank: its answer} without ranks that NCCL's watchdog ended: no exception can come from there.
-
-    Asserts of these that the watchdog has said what timed out.
-    """
-    ended = [rank for rank, answer in enumerate(answers) if answer == "died with exit status -6"]
-    if ended:
-        assert torch.cuda.is_available(), answers
-        assert "Watchdog caught collective operation timeout" in capfd.readouterr().err
-    return {rank: answer for rank, answer in enumerate(answers) if rank not in ended}
-
 
 # Memory that runs out --------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ The page is held against the tables of the tests and the fields that DeepSpeed h
 import inspect
 import re
 from pathlib import Path
-from typing import List, NamedTuple
 
 import pytest
 import torch
@@ -16,29 +15,12 @@ from test_options_honoured import ALSO_HARMLESS, HARMLESS
 from test_options_refused import REFUSED
 from test_options_refused_by_deepspeed import REFUSED_BY_DEEPSPEED
 from test_options_refused_engines import REFUSED_ENGINES
-from test_options_warned import ALSO_WARNED, WARNED
+from test_options_warned import WARNED
+
+from support.documentation import documented
+from support.options import ALSO_WARNED
 
 TESTS = Path(__file__).resolve().parent
-
-
-class Row(NamedTuple):
-    text: str
-    tests: List[str]
-
-
-def documented():
-    """The rows of the tables of docs/options.md, by the full name of each option."""
-    rows, prefix = {}, ""
-    for line in (TESTS.parent / "docs" / "options.md").read_text().splitlines():
-        if line.startswith("#"):
-            section = re.fullmatch(r"#+ Section `(\w+)`", line)
-            prefix = f"{section[1]}." if section else ""
-        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if len(cells) == 3 and cells[0].startswith("`"):
-            for name in re.findall(r"`([^`]+)`", cells[0]):
-                assert prefix + name not in rows, f"{prefix}{name} has two rows"
-                rows[prefix + name] = Row(cells[1], re.findall(r"\btest_\w+", cells[2]))
-    return rows
 
 
 @pytest.mark.quick

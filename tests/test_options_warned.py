@@ -10,7 +10,7 @@ from typing import List, NamedTuple, Tuple
 import torch
 
 from support.ids import vary
-from support.options import SMALL, train_and_collect_output
+from support.options import ALSO_WARNED, MONITORS, OFFLOADS, SMALL, train_and_collect_output
 from support.training import BOUND, Case, Trained
 
 
@@ -40,7 +40,6 @@ ONLY_IN_STAGE_3 = {
         "keep_all_input_tensors": True,
     },
 }
-OFFLOADS = "zero_optimization.{} has no effect in this stage, only in stage 3"
 # What is said of each, by the name under which docs/options.md has it. All are given at once.
 WARNED = {
     **only_in_stage_3("zero_optimization", **ONLY_IN_STAGE_3["zero_optimization"]),
@@ -55,32 +54,6 @@ WARNED = {
     "out; use torch.profiler for those",
     "compile_kwargs.name": "compile_kwargs['name'] has no effect, because torch gives it to its own backend only",
 }
-# The same option in another word.
-ALSO_WARNED = {
-    "zero_optimization.cpu_offload_param": OFFLOADS.format("cpu_offload_param"),
-    "zero_optimization.ignore_unused_parameters": "zero_optimization.ignore_unused_parameters=False has no effect, "
-    "because a parameter without a gradient is stepped on zeros",
-}
-MONITORS = {
-    "without a monitor": "compile.monitor_memory=True has no effect without a monitor; enable tensorboard, "
-    "csv_monitor, wandb or comet",
-    "without steps": "compile.monitor_memory=True has no effect without steps_per_print; set steps_per_print",
-}
-# Found when a graph is compiled; tests/test_chunked_loss.py has a model that is warned of.
-ALSO_WARNED["compile.chunked_loss"] = (
-    "compile.chunked_loss=True has no effect on a loss of this model, because its cross_entropy has weights, "
-    "smoothed labels, or a loss for each token; it is computed in one piece"
-)
-# tests/test_activation_budget.py
-ALSO_WARNED["compile.activation_memory_budget"] = (
-    "compile.activation_memory_budget=0.5 has no effect, because torch.compile is switched off by "
-    "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
-)
-# tests/test_shard_frozen.py
-ALSO_WARNED["compile.shard_frozen"] = (
-    "compile.shard_frozen=True has no effect, because no block has frozen parameters of its own"
-)
-ALSO_WARNED["compile.monitor_memory"] = MONITORS["without a monitor"]
 WITHOUT_EFFECT = Case(
     model=SMALL,
     accumulation=2,

@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from test_faults_on_one_rank import in_processes_of_their_own, names_the_bucket, not_ended_by_nccl
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up, sharded_blocks, unit
@@ -25,6 +24,7 @@ from deepspeed.compile.zero12.unit import Unit
 from deepspeed.compile.zero12.update.blockwise import FORM, zeros
 
 from support.checkpoints import EXACT
+from support.ends import in_processes_of_their_own, names_the_bucket, not_ended_by_nccl
 from support.frozen import CHANGING, HIDING, MODELS, WIDTH, AdaptedBlock, late, model_of
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config

@@ -60,3 +60,25 @@ def links(page: Path) -> Iterator[str]:
             target = child.attrs.get("href") or child.attrs.get("src")
             if target and "://" not in target and not target.startswith("#"):
                 yield target
+
+
+class Row(NamedTuple):
+    """What docs/options.md says of an option, and the tests that it names."""
+
+    text: str
+    tests: List[str]
+
+
+def documented():
+    """The rows of the tables of docs/options.md, by the full name of each option."""
+    rows, prefix = {}, ""
+    for line in (ROOT / "docs" / "options.md").read_text().splitlines():
+        if line.startswith("#"):
+            section = re.fullmatch(r"#+ Section `(\w+)`", line)
+            prefix = f"{section[1]}." if section else ""
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if len(cells) == 3 and cells[0].startswith("`"):
+            for name in re.findall(r"`([^`]+)`", cells[0]):
+                assert prefix + name not in rows, f"{prefix}{name} has two rows"
+                rows[prefix + name] = Row(cells[1], re.findall(r"\btest_\w+", cells[2]))
+    return rows

@@ -34,6 +34,33 @@ from support.training import (
 SMALL = "FillsPartition"
 # The relative error that is left where parameters are compared in their own format: twice that format's rounding.
 TWICE_ROUNDED = {"fp32": BOUND, "bf16": 2 * ROUNDING["bf16"], "fp16": 2 * ROUNDING["fp16"]}
+OFFLOADS = "zero_optimization.{} has no effect in this stage, only in stage 3"
+# What is said of options that have a test of their own, or of the same option in another word.
+ALSO_WARNED = {
+    "zero_optimization.cpu_offload_param": OFFLOADS.format("cpu_offload_param"),
+    "zero_optimization.ignore_unused_parameters": "zero_optimization.ignore_unused_parameters=False has no effect, "
+    "because a parameter without a gradient is stepped on zeros",
+}
+MONITORS = {
+    "without a monitor": "compile.monitor_memory=True has no effect without a monitor; enable tensorboard, "
+    "csv_monitor, wandb or comet",
+    "without steps": "compile.monitor_memory=True has no effect without steps_per_print; set steps_per_print",
+}
+# Found when a graph is compiled; tests/test_chunked_loss.py has a model that is warned of.
+ALSO_WARNED["compile.chunked_loss"] = (
+    "compile.chunked_loss=True has no effect on a loss of this model, because its cross_entropy has weights, "
+    "smoothed labels, or a loss for each token; it is computed in one piece"
+)
+# tests/test_activation_budget.py
+ALSO_WARNED["compile.activation_memory_budget"] = (
+    "compile.activation_memory_budget=0.5 has no effect, because torch.compile is switched off by "
+    "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
+)
+# tests/test_shard_frozen.py
+ALSO_WARNED["compile.shard_frozen"] = (
+    "compile.shard_frozen=True has no effect, because no block has frozen parameters of its own"
+)
+ALSO_WARNED["compile.monitor_memory"] = MONITORS["without a monitor"]
 
 
 def train_each_beside_plain_loop(cases):
