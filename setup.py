@@ -118,15 +118,6 @@ EDITS = (
     ),
     (
         ENGINE,
-        "errors of backward()",
-        "            with compiled_autograd(self._is_compiled_autograd_enabled, self._compile_kwargs):\n"
-        "                loss.backward(**backward_kwargs)\n",
-        "            with zero12.optimizer.explained_errors(self), \\\n"
-        "                    compiled_autograd(self._is_compiled_autograd_enabled, self._compile_kwargs):\n"
-        "                loss.backward(**backward_kwargs)\n",
-    ),
-    (
-        ENGINE,
         "end of step()",
         "        self._running_engine_step = False\n        self.micro_steps += 1\n",
         "        self._running_engine_step = False\n        at_boundary = self.is_gradient_accumulation_boundary()\n"

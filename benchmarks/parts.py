@@ -151,7 +151,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
 
 def time_loss(shape: Shape, seq: int, device: str, repetitions: int) -> None:
     """Prints the times and the memory of head and cross-entropy."""
-    from deepspeed.compile.zero12.graph import chunked_loss
+    from deepspeed.compile.features.loss import chunked_loss
 
     hidden = torch.randn(seq, shape.hidden_size, dtype=torch.bfloat16, device=device).requires_grad_()
     weight = torch.randn(shape.vocab_size, shape.hidden_size, dtype=torch.bfloat16, device=device).mul_(0.02)

@@ -22,7 +22,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import CheckpointPolicy
 
 from deepspeed.compile.config import CompileConfig
-from deepspeed.compile.zero12.graph.split import runs_once, split_joint
+from deepspeed.compile.features.activation_budget.split import SplitWithin, runs_once, split_joint
 
 from support.beside import Beside, check
 from support.ids import vary
@@ -320,11 +320,14 @@ def test_a_graph_of_another_budget_is_not_taken_from_torchs_caches(ranks, tmp_pa
 @pytest.mark.quick
 def test_the_key_of_torchs_caches_has_the_budget():
     """An engine would take the graph of another budget from torch's caches."""
-    from deepspeed.compile.zero12.graph.backend import ReduceGradPartitioner
+    from deepspeed.compile.zero12.graph.partitioner import ReduceGradPartitioner
     from deepspeed.compile.zero12.native import reducer_module
 
     reducer_module()
-    keys = [ReduceGradPartitioner({}, 0, False, False, [], budget).uuid() for budget in (None, 0.0, 0.5, 1.0, 0.5)]
+    keys = [
+        ReduceGradPartitioner({}, 0, False, False, [], split=SplitWithin(budget)).uuid()
+        for budget in (None, 0.0, 0.5, 1.0, 0.5)
+    ]
     assert len(set(keys)) == 4 and keys[2] == keys[4]
 
 

@@ -35,18 +35,21 @@ zero12.gather_hooks zero12.gather_order
 zero12.sharded_blocks
 zero12.state zero12.eight_bit_states
 zero12.optimizer
-zero12.graph.block_calls zero12.graph.guards zero12.graph.reasons
-zero12.graph.compilation_limit zero12.graph.frames zero12.graph.loss zero12.graph.lowering
-zero12.graph.reductions zero12.graph.choose_blocks
-zero12.graph.chunked_loss zero12.graph.split
-zero12.graph.find_loss
+zero12.graph.block_calls zero12.graph.guards zero12.graph.reasons zero12.graph.keys
+zero12.graph.parameter_numbers zero12.graph.lowering zero12.graph.reductions
+zero12.graph.partitioner
+zero12.graph.frame
+zero12.graph.compilation_limit zero12.graph.choose_blocks
 zero12.graph.backend zero12.graph.compile_blocks
 zero12.options
 zero12.self_compile
 zero12.forward
 zero12 zero12.set_up
 init_z1_and_2
-features.dora.feature features.liger.feature
+features.activation_budget.errors features.activation_budget.split features.dora.feature features.liger.feature
+features.loss.chunked_loss features.loss.own_graph features.shard_frozen.rewrite
+features.loss.find_loss
+features.activation_budget.feature features.loss.feature features.shard_frozen.feature
 features.monitoring.feature features.progress.feature features.report features.schedulers
 features.memory_picture.data
 features.memory_picture.classify features.memory_picture.draw_png features.memory_picture.draw_html

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.fx import reduce_nodes
 from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.graph import backend as reduce_backend
+from deepspeed.compile.zero12.graph import partitioner
 
 from support.beside import Beside, Outcome, check
 from support.ids import vary
@@ -81,13 +81,13 @@ class GraphsAndBuckets(NamedTuple):
 
 def graphs_and_buckets(case):
     """Trains beside a plain loop for three steps, and records the backward graphs."""
-    graphs, counters, finish = [], [], reduce_backend.finish_backward_graph
+    graphs, counters, finish = [], [], partitioner.finish_backward_graph
 
     def recording(backward, *args):
         graphs.append(len(reduce_nodes(backward.graph)))
         finish(backward, *args)
 
-    with mock.patch.object(reduce_backend, "finish_backward_graph", recording):
+    with mock.patch.object(partitioner, "finish_backward_graph", recording):
         pair = Beside(build(case), case)
         for step in range(3):
             pair.step(batch(step, 0, dist.get_rank(), 4))

@@ -2,19 +2,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keys of torch's caches change with the source that shapes generated code."""
 
+import functools
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from deepspeed.compile.zero12.graph.backend import cache_key
+from deepspeed.compile.features.activation_budget.split import SplitWithin
+from deepspeed.compile.features.shard_frozen.rewrite import SaveByHooks
+from deepspeed.compile.zero12.graph import keys
+from deepspeed.compile.zero12.graph.partitioner import ReduceGradPartitioner
+from deepspeed.compile.zero12.native import reducer_module
+
+
+def key_of_an_edited(name, key):
+    """Returns the key that there would be if the source files of this name were edited."""
+    read = Path.read_bytes
+    keys.hash_of_source.cache_clear()
+    try:
+        with mock.patch.object(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == name)):
+            return key()
+    finally:
+        keys.hash_of_source.cache_clear()
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["reductions.py", "split.py", "lowering.py", "chunked_loss.py", "native.py", "fx.py"])
+@pytest.mark.parametrize("name", ["reductions.py", "partitioner.py", "frame.py", "lowering.py", "native.py", "fx.py"])
 def test_source_that_was_edited(name):
     """Generated code of the source before would be used, and would reduce as that source did."""
-    read = Path.read_bytes
-    before = cache_key.__wrapped__()
-    with mock.patch.object(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == name)):
-        assert cache_key.__wrapped__() != before
+    assert key_of_an_edited(name, keys.cache_key) != keys.cache_key()
+
+
+@pytest.mark.quick
+def test_source_of_a_part_that_was_edited():
+    """Generated code that was split, or rewritten, by the source before would be used."""
+    reducer_module()
+
+    def key(**parts):
+        return ReduceGradPartitioner({}, 0, False, False, [], **parts).uuid()
+
+    for name, parts in (
+        ("split.py", {"split": SplitWithin(0.5)}),
+        ("rewrite.py", {"rewrites": [SaveByHooks((0,))]}),
+    ):
+        edited = functools.partial(key_of_an_edited, name)
+        assert edited(functools.partial(key, **parts)) != key(**parts) != key()
+        # A graph that the part has not shaped stays in the caches.
+        assert edited(key) == key()

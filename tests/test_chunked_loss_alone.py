@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear
 
-from deepspeed.compile.zero12.graph import find_loss
-from deepspeed.compile.zero12.graph.chunked_loss import CHUNK_LOGITS, ChunkedLoss, LossOfLogits, chunks
-from deepspeed.compile.zero12.graph.frames import Registrations
+from deepspeed.compile.features.loss import find_loss
+from deepspeed.compile.features.loss.chunked_loss import CHUNK_LOGITS, ChunkedLoss, LossOfLogits, chunks
+from deepspeed.compile.zero12.graph.parameter_numbers import ParameterNumbers
 
 from support.beside import warnings_logged
 from support.chunked_loss import small_chunks
@@ -47,7 +47,7 @@ def whole(of, mean=True, times=1.0, cap=None):
 
 def chunked(of, mean=True, times=1.0, cap=None):
     loss_of = LossOfLogits(IGNORED, mean, torch.float32, scale=times, cap=cap)
-    loss = ChunkedLoss(loss_of, (False, False), Registrations(0, ()), lambda part: part)
+    loss = ChunkedLoss(loss_of, (False, False), ParameterNumbers(0, ()), lambda part: part)
     return loss.loss_and_logits(*of)
 
 
@@ -280,8 +280,8 @@ def run(loss, wanted: Optional[bool] = True, compiled=True, calls=((), ())):
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = Head(loss)
-    own = {id(parameter) for parameter in module.parameters()}
-    losses = find_loss.ChunkedLosses(wanted, Registrations(0, ()), own)
+    numbers = ParameterNumbers(0, module.parameters())
+    losses = find_loss.ChunkedLosses(wanted)
     hidden, target = torch.randn(2, 8, HIDDEN), torch.randint(0, VOCABULARY, (2, 8))
 
     def backend(gm, inputs):
@@ -289,7 +289,7 @@ def run(loss, wanted: Optional[bool] = True, compiled=True, calls=((), ())):
         make = find_loss.ChunkedLoss
         unreduced = lambda found, _, *more: make(found, (False, False), *more)  # noqa: E731
         with mock.patch.object(find_loss, "ChunkedLoss", unreduced):
-            return losses.cut_out(gm, inputs, lambda part: part) or gm
+            return losses.cut_out(gm, inputs, numbers, lambda part: part) or gm
 
     with small_chunks(numel=256) as seen, warnings_logged() as warnings:
         for more in calls:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from deepspeed.compile.features.activation_budget import split as split_file
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.graph import backend as reduce_backend
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.beside import Beside, warnings_logged
@@ -286,7 +286,7 @@ def test_loss_in_chunks_where_the_head_is_left_out(ranks, which, model):
 def parts_kept(model, recipe):
     """Lists the shapes of float8 tensors that forwards keep for their backward, of graphs with kernels for float8."""
     torch._dynamo.reset()
-    kept, split = [], reduce_backend.split_joint
+    kept, split = [], split_file.split_joint
 
     def recording(*args, **kwargs):
         forward, backward = split(*args, **kwargs)
@@ -295,7 +295,7 @@ def parts_kept(model, recipe):
         return forward, backward
 
     engine = make_engine(convert(build(model), recipe, emulate=False), Case(model, dtype="bf16"))
-    with mock.patch.object(reduce_backend, "split_joint", recording):
+    with mock.patch.object(split_file, "split_joint", recording):
         train_batch(engine, batch(0, 0, dist.get_rank(), 8 * LENGTH))
     engine.destroy()
     return kept

@@ -18,8 +18,9 @@ from torch._functorch import partitioners
 from torch.fx import Graph, GraphModule
 from torch.fx.graph import _BoxedCodeGen
 
-from deepspeed.compile.zero12.graph import backend
-from deepspeed.compile.zero12.graph.backend import ReduceGradPartitioner
+from deepspeed.compile.features.activation_budget import split as split_file
+from deepspeed.compile.features.activation_budget.split import SplitWithin
+from deepspeed.compile.zero12.graph.partitioner import ReduceGradPartitioner
 from deepspeed.compile.zero12.native import reducer_module
 
 from support import graph_cache
@@ -51,8 +52,8 @@ def compile_again(folder):
         results["first"], results["again"] = train(), train()
         with graph_cache.compiled_anew():
             results["anew"] = train()
-        split = backend.split_joint
-        with mock.patch.object(backend, "split_joint", lambda *args, **kwargs: split(*args, **kwargs)):
+        split = split_file.split_joint
+        with mock.patch.object(split_file, "split_joint", lambda *args, **kwargs: split(*args, **kwargs)):
             results["function replaced"] = train()
         results["graphs logged"] = train(dataclasses.replace(case, config={"compile": {"debug_log": True}}))
         budget = {"compile": {"activation_memory_budget": 0.5}}
@@ -74,7 +75,7 @@ def test_ranks_load_what_they_have_stored(ranks, tmp_path):
 
 def partitioner(**changes):
     reducer_module()
-    same = dict(slots={0: 1}, graph_id=0, release_reduce_buckets=False, debug_log=False, lies_anywhere=[], budget=None)
+    same = dict(slots={0: 1}, graph_id=0, release_reduce_buckets=False, debug_log=False, lies_anywhere=[])
     return ReduceGradPartitioner(**{**same, **changes})
 
 
@@ -96,7 +97,7 @@ def test_the_tag_has_the_partitioner_the_inputs_and_the_process_settings():
         return graph_cache._tag(gm, inputs, partitioner(**changes))
 
     changes = [{"slots": {1: 1}}, {"slots": {0: 2}}, {"graph_id": 1}, {"graph_id": None}]
-    changes += [{"release_reduce_buckets": True}, {"lies_anywhere": [True]}, {"budget": 0.5}]
+    changes += [{"release_reduce_buckets": True}, {"lies_anywhere": [True]}, {"split": SplitWithin(0.5)}]
     tags = [tag(), *(tag(**each) for each in changes)]
     tags += [
         tag(inputs=other) for other in ([rows[0], rows[0]], [rows[0], torch.ones(4)], [rows[0], torch.ones(4, 2)])
@@ -137,7 +138,7 @@ def test_a_replaced_function_or_method_is_noticed():
     """A test would count no calls of what it has replaced, or store a graph that its replacement has made."""
     installed = graph_cache._names()
     assert not graph_cache._any_replaced(installed)
-    replaced = ((backend, "split_joint"), (ReduceGradPartitioner, "__call__"), (partitioners, "solve_min_cut"))
+    replaced = ((split_file, "split_joint"), (ReduceGradPartitioner, "__call__"), (partitioners, "solve_min_cut"))
     for owner, name in replaced:
         with mock.patch.object(owner, name):
             assert graph_cache._any_replaced(installed)

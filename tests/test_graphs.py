@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
 from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.graph import backend as reduce_backend
+from deepspeed.compile.zero12.graph import partitioner
 
 from support.ids import vary
 from support.training import Case, batch, build, make_engine
@@ -175,7 +175,7 @@ def backward_graphs(case):
     # A graph that torch had kept would not be made here. The machine code of its kernels may come from where it likes.
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     entries = []
-    finish = reduce_backend.finish_backward_graph
+    finish = partitioner.finish_backward_graph
 
     def recording(backward, graph_id, release):
         finish(backward, graph_id, release)
@@ -193,7 +193,7 @@ def backward_graphs(case):
             )
         )
 
-    reduce_backend.finish_backward_graph = recording
+    partitioner.finish_backward_graph = recording
     try:
         engine = make_engine(build(case), case)
         buckets = []
@@ -203,7 +203,7 @@ def backward_graphs(case):
             engine.step()
         engine.destroy()
     finally:
-        reduce_backend.finish_backward_graph = finish
+        partitioner.finish_backward_graph = finish
         torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = True
     return BackwardGraphs(copy.deepcopy(entries), buckets)
 

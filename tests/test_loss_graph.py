@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 from torch.profiler import ProfilerActivity, profile
 
+from deepspeed.compile.features.loss import own_graph as loss_graph
 from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.graph import loss as loss_graph
 
 from support.beside import Beside
 from support.ids import vary

@@ -23,7 +23,7 @@ namespace deepcompile {
 namespace {
 
 /// Returns `registrations` as a tensor on the host: the engine's number, and then the indices that parameters have in
-/// the engine's reducer. `Registrations` in graph/frames.py makes that tensor.
+/// the engine's reducer. `ParameterNumbers` in graph/parameter_numbers.py makes that tensor.
 at::Tensor readable(const at::Tensor& registrations)
 {
     // A user's saved_tensors_hooks may have moved the tensor to a GPU while the graph kept it for its backward.

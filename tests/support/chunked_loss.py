@@ -8,7 +8,7 @@ Runs in the processes of ``support.pool``.
 import contextlib
 from typing import Iterator, List, NamedTuple
 
-from deepspeed.compile.zero12.graph import chunked_loss, find_loss
+from deepspeed.compile.features.loss import chunked_loss, find_loss
 
 
 class Seen(NamedTuple):

@@ -34,24 +34,35 @@ from torch._subclasses import FakeTensor  # noqa: E402
 from torch.fx import GraphModule  # noqa: E402
 
 try:
-    from deepspeed.compile.zero12.graph import backend
+    from deepspeed.compile.zero12.feature import Feature, classes
+    from deepspeed.compile.zero12.graph import frame, keys
 except ModuleNotFoundError:
     # Some tests have ranks import the released DeepSpeed.
-    backend = None
+    frame = None
 
 # Whether this torch keeps graphs that run as traced. Older releases keep only what Inductor has compiled.
-SUPPORTED = backend is not None and hasattr(debugging, "AOTEagerOutputCode")
+SUPPORTED = frame is not None and hasattr(debugging, "AOTEagerOutputCode")
+
+
+def _parts_that_shape_graphs():
+    for part in [] if frame is None else classes():
+        if any(getattr(part, name) is not getattr(Feature, name) for name in ("cut", "rewrite", "split")):
+            yield part.__module__.removesuffix("feature")
+
 
 # The modules whose functions split a graph and insert reductions.
 _OURS = ("deepspeed.compile.zero12.graph.", "deepspeed.compile.zero12.native", "deepspeed.compile.fx")
+_OURS = (*_OURS, *_parts_that_shape_graphs())
 _SHAPING = [*(module for name, module in sorted(sys.modules.items()) if name.startswith(_OURS)), partitioners]
 # A source that was edited after this process started may differ from what the process imported, but has the same hash.
 _FILES = [Path(__file__), *(Path(module.__file__) for module in _SHAPING)]
 _IS_AS_IMPORTED = _IS_FIRST and all(file.stat().st_mtime < _STARTED for file in _FILES)
 _OWN_HASH = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 # Hashes the sources now, for the life of the process and of the processes that are forked from it.
-if backend is not None:
-    backend.cache_key()
+if frame is not None:
+    keys.cache_key()
+    for file in _FILES:
+        keys.hash_of_source(file)
 
 
 class StoredGraph(OutputCode):
@@ -123,7 +134,7 @@ def install():
     global is_installed
     if not SUPPORTED or not _IS_AS_IMPORTED:
         return
-    trace = backend._run_as_traced
+    trace = frame.run_as_traced
 
     def load_or_trace(gm, inputs, partitioner):
         tag = None
@@ -141,7 +152,7 @@ def install():
 
     # With these options the compiler boxed_nop, which the backend uses, makes objects of this class.
     debugging.AOTEagerOutputCode = StoredGraph
-    backend._run_as_traced = load_or_trace
+    frame.run_as_traced = load_or_trace
     installed, is_installed = _names(), True
 
 

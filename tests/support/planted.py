@@ -9,7 +9,7 @@ error by themselves. Together the faults go along the life of a gradient, of a s
 from pathlib import Path
 from typing import Dict, NamedTuple, Tuple
 
-CPP, ZERO12 = "ops/csrc/compile/", "compile/zero12/"
+CPP, ZERO12, FEATURES = "ops/csrc/compile/", "compile/zero12/", "compile/features/"
 
 
 class Fault(NamedTuple):
@@ -112,7 +112,7 @@ FAULTS = {
     "buckets released by the wrong graph": Fault(
         "the graph that reduces first ends the reductions, and not the graph that reduces last",
         ZERO12 + "graph/backend.py",
-        {"for each in self._graph_ids.values()]": "for each in reversed(self._graph_ids.values())]"},
+        {"for known in self._graph_ids.values()]": "for known in reversed(self._graph_ids.values())]"},
         ("test_graphs.py",),
     ),
     "two engines with one number": Fault(
@@ -166,25 +166,25 @@ FAULTS = {
     ),
     "code of another version": Fault(
         "torch's caches return code that was generated from other source of the fork",
-        ZERO12 + "graph/backend.py",
-        {"path.read_bytes() for path": "path.name.encode() for path"},
+        ZERO12 + "graph/keys.py",
+        {"file.read_bytes() for file": "file.name.encode() for file"},
         ("test_cache_key.py", "test_graphs.py"),
     ),
     "random numbers drawn anew": Fault(
         "a backward draws a dropout's mask again where it computes activations again",
-        ZERO12 + "graph/split.py",
+        FEATURES + "activation_budget/split.py",
         {"return torch.Tag.nondeterministic_seeded in target.tags": "return False"},
         ("test_randomness.py",),
     ),
     "chunk left out of the loss": Fault(
         "the last rows of the vocabulary, if they are no whole chunk, get no gradient",
-        ZERO12 + "graph/chunked_loss.py",
+        FEATURES + "loss/chunked_loss.py",
         {"for first in range(0, vocabulary, rows)": "for first in range(0, vocabulary - rows + 1, rows)"},
         ("test_chunked_loss_alone.py",),
     ),
     "ignored labels counted": Fault(
         "tokens with the label ignore_index get a gradient, and count for the mean's",
-        ZERO12 + "graph/chunked_loss.py",
+        FEATURES + "loss/chunked_loss.py",
         {"weights = counts.float()": "weights = torch.ones_like(logsumexp)"},
         ("test_chunked_loss_alone.py",),
     ),

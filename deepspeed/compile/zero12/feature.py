@@ -20,6 +20,7 @@ from typing import (
     List,
     NamedTuple,
     Optional,
+    Sequence,
     Type,
     TypeVar,
 )
@@ -32,6 +33,9 @@ from ..features import NAMES
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from .graph.frame import Frame
+    from .graph.partitioner import Rewrite, Split
 
 Part = TypeVar("Part", bound="Feature")
 
@@ -62,6 +66,7 @@ class Making(NamedTuple):
     features: List["Feature"]  # those that stand before this part
     blocks: List[Module]  # the modules that become graphs of their own
     undo: contextlib.ExitStack  # whose functions revert what the set-up has changed
+    backend: Callable  # the backend of torch.compile that reduces the engine's gradients
 
     @property
     def engine(self) -> "DeepSpeedEngine":
@@ -112,14 +117,26 @@ class Feature:
 
     # Graphs ---------------------------------------------------------------------------------------------------------
 
-    def compiling(self, block: Optional[str], graph_id: Optional[int]) -> ContextManager:
-        """Returns the context in which the graph of a frame is compiled, when Dynamo has traced the frame.
+    # Whether no graph runs last in every backward.
+    no_graph_is_last = False
+    # Splits joint graphs, if this part does it: takes examples of the graph's inputs.
+    split: Optional[Callable[[Sequence], "Split"]] = None
 
-        Args:
-            block: the name of the block's class, or None outside of blocks.
-            graph_id: the graph id, or None if the frame reduces nothing.
-        """
+    def graph(self, frame: "Frame") -> Optional[Callable[[], None]]:
+        """Called before a frame is compiled. What this returns is called before each run of the frame's graph."""
+        return None
+
+    def compiling(self, frame: "Frame") -> ContextManager:
+        """Returns the context in which the graph of a frame is compiled."""
         return contextlib.nullcontext()
+
+    def cut(self, frame: "Frame") -> Optional[Callable]:
+        """Returns what runs in place of a frame's graph, made of compiled parts, or None to leave the graph whole."""
+        return None
+
+    def rewrite(self, inputs: Sequence) -> "Optional[Rewrite]":
+        """Returns a change of the joint graph of a graph with such inputs, made before the joint graph is split."""
+        return None
 
     # Steps ----------------------------------------------------------------------------------------------------------
 

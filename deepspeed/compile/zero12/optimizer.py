@@ -5,7 +5,6 @@
 ``csrc/includes/deepcompile.h`` tells the life of a gradient.
 """
 
-import contextlib
 import functools
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional
@@ -290,22 +289,6 @@ def announce_backward(engine: "DeepSpeedEngine") -> None:
     zero12 = state_of(engine)
     if zero12 is not None and not zero12.reducer.in_backward:
         engine._backward_prologue()
-
-
-@contextlib.contextmanager
-def explained_errors(engine: "DeepSpeedEngine") -> Iterator[None]:
-    """Context of ``loss.backward()`` within ``engine.backward()``. Errors that come of an option name the option."""
-    try:
-        yield
-    except RuntimeError as error:
-        budget = engine._config.compile_config.activation_memory_budget
-        within_budget = state_of(engine) is not None and budget is not None and budget < 1
-        if not (within_budget and "modified by an inplace operation" in str(error)):
-            raise
-        raise RuntimeError(
-            f"{error} compile.activation_memory_budget={budget:g} has a graph's backward read the graph's inputs; "
-            "if one was changed, change a copy of it, or set the option to null"
-        ) from error
 
 
 def drop_gradients(engine: "DeepSpeedEngine") -> None:

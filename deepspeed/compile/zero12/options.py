@@ -74,8 +74,6 @@ class Plan(NamedTuple):
     compilations: int  # how often one frame may be compiled for training
     fullgraph: bool  # whether the caller asks for one graph, so that too many compilations are an error
     dynamic: Optional[bool]  # the argument of this name of torch.compile
-    chunked_loss: Optional[bool]  # whether losses are computed in chunks of logits; None: where there are many logits
-    activation_budget: Optional[float]  # which part of the activations graphs may keep; None: as torch is configured
     optimizer_states: Optional[str]  # the format of optimizer states; None: the optimizer's own
     debug_log: bool  # whether rewritten graphs are logged
 
@@ -113,8 +111,6 @@ def make_plan(
         compilations=limit,
         fullgraph=bool(compile_kwargs.get("fullgraph")),
         dynamic=compile_kwargs.get("dynamic"),
-        chunked_loss=compile_config.chunked_loss,
-        activation_budget=compile_config.activation_memory_budget,
         optimizer_states=compile_config.optimizer_states,
         debug_log=compile_config.debug_log,
     )
@@ -233,12 +229,6 @@ def _without_effect(asked):
         )
     if "z3" in (compile_config.passes or ()):
         yield "compile.passes holds 'z3', which has no effect in this stage"
-    budget = compile_config.activation_memory_budget
-    if budget is not None and not asked.compiles:
-        yield (
-            f"compile.activation_memory_budget={budget} has no effect, because torch.compile is switched off by "
-            "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
-        )
     # With prescale_gradients, DeepSpeed itself does not read the factor.
     if config.gradient_predivide_factor != 1.0 and not config.prescale_gradients:
         yield (

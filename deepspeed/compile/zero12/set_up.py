@@ -77,7 +77,6 @@ def set_up(
         undo.callback(_note_end, weakref.ref(engine))
         compile_blocks.take_over_compiled(each for each in module.modules() if each is not module)
         train_without_cache(module, undo)
-        features = make_features(Making(Asked(engine, backend, compile_kwargs), [], plan.blocks, undo))
         waiting = None
         if plan.overlaps_gather:
             waiting = Waiting(optimizer, module, plan.blocks)
@@ -90,15 +89,9 @@ def set_up(
         undo.callback(setattr, profiler, "enabled", profiler.enabled)
         profiler.enabled = False
         limit = CompilationLimit(module, plan.compilations, raises=plan.fullgraph)
-        graphs = Backend(
-            module,
-            plan,
-            registered_parameters(optimizer),
-            reducer.identity,
-            limit,
-            features,
-            waiting,
-        )
+        graphs = Backend(plan, registered_parameters(optimizer), reducer.identity, limit, waiting)
+        features = make_features(Making(Asked(engine, backend, compile_kwargs), [], plan.blocks, undo, graphs))
+        graphs.use(features)
         if plan.blocks:
             names = sorted({type(block).__name__ for block in plan.blocks})
             logger.info(f"DeepCompile makes one graph for all {len(plan.blocks)} blocks of each class of {names}")

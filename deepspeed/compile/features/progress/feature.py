@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 import time
-from typing import Dict, Iterator, Optional
+from typing import TYPE_CHECKING, Dict, Iterator
 
 from tqdm import tqdm
 
@@ -20,6 +20,9 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ...zero12.feature import Feature, Making
+
+if TYPE_CHECKING:
+    from ...zero12.graph.frame import Frame
 
 
 class Progress(Feature):
@@ -33,11 +36,12 @@ class Progress(Feature):
         self._classes: Dict[str, int] = {}
 
     @contextlib.contextmanager
-    def compiling(self, block: Optional[str], graph_id: Optional[int]) -> Iterator[None]:
+    def compiling(self, frame: "Frame") -> Iterator[None]:
         if dist.get_rank() != 0 or not logger.isEnabledFor(logging.INFO):
             yield
             return
-        name, details = block or self._rest, "no gradients" if graph_id is None else f"graph {graph_id}"
+        block = frame.block
+        name, details = block or self._rest, "no gradients" if frame.graph_id is None else f"graph {frame.graph_id}"
         if block is not None:
             number = self._classes.setdefault(block, 1 + len(self._classes))
             details = f"block class {number} of {len(self._layers)}, for {self._layers[block]} layers, {details}"

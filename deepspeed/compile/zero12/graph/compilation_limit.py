@@ -13,7 +13,6 @@ Evaluation and generation run uncompiled: they take other shapes than training, 
 import collections
 import contextlib
 import threading
-import types
 import weakref
 from typing import Any, Callable, Dict, Optional, Tuple
 
@@ -27,19 +26,12 @@ from ..key_value_cache import generates
 from ..messages import warn
 from . import guards, reasons
 from .block_calls import CallOfCaller, CallOfModule
+from .frame import own_code
 
 # More than any program compiles.
 _UNLIMITED = 10**6
 # After more compilations of one frame than this, DeepCompile warns, and says why Dynamo compiles the frame again.
 _MANY = 4
-
-
-def own_code(function: Callable) -> types.FunctionType:
-    """Returns a copy, with a code object of its own, of a function that has no defaults.
-
-    Dynamo counts compilations by code object, so it has counted none of the copy.
-    """
-    return types.FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
 
 
 class _Thread(threading.local):

@@ -15,7 +15,8 @@ from torch.nn import Module
 from ..messages import warn
 from .block_calls import Call, CallOfBlock, CallOfCaller, forward_of, run_forward, runs
 from .choose_blocks import callers_of, is_compiled
-from .compilation_limit import CompilationLimit, own_code
+from .compilation_limit import CompilationLimit
+from .frame import own_code
 
 if TYPE_CHECKING:
     from ..gather_hooks import Waiting

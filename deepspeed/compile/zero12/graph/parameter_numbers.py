@@ -10,8 +10,8 @@ from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 
 
-class Registrations:
-    """Makes the input that tells a graph in each call which of an engine's parameters the graph was given.
+class ParameterNumbers:
+    """Makes the registrations: the input that tells a graph in each call which of an engine's parameters it was given.
 
     This input is a tensor, and a reduction names its parameter by a slot in the tensor. A reduction cannot take the
     parameter itself: Inductor may give the backward a copy of a parameter in another layout, and a parameter that is
@@ -28,7 +28,11 @@ class Registrations:
         # Ids of parameters -> their tensor: one for each layer that a graph serves. Graphs save it for the backward.
         self._made: Dict[Tuple[int, ...], torch.Tensor] = {}
 
-    def of(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    def __contains__(self, value: object) -> bool:
+        """Whether a value is a registered parameter."""
+        return id(value) in self._index
+
+    def tensor_for(self, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
         """Returns int64 [1 + n] on the host: the engine's number, and the index of each of n parameters.
 
         Raises:
@@ -37,12 +41,12 @@ class Registrations:
         key = tuple(map(id, parameters))
         made = self._made.get(key)
         if made is None:
-            if not all(each in self._index for each in key):
+            if not all(number in self._index for number in key):
                 raise RuntimeError(
                     "a compiled graph was called with a parameter that the engine's optimizer does not have: it was "
                     "put into the model, or its requires_grad set, after the engine was made; make the engine anew"
                 )
-            numbers = [self._identity, *(self._index[each] for each in key)]
+            numbers = [self._identity, *(self._index[number] for number in key)]
             # Name the device: the caller may have changed torch's default device.
             made = torch.tensor(numbers, dtype=torch.int64, device="cpu")
             self._made[key] = made
@@ -51,7 +55,7 @@ class Registrations:
 
 @contextlib.contextmanager
 def one_more_input(gm: GraphModule) -> Iterator[None]:
-    """Context in which a frame's graph has one more input, the last, for the :class:`Registrations` of a call.
+    """Context in which a frame's graph has one more input, the last, for the :class:`ParameterNumbers` of a call.
 
     The context removes the input at its end, because Dynamo goes on with the graph and knows only its own inputs.
     """

@@ -20,7 +20,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch.nn.functional import linear
 
-from .frames import Registrations
+from ...zero12.graph.parameter_numbers import ParameterNumbers
 
 # The most elements of the logits' gradient that exist at a time: 128 MiB in bf16. A chunk of this size still fills a
 # GPU.
@@ -56,7 +56,7 @@ class ChunkedLoss:
         loss: how the loss depends on the logits.
         reduced: for the head's weight and its bias, whether the backward reduces the gradient itself. Autograd gets
             the others.
-        registrations: of the engine.
+        numbers: of the registered parameters.
         compile_part: compiles a function of tensors.
     """
 
@@ -64,10 +64,10 @@ class ChunkedLoss:
         self,
         loss: LossOfLogits,
         reduced: Sequence[bool],
-        registrations: Registrations,
+        numbers: ParameterNumbers,
         compile_part: Callable[[Callable], Callable],
     ):
-        self._loss, self._reduced, self._registrations = loss, reduced, registrations
+        self._loss, self._reduced, self._numbers = loss, reduced, numbers
         self._sum_losses, self.gradient_of_logits = compile_part(_sum_losses), compile_part(_gradient_of_logits)
         self.scale, self.scale_back = None, None
         if (loss.scale, loss.cap) != (1.0, None):
@@ -86,8 +86,8 @@ class ChunkedLoss:
         """
         target = self._target_of_every_token(target, hidden.shape[:-1])
         parameters = [value for value, reduced in zip((weight, bias), self._reduced) if reduced]
-        numbers = self._registrations.of(parameters) if parameters else None
-        return _HeadAndLoss.apply(hidden, weight, bias, target, numbers, self)
+        registrations = self._numbers.tensor_for(parameters) if parameters else None
+        return _HeadAndLoss.apply(hidden, weight, bias, target, registrations, self)
 
     def _target_of_every_token(self, target, shape):
         if not self._loss.kept:
@@ -115,26 +115,26 @@ class ChunkedLoss:
             total, weights = total / number, weights / number.clamp(min=1)
         return total.to(self._loss.dtype), logsumexp, weights
 
-    def reduce(self, gradients: List[Optional[torch.Tensor]], numbers: Optional[torch.Tensor]) -> None:
+    def reduce(self, gradients: List[Optional[torch.Tensor]], registrations: Optional[torch.Tensor]) -> None:
         """Reduces those gradients of the weight and the bias that this backward reduces, and sets them to None."""
         slot = 0
         for index, reduced in enumerate(self._reduced):
             slot += reduced
             if reduced and gradients[index] is not None:
                 # Nothing else refers to the gradient's memory, so the reducer may keep it.
-                torch.ops.deepcompile.reduce_grad(gradients[index], numbers, slot, True)
+                torch.ops.deepcompile.reduce_grad(gradients[index], registrations, slot, True)
                 gradients[index] = None
 
 
 class _HeadAndLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, target, numbers, chunked):
+    def forward(ctx, hidden, weight, bias, target, registrations, chunked):
         logits = linear(hidden, weight, bias)
         if chunked.scale is not None:
             chunked.scale(logits)
         loss, logsumexp, weights = chunked.compute(logits.view(-1, weight.size(0)), target)
         ctx.save_for_backward(hidden, weight, logits, target, logsumexp, weights)
-        ctx.numbers, ctx.chunked = numbers, chunked
+        ctx.registrations, ctx.chunked = registrations, chunked
         # The gradient of an output that the caller does not use is None.
         ctx.set_materialize_grads(False)
         return loss, logits
@@ -177,7 +177,7 @@ class _Gradients(torch.autograd.Function):
         of_hidden = of_tokens.to(hidden.dtype).view(hidden.shape) if needs_hidden else None
         of_parameters = [of_weight, of_bias]
         del of_tokens, of_weight, of_bias
-        ctx.chunked.reduce(of_parameters, ctx.numbers)
+        ctx.chunked.reduce(of_parameters, ctx.registrations)
         return of_hidden, *of_parameters
 
     @staticmethod

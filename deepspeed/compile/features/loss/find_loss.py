@@ -9,17 +9,17 @@ dimension; ``cross_entropy`` of the result.
 
 import inspect
 import operator
-from typing import Any, Callable, Collection, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.fx.passes.split_module import split_module
 
-from ..messages import warn
+from ...zero12.graph.parameter_numbers import ParameterNumbers
+from ...zero12.messages import warn
 from .chunked_loss import ChunkedLoss, LossOfLogits
-from .frames import Registrations
-from .loss import changes_in_place, split_loss, traced_tensor
+from .own_graph import changes_in_place, split_loss, traced_tensor
 
 # From so many logits on, 2 GiB in bf16, chunks are the default. The gradient of fewer logits is a small part of the
 # memory of a step, and their chunks are small matrix multiplications, which take longer.
@@ -73,33 +73,36 @@ class ChunkedLosses:
 
     Args:
         wanted: the option ``compile.chunked_loss``.
-        registrations: of the engine.
-        own: the ids of the registered parameters.
     """
 
-    def __init__(self, wanted: Optional[bool], registrations: Registrations, own: Collection[int]):
-        self._wanted, self._registrations, self._own = wanted, registrations, own
+    def __init__(self, wanted: Optional[bool]):
+        self._wanted = wanted
         self._has_warned = False
 
     def cut_out(
-        self, gm: GraphModule, example_inputs: Sequence, compile_part: Callable[[Callable], Callable]
+        self,
+        gm: GraphModule,
+        example_inputs: Sequence,
+        numbers: ParameterNumbers,
+        compile_part: Callable[[Callable], Callable],
     ) -> Optional[GraphModule]:
         """Puts a :class:`ChunkedLoss` between two parts of a graph, if its loss can and shall be computed in chunks.
 
         Args:
             gm: a graph for training, as Dynamo traced it. It stays as it is.
             example_inputs: of the graph.
+            numbers: of the registered parameters.
             compile_part: compiles a function of tensors.
 
         Returns:
-            A module that calls its submodules ``loss.HEAD`` and ``loss.REST``, and the :class:`ChunkedLoss` in
+            A module that calls its submodules ``HEAD`` and ``REST`` of ``own_graph``, and the :class:`ChunkedLoss` in
             between. A submodule without nodes is missing. None if the loss stays as it is.
         """
         if self._wanted is False:
             return None
         placeholders = gm.graph.find_nodes(op="placeholder")
         values = dict(zip(placeholders, example_inputs, strict=True))
-        is_registered = [id(value) in self._own for value in example_inputs]
+        is_registered = [value in numbers for value in example_inputs]
         parameters = {node for node, flag in zip(placeholders, is_registered) if flag}
         found, unfit = _find(gm.graph, parameters)
         may_warn = unfit and self._wanted and not self._has_warned
@@ -112,8 +115,8 @@ class ChunkedLosses:
         # Ask for the traced size, not its hint: with lengths that vary, the answer becomes a guard of the graph.
         if found is None or not (self._wanted or guard_or_false(_traced(found.head).numel() >= MANY_LOGITS)):
             return None
-        reduced = [id(values.get(node)) in self._own for node in (found.weight, found.bias)]
-        return _replaced(gm, found, ChunkedLoss(found.loss, reduced, self._registrations, compile_part))
+        reduced = [values.get(node) in numbers for node in (found.weight, found.bias)]
+        return _replaced(gm, found, ChunkedLoss(found.loss, reduced, numbers, compile_part))
 
 
 def _traced(node: Any) -> torch.Tensor:
@@ -288,5 +291,5 @@ def _replaced(gm, found, chunked):
         # Casts and reshapes that only the loss needed.
         if not copies[node].users:
             graph.erase_node(copies[node])
-    # The numbers 0 and 1 are loss.HEAD and loss.REST.
+    # The numbers 0 and 1 are HEAD and REST of own_graph.
     return split_module(GraphModule(gm, graph), gm, lambda node: 0 if node in before else 2 if node in middle else 1)

@@ -11,17 +11,38 @@ that other code changes before the backward. Here the forward keeps these values
 import contextlib
 import operator
 import types
-from typing import Any, Collection, List, Optional, Sequence, Set, Tuple
+from pathlib import Path
+from typing import Any, Collection, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import torch
 from torch._functorch import config, partitioners
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx import Graph, GraphModule, Node
 
-from .reductions import index_of
+from ...zero12.graph.keys import hash_of_source
+from ...zero12.graph.reductions import index_of
 
 # The mark of nodes that the forward keeps if the backward reads them.
 _IS_KEPT = "deepcompile_is_kept"
+
+
+class SplitWithin(NamedTuple):
+    """Splits a joint graph by :func:`split_joint`.
+
+    Attributes:
+        budget, buffers: as there.
+    """
+
+    budget: Optional[float]
+    buffers: Tuple[int, ...] = ()
+
+    @property
+    def key(self) -> object:
+        """Tells torch's caches this split from others."""
+        return hash_of_source(Path(__file__)), self.budget, self.buffers
+
+    def __call__(self, joint: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
+        return split_joint(joint, joint_inputs, self.budget, self.buffers, **kwargs)
 
 
 def split_joint(
@@ -134,17 +155,3 @@ def _values(node: Node) -> List[Node]:
         return [node]
     # Several: in a tuple, or in what a higher-order operator returns.
     return [value for user in node.users if user.target is operator.getitem for value in _values(user)]
-
-
-def save_by_hooks(joint: GraphModule, inputs: Sequence[int]) -> None:
-    """Makes autograd call hooks for saved ``inputs`` of a frame.
-
-    Torch saves without hooks what an ``autograd.Function`` in a graph has kept in another way than autograd's.
-    """
-    for placeholder in joint.graph.find_nodes(op="placeholder"):
-        descriptor = placeholder.meta.get("desc")
-        # A part of a parameter that is made of others.
-        while hasattr(descriptor, "base"):
-            descriptor = descriptor.base
-        if isinstance(descriptor, PlainAOTInput) and descriptor.idx in inputs:
-            placeholder.meta.pop("saved_tensor_with_no_vc_check", None)

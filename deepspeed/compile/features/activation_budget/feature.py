@@ -1,0 +1,44 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps a part of the activations that a backward needs, and computes the rest again."""
+
+import weakref
+from typing import Iterator, Sequence
+
+from ...zero12.feature import Asked, Feature, Making
+from .split import SplitWithin
+
+# Elements of a buffer that may be kept in a copy for each layer and forward. Statistics and scales have fewer, and
+# quantized weights, which are buffers in some packages, have more.
+SMALL_BUFFER = 2**16
+
+
+class ActivationBudget(Feature):
+    """Splits joint graphs within the budget of an engine, or without one within that of the process."""
+
+    @classmethod
+    def warnings(cls, asked: Asked) -> Iterator[str]:
+        budget = asked.options.activation_memory_budget
+        if budget is not None and not asked.compiles:
+            yield (
+                f"compile.activation_memory_budget={budget} has no effect, because torch.compile is switched off by "
+                "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
+            )
+
+    def __init__(self, making: Making):
+        self._budget = making.asked.options.activation_memory_budget
+        self._module = weakref.ref(making.module)
+
+    def split(self, inputs: Sequence) -> SplitWithin:
+        return SplitWithin(self._budget, self._small_buffers(inputs))
+
+    def _small_buffers(self, inputs):
+        """Returns the indices of inputs that are buffers of the model and small beside activations."""
+        module = self._module()
+        # A model may not be asked for its truth.
+        all_buffers = () if module is None else module.buffers()
+        buffers = {id(buffer) for buffer in all_buffers if buffer.numel() <= SMALL_BUFFER}
+        return tuple(index for index, value in enumerate(inputs) if id(value) in buffers)
+
+
+FEATURE = ActivationBudget

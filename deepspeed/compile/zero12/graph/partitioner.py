@@ -1,0 +1,82 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Inserts reductions into the joint graph of a frame, and splits the graph into a forward and a backward."""
+
+import dataclasses
+import hashlib
+from typing import Any, Mapping, Optional, Protocol, Sequence, Tuple
+
+import torch
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx import GraphModule
+
+from deepspeed.utils import logger
+
+from .keys import cache_key
+from .reductions import donate_gradients, finish_backward_graph, insert_reductions
+
+
+class Rewrite(Protocol):
+    """How an optional part changes a joint graph before it is split."""
+
+    @property
+    def key(self) -> object:
+        """All that decides what this does: its parameters, and a hash of its source. Equal keys have equal texts."""
+
+    def __call__(self, joint: GraphModule) -> None: ...
+
+
+class Split(Protocol):
+    """How an optional part splits a joint graph."""
+
+    @property
+    def key(self) -> object:
+        """As of a :class:`Rewrite`."""
+
+    def __call__(self, joint: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
+        """Returns the forward and the backward graph, as torch's partitioners do."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReduceGradPartitioner(CustomPartitionerFn):
+    """Inserts the reductions, then splits the joint graph as torch would, or as an optional part does.
+
+    Attributes:
+        slots: index of a graph's input that is reduced -> its slot in the registrations.
+        graph_id: the frame's graph id, or None if the frame reduces nothing.
+        release_reduce_buckets: whether the backward of this graph is the last that reduces.
+        debug_log: whether to log the split graphs.
+        lies_anywhere: for each input of the graph, whether it may lie at an address of any alignment.
+        rewrites: change the graph before it is split.
+        split: splits the graph, or None.
+    """
+
+    slots: Mapping[int, int]
+    graph_id: Optional[int]
+    release_reduce_buckets: bool
+    debug_log: bool
+    lies_anywhere: Sequence[bool]
+    rewrites: Sequence[Rewrite] = ()
+    split: Optional[Split] = None
+
+    def uuid(self) -> bytes:
+        """Identifies this partitioner in the keys of torch's caches."""
+        schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
+        slots = sorted(self.slots.items())
+        parts = [rewrite.key for rewrite in self.rewrites], self.split and self.split.key
+        key = cache_key(), schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere, parts
+        return hashlib.sha256(repr(key).encode()).digest()
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
+        insert_reductions(gm, self.slots)
+        for rewrite in self.rewrites:
+            rewrite(gm)
+        split = self.split or min_cut_rematerialization_partition
+        forward, backward = split(gm, joint_inputs, **kwargs)
+        finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
+        if kwargs.get("compiler") != "inductor":
+            donate_gradients(backward)
+        if self.debug_log:
+            logger.info(f"DeepCompile graph {self.graph_id}, forward:\n{forward.graph}\nbackward:\n{backward.graph}")
+        return forward, backward
