@@ -198,6 +198,32 @@ def test_hooks_see_the_sum_of_micro_batches(ranks, unused):
     check_seen(ranks(2).run(train_accumulating, Case(accumulation=2), unused))
 
 
+def gradients_copied(hooked):
+    """How many gradients ZeRO-1 copies in a micro-batch of uncompiled code whose nodes have, or had, hooks."""
+    torch.manual_seed(0)
+    engine = Beside(BlocksWithin(), Case(accumulation=2, compile_kwargs={"disable": True})).engine
+    nodes = [node_of(each) for each in engine.module.parameters()]
+    handles = [node.register_hook(lambda *_: None) for node in nodes if hooked != "never"]
+    if hooked == "formerly":
+        for handle in handles:
+            handle.remove()
+    loss = engine(batch(0, 0, dist.get_rank(), 4))
+    # A look at a gradient from Python would have it copied.
+    with torch.profiler.profile() as profile:
+        engine.backward(loss)
+    engine.destroy()
+    reduced = [event for event in profile.events() if event.name == "deepcompile::reduce"]
+    assert len(reduced) == len(nodes)
+    return sum(child.name == "aten::to" for event in reduced for child in event.cpu_children)
+
+
+def test_gradients_whose_hooks_were_removed(ranks):
+    """A node whose hook was removed would have its gradients copied for ever."""
+    formerly, never, now = (ranks(1).run(gradients_copied, hooked)[0] for hooked in ("formerly", "never", "now"))
+    # A hook that runs later reads the gradient.
+    assert formerly == never < now
+
+
 def train_with_chunked_loss():
     with small_chunks(numel=64):
         return train(Case(), BlocksWithin, "head", "of the gradient", 1, 2)

@@ -72,6 +72,34 @@ private:
     const size_t index_;
 };
 
+namespace {
+
+/// Whether a dict of Python's hooks is not empty. Reads one number, without the interpreter's lock.
+bool has_any(PyObject* hooks)
+{
+    return PyDict_GET_SIZE(hooks) > 0;
+}
+
+/// Whether the hook is of one of torch's classes for a dict of Python's hooks, whose types other modules cannot name.
+template <typename Hook>
+bool is_of_python(const Hook& hook)
+{
+    return std::strstr(typeid(hook).name(), "PyFunction") != nullptr;
+}
+
+/// Whether a node has a hook behind it that others have registered, and not removed.
+bool has_hooks_behind(torch::autograd::Node& node)
+{
+    for (const auto& hook : node.post_hooks()) {
+        if (dynamic_cast<const Accumulated*>(hook.get())) { continue; }
+        using OfPython = torch::autograd::PyFunctionPostHook;
+        if (!is_of_python(*hook) || has_any(static_cast<const OfPython&>(*hook).dict)) { return true; }
+    }
+    return false;
+}
+
+}  // namespace
+
 void Reducer::look_at_parameters()
 {
     // The optimizer gives parameters new memory when it offloads and reloads states. If that changed the device,
@@ -145,10 +173,7 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
     // A user's hook that ran earlier may hold the gradient, and one that runs later, at the same node, will read the
     // input. The gradient is then not donated.
     const auto node = current_node(parameter);
-    const bool read_later =
-        node && std::any_of(node->post_hooks().begin(), node->post_hooks().end(), [](const auto& hook) {
-            return dynamic_cast<const Accumulated*>(hook.get()) == nullptr;
-        });
+    const bool read_later = node && has_hooks_behind(*node);
     const bool donated = !read_later && gradient.layout() == at::kStrided && gradient.use_count() == 1 &&
                          gradient.storage().use_count() == (kept_for_hook ? 2 : 1);
     reduce(index, gradient, Route::autograd, donated);
@@ -198,23 +223,6 @@ at::Tensor Reducer::deliver(size_t index, const at::Tensor& gradient)
     return gradient.defined() ? kept.add_(gradient) : kept;
 }
 
-namespace {
-
-/// Whether a dict of Python's hooks is not empty. Reads one number, without the interpreter's lock.
-bool has_any(PyObject* hooks)
-{
-    return PyDict_GET_SIZE(hooks) > 0;
-}
-
-/// Whether the hook is of one of torch's classes for a dict of Python's hooks, whose types other modules cannot name.
-template <typename Hook>
-bool is_of_python(const Hook& hook)
-{
-    return std::strstr(typeid(hook).name(), "PyFunction") != nullptr;
-}
-
-}  // namespace
-
 bool ParameterRecord::has_hooks_of_sum() const
 {
     // Only Python adds hooks of this kind. Their dict stays when the last one is removed.
@@ -236,11 +244,7 @@ bool ParameterRecord::has_hooks() const
     for (const auto& hook : node->pre_hooks()) {
         if (!is_of_python(*hook) || has_any(static_cast<const PyFunctionPreHook&>(*hook).dict)) { return true; }
     }
-    for (const auto& hook : node->post_hooks()) {
-        if (dynamic_cast<const Accumulated*>(hook.get())) { continue; }
-        if (!is_of_python(*hook) || has_any(static_cast<const PyFunctionPostHook&>(*hook).dict)) { return true; }
-    }
-    return false;
+    return has_hooks_behind(*node);
 }
 
 // The end of a graph task.
