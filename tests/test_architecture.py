@@ -22,7 +22,8 @@ ZERO12 = COMPILE / "zero12"
 # stands for the files of a folder that are not named: a rule for partitions needs no entry, and knows no other rule.
 FLOORS = """
 fx passes.zero_1_and_2_compile zero12.feature zero12.hooks zero12.messages zero12.timers
-zero12.subclasses zero12.native zero12.interrupted zero12.at_rest zero12.saved_tensors
+zero12.subclasses zero12.native zero12.interrupted
+zero12.at_rest zero12.saved_tensors
 zero12.collectives zero12.key_value_cache zero12.layout zero12.offload
 zero12.update.authors zero12.update.rule zero12.update.dynamic_map zero12.norm
 zero12.update.ranges
