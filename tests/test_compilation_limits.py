@@ -5,12 +5,15 @@
 import dataclasses
 import re
 from typing import List
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+
+from deepspeed.compile.zero12.graph import reasons
 
 from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
@@ -119,6 +122,15 @@ def test_warnings_say_what_dynamo_says(ranks, make, limit):
     assert "cache" not in warning and "shapes" not in warning, warning
     graph_break = re.search(r"A graph of block ends early, at (\S+):\d+ \(User-inserted graph break", warning)
     assert (graph_break and graph_break[1]) == (__file__ if make is Cut else None), warning
+
+
+@pytest.mark.quick
+def test_a_dynamo_that_keeps_its_reasons_elsewhere():
+    """A warning that cannot say why would end the training."""
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    graph.compile_subgraph_reason = "a graph break"
+    with mock.patch.object(torch._dynamo.utils, "get_metrics_context", lambda: None):
+        assert (reasons.failed_guard(), reasons.graph_break(graph)) == ("", "")
 
 
 class Logging(Model):

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says in Dynamo's own words why a frame is compiled again, and where the graph of a frame ends too early."""
 
+import contextlib
 from pathlib import Path
 
 import torch
@@ -11,22 +12,33 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def failed_guard() -> str:
-    """Returns the guard because of which Dynamo compiles a frame again, and "" if it compiles none again.
+    """Returns the guard because of which Dynamo compiles a frame again, and "" if none is known.
 
     For example ``self.count == 3  # x = x * self.count  # model.py:12 in forward``.
     """
-    context = torch._dynamo.utils.get_metrics_context()
-    reason = getattr(context, "_metrics", {}).get("recompile_reason") or ""
-    # It begins with Dynamo's number of the code that did not fit, and may go on with a stack trace.
-    _, _, guard = reason.partition("\n")[0].partition(": ")
-    return " ".join(guard.split())
+    with _what_dynamo_lacks():
+        reason = torch._dynamo.utils.get_metrics_context()._metrics.get("recompile_reason") or ""
+        # It begins with Dynamo's number of the code that did not fit, and may go on with a stack trace.
+        _, _, guard = reason.partition("\n")[0].partition(": ")
+        return " ".join(guard.split())
+    return ""
 
 
 def graph_break(gm: GraphModule) -> str:
     """Returns file, line and cause if Dynamo ended a frame's graph in the middle of the frame, and otherwise ""."""
-    reason = getattr(gm, "compile_subgraph_reason", None)
+    with _what_dynamo_lacks():
+        return _described(gm.compile_subgraph_reason)
+    return ""
+
+
+def _what_dynamo_lacks():
+    """Within it, what is read of Dynamo is left unknown if this torch keeps it elsewhere: it shapes warnings only."""
+    return contextlib.suppress(AttributeError)
+
+
+def _described(reason):
     # Dynamo is meant to end a graph at a module that DeepCompile calls in a way of its own.
-    if reason is None or not reason.graph_break or "<function CallOf" in reason.reason:
+    if not reason.graph_break or "<function CallOf" in reason.reason:
         return ""
     stack = [frame for frame in reason.user_stack if not frame.filename.startswith(_TORCH)] or reason.user_stack
     lines = [line.strip() for line in reason.reason.splitlines()]
