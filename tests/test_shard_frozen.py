@@ -547,6 +547,18 @@ def taken_at_rest(engine, module, folder):
         return [copied, state["body.blocks.1.up.weight"] + 1, module.body.blocks[2].up.weight.detach().clone()]
 
 
+def given_other_memory(engine, module, folder):
+    """Entries of a state dict that was taken at rest get other memory, or another shape. Parameters stay."""
+    state = module.state_dict()
+    first, second = state["body.blocks.1.up.weight"], state["body.blocks.2.up.weight"]
+    with gathered_parameters(engine):
+        first.data = torch.full((24, 12), 0.5)
+        second.unsqueeze_(0)
+        first.add_(1)
+    losses = trained_on(engine, module)
+    return [*losses, first, second.clone()]
+
+
 def written_later(engine, module, folder):
     """A state dict that was taken within the context is written after it, again after a step, and dropped."""
     with gathered_parameters(engine):
@@ -598,8 +610,8 @@ WORKS = {
     for function in (
         *(described, loaded, merged, evaluated_by_one, called_by_itself, interrupted, checkpoint_without_frozen),
         *(whole_checkpoint, read_later, assigned_within, evaluated_between, loaded_after_an_error, trained_by_itself),
-        *(replaced_by_loading, calibrated, taken_at_rest, written_later, in_numpy, in_inference_mode),
-        with_hooks_of_saved_tensors,
+        *(replaced_by_loading, calibrated, taken_at_rest, given_other_memory, written_later, in_numpy),
+        *(in_inference_mode, with_hooks_of_saved_tensors),
     )
 }
 

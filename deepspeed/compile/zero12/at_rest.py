@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Optional, Type
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .subclasses import plain_tensors
+
 if TYPE_CHECKING:
     from torch import Tensor as _NextClass
 
@@ -134,10 +136,10 @@ class AtRest(_NextClass):
                 return first
         values = _values((args, kwargs))
         if values is not None:
-            return function(*values[0], **values[1])
+            return _call_with_values(function, (args, kwargs), values)
         if isinstance(first, AtRest):
             if name in _SAME_VALUES:
-                return _stand_in(first, function, args, kwargs)
+                return _call_at_rest(first, function, args, kwargs)
             if name == "data" and function.__name__ == "__get__":
                 return _alias(first)
             if name == "copy_" and not isinstance(args[1], AtRest):
@@ -148,7 +150,7 @@ class AtRest(_NextClass):
 
 
 def _values(arguments):
-    """Returns arguments with values in place of all tensors at rest, or None if not all of them are here."""
+    """Returns {id: values} of the tensors at rest in arguments, or None if some have no values now."""
     values = {}
     for each in tree_leaves(arguments):
         if isinstance(each, AtRest):
@@ -156,7 +158,35 @@ def _values(arguments):
             if of_each is None:
                 return None
             values[id(each)] = each if not isinstance(each, AtRest) else of_each
-    return tree_map(lambda each: values.get(id(each), each), arguments)
+    return values
+
+
+def _call_with_values(function, arguments, values):
+    """Calls a function with values in place of tensors at rest."""
+    before = {key: _memory_of(each) for key, each in values.items()}
+    args, kwargs = tree_map(lambda each: values.get(id(each), each), arguments)
+    result = function(*args, **kwargs)
+    for each in tree_leaves(arguments):
+        if isinstance(each, AtRest) and _memory_of(values[id(each)]) != before[id(each)]:
+            # Such as by assigning to `data`: it stands for the parameter no longer.
+            _replace(each, values[id(each)])
+    return result
+
+
+def _memory_of(tensor):
+    """Says where and how the values of a tensor lie."""
+    return [
+        (each.untyped_storage()._cdata, each.storage_offset(), each.shape, each.stride(), each.dtype)
+        for each in plain_tensors([tensor])
+    ]
+
+
+def _replace(alias, values):
+    unit = vars(alias)[_SHARE].unit()
+    if unit is not None:
+        unit.forget_alias(alias)
+    unmark(alias)
+    alias.data = values
 
 
 def _access(function, kind, args):
@@ -179,7 +209,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def _stand_in(tensor, function, args, kwargs):
+def _call_at_rest(tensor, function, args, kwargs):
     """Returns what a function of ``_SAME_VALUES`` returns of a tensor at rest."""
     share, empty = vars(tensor)[_SHARE], torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     made = _plain(function, empty, *args[1:], **kwargs)

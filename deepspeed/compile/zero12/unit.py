@@ -306,6 +306,11 @@ class Unit:
         for tensor in plain_tensors([alias]):
             self._aliases[id(tensor)] = tensor
 
+    def forget_alias(self, alias: torch.Tensor) -> None:
+        """Called if such a tensor gets other memory, or can be read."""
+        for tensor in plain_tensors([alias]):
+            self._aliases.pop(id(tensor), None)
+
     def write(self, name: str, values: torch.Tensor) -> None:
         """Writes this rank's part of a parameter's new values, at rest.
 
