@@ -707,12 +707,18 @@ def test_copies_made_at_rest(ranks):
             assert "a copy of parameter body.blocks.1.up.weight was made while compile.shard_frozen" in each
 
 
-def views_that_are_kept():
-    """Trains blocks that keep views; returns what is said, and how many units are whole at rest, also afterwards."""
+def views_that_are_kept(more):
+    """Trains blocks that keep views; returns what is said, and how many units are whole at rest, also afterwards.
+
+    ``more``: how many uses torch counts of each storage beside those that it counts now.
+    """
     module, engine = make("attribute", SHARDED)
     units, lines = engine.optimizer._zero12.sharded.units, []
-    whole = []
-    with mock.patch.object(sharded_blocks, "warn", lines.append):
+    whole, count = [], torch._C._storage_Use_Count
+    with (
+        mock.patch.object(sharded_blocks, "warn", lines.append),
+        mock.patch.object(torch._C, "_storage_Use_Count", lambda storage: count(storage) + more),
+    ):
         for keeps in (True, True, False):
             trained_on(engine, module)
             if not keeps:
@@ -728,9 +734,10 @@ def views_that_are_kept():
     return lines, whole
 
 
-def test_views_that_are_kept(ranks):
+@vary("more", [0, 1])
+def test_views_that_are_kept(ranks, more):
     """Memory of which someone has a view would be freed, or stay when no one has a view any more."""
-    for lines, whole in ranks(2).run(views_that_are_kept):
+    for lines, whole in ranks(2).run(views_that_are_kept, more):
         assert whole == [4, 4, 0]
         assert len(lines) == 1 and "parameter body.blocks.0.norm.weight among them, stay whole" in lines[0]
 

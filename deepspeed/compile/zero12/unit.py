@@ -242,7 +242,7 @@ class Unit:
             return
         # Views have the buffer's storage too: the buffer, others of it, parameters, and what stands for these.
         views = 1 + len(self._typed) + sum(map(len, self._places.values())) + len(self._aliases)
-        was_lent, self.is_lent = self.is_lent, torch._C._storage_Use_Count(storage._cdata) > 1 + views
+        was_lent, self.is_lent = self.is_lent, torch._C._storage_Use_Count(storage._cdata) > views + _uses_of_no_one()
         if self.is_lent:
             return
         if was_lent:
@@ -362,6 +362,13 @@ class Unit:
         if not self.is_gathered:
             raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
         self.finish_gather()
+
+
+def _uses_of_no_one():
+    """Returns how often torch counts a storage in use that one variable of Python has, beside those of its tensors."""
+    tensor = torch.empty(0)
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 def _aligned(nbytes):
