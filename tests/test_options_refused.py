@@ -3,7 +3,7 @@
 """Options that ``engine.compile()`` refuses. Refusing leaves the engine as it was."""
 
 import dataclasses
-from typing import List, NamedTuple, Optional
+from typing import List, NamedTuple, Optional, Tuple
 
 import pytest
 
@@ -23,6 +23,8 @@ class Refusal:
     arguments: dict = dataclasses.field(default_factory=dict)
     # What of the section `compile` to change so that engine.compile() works; None: nothing helps but a new engine.
     amends: Optional[dict] = None
+    # Configurations that ``says`` advises, of which each needs a new engine.
+    instead: Tuple[dict, ...] = ()
 
 
 def zero_options(**options):
@@ -59,6 +61,7 @@ REFUSED = {
             **zero_options(offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}),
             "zero_force_ds_cpu_optimizer": False,
         },
+        instead=({**zero_options(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": False},),
     ),
     "zero_optimization.zenflow": Refusal(
         "zero_optimization.zenflow is not supported; remove it",
@@ -71,27 +74,35 @@ REFUSED = {
             "zero_force_ds_cpu_optimizer": False,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
         },
+        instead=({**zero_options(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": False},),
     ),
     "data_types.grad_accum_dtype": Refusal(
         "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which accumulates in "
         "fp32, or grad_accum_dtype='bf16'",
         dtype="bf16",
         config={"data_types": {"grad_accum_dtype": "fp32"}},
+        instead=(
+            {**zero_options(stage=2), "data_types": {"grad_accum_dtype": "fp32"}},
+            {"data_types": {"grad_accum_dtype": "bf16"}},
+        ),
     ),
     "data_efficiency": Refusal(
         "data_efficiency.data_routing.random_ltd is not supported, because its layers load native code and change "
         "their shapes inside of what is compiled; set random_ltd.enabled to false",
         config={"data_efficiency": {"data_routing": {"random_ltd": RANDOM_LTD}}},
+        instead=({"data_efficiency": {"data_routing": {"random_ltd": {**RANDOM_LTD, "enabled": False}}}},),
     ),
     "autotuning": Refusal(
         "autotuning.enabled=true is not supported, because compiled code does not call the functions that the flops "
         "profiler counts for it; set it to false or tune without engine.compile()",
         config={"autotuning": {"enabled": True, "start_profile_step": 100}},
+        instead=({"autotuning": {"enabled": False, "start_profile_step": 100}},),
     ),
     "hybrid_engine": Refusal(
         "hybrid_engine.enabled=true is not supported, because generation swaps the modules that were compiled; set it "
         "to false",
         config={"hybrid_engine": {"enabled": True}},
+        instead=({"hybrid_engine": {"enabled": False}},),
     ),
     "compile.regional_compilation": Refusal(
         "compile.regional_compilation=true found no blocks that repeat in FillsPartition; name their classes in a "
@@ -196,6 +207,7 @@ ALSO_REFUSED = {
             **zero_options(offload_optimizer={"device": "cpu", "super_offload": True}),
             "zero_force_ds_cpu_optimizer": False,
         },
+        instead=({**zero_options(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": False},),
     ),
 }
 
@@ -270,3 +282,24 @@ def test_training_after_a_refusal(ranks, name):
     """An engine that refused would be left half changed, and lose gradients with DeepCompile or without it."""
     for refused in ranks(2).run(refuse, REFUSED[name], trains=True):
         assert refused.error < TWICE_ROUNDED[REFUSED[name].dtype]
+
+
+def follow(refusals):
+    """Makes engines anew as the refusals advise; returns the errors of training them, by the name of the refusal."""
+    errors = {}
+    for name, refusal in refusals.items():
+        for number, config in enumerate(refusal.instead):
+            case = Case(model=SMALL, stage=refusal.stage, dtype=refusal.dtype, config=config)
+            module, engine = prepare(case)
+            engine.compile(backend="eager")
+            assert engine.is_deepcompile_active()
+            errors[name, number] = train_prepared(case, module, engine)
+    return errors
+
+
+def test_what_refusals_advise(ranks):
+    """The advice would be refused in turn, or not train."""
+    refusals = {**REFUSED, **ALSO_REFUSED}
+    assert all(each.instead or each.amends is not None for each in refusals.values())
+    (errors,) = ranks(1).run(follow, refusals)
+    assert all(error < TWICE_ROUNDED[refusals[name].dtype] for (name, _), error in errors.items()), errors

@@ -7,7 +7,8 @@ import torch.distributed as dist
 
 from support.beside import Beside, check, warnings_logged
 from support.models import VOCABULARY, BlocksWithin
-from support.training import REGIONAL, Case, batch
+from support.options import SMALL, prepare, train_prepared
+from support.training import BOUND, REGIONAL, Case, batch
 
 
 def told_by(step, *args):
@@ -70,3 +71,74 @@ def test_several_backwards_in_one_step(ranks):
         for outcome, told in ranks(2).run(train_two_backwards, advised):
             check([outcome])
             assert bool(told) != advised
+
+
+def train_replaced_weight():
+    """Replaces a weight when the engine is made. Returns what a forward says, and what a new engine comes to."""
+    torch.manual_seed(0)
+    module, case = BlocksWithin(), Case(config=REGIONAL)
+    before = Beside(module, case)
+    module.body.blocks[1].up.weight = torch.nn.Parameter(module.body.blocks[1].up.weight.detach() / 2)
+    told = told_by(before.step, batch(0, 0, dist.get_rank(), 4))
+    before.engine.destroy()
+    pair = Beside(module, case, reset=False)
+    for step in range(2):
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    return told, pair.end()
+
+
+def test_a_parameter_that_the_optimizer_lacks(ranks):
+    """The new engine that is advised would raise as the first, whose compiled code torch still has."""
+    ((told, outcome),) = ranks(1).run(train_replaced_weight)
+    assert "the engine's optimizer does not have" in told and "make the engine anew" in told
+    check([outcome])
+
+
+def train_clipped(computes):
+    """Sets ``clip_grad`` of an engine that computes a norm or none; returns what is said, or what training came to."""
+    torch.manual_seed(0)
+    config = {"zero_optimization": {"compute_grad_norm": computes}}
+    pair = Beside(BlocksWithin(), Case(clipping=0.2 if computes else 0.0, config=config))
+    if not computes:
+        pair.engine.optimizer.clip_grad = 0.2
+        told = told_by(pair.step, batch(0, 0, dist.get_rank(), 4))
+        pair.engine.destroy()
+        return told
+    for step in range(2):
+        pair.micro_batch(batch(step, 0, dist.get_rank(), 4))
+        assert torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.2) > 0.2
+        pair.step_plain()
+    return pair.end()
+
+
+def test_clipping_without_a_norm(ranks):
+    """The step would end in an error that names no option, or the option that is advised would clip by another norm."""
+    (told,) = ranks(1).run(train_clipped, False)
+    assert "set compute_grad_norm to true" in told
+    check(ranks(1).run(train_clipped, True))
+
+
+def compile_with_arguments(advised):
+    """Asks for an error instead of uncompiled code behind the first forward, or before it, as advised.
+
+    Returns what is said, whether the engine honours it, and the error of training it.
+    """
+    case = Case(model=SMALL)
+    module, engine = prepare(case)
+    with warnings_logged() as texts:
+        if not advised:
+            with torch.no_grad():
+                engine(batch(0, 0, 0, 4))
+            engine.compile(backend="eager")
+        engine.compile(backend="eager", compile_kwargs={"fullgraph": True})
+    honoured = engine.optimizer._zero12.limit._raises
+    told = [text for text in texts if "arguments of engine.compile()" in text]
+    return told, honoured, train_prepared(case, module, engine)
+
+
+def test_arguments_that_come_late(ranks):
+    """Nobody would be told that arguments have no effect, or they would have none before the first forward either."""
+    ((told, honoured, error),) = ranks(1).run(compile_with_arguments, False)
+    assert len(told) == 1 and "call it before the first forward" in told[0] and not honoured and error < BOUND
+    ((told, honoured, error),) = ranks(1).run(compile_with_arguments, True)
+    assert told == [] and honoured and error < BOUND
