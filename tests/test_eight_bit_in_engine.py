@@ -464,6 +464,7 @@ class Refusal:
     config: Dict[str, Any] = dataclasses.field(default_factory=dict)
     case: Dict[str, Any] = dataclasses.field(default_factory=dict)
     amsgrad: bool = False
+    advised: Dict[str, Any] = dataclasses.field(default_factory=dict)  # the configuration that ``says`` advises
 
 
 REFUSALS = {
@@ -481,6 +482,7 @@ REFUSALS = {
         "compile.optimizer_states='8bit' leaves out the optimizer's own step(), which torch_autocast in fp16 scales "
         "gradients for; set torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out",
         config={"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        advised={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     ),
     "offload": Refusal(
         "compile.optimizer_states='8bit' saves memory of the device, where zero_optimization.offload_optimizer keeps "
@@ -491,6 +493,13 @@ REFUSALS = {
         "compile.optimizer_states='8bit' has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint "
         "to false, or leave compile.optimizer_states out",
         config={"zero_optimization": {"elastic_checkpoint": True}},
+        advised={"zero_optimization": {"elastic_checkpoint": False}},
+    ),
+    "masters": Refusal(
+        "compile.optimizer_states='8bit' needs master weights in fp32; leave it out, or master_weights_and_grads in "
+        "low precision",
+        config={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        advised={"bf16": {"enabled": True}},
     ),
 }
 
@@ -507,10 +516,25 @@ def refused():
     return said
 
 
+def as_advised():
+    """Returns for each refusal whether states are in 8 bits when an engine is made and trained as it advises."""
+    found = {}
+    for name, refusal in REFUSALS.items():
+        run = run_of(config=refusal.advised)
+        _, engine = start_uncompiled(run)
+        engine.compile(backend="eager")
+        train(engine, run, [0])
+        found[name] = is_blockwise(next(iter(engine.optimizer.optimizer.state.values())))
+        engine.destroy()
+    return found
+
+
 def test_refused_states(ranks):
     """Each of these would train with states in fp32, or raise in the first step."""
     sentences = {name: f"ValueError: DeepCompile with ZeRO stage 1: {each.says}" for name, each in REFUSALS.items()}
     assert ranks(1).run(refused) == [sentences]
+    (found,) = ranks(1).run(as_advised)
+    assert all(found.values()), found
 
 
 @pytest.mark.quick

@@ -13,7 +13,7 @@ from torch._dynamo.callback import CallbackTrigger, callback_handler
 from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
 from support.models import BlocksWithin
-from support.training import Case, batch
+from support.training import BOUND, Case, batch, relative_error
 
 # The modules of a model that get hooks.
 PLACES = {
@@ -274,3 +274,34 @@ def test_full_backward_hooks(ranks, place, regional, named):
     ((outcome, warnings),) = ranks(1).run(warnings_of_full_backward_hooks, place, regional)
     check([outcome])
     assert len(warnings) == (named is not None) and all(f"{named} (" in each for each in warnings)
+
+
+def train_with_hooks_of_tensors(place, regional):
+    """As the warning advises, a forward hook gives the output a hook, which changes gradients and notes norms."""
+    torch.manual_seed(0)
+    module, seen = BlocksWithin(), []
+
+    def change(gradient):
+        seen.append(float(gradient.norm()))
+        return 1.5 * gradient
+
+    def hook_output(module, inputs, output):
+        output.register_hook(change)
+
+    for each in PLACES[place](module):
+        each.register_forward_hook(hook_output)
+    with warnings_logged() as warnings:
+        beside = Beside(module, Case(config={"compile": {"regional_compilation": regional}}))
+        beside.step(batch(0, 0, dist.get_rank(), 4))
+    parameters = len([*module.parameters()])
+    return beside.end(), parameters, seen, [warning for warning in warnings if "hooks" in warning]
+
+
+@vary("place, regional", [("in a block", True), ("head", False)])
+def test_hooks_of_tensors_instead(ranks, place, regional):
+    """What the warning advises would end graphs as well, or see and change nothing."""
+    ((outcome, parameters, seen, warnings),) = ranks(1).run(train_with_hooks_of_tensors, place, regional)
+    check([outcome])
+    assert warnings == [] and outcome.from_graphs[0] >= parameters - 1
+    of_engine, of_plain = seen[: len(seen) // 2], seen[len(seen) // 2 :]
+    assert len(of_engine) > 0 and relative_error([torch.tensor(of_engine)], [torch.tensor(of_plain)]) < BOUND

@@ -156,7 +156,7 @@ def norm_and_warnings(training):
     return norm, about, [text for text in texts if "clipping" in text]
 
 
-@vary("clipping, warned", [(1.0, True), (1000.0, False)], expects="warned")
+@vary("clipping, warned", [(1.0, True), (1000.0, False), (0.0, False)], expects="warned")
 def test_clipping_is_told_with_its_number(ranks, clipping, warned):
     """The number of the warning would be far from the norm that the engine reports, or would miss the convolution.
 
@@ -210,6 +210,22 @@ def refused():
     }
 
 
+def as_advised():
+    """Returns what the same engines raise when they are made as the refusals advise."""
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    module, with_heads = nn.Linear(4, 4).to(device()), nn.Linear(8, 4, bias=False).to(device())
+    with_heads.weight.muon_num_heads = None
+    groups = [{"params": [module.weight], "use_muon": True}, {"params": [module.bias], "use_muon": False}]
+    return {
+        "bias": raised(module, MuonWithAuxAdam(groups)),
+        "heads": raised(with_heads, MuonWithAuxAdam([{"params": [with_heads.weight], "use_muon": True}])),
+        "subclass, offload": raised(nn.Linear(4, 4).to(device())),
+        "elastic": raised(nn.Linear(4, 4).to(device()), zero_optimization={"elastic_checkpoint": False}),
+        "autocast": raised(nn.Linear(4, 4).to(device()), torch_autocast={"enabled": True, "dtype": "bfloat16"}),
+    }
+
+
 REFUSED = "ValueError: DeepCompile with ZeRO stage 1"
 
 
@@ -226,6 +242,8 @@ def test_refused_with_muon(ranks):
         }.items():
             assert said[name] and said[name].startswith(REFUSED), said
             assert part in said[name], said
+    (said,) = ranks(1).run(as_advised)
+    assert not any(said.values()), said
 
 
 def one_matrix():
@@ -237,3 +255,4 @@ def test_partitions_smaller_than_matrices_are_refused(ranks):
     for said in ranks(3).run(one_matrix):
         assert said and said.startswith(REFUSED)
         assert "each of Muon's 1 matrices would be orthogonalized on 3.0 ranks on average" in said
+    assert ranks(2).run(one_matrix) == [None, None]

@@ -13,7 +13,7 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from support.ids import vary
 from support.options import SMALL, TWICE_ROUNDED, outcome, prepare, train_prepared
-from support.training import BOUND, Case, batch, build, make_optimizer, step_plain, total_error
+from support.training import BOUND, Case, Started, batch, build, make_engine, make_optimizer, step_plain, total_error
 
 
 class CompiledInTheMiddle(NamedTuple):
@@ -87,6 +87,7 @@ class CompiledTwice(NamedTuple):
     first: Optional[str]  # what the first engine.compile(), in which torch.compile fails, raised
     second: Optional[str]  # what another one raised
     error: float  # of training the engine thereafter
+    anew: float  # of training an engine that is made anew
 
 
 def compile_twice_after_torch_failed(stage):
@@ -98,7 +99,9 @@ def compile_twice_after_torch_failed(stage):
     finally:
         torch.compile = compiles
     second = outcome(engine.compile, backend="eager")
-    return CompiledTwice(first, second, train_prepared(case, module, engine))
+    error = train_prepared(case, module, engine)
+    anew = Started(module, make_engine(module, case))
+    return CompiledTwice(first, second, error, train_prepared(case, *anew))
 
 
 @vary("stage", [1, 2])
@@ -110,7 +113,7 @@ def test_refused_after_torch_failed(ranks, stage):
         f"ValueError: DeepCompile with ZeRO stage {stage}: an earlier engine.compile() failed half-way; "
         "create the engine anew"
     )
-    assert result.error < BOUND
+    assert result.error < BOUND and result.anew < BOUND
 
 
 def compile_engines_of_other_kinds():
@@ -194,15 +197,19 @@ def test_refused_engines(ranks):
     assert results == [expected, expected]
 
 
-def with_linear_of_zero_3(case, release):
+def with_linear_of_zero_3(case, release, advised=False):
     """Compiles an engine where ZeRO-3 has replaced ``linear``; returns what it raises under this release of torch.
 
-    If it raises nothing, returns the error of training.
+    If it raises nothing, returns the error of training. ``advised``: whether the caller puts ``linear`` back then.
     """
     torch.nn.functional.linear = zero3_linear_wrap
     started = prepare(case)
     with mock.patch.object(torch, "__version__", release):
         raised = outcome(started.engine.compile, backend="eager")
+        if advised:
+            assert raised
+            torch.nn.functional.linear = torch._C._nn.linear
+            raised = outcome(started.engine.compile, backend="eager")
     return raised or train_prepared(case, *started)
 
 
@@ -211,6 +218,8 @@ def test_linear_that_zero_3_has_replaced(ranks):
     case = Case(model=SMALL)
     (raised,) = ranks(1).run(with_linear_of_zero_3, case, "2.11.0")
     assert "has replaced torch.nn.functional.linear" in raised and "memory_efficient_linear" in raised
+    (error,) = ranks(1).run(with_linear_of_zero_3, case, "2.11.0", advised=True)
+    assert error < BOUND
     if TorchVersion(torch.__version__) >= "2.13":
         (error,) = ranks(1).run(with_linear_of_zero_3, case, torch.__version__)
         assert error < BOUND

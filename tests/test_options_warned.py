@@ -107,6 +107,15 @@ def test_warned(ranks, stage):
         assert sorted(result.warnings) == sorted((str(stage), says) for says in expected.values() if rank == 0)
 
 
+def test_a_profile_without_compiling(ranks):
+    """The profiler would count nothing without DeepCompile either, as the warning of it advises."""
+    case = Case(
+        model=SMALL, steps=2, deepcompile=False, config={"flops_profiler": {"enabled": True, "profile_step": 1}}
+    )
+    (result,) = ranks(1).run(train_and_collect_warnings, case)
+    assert result.trained.error < BOUND and result.profiled and result.warnings == []
+
+
 def test_warned_in_another_word(ranks):
     """The deprecated name of an option would be ignored in silence."""
     case = Case(model=SMALL, steps=1, config={"zero_optimization": {"cpu_offload_param": True}})

@@ -54,7 +54,27 @@ def compile_complex():
     return raised
 
 
+class Turning(torch.nn.Module):
+    """Has a real parameter that it takes for a complex one, as the refusal advises."""
+
+    def __init__(self):
+        super().__init__()
+        self.phase = torch.nn.Parameter(torch.randn(5, 2))
+
+    def forward(self, images):
+        return torch.view_as_real(images * torch.view_as_complex(self.phase)).tanh().mean()
+
+
+def train_viewed_as_complex():
+    torch.manual_seed(0)
+    beside = Beside(Turning(), Case())
+    for _ in range(2):
+        beside.step(torch.randn(2, 5, device=device()))
+    return beside.end()
+
+
 def test_complex(ranks):
     """The master weights, which are fp32, would lose the imaginary part, and training would go on."""
     (raised,) = ranks(1).run(compile_complex)
     assert "parameter phase is complex" in raised and "torch.view_as_complex()" in raised
+    check(ranks(2).run(train_viewed_as_complex))

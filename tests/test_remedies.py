@@ -112,7 +112,7 @@ def train_clipped(computes):
 
 
 def test_clipping_without_a_norm(ranks):
-    """The step would end in an error that names no option, or the option that is advised would clip by another norm."""
+    """The step would end in an error that names no option, or what is advised would clip by another norm."""
     (told,) = ranks(1).run(train_clipped, False)
     assert "set compute_grad_norm to true" in told
     check(ranks(1).run(train_clipped, True))
