@@ -25,7 +25,7 @@ from deepspeed.compile.zero12.update.blockwise import FORM, zeros
 
 from support.checkpoints import EXACT
 from support.ends import in_processes_of_their_own, names_the_bucket, not_ended_by_nccl
-from support.frozen import CHANGING, HIDING, MODELS, WIDTH, AdaptedBlock, late, model_of
+from support.frozen import CHANGING, HIDING, MODELS, WIDTH, AdaptedBlock, Body, TrainedHead, late, model_of
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.options import outcome
@@ -1004,6 +1004,40 @@ def test_a_rank_that_skips_the_last_blocks(ranks):
     """The other rank would wait for this rank's part, or take what comes next for it."""
     for result in ranks(2).run(compare_without_last, timeout=60):
         assert result.same and result.most_gathered == 2
+
+
+def without_blocks(self, x, skip):
+    return x if skip else Body.run(self, x, skip)
+
+
+def train_without_blocks(skips):
+    """Trains head and adapters, or with ``skips`` the head alone, because no rank runs a block.
+
+    Returns whether parameters become as whole ones, and what is said.
+    """
+    lines = []
+    model = type("TrainedHead", (TrainedHead,), {"of_body": type("Body", (Body,), {"run": without_blocks})})
+    results = []
+    with (
+        mock.patch.dict(MODELS, {"without blocks": model}),
+        mock.patch.object(sharded_blocks.logger, "warning", lines.append),
+    ):
+        for config in (SHARDED, WHOLE):
+            module, engine = make("without blocks", config)
+            for step in range(2):
+                engine.backward(engine(batch(step, 0, dist.get_rank(), 4), skips))
+                engine.step()
+            with gathered_parameters(engine):
+                results.append([each.detach().clone() for each in module.parameters()])
+                engine.destroy()
+    return same(*results), lines
+
+
+def test_a_rank_that_runs_no_block(ranks):
+    """Other ranks would wait in the backward for a rank to which no backward comes, and nobody would say for which."""
+    assert ranks(2).run(train_without_blocks, False) == [(True, [])] * 2
+    said = [sharded_blocks.UNSEEN.format(rank, "Body") for rank in range(2)]
+    assert ranks(2).run(train_without_blocks, True) == [(True, [said[0]]), (True, [said[1]])]
 
 
 def test_a_forward_that_comes_back_to_earlier_blocks(ranks):

@@ -39,7 +39,7 @@ class GatherOrder:
         self._owner = owner
         self._forward = forward
         self._needed_from = needed_from
-        self._has_block_run = False
+        self._has_block_run = self._is_seen = False
         self._place = {unit: place for place, unit in enumerate(units)}
         # How many units this pass has begun to gather.
         self._begun = 0
@@ -69,10 +69,16 @@ class GatherOrder:
 
     def note_gradient(self, unit: Optional[Unit]) -> None:
         """Called if a gradient flows through a block that reads this unit for it, or through the whole pass (None)."""
+        self._is_seen = True
         if unit is not None:
             self._needed_from = min(self._needed_from, self._place[unit])
         elif not self._has_block_run:
             self._needed_from = 0
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether no block has run, and no backward comes to this pass, in which ranks that run blocks gather."""
+        return not (self._has_block_run or self._is_seen) and self._needed_from < len(self.units)
 
     def reach(self, unit: Unit) -> None:
         """Gathers a unit, and begins to gather the one behind it."""

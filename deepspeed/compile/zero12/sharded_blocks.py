@@ -33,6 +33,11 @@ LENT = (
     "sharded by compile.shard_frozen"
 )
 
+UNSEEN = (
+    "rank {} ran no block in a call of {}, and no backward comes to that call; ranks that ran blocks gather frozen "
+    "parameters in it, and wait for this rank until the time-out: run a block on every rank, or on none"
+)
+
 
 class ShardedBlocks:
     """Shards the frozen parameters of blocks over ranks, and gathers them block by block.
@@ -85,7 +90,7 @@ class ShardedBlocks:
         self._in_use: collections.Counter = collections.Counter()
         # Units whose memory others have, and whether the caller has been told.
         self._lent: List[Unit] = []
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_unseen = False
         self._all_gathered = 0
         self._is_closed = False
 
@@ -142,7 +147,13 @@ class ShardedBlocks:
 
     def call_caller(self, caller: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a module that calls blocks."""
-        return self._call(GatherOrder(self, *self._order_of[id(caller)]), None, call, args, kwargs)
+        of = GatherOrder(self, *self._order_of[id(caller)])
+        output = self._call(of, None, call, args, kwargs)
+        if torch.is_grad_enabled() and of.is_unseen and not self._has_warned_of_unseen:
+            self._has_warned_of_unseen = True
+            # The other ranks have no reason to say it.
+            logger.warning(UNSEEN.format(torch.distributed.get_rank(), type(caller).__name__))
+        return output
 
     def call_block(self, block: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
         """Calls a block, with its parameters gathered."""
