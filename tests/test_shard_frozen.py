@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up, sharded_blocks, unit
@@ -25,7 +26,7 @@ from deepspeed.compile.zero12.update.blockwise import FORM, zeros
 
 from support.checkpoints import EXACT
 from support.ends import in_processes_of_their_own, names_the_bucket, not_ended_by_nccl
-from support.frozen import CHANGING, HIDING, MODELS, WIDTH, AdaptedBlock, Body, TrainedHead, late, model_of
+from support.frozen import CHANGING, HIDING, MODELS, WIDTH, AdaptedBlock, Body, Output, TrainedHead, late, model_of
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.options import outcome
@@ -1010,21 +1011,62 @@ def without_blocks(self, x, skip):
     return x if skip else Body.run(self, x, skip)
 
 
-def train_without_blocks(skips):
-    """Trains head and adapters, or with ``skips`` the head alone, because no rank runs a block.
+def hidden(self, ids, skip=False):
+    return Output(Body.forward(self, ids, skip))
+
+
+class HiddenFromHead(TrainedHead):
+    """What the module around the blocks returns hides its tensors."""
+
+    of_body = type("Body", (Body,), {"run": without_blocks, "forward": hidden})
+
+    def forward(self, ids, skip=False):
+        return F.cross_entropy(self.head(self.body(ids, skip).inner.hidden).flatten(0, 1), ids.flatten())
+
+
+class EmbeddingBefore(TrainedHead):
+    """The module around the blocks returns its input if no block runs. With ``trained``, this needs a gradient."""
+
+    of_body = type("Body", (Body,), {"run": without_blocks, "forward": without_blocks})
+
+    def __init__(self, trained=True):
+        super().__init__()
+        self.embedding, self.body.embedding = self.body.embedding, None
+        self.embedding.weight.requires_grad_(trained)
+
+    def forward(self, ids, skip=False):
+        return F.cross_entropy(self.head(self.body(self.embedding(ids), skip)).flatten(0, 1), ids.flatten())
+
+
+class FrozenBlocks(EmbeddingBefore):
+    def __init__(self):
+        super().__init__()
+        self.body.requires_grad_(False)
+
+
+WITHOUT_BLOCKS = {
+    "nothing before": type("Model", (TrainedHead,), {"of_body": type("Body", (Body,), {"run": without_blocks})}),
+    "trained before": EmbeddingBefore,
+    "frozen before": functools.partial(EmbeddingBefore, trained=False),
+    "frozen blocks": FrozenBlocks,
+    "hidden": HiddenFromHead,
+}
+
+
+def train_without_blocks(model, all_skip):
+    """Trains a model of which ranks run no block in turn, or all ranks run none.
 
     Returns whether parameters become as whole ones, and what is said.
     """
-    lines = []
-    model = type("TrainedHead", (TrainedHead,), {"of_body": type("Body", (Body,), {"run": without_blocks})})
-    results = []
+    lines, results = [], []
     with (
-        mock.patch.dict(MODELS, {"without blocks": model}),
+        mock.patch.dict(MODELS, WITHOUT_BLOCKS),
         mock.patch.object(sharded_blocks.logger, "warning", lines.append),
     ):
         for config in (SHARDED, WHOLE):
-            module, engine = make("without blocks", config)
-            for step in range(2):
+            module, engine = make(model, config, bucket=10**6, stage=2)
+            for step in range(3):
+                skips = all_skip or (step + dist.get_rank()) % 2 == 1
                 engine.backward(engine(batch(step, 0, dist.get_rank(), 4), skips))
                 engine.step()
             with gathered_parameters(engine):
@@ -1033,11 +1075,16 @@ def train_without_blocks(skips):
     return same(*results), lines
 
 
-def test_a_rank_that_runs_no_block(ranks):
-    """Other ranks would wait in the backward for a rank to which no backward comes, and nobody would say for which."""
-    assert ranks(2).run(train_without_blocks, False) == [(True, [])] * 2
+@vary("model", [model for model in WITHOUT_BLOCKS if model != "hidden"])
+def test_a_rank_that_runs_no_block(ranks, model):
+    """Other ranks would wait in the backward for a rank to which no backward comes."""
+    assert ranks(2).run(train_without_blocks, model, False, timeout=60) == [(True, [])] * 2
+
+
+def test_a_rank_that_hides_that_it_runs_no_block(ranks):
+    """Nobody would say for which rank the others wait, if there are others that run blocks."""
     said = [sharded_blocks.UNSEEN.format(rank, "Body") for rank in range(2)]
-    assert ranks(2).run(train_without_blocks, True) == [(True, [said[0]]), (True, [said[1]])]
+    assert ranks(2).run(train_without_blocks, "hidden", True) == [(True, [said[0]]), (True, [said[1]])]
 
 
 def test_a_forward_that_comes_back_to_earlier_blocks(ranks):

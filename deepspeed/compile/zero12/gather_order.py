@@ -75,10 +75,19 @@ class GatherOrder:
         elif not self._has_block_run:
             self._needed_from = 0
 
+    def note_output(self, from_inputs: bool) -> None:
+        """Called if a backward comes to this pass, in which this rank has run no block, and flows on as on others.
+
+        ``from_inputs``: whether an input of the pass needs a gradient.
+        """
+        self._is_seen = True
+        if from_inputs:
+            self._needed_from = 0
+
     @property
     def is_unseen(self) -> bool:
-        """Whether no block has run, and no backward comes to this pass, in which ranks that run blocks gather."""
-        return not (self._has_block_run or self._is_seen) and self._needed_from < len(self.units)
+        """Whether this rank has run no block, and no backward comes to this pass."""
+        return bool(self.units) and not (self._has_block_run or self._is_seen)
 
     def reach(self, unit: Unit) -> None:
         """Gathers a unit, and begins to gather the one behind it."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 
 import torch
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed.utils import logger
 
@@ -194,9 +194,7 @@ class ShardedBlocks:
         if unit is None:
             with saving_handles():
                 output = call(*args, **kwargs)
-            if torch.is_grad_enabled():
-                self._call_when_reached(of, args, kwargs, output)
-            return output
+            return self._call_when_reached(of, args, kwargs, output) if torch.is_grad_enabled() else output
         of.note_inputs((args, kwargs))
         self._in_use[unit] += 1
         try:
@@ -208,13 +206,29 @@ class ShardedBlocks:
             self._in_use[unit] -= 1
 
     def _call_when_reached(self, of, args, kwargs, output):
-        """Has a backward gather in the order of this pass from its beginning, whether or not this rank ran blocks."""
+        """Has a backward gather in the order of this pass from its beginning, whether or not this rank ran blocks.
+
+        Returns the output.
+        """
         # An input that is handed on is an output of another module, which is reached through it.
         inputs = {id(each) for each in tree_leaves((args, kwargs))}
         for each in tensors_in(output):
             if each.grad_fn is not None and id(each) not in inputs:
                 of.note_gradient(None)
                 each.register_hook(lambda _: self._backward_reaches(of))
+        if not of.is_unseen:
+            return output
+
+        def needing_gradient(value):
+            if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+                return value
+            made = value + torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
+            made.register_hook(lambda _: self._backward_reaches(of))
+            of.note_output(any(each.requires_grad for each in tensors_in((args, kwargs))))
+            return made
+
+        # The outputs of ranks that have run blocks need gradients. So must this one's, or no backward comes here.
+        return tree_map(needing_gradient, output)
 
     def pass_that_saves(self, unit: Unit) -> Optional[GatherOrder]:
         """Called when autograd saves a tensor of a unit. Returns the pass to which that belongs, if there is one."""
