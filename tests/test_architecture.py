@@ -23,7 +23,7 @@ ZERO12 = COMPILE / "zero12"
 FLOORS = """
 fx passes.zero_1_and_2_compile zero12.feature zero12.hooks zero12.messages zero12.timers
 zero12.subclasses zero12.native zero12.interrupted
-zero12.at_rest zero12.saved_tensors
+zero12.at_rest
 zero12.collectives zero12.key_value_cache zero12.layout zero12.offload
 zero12.update.authors zero12.update.rule zero12.update.dynamic_map zero12.norm
 zero12.update.ranges
@@ -32,7 +32,7 @@ zero12.update.adam zero12.update.adam_kernel
 zero12.update.*
 zero12.update zero12.update.groups
 zero12.backward zero12.gather zero12.step zero12.unit
-zero12.gather_hooks zero12.gather_order
+zero12.gather_hooks zero12.gather_order zero12.saved_tensors
 zero12.sharded_blocks
 zero12.state zero12.eight_bit_states
 zero12.optimizer

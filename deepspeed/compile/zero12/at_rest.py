@@ -9,7 +9,7 @@ has another class, :class:`AtRest` before its own, whose ``__torch_function__`` 
 import copy
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Optional, Type
+from typing import TYPE_CHECKING, Any, Optional, Protocol, Type
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,8 +18,6 @@ from .subclasses import plain_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor as _NextClass
-
-    from .unit import Unit
 else:
     _NextClass = object
 
@@ -35,6 +33,28 @@ _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
 _SHARE = "_share_at_rest"
 
 
+class Gatherable(Protocol):
+    """What has parameters at rest and can gather them: a ``Unit``.
+
+    Attributes:
+        is_used: whether code that may change the parameters has run since they were gathered.
+    """
+
+    is_used: bool
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Returns a parameter."""
+
+    def gather_for_backward(self) -> None:
+        """Called when a backward reads a parameter."""
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Writes this rank's part of a parameter's new values."""
+
+    def note_alias(self, alias: torch.Tensor) -> None:
+        """Called if a tensor that cannot be read has the memory of a parameter, which it needs not have."""
+
+
 class _Share:
     """Whose values a tensor at rest stands for.
 
@@ -46,7 +66,7 @@ class _Share:
         is_copy: whether the tensor is a copy of the parameter, which later changes of the parameter do not change.
     """
 
-    def __init__(self, name: str, unit: "Unit"):
+    def __init__(self, name: str, unit: Gatherable):
         self.name = name
         self.unit = weakref.ref(unit)
         self.is_copy = False
@@ -244,7 +264,7 @@ def _with_rest(kind):
     return type(kind)(f"{kind.__name__}AtRest", (AtRest, kind), {"gathered_class": kind})
 
 
-def mark_sharded(parameter: torch.Tensor, name: str, unit: "Unit") -> None:
+def mark_sharded(parameter: torch.Tensor, name: str, unit: Gatherable) -> None:
     """Makes a parameter raise an error when it is read. ``name`` is the parameter's, for errors."""
     _put_to_rest(parameter, _Share(name, unit))
 

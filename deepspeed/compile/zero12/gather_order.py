@@ -10,15 +10,22 @@ again within a pass is gathered once more, out of order. That happens if a pass 
 checkpointing spans several blocks. All ranks must then do the same.
 """
 
-from typing import TYPE_CHECKING, Any, Iterator, List, Optional
+from typing import Any, Iterator, List, Optional, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from .unit import Unit
 
-if TYPE_CHECKING:
-    from .sharded_blocks import ShardedBlocks
+
+class Gatherer(Protocol):
+    """Who gathers and reshards units for a pass: ``ShardedBlocks``."""
+
+    def begin(self, unit: Unit) -> None:
+        """Begins to gather a unit, unless it is gathered or on its way."""
+
+    def reshard(self, unit: Unit) -> None:
+        """Reshards a unit, unless it is in use."""
 
 
 class GatherOrder:
@@ -33,7 +40,7 @@ class GatherOrder:
     """
 
     def __init__(
-        self, owner: "ShardedBlocks", units: List[Unit], needed_from: int = 0, forward: Optional["GatherOrder"] = None
+        self, owner: Gatherer, units: List[Unit], needed_from: int = 0, forward: Optional["GatherOrder"] = None
     ):
         self.units = units
         self._owner = owner

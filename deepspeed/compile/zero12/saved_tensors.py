@@ -8,41 +8,21 @@ and no saved tensor keeps the memory of a unit.
 """
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Dict, NamedTuple, Optional, Tuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .unit import UNITS, Place, Unit
+
 if TYPE_CHECKING:
     from .gather_order import GatherOrder
-    from .unit import Place, Unit
 
 MODIFIED = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: {} is at version "
     "{}; expected version {} instead"
 )
-
-# Address of the storage of a unit's memory -> the unit.
-_UNITS: Dict[int, "weakref.ref[Unit]"] = {}
-
-
-def register(unit: "Unit", storage: torch.UntypedStorage) -> None:
-    """Makes autograd save handles in place of tensors in ``storage``, which the unit keeps."""
-    reference = _UNITS[storage._cdata] = weakref.ref(unit)
-    weakref.finalize(unit, _forget_unit, storage._cdata, reference).atexit = False
-
-
-def forget(storage: int) -> None:
-    """Ends what :func:`register` did for the storage at an address."""
-    _UNITS.pop(storage, None)
-
-
-def _forget_unit(storage, reference):
-    # The address may have become another unit's.
-    if _UNITS.get(storage) is reference:
-        del _UNITS[storage]
 
 
 class _Handle(NamedTuple):
@@ -55,13 +35,13 @@ class _Handle(NamedTuple):
         place, version: of the parameter, and the parameter's version when the tensor was saved; None: not compared.
     """
 
-    unit: "Unit"
+    unit: Unit
     of: Optional["GatherOrder"]
     dtype: torch.dtype
     size: torch.Size
     stride: Tuple[int, ...]
     offset: int
-    place: "Place"
+    place: Place
     version: Optional[int]
 
     def tensor(self) -> torch.Tensor:
@@ -91,7 +71,7 @@ def _stand_in(tensor, compares=True):
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         return _wrapper(tensor, compares)
     try:
-        reference = _UNITS.get(tensor.untyped_storage()._cdata)
+        reference = UNITS.get(tensor.untyped_storage()._cdata)
     except NotImplementedError:
         # Such as a sparse tensor, which has no memory of its own.
         return None

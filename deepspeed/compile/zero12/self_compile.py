@@ -147,7 +147,9 @@ def compile_module(engine: "DeepSpeedEngine", **compile_kwargs: Any) -> None:
     """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does; ZeRO-1/2 add a ``CompilationLimit``."""
     zero12 = state_of(engine)
     if engine.is_deepcompile_active() and zero12 is not None:
-        zero12.limit.compile_module(engine.module, zero12.undo, **compile_kwargs)
+        from .graph.compile_blocks import compile_module as compile_within
+
+        compile_within(engine.module, zero12.limit, zero12.undo, compile_kwargs)
     else:
         engine.module.compile(**compile_kwargs)
 

@@ -12,7 +12,7 @@ import bisect
 import dataclasses
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Protocol, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -20,7 +20,6 @@ from torch.nn import Parameter
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from . import saved_tensors
 from .at_rest import mark_sharded, unmark
 from .collectives import collective
 from .messages import warn
@@ -28,9 +27,6 @@ from .subclasses import ON_HOST, plain_tensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-    from .gather_order import GatherOrder
-    from .sharded_blocks import ShardedBlocks
 
 # Generated code takes for granted that parameters are aligned to 16 bytes; torch's allocators align to 64 or more.
 ALIGN_BYTES = 64
@@ -43,6 +39,20 @@ DIFFERENT = (
     "ranks gathered the frozen parameters of different blocks: with compile.shard_frozen all ranks run the same "
     "forwards and backwards; for one rank alone, all ranks enter gathered_parameters(engine)"
 )
+
+
+# Address of the storage of a unit's memory -> the unit.
+UNITS: Dict[int, "weakref.ref[Unit]"] = {}
+
+
+class Owner(Protocol):
+    """Who gathers units: ``ShardedBlocks``. Its passes are what units hand on to it, and know nothing of."""
+
+    def pass_that_saves(self, unit: "Unit") -> Any:
+        """Called when autograd saves a tensor of a unit. Returns the pass to which that belongs."""
+
+    def gather_for_backward(self, unit: "Unit", of: Any = None) -> None:
+        """Called when a backward reads a unit. ``of``: the pass in which what it reads was saved."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -113,7 +123,7 @@ class Unit:
         self._compared: Any = None  # of the gather of numbers before it
         self._stream: Any = None  # on which the buffer's memory was allocated
         self._readers: List[Any] = []  # streams that have waited for the gather
-        self.owner: Optional["weakref.ref[ShardedBlocks]"] = None
+        self.owner: Optional["weakref.ref[Owner]"] = None
         self.is_gathered = True
         self.is_used = self.is_lent = False
 
@@ -140,10 +150,12 @@ class Unit:
 
     def _set_buffer(self, buffer):
         if self._buffer is not None:
-            saved_tensors.forget(self._buffer.untyped_storage()._cdata)
+            UNITS.pop(self._buffer.untyped_storage()._cdata, None)
         self._buffer = buffer
         self._typed = {dtype: buffer.view(dtype) for dtype in {place.dtype for place in self._all_places()}}
-        saved_tensors.register(self, buffer.untyped_storage())
+        address = buffer.untyped_storage()._cdata
+        reference = UNITS[address] = weakref.ref(self)
+        weakref.finalize(self, _forget, address, reference).atexit = False
 
     def _take_in(self, place):
         """Moves a parameter's values into the buffer."""
@@ -349,12 +361,12 @@ class Unit:
         buffer = self._typed.get(dtype)
         return (self._buffer.view(dtype) if buffer is None else buffer).as_strided(size, stride, offset)
 
-    def pass_that_saves(self) -> Optional["GatherOrder"]:
+    def pass_that_saves(self) -> Any:
         """Called when autograd saves a tensor of the unit. Returns the pass to which that belongs."""
         owner = self.owner and self.owner()
         return owner.pass_that_saves(self) if owner else None
 
-    def gather_for_backward(self, of: Optional["GatherOrder"] = None) -> None:
+    def gather_for_backward(self, of: Any = None) -> None:
         """Called when a backward reads the unit. ``of``: the pass in which what it reads was saved."""
         owner = self.owner and self.owner()
         if owner:
@@ -369,6 +381,12 @@ def _uses_of_no_one():
     tensor = torch.empty(0)
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
+def _forget(address, reference):
+    # The address may have become another unit's.
+    if UNITS.get(address) is reference:
+        del UNITS[address]
 
 
 def _aligned(nbytes):

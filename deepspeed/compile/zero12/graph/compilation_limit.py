@@ -25,8 +25,6 @@ from deepspeed.utils import logger
 from ..key_value_cache import generates
 from ..messages import warn
 from . import guards, reasons
-from .block_calls import CallOfCaller, CallOfModule
-from .frame import own_code
 
 # More than any program compiles.
 _UNLIMITED = 10**6
@@ -138,23 +136,6 @@ class CompilationLimit:
                 return compiled(*args, **kwargs)
         finally:
             guards.set_back()
-
-    def compile_module(self, module: torch.nn.Module, undo: contextlib.ExitStack, **compile_kwargs: Any) -> None:
-        """Compiles a module as ``module.compile(**compile_kwargs)`` does, but within this limit, until ``undo`` ends.
-
-        Does nothing if the module calls blocks, because it runs uncompiled then.
-        """
-        if isinstance(module._compiled_call_impl, CallOfCaller):
-            return
-
-        def call(*args, **kwargs):
-            return module._call_impl(*args, **kwargs)
-
-        # This limit takes the place of torch.compile's own limit.
-        compile_kwargs.pop("recompile_limit", None)
-        whole = CallOfModule(module, torch.compile(own_code(call), **compile_kwargs), self)
-        undo.callback(whole.take_out)
-        whole.put_in()
 
     def compiles(self, frame: int, compilations: int, what: str, graph_break: str) -> None:
         """Called when a frame is compiled.

@@ -13,7 +13,7 @@ import torch
 from torch.nn import Module
 
 from ..messages import warn
-from .block_calls import Call, CallOfBlock, CallOfCaller, forward_of, run_forward, runs
+from .block_calls import Call, CallOfBlock, CallOfCaller, CallOfModule, forward_of, run_forward, runs
 from .choose_blocks import callers_of, is_compiled
 from .compilation_limit import CompilationLimit
 from .frame import own_code
@@ -58,6 +58,26 @@ def compile_blocks(
     for call in calls:
         undo.callback(call.take_out)
         call.put_in()
+
+
+def compile_module(
+    module: Module, limit: CompilationLimit, undo: contextlib.ExitStack, compile_kwargs: Dict[str, Any]
+) -> None:
+    """Compiles a module as ``module.compile(**compile_kwargs)`` does, but within a limit, until ``undo`` ends.
+
+    Does nothing if the module calls blocks, because it runs uncompiled then.
+    """
+    if isinstance(module._compiled_call_impl, CallOfCaller):
+        return
+
+    def call(*args, **kwargs):
+        return module._call_impl(*args, **kwargs)
+
+    # The limit takes the place of torch.compile's own limit.
+    compile_kwargs.pop("recompile_limit", None)
+    whole = CallOfModule(module, torch.compile(own_code(call), **compile_kwargs), limit)
+    undo.callback(whole.take_out)
+    whole.put_in()
 
 
 class _CompiledForwards:
