@@ -67,20 +67,6 @@ EDITS = (
     ),
     (
         ENGINE,
-        "move of the module to the device",
-        "            self.module.to(self.device)\n\n        # MoE related initialization\n",
-        "            zero12.self_compile.move_to_device(self)\n\n        # MoE related initialization\n",
-    ),
-    (
-        ENGINE,
-        "broadcast of parameters",
-        "        for n, p in self.module.named_parameters():\n"
-        "            # Broadcast the model for different parameters\n",
-        "        for n, p in zero12.subclasses.to_broadcast(self.module):\n"
-        "            # Broadcast the model for different parameters\n",
-    ),
-    (
-        ENGINE,
         "optimizer of initialize()",
         "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
         "            self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
@@ -146,19 +132,6 @@ EDITS = (
     ),
     (
         ENGINE,
-        "saving of the module",
-        "        module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)\n",
-        "        zero12.optimizer.refuse_to_save(self, exclude_frozen_parameters)\n"
-        "        module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)\n",
-    ),
-    (
-        ENGINE,
-        "shared parameters of a checkpoint",
-        "param.ds_id if is_zero3_model else param.data_ptr()",
-        "param.ds_id if is_zero3_model else zero12.at_rest.place_of(param)",
-    ),
-    (
-        ENGINE,
         "end of loading a ZeRO checkpoint",
         "            else:\n                success = False\n            if not success:\n"
         "                self.optimizer._restore_from_bit16_weights()\n",
@@ -179,22 +152,6 @@ EDITS = (
         "            from deepspeed.compile import zero12\n"
         "            zero12.eight_bit_states.convert_saved(sd)\n"
         "            for key in keys_to_ignore:\n",
-    ),
-    # The functions of this file leave tensors on the host. torch cannot call one for a tensor that is made of others.
-    (
-        "deepspeed/runtime/checkpoint_engine/torch_checkpoint_engine.py",
-        "load()",
-        "torch.load(path, map_location=map_location, weights_only=False)",
-        "torch.load(path, weights_only=False, map_location=(\n"
-        "            'cpu' if getattr(map_location, '__module__', None) == 'deepspeed.runtime.state_dict_factory'\n"
-        "            else map_location))",
-    ),
-    (
-        "deepspeed/utils/debug.py",
-        "names of parameters",
-        "    for name, param in model.named_parameters():\n        param_names[param] = name\n",
-        "    from deepspeed.compile import zero12\n"
-        "    for name, param in zero12.subclasses.named_parameters(model):\n        param_names[param] = name\n",
     ),
     (
         "deepspeed/ops/op_builder/builder.py",

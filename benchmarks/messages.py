@@ -3,7 +3,7 @@
 """Lists what one training step sends on any number of ranks, without these ranks.
 
 The code that trains decides: the native reducer gets a model's gradients as tensors without memory, over torch's fake
-process group, and `runs()` of the layout cuts parameters for the overlapped gather. So the lists follow every change
+process group, and `runs()` cuts parameters for the overlapped gather. So the lists follow every change
 of that code. Only one process is needed.
 """
 
@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from .workload import Shape, build_model
 
 if TYPE_CHECKING:
-    from deepspeed.compile.zero12.layout import Run
+    from deepspeed.compile.features.overlap_gather.runs import Run
 
 # The layout of 0.19.8 pads a flat tensor to a multiple of this many elements for each rank.
 ALIGNMENT = 2
@@ -134,7 +134,7 @@ def _ranks(count: int) -> Iterator[dist.ProcessGroup]:
 
 def broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
     """Lists what each broadcast of the overlapped gather sends, by unit in the order in which units are sent."""
-    from deepspeed.compile.zero12.layout import runs
+    from deepspeed.compile.features.overlap_gather.runs import runs
 
     # What the layout reads of an optimizer.
     optimizer = SimpleNamespace(

@@ -165,7 +165,7 @@ def gather_overlapped(case: Case, cluster: Cluster, ranks: int) -> Cost:
 
     Where units have too many owners for that, one all-gather, as the code that trains decides.
     """
-    from deepspeed.compile.zero12.gather import broadcasts_pay
+    from deepspeed.compile.features.overlap_gather.gather import broadcasts_pay
 
     units = broadcasts(case.model, ranks)
     if not broadcasts_pay(units):

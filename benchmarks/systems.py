@@ -144,7 +144,8 @@ class DeepSpeed:
             masters = record.flattened(optimizer.fp32_partitioned_groups_flat)
             return {data.PARAMETERS: shards, data.OPTIMIZER_STATES: [*masters, *_states(optimizer.optimizer)]}
         gradients = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
-        sharded = optimizer._zero12.sharded.shares if self._shards_frozen else []
+        parts = optimizer._zero12.features if self._shards_frozen else []
+        sharded = [share for part in parts for share in part.shares]
         parameters = [*optimizer.bit16_groups_flat, *self._engine.module.parameters(), *sharded]
         return {
             data.PARAMETERS: record.flattened(parameters),

@@ -22,36 +22,39 @@ ZERO12 = COMPILE / "zero12"
 # stands for the files of a folder that are not named: a rule for partitions needs no entry, and knows no other rule.
 FLOORS = """
 fx passes.zero_1_and_2_compile zero12.feature zero12.hooks zero12.messages zero12.timers
-zero12.subclasses zero12.native zero12.interrupted
-zero12.at_rest
-zero12.collectives zero12.key_value_cache zero12.layout zero12.offload
+zero12.native zero12.interrupted
+zero12.collectives zero12.layout zero12.offload
 zero12.update.authors zero12.update.rule zero12.update.dynamic_map zero12.norm
 zero12.update.ranges
 zero12.update.own_step zero12.update.blockwise zero12.update.adam_operators
 zero12.update.adam zero12.update.adam_kernel
 zero12.update.*
 zero12.update zero12.update.groups
-zero12.backward zero12.gather zero12.step zero12.unit
-zero12.gather_hooks zero12.gather_order zero12.saved_tensors
-zero12.sharded_blocks
+zero12.backward zero12.gather zero12.step
 zero12.state zero12.eight_bit_states
 zero12.optimizer
-zero12.graph.block_calls zero12.graph.guards zero12.graph.reasons zero12.graph.keys
+zero12.graph.guards zero12.graph.keys
 zero12.graph.parameter_numbers zero12.graph.lowering zero12.graph.reductions
 zero12.graph.partitioner
 zero12.graph.frame
-zero12.graph.compilation_limit zero12.graph.choose_blocks
-zero12.graph.backend zero12.graph.compile_blocks
+zero12.graph.backend
 zero12.options
 zero12.self_compile
 zero12.forward
 zero12 zero12.set_up
 init_z1_and_2
+features.blocks.parameters features.blocks.reasons features.key_value_cache.feature features.overlap_gather.runs
+features.shard_frozen.at_rest features.subclasses.tensors
+features.blocks.compilation_limit features.overlap_gather.gather features.subclasses.calls
+features.blocks.block_calls features.overlap_gather.gather_hooks features.shard_frozen.unit
+features.blocks.choose_blocks features.shard_frozen.gather_order features.shard_frozen.saved_tensors
+features.blocks.compile_blocks features.shard_frozen.sharded_blocks
+features.blocks.feature
 features.activation_budget.errors features.activation_budget.split features.dora.feature features.liger.feature
 features.loss.chunked_loss features.loss.own_graph features.shard_frozen.rewrite
 features.loss.find_loss
-features.activation_budget.feature features.loss.feature features.shard_frozen.feature
-features.monitoring.feature features.progress.feature features.report features.schedulers
+features.activation_budget.feature features.loss.feature features.overlap_gather.feature features.shard_frozen.feature
+features.monitoring.feature features.progress.feature features.report features.shard_frozen.calls features.schedulers
 features.memory_picture.data
 features.memory_picture.classify features.memory_picture.draw_png features.memory_picture.draw_html
 features.memory_picture.record features.memory_picture.files
@@ -68,11 +71,6 @@ TRAINING = {
     "update",
     "eight_bit_states",
     "gather",
-    "gather_hooks",
-    "unit",
-    "gather_order",
-    "sharded_blocks",
-    "at_rest",
     "layout",
     "offload",
 }

@@ -41,7 +41,7 @@ def run_as_traced(gm, inputs, **kwargs):
 
 @pytest.fixture(scope="module")
 def find_blocks():
-    from deepspeed.compile.zero12.graph.choose_blocks import find_blocks
+    from deepspeed.compile.features.blocks.choose_blocks import find_blocks
 
     return find_blocks
 
@@ -128,15 +128,15 @@ def test_blocks_that_cannot_be_compiled(find_blocks, change, why):
 
 
 def no_limit(model):
-    from deepspeed.compile.zero12.graph.compilation_limit import CompilationLimit
+    from deepspeed.compile.features.blocks.compilation_limit import CompilationLimit
 
     return CompilationLimit(model, 8)
 
 
 def test_pickled_and_copied():
     """A copy or pickle of a compiled module would carry the compiled call, or the end of compiling leave a trace."""
-    from deepspeed.compile.zero12.graph.choose_blocks import find_blocks
-    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks
+    from deepspeed.compile.features.blocks.choose_blocks import find_blocks
+    from deepspeed.compile.features.blocks.compile_blocks import compile_blocks
 
     model, x = Model(width=4, depth=2), torch.tensor([[1, 2, 3]])
     expected = model(x)
@@ -157,7 +157,7 @@ def test_pickled_and_copied():
 
 def test_what_the_caller_compiled_since_stays():
     """The end of an engine would take away what the caller compiled in its lifetime."""
-    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks
+    from deepspeed.compile.features.blocks.compile_blocks import compile_blocks
 
     model = Model(width=4, depth=2)
     undo = contextlib.ExitStack()
@@ -172,7 +172,7 @@ def test_what_the_caller_compiled_since_stays():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_calls_are_taken_out_in_any_order(order, compiled):
     """An engine that ends before another of the same module would put back, or leave, the other's compiled call."""
-    from deepspeed.compile.zero12.graph.block_calls import CallOfModule
+    from deepspeed.compile.features.blocks.block_calls import CallOfModule
 
     module = Block(4)
     if compiled:
@@ -190,8 +190,8 @@ def test_calls_are_taken_out_in_any_order(order, compiled):
 
 def test_options_are_not_used_up():
     """torch.compile takes entries out of the options that it is given, so only the first class would have them."""
-    from deepspeed.compile.zero12.graph.choose_blocks import find_blocks
-    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks
+    from deepspeed.compile.features.blocks.choose_blocks import find_blocks
+    from deepspeed.compile.features.blocks.compile_blocks import compile_blocks
 
     seen, options = [], {"guard_filter_fn": lambda guards: seen.append(1) or [True] * len(guards)}
     nested = Nested()
@@ -229,7 +229,7 @@ def test_no_blocks(find_blocks, wanted, sentence):
 
 
 def chosen(module, wanted=None, **compile_kwargs):
-    from deepspeed.compile.zero12.graph.choose_blocks import choose_blocks
+    from deepspeed.compile.features.blocks.choose_blocks import choose_blocks
 
     return choose_blocks(module, wanted, compile_kwargs)
 
@@ -281,7 +281,7 @@ def test_what_is_compiled_as_a_whole_by_default(change, why):
 @vary("model", [Model, BlocksWithin])
 def test_blocks_that_were_compiled_by_themselves(model):
     """Blocks that the caller has compiled would not be found, or keep the caller's compiled call beside ours."""
-    from deepspeed.compile.zero12.graph.compile_blocks import take_over_compiled
+    from deepspeed.compile.features.blocks.compile_blocks import take_over_compiled
 
     model = model()
     blocks = [block for block in model.modules() if isinstance(block, Block)]
@@ -302,7 +302,7 @@ def test_more_that_is_compiled_as_a_whole():
 
 def test_blocks_of_another_engine():
     """A second engine would compile blocks whose compiled call reduces the first engine's gradients."""
-    from deepspeed.compile.zero12.graph.compile_blocks import compile_blocks, refuse_blocks_of_others
+    from deepspeed.compile.features.blocks.compile_blocks import compile_blocks, refuse_blocks_of_others
 
     model = BlocksWithin()
     blocks, _ = chosen(model)

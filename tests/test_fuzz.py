@@ -22,8 +22,8 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from deepspeed.compile.features.blocks.block_calls import CallOfCaller
 from deepspeed.compile.zero12 import gathered_parameters, gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.graph.block_calls import CallOfCaller
 from deepspeed.compile.zero12.update import make_rules
 from deepspeed.compile.zero12.update.dynamic_map import BLOCK
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL

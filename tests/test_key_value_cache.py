@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.compile.features.key_value_cache.feature import train_without_cache
 from deepspeed.compile.zero12 import wait_for_parameters
-from deepspeed.compile.zero12.key_value_cache import train_without_cache
 
 from support.beside import warnings_logged
 from support.ids import vary

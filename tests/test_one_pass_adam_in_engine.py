@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
 from deepspeed.compile.zero12 import gather, wait_for_parameters
-from deepspeed.compile.zero12.gather import OverlappedGather
 from deepspeed.compile.zero12.update import adam, make_rules
 from deepspeed.compile.zero12.update.adam import AdamStep, OnePassAdam
 from deepspeed.compile.zero12.update.own_step import OwnRanges

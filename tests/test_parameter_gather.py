@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.compile.config import CompileConfig
-from deepspeed.compile.zero12 import gather, gather_hooks, wait_for_parameters
+from deepspeed.compile.features.overlap_gather import gather
+from deepspeed.compile.zero12 import wait_for_parameters
 from deepspeed.compile.zero12.hooks import Hook
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
@@ -248,14 +249,12 @@ def order_of_waits(case):
     """Takes two steps and records what each block waits for."""
     module, engine, _, _ = make(case, "Around")
     in_use, pending = engine.optimizer._zero12.gather, []
-    enter = gather_hooks.Waiting.enter
 
-    def watched(self, each):
-        enter(self, each)
-        if isinstance(each, Block):
-            pending.append(sorted(in_use._works))
+    def watched(*_):
+        pending.append(sorted(in_use._works))
 
-    gather_hooks.Waiting.enter = watched
+    # A block has waited when its hooks run.
+    watching = [each.register_forward_pre_hook(watched) for each in module.modules() if isinstance(each, Block)]
     try:
         for step in range(2):
             pending.clear()
@@ -265,7 +264,8 @@ def order_of_waits(case):
             engine.step()
             after_step = sorted(in_use._works)
     finally:
-        gather_hooks.Waiting.enter = enter
+        for hook in watching:
+            hook.remove()
     copied = copy.deepcopy(module)
     left = sorted(in_use._works)
     copied.state_dict()

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters as dynamo_counters
 
+from deepspeed.compile.features.subclasses.tensors import plain_tensors
 from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.subclasses import plain_tensors
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support import training

@@ -21,7 +21,8 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.utils._contextlib import _DecoratorContextManager
 
 from deepspeed.compile.features.memory_picture.classify import HOLDS_GRADIENT
-from deepspeed.compile.zero12.gather import AllGather, OverlappedGather
+from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
+from deepspeed.compile.zero12.gather import AllGather
 from deepspeed.compile.zero12.update import make_rules, ranges
 from deepspeed.compile.zero12.update.authors import steps_as_written
 from deepspeed.compile.zero12.update.own_step import OwnRanges, OwnStep

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12 import gather, gradient_counters, set_up
-from deepspeed.compile.zero12.collectives import grouped
+from deepspeed.compile.features.overlap_gather import gather
+from deepspeed.compile.features.overlap_gather.gather import grouped
+from deepspeed.compile.zero12 import gradient_counters, set_up
 
 from support.beside import Beside
 from support.ids import vary

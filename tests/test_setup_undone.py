@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
+from deepspeed.compile.features.blocks import block_calls
 from deepspeed.compile.zero12 import set_up as setup
-from deepspeed.compile.zero12.graph import block_calls
 
 from support.faults import Injected
 from support.ids import vary

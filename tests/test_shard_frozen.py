@@ -16,12 +16,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed.compile.zero12 import gathered_parameters, self_compile, set_up, sharded_blocks, unit
-from deepspeed.compile.zero12.at_rest import AtRest
+from deepspeed.compile.features.shard_frozen import calls, feature, sharded_blocks, unit
+from deepspeed.compile.features.shard_frozen.at_rest import AtRest
+from deepspeed.compile.features.shard_frozen.saved_tensors import saving_handles
+from deepspeed.compile.features.shard_frozen.unit import Unit
+from deepspeed.compile.features.subclasses.calls import BROADCAST_LATER
+from deepspeed.compile.features.subclasses.tensors import plain_tensors
+from deepspeed.compile.zero12 import gathered_parameters
 from deepspeed.compile.zero12.collectives import collective
-from deepspeed.compile.zero12.saved_tensors import saving_handles
-from deepspeed.compile.zero12.subclasses import ON_HOST, plain_tensors
-from deepspeed.compile.zero12.unit import Unit
 from deepspeed.compile.zero12.update.blockwise import FORM, zeros
 
 from support.checkpoints import EXACT
@@ -67,7 +69,7 @@ class Trained(NamedTuple):
 def watched(engine):
     """Yields a list to which it appends how many units are whole or on their way whenever one is begun."""
     counts, start = [], Unit.start_gather
-    sharded = engine.optimizer._zero12.sharded
+    sharded = feature.sharded_blocks(engine)
 
     def counted(self):
         start(self)
@@ -714,7 +716,7 @@ def views_that_are_kept(more):
     ``more``: how many uses torch counts of each storage beside those that it counts now.
     """
     module, engine = make("attribute", SHARDED)
-    units, lines = engine.optimizer._zero12.sharded.units, []
+    units, lines = feature.sharded_blocks(engine).units, []
     whole, count = [], torch._C._storage_Use_Count
     with (
         mock.patch.object(sharded_blocks, "warn", lines.append),
@@ -729,7 +731,7 @@ def views_that_are_kept(more):
                     engine(batch(0, 0, 0, 4))
                 for block in module.body.blocks:
                     block.view = None
-                engine.optimizer._zero12.sharded._free_lent()
+                feature.sharded_blocks(engine)._free_lent()
             whole.append(sum(unit._buffer.untyped_storage().nbytes() > 0 for unit in units))
     engine.destroy()
     return lines, whole
@@ -777,7 +779,7 @@ def memory_at_rest():
     """Returns the bytes of frozen parameters of blocks, and how many of them this rank holds."""
     module, engine = make("plain", SHARDED)
     trained_on(engine, module)
-    sharded = engine.optimizer._zero12.sharded
+    sharded = feature.sharded_blocks(engine)
     frozen = [each for each in module.body.blocks.parameters() if not each.requires_grad]
     held = sum(share.untyped_storage().nbytes() for share in sharded.shares)
     storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in frozen}
@@ -798,9 +800,9 @@ def trained_from_the_host():
     torch._dynamo.reset()
     torch.manual_seed(dist.get_rank())
     module = MODELS["plain"]()
-    with mock.patch.object(self_compile, "is_elsewhere", lambda *_: True), compile_backend("eager"):
+    with mock.patch.object(calls, "is_elsewhere", lambda *_: True), compile_backend("eager"):
         engine = engine_by_configuration(module, True, **SHARDED)
-        waits = sum(ON_HOST in vars(each) for each in module.parameters())
+        waits = sum(BROADCAST_LATER in vars(each) for each in module.parameters())
         with torch.no_grad():
             evaluated = engine(batch(0, 0, 0, 4))
     return waits, float(evaluated), [each.cpu() for each in trained_on(engine, module)[1:]]
@@ -930,7 +932,7 @@ def test_adapters_of_peft(ranks, tmp_path):
 def without_frozen_parameters():
     torch._dynamo.reset()
     lines = []
-    with mock.patch.object(set_up, "warn", lines.append):
+    with mock.patch.object(feature, "warn", lines.append):
         engine = make_engine(BlocksWithin().to(device()), Case(config=SHARDED))
     engine.destroy()
     return lines

@@ -5,7 +5,8 @@
 import pytest
 import torch
 
-from deepspeed.compile.zero12.subclasses import plain_tensors, to_broadcast
+from deepspeed.compile.features.subclasses.calls import to_broadcast
+from deepspeed.compile.features.subclasses.tensors import plain_tensors
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils.debug import debug_param2name
 

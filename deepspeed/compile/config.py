@@ -42,6 +42,16 @@ class CompileConfig(*_OPTIONS, BaseCompileConfig):  # type: ignore[misc]
         # A number that is 0 is set.
         return [name for name in added if not any(getattr(self, name) is off for off in (None, False))]
 
+    def compiles_before_any_forward(self) -> bool:
+        """Whether an option has all ranks make every forward together, and need a compiled engine for each."""
+        names = [
+            name
+            for options in _OPTIONS
+            if getattr(options, "NEED_EVERY_FORWARD", False)
+            for name in options.model_fields
+        ]
+        return any(getattr(self, name) for name in names)
+
     @model_validator(mode="after")
     def _belong_to_zero_1_and_2(self):
         for name in self.set_for_zero_1_and_2():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed.compile.zero12 import gather
+from deepspeed.compile.features.overlap_gather import gather
 
 from support.models import VOCABULARY, Block, Model
 

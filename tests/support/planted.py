@@ -318,8 +318,8 @@ FAULTS = {
     ),
     "forward does not wait": Fault(
         "with overlap_param_gather, a block begins before its parameters have arrived",
-        ZERO12 + "gather_hooks.py",
-        {"self._called.add(id(module))\n            self.gather.wait(units)": "self._called.add(id(module))"},
+        FEATURES + "overlap_gather/gather_hooks.py",
+        {"self._called.add(key)\n            self.gather.wait(units)": "self._called.add(key)"},
         ("test_parameter_gather.py",),
     ),
     "weights swapped by the caller": Fault(
@@ -330,26 +330,26 @@ FAULTS = {
     ),
     "frozen shard of a skipped block": Fault(
         "a rank that skips a block does not send its part of the block's frozen parameters",
-        ZERO12 + "gather_order.py",
+        FEATURES + "shard_frozen/gather_order.py",
         {"        while self._begun < len(self.units):\n            self._begin_next()\n": ""},
         ("test_shard_frozen.py",),
         hangs=True,
     ),
     "frozen shard not gathered again": Fault(
         "a block that is called twice in a forward finds its frozen parameters given back",
-        ZERO12 + "gather_order.py",
+        FEATURES + "shard_frozen/gather_order.py",
         {"        self._owner.begin(unit)\n        unit.finish_gather()\n": "        unit.finish_gather()\n"},
         ("test_shard_frozen.py",),
     ),
     "frozen parameters read before they came": Fault(
         "a backward does not gather the frozen parameters that it reads",
-        ZERO12 + "saved_tensors.py",
+        FEATURES + "shard_frozen/saved_tensors.py",
         {"        self.unit.gather_for_backward(self.of)\n": ""},
         ("test_shard_frozen.py",),
     ),
     "change by data": Fault(
         "what a forward changes in frozen parameters by .data is lost",
-        ZERO12 + "sharded_blocks.py",
+        FEATURES + "shard_frozen/sharded_blocks.py",
         {"            unit.is_used = True\n            with": "            with"},
         ("test_shard_frozen.py",),
     ),

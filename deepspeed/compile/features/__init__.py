@@ -16,15 +16,17 @@ needs:
 NAMES = (
     "report",
     "schedulers",
+    "subclasses",
     "memory_picture",
     "dora",
     "liger",
+    "key_value_cache",
     "monitoring",
     "loss",
     "activation_budget",
     "blocks",
     "progress",
-    "overlap_gather",
     "shard_frozen",
+    "overlap_gather",
     "eight_bit",
 )

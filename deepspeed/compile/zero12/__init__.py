@@ -2,17 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepCompile for ZeRO-1 and ZeRO-2. This file has the functions for users; ``docs/architecture.md`` maps the rest."""
 
-import contextlib
-from typing import TYPE_CHECKING, ContextManager, Dict
+import importlib
+from typing import TYPE_CHECKING, Any, Dict
 
 # DeepSpeed's engine calls functions of these files, in lines that setup.py adds to it.
-from . import at_rest, eight_bit_states, forward, offload, optimizer, self_compile, subclasses  # noqa: F401
+from . import eight_bit_states, forward, offload, optimizer, self_compile  # noqa: F401
 from .state import state_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-__all__ = ["gradient_counters", "reset_gradient_counters", "wait_for_parameters", "gathered_parameters"]
+__all__ = ["gradient_counters", "reset_gradient_counters", "wait_for_parameters"]
 
 
 def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
@@ -63,17 +63,11 @@ def wait_for_parameters(engine: "DeepSpeedEngine") -> None:
         zero12.gather.wait_all()
 
 
-def gathered_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:
-    """Returns a context in which each rank has all of an engine's frozen parameters. All ranks enter it together.
-
-    With ``compile.shard_frozen``, the caller must read, save or change frozen parameters of blocks within this
-    context. Changes must be the same on all ranks, and stay. Within the context, a rank may evaluate or generate
-    alone. Without that option the context does nothing.
-    """
-    zero12 = state_of(engine)
-    if zero12 is None or zero12.sharded is None:
-        return contextlib.nullcontext()
-    return zero12.sharded.gathered()
+def __getattr__(name: str) -> Any:
+    # Users have imported this one from here since before it had a folder of its own.
+    if name == "gathered_parameters":
+        return importlib.import_module("deepspeed.compile.features.shard_frozen.feature").gathered_parameters
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _reducer_of(engine):

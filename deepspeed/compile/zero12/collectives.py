@@ -1,16 +1,20 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of collectives that say what this rank could not do, and collectives that are sent together."""
+"""Errors of collectives that say what this rank could not do, and timeouts of process groups."""
 
 import contextlib
-from typing import TYPE_CHECKING, Iterator, List
+from typing import TYPE_CHECKING, Iterator
 
 import torch
+
+import deepspeed.comm as dist
 
 from .native import reducer_module
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
+
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 # What gloo's errors contain: the path of gloo's source, but in one of them.
 _OF_GLOO = ("gloo/", "Application timeout caused pair closure")
@@ -38,23 +42,25 @@ def collective(purpose: str) -> Iterator[None]:
         raise torch.distributed.DistBackendError(reducer_module().could_not(purpose, str(error))) from error
 
 
-@contextlib.contextmanager
-def grouped(process_group: "ProcessGroup", device: torch.device) -> Iterator[List["Work"]]:
-    """Context that sends asynchronous collectives of one process group as one group, if the backend has groups.
+def shorten_timeouts(optimizer: "DeepSpeedZeroOptimizer") -> None:
+    """Shortens the timeout of the optimizer's process groups to the timeout of the world's process group.
 
-    NCCL starts the collectives of a group with one kernel and runs them side by side. gloo has no groups.
-
-    Yields:
-        a list to which the caller appends the collectives' works. When the context has ended, the list holds what is
-        to be waited for: one work of the whole group, or the appended works.
+    DeepSpeed makes these groups with torch's default timeout, which is half an hour with gloo, and ignores the timeout
+    given to ``init_distributed()``. A timeout that is already shorter stays as it is.
     """
-    works: List["Work"] = []
-    if not process_group._get_backend(device).supports_coalescing:
-        yield works
-        return
-    process_group._start_coalescing(device)
-    try:
-        yield works
-    finally:
-        # If a collective raised, end the group too: an open group would swallow the process group's later collectives.
-        works[:] = [process_group._end_coalescing(device)]
+    for group in {optimizer.dp_process_group, *optimizer.real_dp_process_group} - {None}:
+        shorten_timeout(group, optimizer.bit16_groups_flat[0].device)
+
+
+def shorten_timeout(group: "ProcessGroup", device: torch.device) -> None:
+    """Shortens the timeout of a process group to the timeout of the world's. ``device``: of what the group sends."""
+    world, backend = (_communicating_backend(each, device) for each in (dist.get_world_group(), group))
+    if {world.name(), backend.name()} <= {"gloo", "nccl"} and world.options._timeout < backend.options._timeout:
+        backend.set_timeout(world.options._timeout)
+
+
+def _communicating_backend(group, device):
+    """Returns the backend that sends a process group's tensors on ``device``."""
+    backend = group._get_backend(device)
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend, and torch 2.11's wrapper cannot set a timeout.
+    return getattr(backend, "wrapped_pg", backend)

@@ -7,6 +7,7 @@ part are in ``features/__init__.py``.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 from typing import (
@@ -34,14 +35,16 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+    from .gather import AllGather
     from .graph.frame import Frame
     from .graph.partitioner import Rewrite, Split
 
 Part = TypeVar("Part", bound="Feature")
 
 
-class Asked(NamedTuple):
-    """What the user asks for, before anything is changed."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class Asked:
+    """What the user asks for, before anything is changed. One object serves all parts while an engine is set up."""
 
     engine: "DeepSpeedEngine"
     backend: str  # "inductor" or "eager"
@@ -64,7 +67,6 @@ class Making(NamedTuple):
 
     asked: Asked
     features: List["Feature"]  # those that stand before this part
-    blocks: List[Module]  # the modules that become graphs of their own
     undo: contextlib.ExitStack  # whose functions revert what the set-up has changed
     backend: Callable  # the backend of torch.compile that reduces the engine's gradients
 
@@ -83,14 +85,20 @@ class Making(NamedTuple):
 
     def find(self, cls: Type[Part]) -> Optional[Part]:
         """Returns the part of this class that stands before this one, if the engine has it."""
-        return next((feature for feature in self.features if isinstance(feature, cls)), None)
+        return find(self.features, cls)
+
+    def get(self, cls: Type[Part]) -> Part:
+        """Returns the part of this class, which every engine with this part has, because this one needs it."""
+        part = self.find(cls)
+        assert part is not None, f"{cls.__name__} stands behind a part that needs it"
+        return part
 
 
 class Feature:
     """An optional part of one engine. Here, its methods do nothing.
 
-    A part must not hold the engine, its module or its parameters: Dynamo's caches may hold a part after the engine is
-    gone.
+    Dynamo's caches may hold the methods that shape graphs after the engine is gone, and with them their part. Such a
+    part must not hold the engine, its module or its parameters.
     """
 
     # Options, before anything is changed --------------------------------------------------------------------------
@@ -115,6 +123,12 @@ class Feature:
     def __init__(self, making: Making):
         """Prepares the engine. What this changes, a function that it adds to ``making.undo`` reverts."""
 
+    def commit(self) -> None:
+        """Called when all parts are made, and before the optimizer is changed: does what cannot be reverted."""
+
+    # Whether this part decides what a call of the engine's module runs, so that nothing else may compile the module.
+    compiles_module = False
+
     # Graphs ---------------------------------------------------------------------------------------------------------
 
     # Whether no graph runs last in every backward.
@@ -138,7 +152,28 @@ class Feature:
         """Returns a change of the joint graph of a graph with such inputs, made before the joint graph is split."""
         return None
 
+    @property
+    def shares(self) -> Sequence[torch.Tensor]:
+        """Tensors with values of parameters that neither the module nor the optimizer has, for a picture of memory."""
+        return ()
+
+    # Forwards and backwards -----------------------------------------------------------------------------------------
+
+    def around_forward(self, training: bool) -> ContextManager:
+        """Returns a context of each forward of the engine.
+
+        Args:
+            training: whether the engine's module is in training mode.
+        """
+        return contextlib.nullcontext()
+
+    def backward_ends(self) -> None:
+        """Called when a backward has run, before this rank waits for gradients of other ranks."""
+
     # Steps ----------------------------------------------------------------------------------------------------------
+
+    # Gathers the stepped parameters in place of the core's AllGather, if this part does it.
+    gather: Optional["AllGather"] = None
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""
@@ -149,6 +184,11 @@ def classes() -> List[Type[Feature]]:
     package = f"{__package__.rpartition('.')[0]}.features"
     files = (f"{package}.{name}.feature" for name in NAMES)
     return [importlib.import_module(file).FEATURE for file in files if importlib.util.find_spec(file)]
+
+
+def find(features: Iterable[Feature], cls: Type[Part]) -> Optional[Part]:
+    """Returns the part of a class, or None if there is none."""
+    return next((feature for feature in features if isinstance(feature, cls)), None)
 
 
 def overriding(features: Iterable[Feature], method: str) -> List[Callable]:

@@ -29,7 +29,7 @@ def around_forward(
         ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.
     """
     if engine.is_deepcompile_enabled() and not engine.is_compiled:
-        if torch.is_grad_enabled() or engine._config.compile_config.shard_frozen:
+        if torch.is_grad_enabled() or engine._config.compile_config.compiles_before_any_forward():
             compile_before_forward(engine)
     zero12 = state_of(engine)
     if zero12 is None:
@@ -43,22 +43,19 @@ def _around_forward(engine, zero12, inputs, kwargs):
     zero12.reducer.follow_stream()
     if torch.is_grad_enabled():
         zero12.backward.forward_begins()
-    if zero12.waiting is not None:
-        # Parameters outside the blocks are complete before the forward starts; all parameters are complete when the
-        # forward ends.
-        zero12.waiting.forward_begins(engine.module.training)
-    acts = _acts_around_forward(engine) and engine.is_deepcompile_active()
-    if acts:
-        for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:
-            # No forward or step is under way here, so a timer that runs belongs to a forward or step that raised.
-            if engine.timers(name).started_:
-                engine.timers(name).reset()
-        inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
-    yield inputs, kwargs
-    if acts:
-        engine._forward_epilogue()
-    if zero12.waiting is not None:
-        zero12.waiting.leave()
+    with contextlib.ExitStack() as stack:
+        for around in zero12.around_forward:
+            stack.enter_context(around(engine.module.training))
+        acts = _acts_around_forward(engine) and engine.is_deepcompile_active()
+        if acts:
+            for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:
+                # No forward or step is under way here, so a timer that runs belongs to a forward or step that raised.
+                if engine.timers(name).started_:
+                    engine.timers(name).reset()
+            inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
+        yield inputs, kwargs
+        if acts:
+            engine._forward_epilogue()
 
 
 def _acts_around_forward(engine):

@@ -7,7 +7,7 @@ ranks, and rank r owns partition r. A parameter may straddle several partitions.
 cuts a parameter into pieces, and all code of this file gets pieces from that function.
 """
 
-from typing import Any, Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -29,15 +29,6 @@ class Piece(NamedTuple):
     owner: int
     offset: int
     numel: int
-
-
-class Run(NamedTuple):
-    """The elements [first, last) of a parameter group's flat tensor, which lie in the partition of rank ``owner``."""
-
-    group: int
-    first: int
-    last: int
-    owner: int
 
 
 class ViewSpec(NamedTuple):
@@ -94,28 +85,6 @@ def view_specs(optimizer: DeepSpeedZeroOptimizer, group: int) -> List[ViewSpec]:
     if filled < partition_numel:
         specs.append(ViewSpec(filled, partition_numel - filled, None, is_padding=True))
     return specs
-
-
-def runs(optimizer: DeepSpeedZeroOptimizer, parameters: Iterable[Parameter]) -> List[Run]:
-    """Lists the runs that cover ``parameters``, in the order of the flat tensors.
-
-    Adjacent pieces of one owner form one run, which includes the padding between the pieces.
-    """
-    wanted, found = {id(parameter) for parameter in parameters}, []
-    for group, size in enumerate(optimizer.partition_size):
-        # The run that the next piece extends if the piece has the same owner.
-        open_run = None
-        for piece in pieces(optimizer, group):
-            if id(piece.parameter) not in wanted:
-                open_run = None
-                continue
-            first = piece.owner * int(size) + piece.offset
-            if open_run is not None and open_run.owner == piece.owner:
-                open_run = found[-1] = open_run._replace(last=first + piece.numel)
-            else:
-                open_run = Run(group, first, first + piece.numel, piece.owner)
-                found.append(open_run)
-    return found
 
 
 def partition_offset(optimizer: DeepSpeedZeroOptimizer, group: int) -> int:

@@ -57,10 +57,8 @@ class StepLocalGradients(_NextClass):
         self._zero12.backward.begin(super().backward_prologue)
 
     def backward_epilogue(self, *args, **kwargs) -> None:
-        if self._zero12.sharded is not None:
-            # Other ranks may wait for this rank's part of a block that this rank has skipped, and this rank is about
-            # to wait for their gradients.
-            self._zero12.sharded.end_backward()
+        for call in self._zero12.backward_ends:
+            call()
         super().backward_epilogue(*args, **kwargs)
         self._zero12.backward.finish()
 
@@ -295,17 +293,6 @@ def drop_gradients(engine: "DeepSpeedEngine") -> None:
     """Called by ``engine.zero_grad()``: drops reduced gradients too, which parameters no longer hold."""
     if state_of(engine) is not None:
         engine.optimizer.zero_grad()
-
-
-def refuse_to_save(engine: "DeepSpeedEngine", exclude_frozen_parameters: bool) -> None:
-    """Called on all ranks before a checkpoint of the module is written.
-
-    Raises:
-        RuntimeError: if frozen parameters are to be saved of which each rank has only a part.
-    """
-    zero12 = state_of(engine)
-    if zero12 is not None and zero12.sharded is not None and not exclude_frozen_parameters:
-        zero12.sharded.refuse_to_save()
 
 
 def after_step(engine: "DeepSpeedEngine") -> None:

@@ -7,14 +7,12 @@ for, and warns of an option that DeepSpeed 0.19.8 accepts in these stages and ig
 one sentence. ``docs/options.md`` lists every option with what happens to it.
 """
 
-import functools
 import inspect
 import itertools
 import math
-from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
-from torch.nn import Module
 from torch.torch_version import TorchVersion
 from torch.utils._triton import has_triton_package
 
@@ -25,7 +23,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpee
 
 from ..passes import zero_1_and_2_compile
 from .feature import Asked, classes
-from .graph.choose_blocks import choose_blocks
 from .messages import warn
 from .state import state_of
 from .update.eight_bit import problem_with
@@ -63,74 +60,49 @@ class Plan(NamedTuple):
     """The choices that an engine's options make."""
 
     backend: str  # "inductor" or "eager"
-    blocks: List[Module]  # the modules that become graphs of their own
-    why_whole: str  # if there are no blocks, the reason why the model is compiled as a whole
     overlaps_reduction: bool  # whether a bucket may be on its way while the backward goes on
-    overlaps_gather: bool  # whether the next forward begins while updated parameters are still being gathered
-    shards_frozen: bool  # whether each rank keeps only a part of the blocks' frozen parameters
     synchronize_before: bool  # whether the host waits for the device before each bucket
     synchronize_after: bool  # and after it
     compiles: bool  # whether anything is compiled, or all runs as it is written
-    compilations: int  # how often one frame may be compiled for training
-    fullgraph: bool  # whether the caller asks for one graph, so that too many compilations are an error
     dynamic: Optional[bool]  # the argument of this name of torch.compile
     optimizer_states: Optional[str]  # the format of optimizer states; None: the optimizer's own
     debug_log: bool  # whether rewritten graphs are logged
 
 
-def make_plan(
-    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
-) -> Plan:
+def make_plan(asked: Asked, schedule: Optional[List]) -> Plan:
     """Checks the options of an engine and returns its plan. The engine stays as it is.
 
-    Logs a warning for each option that has no effect in this stage. The arguments are those of ``set_up()``.
+    Logs a warning for each option that has no effect in this stage. ``schedule``: as in ``set_up()``.
 
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    compile_config, asked = engine._config.compile_config, Asked(engine, backend, compile_kwargs)
-    blocks, why_whole = refuse_options(engine, backend, compile_kwargs, schedule)
+    engine, compile_config = asked.engine, asked.options
+    refuse_options(asked, schedule)
     for ignored in _without_effect(asked):
         warn(_beginning(engine) + ignored)
     for ignored in itertools.chain.from_iterable(cls.warnings(asked) for cls in classes()):
         warn(_beginning(engine) + ignored)
-    for slow in _hooks_that_end_graphs(engine.module, blocks):
-        warn(_beginning(engine) + slow)
-    # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
-    limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
     return Plan(
-        backend=backend,
-        blocks=blocks,
-        why_whole=why_whole,
+        backend=asked.backend,
         overlaps_reduction=_overlaps_reduction(engine, compile_config),
-        overlaps_gather=bool(blocks) and compile_config.overlap_param_gather,
-        shards_frozen=compile_config.shard_frozen,
         synchronize_before=compile_config.sync_before_reduce,
         synchronize_after=compile_config.sync_after_reduce,
         compiles=asked.compiles,
-        compilations=limit,
-        fullgraph=bool(compile_kwargs.get("fullgraph")),
-        dynamic=compile_kwargs.get("dynamic"),
+        dynamic=asked.compile_kwargs.get("dynamic"),
         optimizer_states=compile_config.optimizer_states,
         debug_log=compile_config.debug_log,
     )
 
 
-def refuse_options(
-    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
-) -> Tuple[List[Module], str]:
-    """Checks the options of an engine, and returns what ``choose_blocks()`` returns.
-
-    The arguments are those of ``set_up()``.
+def refuse_options(asked: Asked, schedule: Optional[List]) -> None:
+    """Checks the options of an engine. ``schedule``: as in ``set_up()``.
 
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    wanted = engine._config.compile_config.regional_compilation
-    choose = functools.cache(functools.partial(choose_blocks, engine.module, wanted, compile_kwargs))
-    for problem in _problems(engine, backend, compile_kwargs, schedule, choose):
-        raise ValueError(_beginning(engine) + problem)
-    return choose()
+    for problem in _problems(asked, schedule):
+        raise ValueError(_beginning(asked.engine) + problem)
 
 
 def _beginning(engine):
@@ -145,8 +117,9 @@ def _overlaps_reduction(engine, compile_config):
     return compile_config.double_buffer and not asked_not_to
 
 
-def _problems(engine, backend, compile_kwargs, schedule, choose):
+def _problems(asked, schedule):
     """Yields a sentence for each option that cannot be honoured."""
+    engine = asked.engine
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
     if torch.nn.functional.linear is zero3_linear_wrap and TorchVersion(torch.__version__) < "2.13":
@@ -163,10 +136,8 @@ def _problems(engine, backend, compile_kwargs, schedule, choose):
     yield from _unsupported_optimizers(engine)
     yield from _unsupported_states(engine)
     yield from _unsupported_reports(engine)
-    asked = Asked(engine, backend, compile_kwargs)
     yield from itertools.chain.from_iterable(cls.refusals(asked) for cls in classes())
-    yield from _unsupported_blocks(choose, engine._config.compile_config, compile_kwargs)
-    yield from _unsupported_compile_kwargs(backend, compile_kwargs)
+    yield from _unsupported_compile_kwargs(asked.backend, asked.compile_kwargs)
     if engine.zero_optimization_stage() == 2:
         name, own_pass = zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce
     else:
@@ -249,25 +220,6 @@ def _without_effect(asked):
     yield from _clipped_updates(engine.optimizer)
     if compile_kwargs.get("name"):
         yield "compile_kwargs['name'] has no effect, because torch gives it to its own backend only"
-
-
-def _hooks_that_end_graphs(module, blocks):
-    """Yields a sentence if modules have full backward hooks, at which torch ends graphs."""
-    if torch._dynamo.config.compiled_autograd:
-        return
-    # Hooks of a block itself run outside of the block's graph.
-    traced = {id(each) for top in blocks or [module] for each in top.modules()} - {id(block) for block in blocks}
-    hooked = [
-        name or type(each).__name__
-        for name, each in module.named_modules()
-        if id(each) in traced and (each._backward_hooks or each._backward_pre_hooks)
-    ]
-    if hooked:
-        yield (
-            f"the full backward hooks of {hooked[0]} ({len(hooked)} modules have such hooks) end the graphs around it "
-            "and keep a forward that calls it in a loop from being compiled, as under torch.compile alone; use hooks "
-            "of tensors, in a forward hook, instead"
-        )
 
 
 def _states_that_stay_in_fp32(optimizer):
@@ -432,29 +384,6 @@ def _unsupported_reports(engine):
         yield (
             "autotuning.enabled=true is not supported, because compiled code does not call the functions that the "
             "flops profiler counts for it; set it to false or tune without engine.compile()"
-        )
-
-
-def _unsupported_blocks(choose, compile_config, compile_kwargs):
-    if compile_config.regional_compilation and compile_kwargs.get("fullgraph"):
-        yield (
-            "compile_kwargs['fullgraph'] contradicts compile.regional_compilation, which makes a graph of every "
-            "block; leave one of them out"
-        )
-    try:
-        blocks, why = choose()
-    except ValueError as error:
-        yield str(error)
-        return
-    if compile_config.overlap_param_gather and not blocks:
-        yield (
-            "compile.overlap_param_gather needs blocks that wait for their parameters, and the model is compiled as a "
-            f"whole, because {why}; name its blocks' classes in compile.regional_compilation, or leave this out"
-        )
-    if compile_config.shard_frozen and not blocks:
-        yield (
-            "compile.shard_frozen needs blocks whose parameters are gathered, and the model is compiled as a whole, "
-            f"because {why}; name its blocks' classes in compile.regional_compilation, or leave this out"
         )
 
 

@@ -8,17 +8,16 @@ that all ranks make.
 """
 
 import inspect
-import itertools
 from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 
+from .feature import Asked
 from .layout import holds_its_parameters
 from .messages import inform, warn
 from .state import state_of
-from .subclasses import ON_HOST
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -35,9 +34,9 @@ def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
 def compile_before_forward(engine: "DeepSpeedEngine") -> None:
     """Called before a forward for which gradients are enabled. Compiles the engine before its first training forward.
 
-    With ``compile.shard_frozen`` it is called before every forward, and compiles the engine before the first of all.
-    Otherwise a forward in evaluation mode does not count as a training forward, because a rank may evaluate alone,
-    even with gradients.
+    Where an option has all ranks make every forward together, it is called before every forward, and compiles the
+    engine before the first of all. Otherwise a forward in evaluation mode does not count as a training forward,
+    because a rank may evaluate alone, even with gradients.
 
     Raises:
         ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.
@@ -53,15 +52,14 @@ def _compile_before_forward(engine):
     if engine.module.training and torch.is_grad_enabled():
         _compile(engine, "before its first training forward")
         return
-    if engine._config.compile_config.shard_frozen:
-        # All ranks make every forward together, and this one may need parameters that are still on the host.
+    if engine._config.compile_config.compiles_before_any_forward():
         _compile(engine, "before its first forward")
         return
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
     # too late for an error: check the options now.
     from .options import refuse_options
 
-    refuse_options(engine, get_accelerator().get_compile_backend(), compile_kwargs={}, schedule=None)
+    refuse_options(Asked(engine, get_accelerator().get_compile_backend(), compile_kwargs={}), schedule=None)
 
 
 def compile_after_step(engine: "DeepSpeedEngine") -> None:
@@ -72,58 +70,6 @@ def compile_after_step(engine: "DeepSpeedEngine") -> None:
     """
     if not engine.is_compiled and _is_due(engine):
         _compile(engine, "after its first step")
-
-
-def move_to_device(engine: "DeepSpeedEngine") -> None:
-    """Called when an engine begins. Moves the module to the engine's device.
-
-    With ``compile.shard_frozen``, the frozen parameters of blocks that are on the host stay there until they are
-    sharded, so the model need not fit on one device.
-
-    Raises:
-        ValueError: if parameters that are to be sharded are on the meta device.
-    """
-    module, stays = engine.module, []
-    trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
-    if engine._config.compile_config.shard_frozen and trains and engine.zero_optimization_stage() in (1, 2):
-        _refuse_meta(module)
-        stays = _to_be_sharded(engine)
-    if not stays:
-        module.to(engine.device)
-        return
-    stay = {id(parameter) for parameter in stays}
-    module._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
-    for parameter in stays:
-        setattr(parameter, ON_HOST, True)
-
-
-def _refuse_meta(module):
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name} is on the meta device, so compile.shard_frozen has no values to shard; load the "
-                "model on the host before deepspeed.initialize(), which leaves the blocks' frozen parameters there "
-                "until each rank takes its part"
-            )
-
-
-def _to_be_sharded(engine):
-    """Lists the parameters that will be sharded and are not on the engine's device."""
-    from .graph.choose_blocks import choose_blocks
-    from .sharded_blocks import frozen_of_blocks
-
-    try:
-        blocks, _ = choose_blocks(engine.module, engine._config.compile_config.regional_compilation, {})
-    except ValueError:
-        # engine.compile() will raise it.
-        return []
-    frozen = itertools.chain.from_iterable(frozen_of_blocks(engine.module, blocks, []))
-    return [parameter for parameter in frozen if is_elsewhere(parameter, torch.device(engine.device))]
-
-
-def is_elsewhere(parameter: torch.nn.Parameter, device: torch.device) -> bool:
-    """Whether a parameter is not on ``device``."""
-    return parameter.device.type != device.type
 
 
 def note_arguments(
@@ -144,14 +90,16 @@ def note_arguments(
 
 
 def compile_module(engine: "DeepSpeedEngine", **compile_kwargs: Any) -> None:
-    """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does; ZeRO-1/2 add a ``CompilationLimit``."""
-    zero12 = state_of(engine)
-    if engine.is_deepcompile_active() and zero12 is not None:
-        from .graph.compile_blocks import compile_module as compile_within
+    """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does.
 
-        compile_within(engine.module, zero12.limit, zero12.undo, compile_kwargs)
-    else:
-        engine.module.compile(**compile_kwargs)
+    Under ZeRO-1/2 until the engine ends, unless an optional part has compiled the module already.
+    """
+    module, zero12 = engine.module, state_of(engine)
+    if engine.is_deepcompile_active() and zero12 is not None:
+        if any(part.compiles_module for part in zero12.features):
+            return
+        zero12.undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
+    module.compile(**compile_kwargs)
 
 
 def _compiles_itself(engine):

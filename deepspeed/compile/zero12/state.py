@@ -5,23 +5,19 @@
 import contextlib
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, Optional, Tuple, Type
 
 from .backward import BackwardLife
-from .feature import Feature, overriding
+from .feature import Feature, Part, find, only, overriding
 from .gather import AllGather
-from .gather_hooks import Waiting
 from .interrupted import InterruptedStep
 from .layout import registered_parameters
 from .native import Reducer
-from .sharded_blocks import ShardedBlocks
 from .update.muon import Orthogonalizer
 from .update.rule import Rule
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
-
-    from .graph.compilation_limit import CompilationLimit
 
 
 @dataclasses.dataclass(eq=False)
@@ -30,9 +26,6 @@ class Zero12:
 
     owner: dataclasses.InitVar["DeepSpeedEngine"]  # the engine, whose optimizer is the ZeRO-1/2 optimizer
     reducer: Reducer
-    limit: "CompilationLimit"
-    waiting: Optional[Waiting]  # for parameters that are on their way
-    sharded: Optional[ShardedBlocks]  # with the frozen parameters
     rules: List[Rule]  # that step partitions, in the order in which they are asked
     orthogonalizer: Orthogonalizer  # computes Muon's updates; without Muon it has no matrices
     optimizer_states: Optional[str]  # the format of optimizer states, or None for the optimizer's own
@@ -46,8 +39,10 @@ class Zero12:
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
         # Distributes the stepped parameters to all ranks.
-        self.gather: AllGather = AllGather(owner.optimizer) if self.waiting is None else self.waiting.gather
-        # Functions to call after each optimizer step.
+        self.gather: AllGather = only(self.features, "gather") or AllGather(owner.optimizer)
+        # Methods of the optional parts that do something: around each forward, when a backward ends, after each step.
+        self.around_forward = overriding(self.features, "around_forward")
+        self.backward_ends = overriding(self.features, "backward_ends")
         self.after_step = overriding(self.features, "after_step")
         # Functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         self.undo = contextlib.ExitStack()
@@ -60,6 +55,10 @@ class Zero12:
     def engine(self) -> Optional["DeepSpeedEngine"]:
         """The engine, or None if only the engine's optimizer still exists."""
         return self._engine()
+
+    def find(self, cls: Type[Part]) -> Optional[Part]:
+        """Returns the optional part of a class, if the engine has it."""
+        return find(self.features, cls)
 
     def refuse(self) -> None:
         """Raises RuntimeError if this engine must not train: a later engine does, or a step was interrupted."""

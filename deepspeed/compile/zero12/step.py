@@ -53,7 +53,6 @@ def _run(optimizer):
     zero12 = optimizer._zero12
     zero12.reducer.compare_and_await_targets()
     zero12.backward.read_entries()
-    zero12.limit.step()
     norm = global_norm(optimizer) if optimizer.compute_grad_norm else None
     # Gradients carry the loss scale of their backward: read the scale before _update_scale() changes it.
     scale = optimizer.loss_scale

@@ -329,7 +329,7 @@ def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
         # Gradients and new parameters pass through this memory, which stays.
         targets += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     zero12 = state_of(engine)
-    shares = zero12.sharded.shares if zero12 is not None and zero12.sharded is not None else []
+    shares = [] if zero12 is None else [share for part in zero12.features for share in part.shares]
     kept = [parameter.grad for parameter in module.parameters()]
     return {
         data.PARAMETERS: flattened([*optimizer.bit16_groups_flat, *module.parameters(), *module.buffers(), *shares]),

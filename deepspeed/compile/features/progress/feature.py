@@ -20,6 +20,7 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ...zero12.feature import Feature, Making
+from ..blocks.feature import Blocks
 
 if TYPE_CHECKING:
     from ...zero12.graph.frame import Frame
@@ -30,8 +31,9 @@ class Progress(Feature):
 
     def __init__(self, making: Making):
         model = type(making.engine.module).__name__
-        self._layers = collections.Counter(type(block).__name__ for block in making.blocks)
-        self._rest = f"{model} around its blocks" if making.blocks else model
+        blocks = making.get(Blocks).blocks
+        self._layers = collections.Counter(type(block).__name__ for block in blocks)
+        self._rest = f"{model} around its blocks" if blocks else model
         # Classes of blocks -> their numbers, in the order in which they are compiled.
         self._classes: Dict[str, int] = {}
 

@@ -3,4 +3,4 @@
 """Keeps a part of the blocks' frozen parameters on each rank."""
 
 # Parts without which this one does not work.
-NEEDS = ("blocks",)
+NEEDS = ("subclasses", "blocks")

@@ -1,25 +1,102 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a part of the blocks' frozen parameters on each rank."""
+"""Keeps a part of the blocks' frozen parameters on each rank (``compile.shard_frozen``)."""
 
-from typing import Sequence
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, ContextManager, Iterator, Optional, Sequence
 
+import torch
+
+import deepspeed.comm as dist
+
+from ...zero12.collectives import shorten_timeout
 from ...zero12.feature import Asked, Feature, Making
+from ...zero12.layout import registered_parameters
+from ...zero12.messages import warn
+from ...zero12.state import state_of
+from ..blocks.feature import Blocks, no_blocks
 from .rewrite import SaveByHooks
+from .sharded_blocks import ShardedBlocks
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+_groups_of_shards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class ShardFrozen(Feature):
-    """Has graphs find the parameters that are sharded between their forward and their backward."""
+    """Shards the frozen parameters of the blocks of one engine."""
 
     @classmethod
     def is_wanted(cls, asked: Asked) -> bool:
         return asked.options.shard_frozen
 
-    def __init__(self, making: Making):
-        pass
+    @classmethod
+    def refusals(cls, asked: Asked) -> Iterator[str]:
+        if cls.is_wanted(asked):
+            yield from no_blocks(asked, "compile.shard_frozen needs blocks whose parameters are gathered")
 
-    def rewrite(self, inputs: Sequence) -> SaveByHooks:
+    def __init__(self, making: Making):
+        """Nothing is sharded yet."""
+        optimizer, blocks = making.optimizer, making.get(Blocks)
+        group, device = _group_of_shards(optimizer.dp_process_group), optimizer.bit16_groups_flat[0].device
+        shorten_timeout(group, device)
+        trained = registered_parameters(optimizer)
+        self.sharded = ShardedBlocks(making.module, blocks.blocks, trained, group, device)
+        making.undo.callback(self.sharded.close)
+        if not self.sharded.units:
+            warn("compile.shard_frozen=True has no effect, because no block has frozen parameters of its own")
+        # A graph of the code around a block has no place at which to gather the block. The backward may compute the
+        # block again when its parameters have been given back.
+        blocks.wrap_calls(self.sharded.around_call, always=True)
+
+    @property
+    def shares(self) -> Sequence[torch.Tensor]:
+        return self.sharded.shares
+
+    def commit(self) -> None:
+        self.sharded.shard()
+
+    # Static, because Dynamo's caches must not hold this part, which holds parameters.
+    @staticmethod
+    def rewrite(inputs: Sequence) -> SaveByHooks:
         return SaveByHooks.of_frozen(inputs)
+
+    def backward_ends(self) -> None:
+        # Other ranks may wait for this rank's part of a block that this rank has skipped.
+        self.sharded.end_backward()
 
 
 FEATURE = ShardFrozen
+
+
+def sharded_blocks(engine: "DeepSpeedEngine") -> Optional[ShardedBlocks]:
+    """Returns what has an engine's sharded parameters, or None if it shards none."""
+    zero12 = state_of(engine)
+    part = None if zero12 is None else zero12.find(ShardFrozen)
+    return None if part is None else part.sharded
+
+
+def gathered_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:
+    """Returns a context in which each rank has all of an engine's frozen parameters. All ranks enter it together.
+
+    With ``compile.shard_frozen``, the caller must read, save or change frozen parameters of blocks within this
+    context. Changes must be the same on all ranks, and stay. Within the context, a rank may evaluate or generate
+    alone. Without that option the context does nothing.
+    """
+    sharded = sharded_blocks(engine)
+    return contextlib.nullcontext() if sharded is None else sharded.gathered()
+
+
+def _group_of_shards(group):
+    """Returns the process group for sharded parameters of the ranks of ``group``. All engines of these have the same.
+
+    Engines come and go, but a communicator takes memory and time.
+    """
+    if group not in _groups_of_shards:
+        ranks = dist.get_all_ranks_from_group(group)
+        # If ``group`` has not all ranks, the others are not here.
+        is_part = len(ranks) < dist.get_world_size()
+        _groups_of_shards[group] = torch.distributed.new_group(ranks, use_local_synchronization=is_part)
+    return _groups_of_shards[group]

@@ -2,10 +2,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The option of this part."""
 
+from typing import ClassVar
+
 from pydantic import BaseModel, model_validator
 
 
 class Options(BaseModel):
+    # Whether a forward may need what only a compiled engine has: here, parameters that are still on the host.
+    NEED_EVERY_FORWARD: ClassVar[bool] = True
+
     shard_frozen: bool = False
     """Whether each rank keeps only a part of the blocks' frozen parameters, and gets the rest just before a block uses
     them, as for LoRA of a model that does not fit. This needs regional compilation. Off by default, because all ranks

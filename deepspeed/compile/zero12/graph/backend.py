@@ -12,13 +12,11 @@ from torch.fx import GraphModule
 
 from ...fx import should_release_reduce_buckets
 from ..feature import Feature, only, overriding
-from . import guards, lowering, reasons
-from .compilation_limit import CompilationLimit
+from . import guards, lowering
 from .frame import Choices, Frame
 from .parameter_numbers import ParameterNumbers
 
 if TYPE_CHECKING:
-    from ..gather_hooks import Waiting
     from ..options import Plan
 
 
@@ -29,21 +27,11 @@ class Backend:
         plan: the ``Plan`` of the engine.
         registered: the registered parameters, in the reducer's order, which outlive the backend's graphs.
         identity: the reducer's number.
-        limit: the ``CompilationLimit`` of the engine.
-        waiting: None, or a ``Waiting`` for parameters that may be on their way.
     """
 
-    def __init__(
-        self,
-        plan: "Plan",
-        registered: Sequence[torch.nn.Parameter],
-        identity: int,
-        limit: CompilationLimit,
-        waiting: Optional["Waiting"] = None,
-    ):
+    def __init__(self, plan: "Plan", registered: Sequence[torch.nn.Parameter], identity: int):
         lowering.register()
-        # Keep neither the module nor the plan, which holds the blocks: Dynamo's caches hold this backend after the
-        # engine is gone.
+        # Keep no module: Dynamo's caches hold this backend after the engine is gone.
         self._choices = Choices(
             plan.backend,
             plan.dynamic,
@@ -51,8 +39,7 @@ class Backend:
             ParameterNumbers(identity, registered),
             are_aligned=all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered),
         )
-        self._limit, self._waiting = limit, waiting
-        self._no_graph_is_last = bool(plan.blocks)
+        self._no_graph_is_last = False
         # Methods of the engine's optional parts.
         self._graph: List[Callable] = []
         self._compiling: List[Callable] = []
@@ -70,7 +57,7 @@ class Backend:
         self._choices = dataclasses.replace(
             self._choices, rewrites=overriding(features, "rewrite"), split=only(features, "split")
         )
-        self._no_graph_is_last |= any(feature.no_graph_is_last for feature in features)
+        self._no_graph_is_last = any(feature.no_graph_is_last for feature in features)
 
     def __call__(
         self,
@@ -85,21 +72,12 @@ class Backend:
         parameters = [value for value in example_inputs if value in self._choices.numbers]
         graph_id, is_last = self._place(parameters)
         frame = Frame(gm, example_inputs, parameters, block, graph_id, is_last, mode, options, self._choices)
-        if parameters:
-            self._count(frame)
         before = [graph(frame) for graph in self._graph]
-        before.append(self._waiting and self._waiting.before_graph(example_inputs))
         with contextlib.ExitStack() as stack:
             for compiling in self._compiling:
                 stack.enter_context(compiling(frame))
             compiled = self._compile(frame)
         return _preceded(compiled, [call for call in before if call is not None])
-
-    def _count(self, frame):
-        compile_id = torch._guards.CompileContext.current_compile_id()
-        graph_break = reasons.graph_break(frame.gm)
-        what = frame.block or "the model"
-        self._limit.compiles(compile_id.frame_id, compile_id.frame_compile_id + 1, what, graph_break)
 
     def _compile(self, frame):
         for cut in self._cut:

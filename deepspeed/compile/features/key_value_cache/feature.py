@@ -12,13 +12,24 @@ import functools
 import inspect
 import sys
 import weakref
-from typing import Any, List, Mapping, Sequence
+from typing import List
 
 import torch
 from torch.nn import Module
 
-from .hooks import Hook
-from .messages import warn
+from ...zero12.feature import Feature, Making
+from ...zero12.hooks import Hook
+from ...zero12.messages import warn
+
+
+class TrainWithoutCache(Feature):
+    """Adds hooks to the models of transformers in an engine's module."""
+
+    def __init__(self, making: Making):
+        train_without_cache(making.module, making.undo)
+
+
+FEATURE = TrainWithoutCache
 
 
 def train_without_cache(module: Module, undo: contextlib.ExitStack) -> None:
@@ -44,18 +55,6 @@ def train_without_cache(module: Module, undo: contextlib.ExitStack) -> None:
     for model in models:
         hook = Hook(functools.partial(_without if model is module else _without_if_labelled, reference))
         undo.callback(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
-
-
-def generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call with these arguments is one of generation: it has no gradients, and carries a cache.
-
-    The cache grows with every token, and code would be compiled for every length. Reinforcement learning generates in
-    training mode, so the mode does not tell.
-    """
-    if torch.is_grad_enabled():
-        return False
-    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
-    return cache is not None and any(isinstance(value, cache) for value in (*args, *kwargs.values()))
 
 
 def _outermost(module) -> List[Module]:

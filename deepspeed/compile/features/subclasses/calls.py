@@ -1,35 +1,17 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are made of other tensors and have no memory of their own, such as torchao's quantized weights."""
+"""What DeepSpeed's engine calls to handle parameters that are made of other tensors."""
 
-import sys
-from typing import Iterable, Iterator, Tuple
+from typing import Iterator, Tuple
 
 import torch
 from torch.nn import Module, Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .tensors import is_dtensor, plain_tensors
 
-def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yields the tensors that have memory: each tensor itself, or else those of which it is made."""
-    for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor):
-            yield from plain_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        else:
-            yield tensor
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is a ``DTensor``. Does not import what defines these, which takes a quarter of DeepSpeed's import."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-# What DeepSpeed's engine calls ------------------------------------------------------------------------------------
-
-
-# Marks parameters that are on the host until they are sharded. Only then does each rank get the first rank's values.
-ON_HOST = "_sharded_from_host"
+# Marks parameters that another part broadcasts, which DeepSpeed must leave out.
+BROADCAST_LATER = "_is_broadcast_later"
 # By what DeepSpeed chooses the process group of a parameter, or leaves it out.
 _MARKS = ("allreduce", "group_name", "ds_status", "ds_optim_param")
 
@@ -40,7 +22,7 @@ def to_broadcast(module: Module) -> Iterator[Tuple[str, torch.Tensor]]:
     What is yielded may be a copy. It is written back when the caller asks for the next one.
     """
     for name, parameter in module.named_parameters():
-        if ON_HOST in vars(parameter):
+        if BROADCAST_LATER in vars(parameter):
             continue
         # Each rank has a part of its own of a DTensor.
         for tensor in [parameter] if is_dtensor(parameter) else plain_tensors([parameter]):

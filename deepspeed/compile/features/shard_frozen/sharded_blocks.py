@@ -4,9 +4,10 @@
 
 import collections
 import contextlib
+import functools
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import TYPE_CHECKING, Callable, Dict, Iterator, List, Optional
 
 import torch
 from torch.nn import Module, Parameter
@@ -14,12 +15,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed.utils import logger
 
+from ...zero12.messages import warn
+from ..blocks.parameters import by_block
+from ..subclasses.tensors import is_dtensor, plain_tensors
 from .at_rest import in_backward, refusal
-from .gather_hooks import by_block
 from .gather_order import GatherOrder, tensors_in
-from .messages import warn
 from .saved_tensors import saving_handles
-from .subclasses import is_dtensor, plain_tensors
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -47,7 +48,6 @@ class ShardedBlocks:
     Args:
         module: the model.
         blocks: its blocks.
-        callers: for each module that calls blocks, the module and its blocks in the order of the model.
         trained: the parameters that the optimizer has.
         process_group, device: as for :class:`Unit`.
     """
@@ -56,7 +56,6 @@ class ShardedBlocks:
         self,
         module: Module,
         blocks: List[Module],
-        callers: List[Tuple[Module, List[Module]]],
         trained: List[Parameter],
         process_group: "ProcessGroup",
         device: torch.device,
@@ -71,14 +70,6 @@ class ShardedBlocks:
         self.units = list(self._unit_of.values())
         for unit in self.units:
             unit.owner = weakref.ref(self)
-        # For each module that calls blocks, what a GatherOrder is made of.
-        self._order_of = {
-            id(caller): (
-                [self._unit_of[id(block)] for block in called if id(block) in self._unit_of],
-                self._units_without_gradient(caller, called),
-            )
-            for caller, called in callers
-        }
         # The passes that are under way: one calls blocks that call others in turn.
         self._passes: List[GatherOrder] = []
         # The order of the backward that is under way.
@@ -145,21 +136,27 @@ class ShardedBlocks:
 
     # Forwards ------------------------------------------------------------------------------------------------------
 
-    def call_caller(self, caller: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
-        """Calls a module that calls blocks."""
-        of = GatherOrder(self, *self._order_of[id(caller)])
-        output = self._call(of, None, call, args, kwargs)
-        if torch.is_grad_enabled() and of.is_unseen and not self._has_warned_of_unseen:
+    def around_call(self, module: Module, blocks: Optional[List[Module]], call: Callable) -> Callable:
+        """Returns the call of a block (``blocks`` is None) or of a module that calls blocks, around another call."""
+        if blocks is None:
+            unit = self._unit_of.get(id(module))
+            return call if unit is None else functools.partial(self._call_block, unit, call)
+        units = [self._unit_of[id(block)] for block in blocks if id(block) in self._unit_of]
+        order = units, self._units_without_gradient(module, blocks)
+        return functools.partial(self._call_caller, order, call)
+
+    def _call_caller(self, order, call, caller, /, *args, **kwargs):
+        current = GatherOrder(self, *order)
+        output = self._call(current, None, functools.partial(call, caller), args, kwargs)
+        if torch.is_grad_enabled() and current.is_unseen and not self._has_warned_of_unseen:
             self._has_warned_of_unseen = True
             # The other ranks have no reason to say it.
             logger.warning(UNSEEN.format(torch.distributed.get_rank(), type(caller).__name__))
         return output
 
-    def call_block(self, block: Module, call: Callable, args: Tuple, kwargs: Dict[str, Any]) -> Any:
+    def _call_block(self, unit, call, block, /, *args, **kwargs):
         """Calls a block, with its parameters gathered."""
-        unit = self._unit_of.get(id(block))
-        if unit is None:
-            return call(*args, **kwargs)
+        call = functools.partial(call, block)
         # A block that runs in a backward is computed again, because it is checkpointed.
         for current in (*self._passes[-1:], self._backward if in_backward() else None):
             if current is not None and unit in current:

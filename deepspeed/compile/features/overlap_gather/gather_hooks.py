@@ -8,7 +8,6 @@ such a read, the caller must call ``wait_for_parameters()``.
 """
 
 import itertools
-from collections import defaultdict
 from typing import TYPE_CHECKING, Callable, Dict, Iterable, List, Optional, Set, Tuple
 
 import torch
@@ -16,9 +15,10 @@ from torch.nn import Module, Parameter
 
 from deepspeed.utils import logger
 
+from ...zero12.hooks import Hook
+from ...zero12.layout import registered_parameters
+from ..blocks.parameters import by_block, modules_outside
 from .gather import OverlappedGather
-from .hooks import Hook
-from .layout import registered_parameters
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -54,7 +54,7 @@ class Waiting:
         self._called: Set[int] = set()
         self._called_last: Dict[Tuple[bool, bool], Set[int]] = {}
         self._first = [OUTSIDE, *range(1, 1 + len(blocks))]
-        outside = {id(each) for each in _modules_outside(module, blocks)}
+        outside = {id(each) for each in modules_outside(module, blocks)}
         for each in module.modules():
             if isinstance(each, torch.jit.ScriptModule):
                 # A ScriptModule takes no hooks. The engine's forward and the modules around the ScriptModule wait too.
@@ -83,14 +83,25 @@ class Waiting:
         """Called before a forward: waits for the unit ``OUTSIDE``."""
         self.gather.wait(self._first)
 
-    def enter(self, module: Module) -> None:
-        """Called before the forward of a block (waits for its unit) or of a module that calls blocks (``OUTSIDE``)."""
-        units = self._units_of_block.get(id(module))
-        if units is None:
-            self.begin()
-        else:
-            self._called.add(id(module))
+    def around_call(self, module: Module, blocks: Optional[List[Module]], call: Callable) -> Callable:
+        """Returns the call of a block (``blocks`` is None) or of a module that calls blocks, around another call."""
+        key = id(module)
+        units = self._units_of_block.get(key, [])
+
+        def call_block(block, /, *args, **kwargs):
+            """Waits for the block's unit."""
+            self._called.add(key)
             self.gather.wait(units)
+            return call(block, *args, **kwargs)
+
+        def call_caller(caller, /, *args, **kwargs):
+            """Waits for the unit ``OUTSIDE`` before, and for all units behind."""
+            self.begin()
+            output = call(caller, *args, **kwargs)
+            self.leave()
+            return output
+
+        return call_block if blocks is None else call_caller
 
     def leave(self) -> None:
         """Called after the forward of a module that calls blocks: waits for all units."""
@@ -121,28 +132,3 @@ def _outside_graphs(wait):
             wait()
 
     return Hook(hook)
-
-
-def _modules_outside(module, blocks):
-    inside = {id(each) for block in blocks for each in block.modules()}
-    return [each for each in module.modules() if id(each) not in inside]
-
-
-def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:
-    """Lists those of ``parameters`` of the unit ``OUTSIDE``, then those that each block holds alone.
-
-    ``parameters`` may hold others than those of the module, as an optimizer may.
-    """
-    outside = {
-        id(parameter) for each in _modules_outside(module, blocks) for parameter in each.parameters(recurse=False)
-    }
-    holders = defaultdict(set)
-    for index, block in enumerate(blocks):
-        for parameter in block.parameters():
-            holders[id(parameter)].add(index)
-    units = [[] for _ in range(1 + len(blocks))]
-    for parameter in parameters:
-        held_by = holders[id(parameter)]
-        alone = len(held_by) == 1 and id(parameter) not in outside
-        units[1 + next(iter(held_by)) if alone else OUTSIDE].append(parameter)
-    return units

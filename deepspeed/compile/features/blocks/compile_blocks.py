@@ -7,20 +7,16 @@ Modules that call blocks run uncompiled. The code around these modules is compil
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, List, Optional, Tuple, Type
+from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Type
 
 import torch
 from torch.nn import Module
 
-from ..messages import warn
-from .block_calls import Call, CallOfBlock, CallOfCaller, CallOfModule, forward_of, run_forward, runs
-from .choose_blocks import callers_of, is_compiled
+from ...zero12.graph.frame import own_code
+from ...zero12.messages import warn
+from .block_calls import Around, Call, CallOfBlock, CallOfCaller, CallOfModule, forward_of, run_forward, runs
+from .choose_blocks import called_by, callers_of, is_compiled
 from .compilation_limit import CompilationLimit
-from .frame import own_code
-
-if TYPE_CHECKING:
-    from ..gather_hooks import Waiting
-    from ..sharded_blocks import ShardedBlocks
 
 
 def compile_blocks(
@@ -30,8 +26,6 @@ def compile_blocks(
     compile_kwargs: Dict[str, Any],
     limit: CompilationLimit,
     undo: contextlib.ExitStack,
-    waiting: Optional["Waiting"] = None,
-    sharded: Optional["ShardedBlocks"] = None,
 ) -> None:
     """Compiles each block's forward, with one graph for all blocks of a class. Modules that call blocks stay eager.
 
@@ -45,19 +39,29 @@ def compile_blocks(
         compile_kwargs: further arguments of ``torch.compile``.
         limit: the ``CompilationLimit`` of ``backend``.
         undo: gets the function that takes out each :class:`Call`.
-        waiting: None, or a ``Waiting``. The call of a changed module begins with ``enter()``, and the call of a module
-            that calls blocks ends with ``leave()``.
-        sharded: None, or the ``ShardedBlocks`` that calls changed modules, with their parameters whole.
     """
     compiled = _CompiledForwards(backend, compile_kwargs)
     # Change modules only after all options were read: a model is changed as a whole or not at all.
     for kind in {type(block): None for block in blocks}:
         compiled.of(kind)
-    calls: List[Call] = [CallOfCaller(caller, limit, waiting, sharded) for caller in callers_of(module, blocks)]
-    calls.extend(CallOfBlock(block, compiled.of, limit, waiting, sharded) for block in blocks)
+    calls: List[Call] = [CallOfCaller(caller, limit) for caller in callers_of(module, blocks)]
+    calls.extend(CallOfBlock(block, compiled.of, limit) for block in blocks)
     for call in calls:
         undo.callback(call.take_out)
         call.put_in()
+
+
+def wrap_calls(module: Module, blocks: List[Module], around: Around, always: bool = False) -> None:
+    """Puts a call around each call of blocks, and of the modules that call them.
+
+    Args:
+        module, blocks: those of :func:`compile_blocks`.
+        around, always: as in ``CallOfBlock.wrap()``.
+    """
+    for caller, called in called_by(module, blocks):
+        vars(caller)["_compiled_call_impl"].wrap(around, called)
+    for block in blocks:
+        vars(block)["_compiled_call_impl"].wrap(around, always)
 
 
 def compile_module(

@@ -12,9 +12,10 @@ Evaluation and generation run uncompiled: they take other shapes than training, 
 
 import collections
 import contextlib
+import sys
 import threading
 import weakref
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Mapping, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.modules.module import _has_any_global_hook
@@ -22,14 +23,26 @@ from torch.nn.modules.module import _has_any_global_hook
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
-from ..key_value_cache import generates
-from ..messages import warn
-from . import guards, reasons
+from ...zero12.graph import guards
+from ...zero12.messages import warn
+from . import reasons
 
 # More than any program compiles.
 _UNLIMITED = 10**6
 # After more compilations of one frame than this, DeepCompile warns, and says why Dynamo compiles the frame again.
 _MANY = 4
+
+
+def _generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments is one of generation: it has no gradients, and carries a cache.
+
+    The cache grows with every token, and code would be compiled for every length. Reinforcement learning generates in
+    training mode, so the mode does not tell.
+    """
+    if torch.is_grad_enabled():
+        return False
+    cache = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+    return cache is not None and any(isinstance(value, cache) for value in (*args, *kwargs.values()))
 
 
 class _Thread(threading.local):
@@ -80,7 +93,7 @@ class CompilationLimit:
         """
         if torch.is_grad_enabled():
             return True
-        if generates(args, kwargs):
+        if _generates(args, kwargs):
             return False
         if self._thread.trains is not None:
             return self._thread.trains

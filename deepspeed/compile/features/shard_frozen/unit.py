@@ -20,10 +20,11 @@ from torch.nn import Parameter
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
+from ...zero12.collectives import collective
+from ...zero12.messages import warn
+from ..subclasses.calls import BROADCAST_LATER
+from ..subclasses.tensors import plain_tensors
 from .at_rest import mark_sharded, unmark
-from .collectives import collective
-from .messages import warn
-from .subclasses import ON_HOST, plain_tensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -133,7 +134,7 @@ class Unit:
         Parameters that DeepSpeed has not broadcast, because they are on the host, get the first rank's values. A
         single rank keeps the parameters where they are, on its device.
         """
-        on_host = [parameter for parameter in self._parameters.values() if vars(parameter).pop(ON_HOST, False)]
+        on_host = [parameter for parameter in self._parameters.values() if vars(parameter).pop(BROADCAST_LATER, False)]
         if not self._is_shared:
             for tensor in plain_tensors(on_host):
                 tensor.data = tensor.data.to(self._device)

@@ -275,11 +275,3 @@ def unmark(parameter: torch.Tensor) -> None:
         parameter.__class__ = parameter.gathered_class
         # A pickle of the parameter has all of its attributes.
         delattr(parameter, _SHARE)
-
-
-# What DeepSpeed's engine calls ------------------------------------------------------------------------------------
-
-
-def place_of(parameter: torch.Tensor) -> int:
-    """Called when a checkpoint is saved. Returns a number that two parameters share if they are one in memory."""
-    return id(parameter) if isinstance(parameter, AtRest) else parameter.data_ptr()

@@ -8,19 +8,20 @@ leaves it out of copies and pickles. Class, forward and hooks of the instance st
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Optional, Type
+from typing import TYPE_CHECKING, Any, Callable, List, Optional, Type
 
 import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from ..hooks import no_hook
+from ...zero12.hooks import no_hook
 
 if TYPE_CHECKING:
-    from ..gather_hooks import Waiting
-    from ..sharded_blocks import ShardedBlocks
     from .compilation_limit import CompilationLimit
 
+# Makes the call that is put around another one. It takes the module, the blocks that the module calls, or None if the
+# module is a block, and the call within. A call takes the module and the inputs.
+Around = Callable[[Module, Optional[List[Module]], Callable], Callable]
 
 # The attribute of a layer of transformers with which the layer checkpoints its forward in training, if it is to.
 CHECKPOINT = "_gradient_checkpointing_func"
@@ -42,17 +43,13 @@ class Call:
 
     Args:
         module: the module.
-        breaks_graphs: whether this call must end the graph of other code that calls the module. Dynamo goes straight
-            to the forward of a module without hooks. Of a module with a hook, Dynamo traces ``nn.Module.__call__()``
-            and finds this call, so the module gets a hook.
     """
 
-    def __init__(self, module: Module, breaks_graphs: bool = False):
+    def __init__(self, module: Module):
         # A strong reference would keep a model that nobody needs any more until Python looks for cycles.
         self._module = weakref.ref(module)
         # What the module had before: None, what its own compile() has made, or the call of an earlier engine.
         self._before: Optional[Callable] = None
-        self._breaks_graphs = breaks_graphs
         self._hook: Optional[RemovableHandle] = None
 
     def __reduce__(self):
@@ -64,7 +61,14 @@ class Call:
         own = vars(self._module())
         self._before = own.get("_compiled_call_impl")
         own["_compiled_call_impl"] = self
-        if self._breaks_graphs:
+
+    def break_graphs(self) -> None:
+        """Has this call, which is put in, end the graph of other code that calls the module.
+
+        Dynamo goes straight to the forward of a module without hooks. Of a module with a hook, Dynamo traces
+        ``nn.Module.__call__()`` and finds this call, so the module gets a hook.
+        """
+        if self._hook is None:
             self._hook = self._module().register_forward_pre_hook(no_hook, prepend=True)
 
     def take_out(self) -> None:
@@ -115,36 +119,28 @@ class CallOfCaller(Call):
 
     Args:
         module: the module.
-        limit, waiting, sharded: as in :class:`CallOfBlock`.
+        limit: the ``CompilationLimit`` of the engine.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        limit: "CompilationLimit",
-        waiting: Optional["Waiting"],
-        sharded: Optional["ShardedBlocks"],
-    ):
-        super().__init__(module, breaks_graphs=True)
-        self._limit = limit
-        self._waiting = waiting
-        self._sharded = sharded
+    def __init__(self, module: Module, limit: "CompilationLimit"):
+        super().__init__(module)
+        self._run: Callable = functools.partial(_call_caller, limit)
+
+    def put_in(self) -> None:
+        super().put_in()
+        self.break_graphs()
 
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):
-        caller, waiting = self._module(), self._waiting
-        if waiting is not None:
-            waiting.enter(caller)
-        if self._sharded is None:
-            output = self._call(caller, *args, **kwargs)
-        else:
-            output = self._sharded.call_caller(caller, functools.partial(self._call, caller), args, kwargs)
-        if waiting is not None:
-            waiting.leave()
-        return output
+        return self._run(self._module(), *args, **kwargs)
 
-    def _call(self, caller, /, *args, **kwargs):
-        return self._limit.call_module(caller, None, args, kwargs)
+    def wrap(self, around: Around, blocks: List[Module]) -> None:
+        """Puts a call around this one. ``blocks``: those that the module calls."""
+        self._run = around(self._module(), blocks, self._run)
+
+
+def _call_caller(limit, caller, /, *args, **kwargs):
+    return limit.call_module(caller, None, args, kwargs)
 
 
 class CallOfBlock(Call):
@@ -155,42 +151,57 @@ class CallOfBlock(Call):
         compiled: returns the compiled forward of a class of blocks, or, given a function too, that function compiled.
             What is returned takes the block and the inputs.
         limit: the ``CompilationLimit`` of the engine.
-        waiting: None, or the ``Waiting`` of the engine.
-        sharded: None, or the ``ShardedBlocks`` of the engine.
     """
 
-    def __init__(
-        self,
-        block: Module,
-        compiled: Callable[..., Callable],
-        limit: "CompilationLimit",
-        waiting: Optional["Waiting"],
-        sharded: Optional["ShardedBlocks"],
-    ):
-        # A graph of the code around the block has no place at which to gather the block.
-        super().__init__(block, breaks_graphs=sharded is not None)
-        self._compiled = compiled
-        self._limit = limit
-        self._waiting = waiting
-        self._sharded = sharded
+    def __init__(self, block: Module, compiled: Callable[..., Callable], limit: "CompilationLimit"):
+        super().__init__(block)
+        self._inner = _BlockForward(compiled, limit)
+        self._run: Callable = self._inner.call
 
     # Code other than the caller may be compiled and call a block whose hooks keep the block out of that code's graph.
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):
-        block = self._module()
-        if self._waiting is not None:
-            # Hooks may read parameters too.
-            self._waiting.enter(block)
-        if self._sharded is not None:
-            return self._sharded.call_block(block, functools.partial(self._call, block), args, kwargs)
-        return self._call(block, *args, **kwargs)
+        return self._run(self._module(), *args, **kwargs)
 
-    def _call(self, block, /, *args, **kwargs):
+    def wrap(self, around: Around, always: bool = False) -> None:
+        """Puts a call around this one.
+
+        Args:
+            around: makes it.
+            always: whether also where checkpointing computes the block again, and where the caller compiles the code
+                around the block.
+        """
+        # Before hooks, which may read parameters too.
+        self._run = around(self._module(), None, self._run)
+        if always:
+            self._inner.always.append(around)
+            self.break_graphs()
+
+    def break_graphs(self) -> None:
+        super().break_graphs()
+        self._inner.own_hooks = 1
+
+
+class _BlockForward:
+    """Runs a block's forward compiled, and its hooks uncompiled. Does not hold the block.
+
+    Attributes:
+        own_hooks: how many pre-hooks a block has for DeepCompile.
+        always: what makes the calls around each computation of the block, the innermost first.
+    """
+
+    def __init__(self, compiled: Callable[..., Callable], limit: "CompilationLimit"):
+        self._compiled = compiled
+        self._limit = limit
+        self.own_hooks = 0
+        self.always: List[Around] = []
+
+    def call(self, block: Module, /, *args: Any, **kwargs: Any) -> Any:
         own = vars(block)
         # The caller may have given this block a forward of its own since.
         if self._limit.is_off() or "forward" in own:
             return block._call_impl(*args, **kwargs)
-        if not _has_hooks(own, but=self._breaks_graphs):
+        if not _has_hooks(own, but=self.own_hooks):
             # Dynamo checks its guards faster while nothing has changed the block's attributes.
             return self._run(block, *args, **kwargs)
 
@@ -225,12 +236,13 @@ class CallOfBlock(Call):
         def run(layer, /, *inputs, **keywords):
             return self._limit.call_block(layer, compiled, forward, inputs, keywords)
 
+        # The backward calls this again.
+        for around in self.always:
+            run = around(block, None, run)
+
         @functools.wraps(forward)
         def call(layer, /, *inputs, **keywords):
-            if self._sharded is None:
-                return run(layer, *inputs, **keywords)
-            # The backward calls this again, when the block's parameters may have been given back.
-            return self._sharded.call_block(layer, functools.partial(run, layer), inputs, keywords)
+            return run(layer, *inputs, **keywords)
 
         def checkpoint_compiled(function, *inputs):
             if isinstance(function, functools.partial) and function.func is forward:

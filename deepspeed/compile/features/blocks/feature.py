@@ -1,0 +1,137 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles each block of a model by itself, and limits how often code is compiled again."""
+
+import weakref
+from typing import TYPE_CHECKING, Iterator, List, Tuple
+
+import torch
+from torch.nn import Module
+
+from deepspeed.utils import logger
+
+from ...zero12.feature import Asked, Feature, Making
+from . import compile_blocks, reasons
+from .block_calls import Around
+from .choose_blocks import choose_blocks
+from .compilation_limit import CompilationLimit
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from ...zero12.graph.frame import Frame
+
+_chosen: "weakref.WeakKeyDictionary[Asked, Tuple[List[Module], str]]" = weakref.WeakKeyDictionary()
+
+
+def chosen(asked: Asked) -> Tuple[List[Module], str]:
+    """Returns what :func:`choose_blocks` returns for what the user asks for. The blocks are chosen once.
+
+    Raises:
+        ValueError: as :func:`choose_blocks` does.
+    """
+    if asked not in _chosen:
+        wanted = asked.options.regional_compilation
+        _chosen[asked] = choose_blocks(asked.engine.module, wanted, asked.compile_kwargs)
+    return _chosen[asked]
+
+
+def no_blocks(asked: Asked, needs: str) -> Iterator[str]:
+    """Yields a sentence if there are no blocks. ``needs`` begins it, and says what needs them."""
+    blocks, why = chosen(asked)
+    if not blocks:
+        yield (
+            f"{needs}, and the model is compiled as a whole, because {why}; name its blocks' classes in "
+            "compile.regional_compilation, or leave this out"
+        )
+
+
+class Blocks(Feature):
+    """The blocks of one engine, each with its call. Without blocks, the module is compiled as a whole.
+
+    Attributes:
+        blocks: the modules that have graphs of their own.
+    """
+
+    compiles_module = True
+
+    @classmethod
+    def refusals(cls, asked: Asked) -> Iterator[str]:
+        if asked.options.regional_compilation and asked.compile_kwargs.get("fullgraph"):
+            yield (
+                "compile_kwargs['fullgraph'] contradicts compile.regional_compilation, which makes a graph of every "
+                "block; leave one of them out"
+            )
+        try:
+            chosen(asked)
+        except ValueError as error:
+            yield str(error)
+
+    @classmethod
+    def warnings(cls, asked: Asked) -> Iterator[str]:
+        yield from _hooks_that_end_graphs(asked.engine.module, chosen(asked)[0])
+
+    def __init__(self, making: Making):
+        module, compile_kwargs, undo = making.module, making.asked.compile_kwargs, making.undo
+        compile_blocks.refuse_blocks_of_others(module)
+        compile_blocks.take_over_compiled(each for each in module.modules() if each is not module)
+        blocks, why_whole = chosen(making.asked)
+        self._module, self._blocks = weakref.ref(module), [weakref.ref(block) for block in blocks]
+        self.no_graph_is_last = bool(blocks)
+        # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
+        limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
+        self._limit = CompilationLimit(module, limit, raises=bool(compile_kwargs.get("fullgraph")))
+        if blocks:
+            names = sorted({type(block).__name__ for block in blocks})
+            logger.info(f"DeepCompile makes one graph for all {len(blocks)} blocks of each class of {names}")
+            compile_blocks.compile_blocks(module, blocks, making.backend, compile_kwargs, self._limit, undo)
+        else:
+            logger.info(f"DeepCompile compiles the model as a whole, because {why_whole}")
+        compile_blocks.compile_module(module, self._limit, undo, {**compile_kwargs, "backend": making.backend})
+
+    @property
+    def blocks(self) -> List[Module]:
+        return [block for reference in self._blocks if (block := reference()) is not None]
+
+    def wrap_calls(self, around: Around, always: bool = False) -> None:
+        """Puts a call around each call of a block, and of a module that calls blocks, with what was put there before.
+
+        Args:
+            around: makes the call.
+            always: whether the call is also around blocks that checkpointing computes again, and that code calls which
+                the caller compiles.
+        """
+        compile_blocks.wrap_calls(self._module(), self.blocks, around, always)
+
+    def graph(self, frame: "Frame") -> None:
+        # A frame without registered parameters, such as a function that logs metrics by name, does not change what is
+        # reduced, so Dynamo's own limit applies to it.
+        if frame.parameters:
+            compile_id = torch._guards.CompileContext.current_compile_id()
+            compilations, what = compile_id.frame_compile_id + 1, frame.block or "the model"
+            self._limit.compiles(compile_id.frame_id, compilations, what, reasons.graph_break(frame.gm))
+
+    def after_step(self, engine: "DeepSpeedEngine") -> None:
+        self._limit.step()
+
+
+FEATURE = Blocks
+
+
+def _hooks_that_end_graphs(module, blocks):
+    """Yields a sentence if modules have full backward hooks, at which torch ends graphs."""
+    if torch._dynamo.config.compiled_autograd:
+        return
+    # Hooks of a block itself run outside of the block's graph.
+    traced = {id(each) for top in blocks or [module] for each in top.modules()} - {id(block) for block in blocks}
+    hooked = [
+        name or type(each).__name__
+        for name, each in module.named_modules()
+        if id(each) in traced and (each._backward_hooks or each._backward_pre_hooks)
+    ]
+    if hooked:
+        yield (
+            f"the full backward hooks of {hooked[0]} ({len(hooked)} modules have such hooks) end the graphs around it "
+            "and keep a forward that calls it in a loop from being compiled, as under torch.compile alone; use hooks "
+            "of tensors, in a forward hook, instead"
+        )

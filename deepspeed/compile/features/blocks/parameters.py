@@ -1,0 +1,34 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Which parameters, and which modules, the blocks of a model hold."""
+
+from collections import defaultdict
+from typing import Dict, Iterable, List, Set
+
+from torch.nn import Module, Parameter
+
+
+def modules_outside(module: Module, blocks: List[Module]) -> List[Module]:
+    """Lists the modules that lie in no block."""
+    inside = {id(each) for block in blocks for each in block.modules()}
+    return [each for each in module.modules() if id(each) not in inside]
+
+
+def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:
+    """Lists those of ``parameters`` that no block holds, or several do, then those that each block holds alone.
+
+    ``parameters`` may hold others than those of the module, as an optimizer may.
+    """
+    outside = {
+        id(parameter) for each in modules_outside(module, blocks) for parameter in each.parameters(recurse=False)
+    }
+    holders: Dict[int, Set[int]] = defaultdict(set)
+    for index, block in enumerate(blocks):
+        for parameter in block.parameters():
+            holders[id(parameter)].add(index)
+    lists: List[List[Parameter]] = [[] for _ in range(1 + len(blocks))]
+    for parameter in parameters:
+        held_by = holders[id(parameter)]
+        alone = len(held_by) == 1 and id(parameter) not in outside
+        lists[1 + next(iter(held_by)) if alone else 0].append(parameter)
+    return lists

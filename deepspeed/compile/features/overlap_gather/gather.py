@@ -1,0 +1,182 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Distributes the new values of parameters after a ZeRO-1/2 step while the next forward runs.
+
+``gather_hooks.py`` makes the forward wait for them.
+"""
+
+import contextlib
+from itertools import groupby
+from typing import TYPE_CHECKING, Dict, Iterable, Iterator, List, Set, Tuple
+
+import torch
+from torch.nn import Parameter
+
+import deepspeed.comm as dist
+
+from ...zero12.collectives import collective
+from ...zero12.gather import PURPOSE, AllGather
+from ...zero12.layout import partition_offset
+from .runs import Run, runs
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+# How many owners a unit may have on average. NCCL runs as many broadcasts as it has channels side by side, usually 16,
+# and a few units have far more owners than the average.
+OWNERS_OF_A_UNIT = 12
+
+
+def broadcasts_pay(units: List[List[Run]]) -> bool:
+    """Whether to broadcast units under the next forward, rather than to gather all partitions with one collective.
+
+    Each broadcast goes through all ranks, one after the other. On many ranks a unit has many owners. If these are more
+    than can broadcast side by side, the broadcasts take longer than the forward that they run under. ``docs/scale.md``
+    has the reckoning.
+    """
+    return sum(len({run.owner for run in unit}) for unit in units) <= OWNERS_OF_A_UNIT * len(units)
+
+
+class OverlappedGather(AllGather):
+    """Sends each partition's parameters to the other ranks while the next forward runs.
+
+    Args:
+        optimizer: a ZeRO-1/2 optimizer.
+        units: lists of parameters, in the order in which units are sent. Each registered parameter is in one unit. A
+            unit is sent as few contiguous runs, each by the run's owner and all in one group, and a forward waits for
+            a whole unit. If units have too many owners for that, one collective gathers all partitions.
+    """
+
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", units: List[List[Parameter]]):
+        super().__init__(optimizer)
+        self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
+        self._runs = [runs(optimizer, unit) for unit in units]
+        self._broadcasts = broadcasts_pay(self._runs)
+        # Number of a unit that is on its way -> its collectives that nobody has waited for.
+        self._works: Dict[int, list] = {}
+        # Whether the first unit of the current step has been sent.
+        self._sent_first = False
+
+    def first_spans(self, group: int) -> List[Tuple[int, int]]:
+        """Returns where the first unit lies in this rank's partition of a parameter group: [first, last) in elements.
+
+        A forward needs this unit before it begins, so it should be stepped first and sent by :meth:`start_first`.
+        """
+        if not self._broadcasts:
+            return []
+        optimizer = self._optimizer()
+        rank = dist.get_rank(optimizer.real_dp_process_group[group])
+        begin = partition_offset(optimizer, group)
+        own = [run for run in self._runs[0] if run.group == group and run.owner == rank]
+        return sorted((run.first - begin, run.last - begin) for run in own)
+
+    def start_first(self) -> None:
+        """Called when the first unit has its new values, on every rank, at whatever time before :meth:`start`.
+
+        Raises:
+            DistBackendError: if a collective failed, for example because another rank died.
+        """
+        self.wait_all()
+        if self._broadcasts:
+            with collective(PURPOSE):
+                self._works[0] = self._broadcast(self._runs[0])
+            self._sent_first = True
+
+    def start(self) -> None:
+        """Called on every rank when the partitions hold their new values. Returns while parameters are being sent.
+
+        Raises:
+            DistBackendError: if a collective failed, for example because another rank died.
+        """
+        if not self._sent_first:
+            self.start_first()
+        self._sent_first = False
+        with collective(PURPOSE):
+            if self._broadcasts:
+                for index, unit in enumerate(self._runs[1:], start=1):
+                    self._works[index] = self._broadcast(unit)
+            else:
+                works = self._gather_all()
+                # A forward waits for the same collectives, whichever unit it comes to.
+                self._works = {index: list(works) for index in range(len(self._runs))}
+
+    def _broadcast(self, unit):
+        """Returns the works of the broadcasts of one unit."""
+        optimizer, works = self._optimizer(), []
+        for process_group, of_group in groupby(unit, lambda run: optimizer.real_dp_process_group[run.group]):
+            # A single rank has nobody to send to.
+            if dist.get_world_size(process_group) == 1:
+                continue
+            with grouped(process_group, optimizer.bit16_groups_flat[unit[0].group].device) as of_process_group:
+                for group, first, last, owner in of_group:
+                    elements = optimizer.bit16_groups_flat[group].narrow(0, first, last - first)
+                    source = dist.get_global_rank(process_group, owner)
+                    of_process_group.append(dist.broadcast(elements, src=source, group=process_group, async_op=True))
+            works += of_process_group
+        return works
+
+    def _gather_all(self):
+        """Returns the works of the collectives that gather all partitions, one for each parameter group."""
+        optimizer = self._optimizer()
+        return [
+            dist.all_gather_into_tensor(
+                flat, partitions[dist.get_rank(process_group)], group=process_group, async_op=True
+            )
+            for flat, partitions, process_group in zip(
+                optimizer.bit16_groups_flat,
+                optimizer.parallel_partitioned_bit16_groups,
+                optimizer.real_dp_process_group,
+            )
+            if dist.get_world_size(process_group) > 1
+        ]
+
+    def units_of(self, parameters: Iterable[Parameter]) -> Set[int]:
+        """Returns the numbers of the units that hold any of ``parameters``. Frozen parameters are in no unit."""
+        return {self._unit_of[id(parameter)] for parameter in parameters if id(parameter) in self._unit_of}
+
+    def wait(self, units: Iterable[int]) -> None:
+        """Makes the current stream, and on a CPU the calling thread, wait for these units.
+
+        Raises:
+            DistBackendError: if the parameters could not be received.
+        """
+        if self._works:
+            for index in units:
+                works = self._works.get(index, [])
+                while works:
+                    # Drop a broadcast only after its wait succeeded. If a wait raised, every later wait must raise
+                    # too, because the parameters must not be used.
+                    with collective(PURPOSE):
+                        works[-1].wait()
+                    works.pop()
+                self._works.pop(index, None)
+
+    def wait_all(self) -> None:
+        """Waits for every unit that is on its way."""
+        # A step that was interrupted may have sent its first unit.
+        self._sent_first = False
+        self.wait(sorted(self._works))
+
+
+@contextlib.contextmanager
+def grouped(process_group: "ProcessGroup", device: torch.device) -> Iterator[List["Work"]]:
+    """Context that sends asynchronous collectives of one process group as one group, if the backend has groups.
+
+    NCCL starts the collectives of a group with one kernel and runs them side by side. gloo has no groups.
+
+    Yields:
+        a list to which the caller appends the collectives' works. When the context has ended, the list holds what is
+        to be waited for: one work of the whole group, or the appended works.
+    """
+    works: List["Work"] = []
+    if not process_group._get_backend(device).supports_coalescing:
+        yield works
+        return
+    process_group._start_coalescing(device)
+    try:
+        yield works
+    finally:
+        # If a collective raised, end the group too: an open group would swallow the process group's later collectives.
+        works[:] = [process_group._end_coalescing(device)]

@@ -1,0 +1,43 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Cuts parameters into runs, each of which one rank sends."""
+
+from typing import TYPE_CHECKING, Iterable, List, NamedTuple
+
+from torch.nn import Parameter
+
+from ...zero12.layout import pieces
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+
+class Run(NamedTuple):
+    """The elements [first, last) of a parameter group's flat tensor, which lie in the partition of rank ``owner``."""
+
+    group: int
+    first: int
+    last: int
+    owner: int
+
+
+def runs(optimizer: "DeepSpeedZeroOptimizer", parameters: Iterable[Parameter]) -> List[Run]:
+    """Lists the runs that cover ``parameters``, in the order of the flat tensors.
+
+    Adjacent pieces of one owner form one run, which includes the padding between the pieces.
+    """
+    wanted, found = {id(parameter) for parameter in parameters}, []
+    for group, size in enumerate(optimizer.partition_size):
+        # The run that the next piece extends if the piece has the same owner.
+        open_run = None
+        for piece in pieces(optimizer, group):
+            if id(piece.parameter) not in wanted:
+                open_run = None
+                continue
+            first = piece.owner * int(size) + piece.offset
+            if open_run is not None and open_run.owner == piece.owner:
+                open_run = found[-1] = open_run._replace(last=first + piece.numel)
+            else:
+                open_run = Run(group, first, first + piece.numel, piece.owner)
+                found.append(open_run)
+    return found

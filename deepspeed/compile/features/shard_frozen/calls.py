@@ -1,0 +1,88 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What DeepSpeed's engine calls to keep parameters on the host until they are sharded, and to save a checkpoint."""
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from ...zero12.state import state_of
+from ..subclasses.calls import BROADCAST_LATER
+from .at_rest import AtRest
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+def move_to_device(engine: "DeepSpeedEngine") -> None:
+    """Called when an engine begins. Moves the module to the engine's device.
+
+    With ``compile.shard_frozen``, the frozen parameters of blocks that are on the host stay there until they are
+    sharded, so the model need not fit on one device.
+
+    Raises:
+        ValueError: if parameters that are to be sharded are on the meta device.
+    """
+    module, stays = engine.module, []
+    trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
+    if engine._config.compile_config.shard_frozen and trains and engine.zero_optimization_stage() in (1, 2):
+        _refuse_meta(module)
+        stays = _to_be_sharded(engine)
+    if not stays:
+        module.to(engine.device)
+        return
+    stay = {id(parameter) for parameter in stays}
+    module._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
+    for parameter in stays:
+        setattr(parameter, BROADCAST_LATER, True)
+
+
+def _refuse_meta(module):
+    for name, parameter in module.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"parameter {name} is on the meta device, so compile.shard_frozen has no values to shard; load the "
+                "model on the host before deepspeed.initialize(), which leaves the blocks' frozen parameters there "
+                "until each rank takes its part"
+            )
+
+
+def _to_be_sharded(engine):
+    """Lists the parameters that will be sharded and are not on the engine's device."""
+    from ..blocks.choose_blocks import choose_blocks
+    from .sharded_blocks import frozen_of_blocks
+
+    try:
+        blocks, _ = choose_blocks(engine.module, engine._config.compile_config.regional_compilation, {})
+    except ValueError:
+        # engine.compile() will raise it.
+        return []
+    frozen = itertools.chain.from_iterable(frozen_of_blocks(engine.module, blocks, []))
+    return [parameter for parameter in frozen if is_elsewhere(parameter, torch.device(engine.device))]
+
+
+def is_elsewhere(parameter: torch.nn.Parameter, device: torch.device) -> bool:
+    """Whether a parameter is not on ``device``."""
+    return parameter.device.type != device.type
+
+
+def refuse_to_save(engine: "DeepSpeedEngine", exclude_frozen_parameters: bool) -> None:
+    """Called on all ranks before a checkpoint of the module is written.
+
+    Raises:
+        RuntimeError: if frozen parameters are to be saved of which each rank has only a part.
+    """
+    if state_of(engine) is None:
+        return
+    # Imported here, because the compiler takes a second, for which DeepSpeed need not wait.
+    from .feature import sharded_blocks
+
+    sharded = sharded_blocks(engine)
+    if sharded is not None and not exclude_frozen_parameters:
+        sharded.refuse_to_save()
+
+
+def place_of(parameter: torch.Tensor) -> int:
+    """Called when a checkpoint is saved. Returns a number that two parameters share if they are one in memory."""
+    return id(parameter) if isinstance(parameter, AtRest) else parameter.data_ptr()

@@ -1,0 +1,24 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that are made of other tensors and have no memory of their own, such as torchao's quantized weights."""
+
+import sys
+from typing import Iterable, Iterator
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yields the tensors that have memory: each tensor itself, or else those of which it is made."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            yield from plain_tensors(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a ``DTensor``. Does not import what defines these, which takes a quarter of DeepSpeed's import."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
