@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional, Protocol, Type
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .subclasses import plain_tensors
+from ..subclasses.tensors import plain_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor as _NextClass
