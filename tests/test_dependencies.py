@@ -119,7 +119,6 @@ BEHAVIOUR = [
     ),
     ("torch._inductor.codegen.wrapper:PythonWrapperCodegen", r"self\.freed\b[\s\S]*name in self\.freed"),
     ("torch._inductor.codegen.wrapper:PythonWrapperCodegen.generate_fallback_kernel", r"codegen_args|ExternKernel"),
-    ("torch._inductor.compile_fx:partition_fn", r'compiler="inductor"'),
     ("torch._inductor.graph:GraphLowering", r"self\.cpp_wrapper\b[\s\S]*self\.mutated_buffers\b"),
     ("torch._inductor.ir:ExternKernel", r"self\.constant_args\b"),
     ("torch._inductor.scheduler:NodeUser", r"is_weak: bool"),

@@ -5,8 +5,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The base's helpers on FX graphs, with this fork's end of a backward.
 
-The base's ZeRO-3, AutoSP and AutoTP passes import these names too. One rule ends the backwards of both native modules,
-this fork's and that of ZeRO-3: the graph that reduces last releases the buckets.
+The base's ZeRO-3, AutoSP and AutoTP passes import these names too. In all stages, the graph that reduces last releases
+the buckets.
 """
 
 from typing import Iterable, List, Tuple
@@ -33,14 +33,13 @@ def reduce_nodes(graph: Graph) -> List[Node]:
 
 
 def should_release_reduce_buckets(graph_order: Iterable[Tuple[int, bool]], graph_id: int) -> bool:
-    """Whether the backward of ``graph_id`` is the last one that reduces.
+    """Whether the backward of ``graph_id`` is the last one that reduces. ZeRO-3's passes ask it.
 
     Backwards run in the reverse of forward order, so the last backward that reduces belongs to the first forward graph
     that reduces. All forward graphs of a step are known when the first backward is compiled.
 
     Args:
-        graph_order: (graph id, whether it needs a backward or, under ZeRO-1/2, whether it reduces) of each
-            forward graph, in forward order.
+        graph_order: (graph id, whether it needs a backward) of each forward graph, in forward order.
         graph_id: one of these ids.
     """
     from .backend import param_manager

@@ -56,8 +56,8 @@ def split_joint(
             configured.
         buffers: indices of the frame's inputs that other code may change before the backward.
     """
-    own = contextlib.nullcontext() if budget is None else config.patch(activation_memory_budget=budget)
-    with own:
+    within = contextlib.nullcontext() if budget is None else config.patch(activation_memory_budget=budget)
+    with within:
         if config.activation_memory_budget < 1:
             _copy(joint, buffers)
         return _partitioner()(joint, joint_inputs, **kwargs)
@@ -94,8 +94,8 @@ def _partitioner():
             "what to keep; use a release of torch that the README names"
         )
     # The same code with globals of its own, so that nothing changes for others who call it.
-    own = {**torchs.__globals__, "choose_saved_values_set": _values_to_keep}
-    partitioner = types.FunctionType(torchs.__code__, own, argdefs=torchs.__defaults__)
+    names = {**torchs.__globals__, "choose_saved_values_set": _values_to_keep}
+    partitioner = types.FunctionType(torchs.__code__, names, argdefs=torchs.__defaults__)
     partitioner.__kwdefaults__ = torchs.__kwdefaults__
     return partitioner
 
@@ -133,7 +133,7 @@ def runs_once(node: Node) -> bool:
 def _reads_of_changed_inputs(joint: Graph) -> Set[Node]:
     """Returns the nodes that read an input which the forward changes at its end, or right after it."""
     descriptors = joint.output_node().meta.get("desc", ())
-    later = {each.mutated_input for each in descriptors if isinstance(each, InputMutationAOTOutput)}
+    later = {output.mutated_input for output in descriptors if isinstance(output, InputMutationAOTOutput)}
     copies = joint.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
     open_ = [node for node in joint.find_nodes(op="placeholder") if node.meta.get("desc") in later]
     open_ += [node.args[0] for node in copies]

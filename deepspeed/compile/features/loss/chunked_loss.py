@@ -140,45 +140,47 @@ class _HeadAndLoss(torch.autograd.Function):
         return loss, logits
 
     @staticmethod
-    def backward(ctx, of_loss, of_logits):
-        return *_Gradients.apply(ctx, of_loss, of_logits, *ctx.saved_tensors), None, None, None
+    def backward(ctx, grad_loss, grad_logits):
+        return *_Gradients.apply(ctx, grad_loss, grad_logits, *ctx.saved_tensors), None, None, None
 
 
 class _Gradients(torch.autograd.Function):
     """The backward of :class:`_HeadAndLoss`. A function of its own, so that a second derivative raises."""
 
     @staticmethod
-    def forward(_, ctx, of_loss, of_logits, hidden, weight, logits, target, logsumexp, weights):
+    def forward(_, ctx, grad_loss, grad_logits, hidden, weight, logits, target, logsumexp, weights):
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         tokens, vocabulary = hidden.reshape(-1, hidden.size(-1)), weight.size(0)
         logits = logits.view(-1, vocabulary)
         # A token that does not count has no gradient, also where the caller divides by a count of zero and the loss's
         # gradient is not finite: a product of zero and infinity would make all gradients NaN.
         weights = (
-            torch.zeros_like(weights) if of_loss is None else torch.where(weights == 0, 0, weights * of_loss.float())
+            torch.zeros_like(weights)
+            if grad_loss is None
+            else torch.where(weights == 0, 0, weights * grad_loss.float())
         )
-        of_tokens = torch.zeros_like(tokens, dtype=torch.float32) if needs_hidden else None
-        of_weight: Any = weight.new_empty(weight.shape) if needs_weight else None
-        of_bias: Any = weight.new_empty(vocabulary) if needs_bias else None
+        grad_tokens = torch.zeros_like(tokens, dtype=torch.float32) if needs_hidden else None
+        grad_weight: Any = weight.new_empty(weight.shape) if needs_weight else None
+        grad_bias: Any = weight.new_empty(vocabulary) if needs_bias else None
         for rows in chunks(len(tokens), vocabulary):
             gradient = ctx.chunked.gradient_of_logits(logits[:, rows], logsumexp, target - rows.start, weights)
-            if of_logits is not None:
-                gradient += of_logits.reshape(-1, vocabulary)[:, rows]
+            if grad_logits is not None:
+                gradient += grad_logits.reshape(-1, vocabulary)[:, rows]
             if ctx.chunked.scale_back is not None:
                 ctx.chunked.scale_back(gradient, logits[:, rows])
             if needs_hidden:
-                _add_product(of_tokens, gradient, weight[rows])
+                _add_product(grad_tokens, gradient, weight[rows])
             if needs_weight:
-                torch.mm(gradient.t(), tokens, out=of_weight[rows])
+                torch.mm(gradient.t(), tokens, out=grad_weight[rows])
             if needs_bias:
-                torch.sum(gradient, 0, out=of_bias[rows])
+                torch.sum(gradient, 0, out=grad_bias[rows])
             # Drop the chunk before the next one is made.
             del gradient
-        of_hidden = of_tokens.to(hidden.dtype).view(hidden.shape) if needs_hidden else None
-        of_parameters = [of_weight, of_bias]
-        del of_tokens, of_weight, of_bias
-        ctx.chunked.reduce(of_parameters, ctx.registrations)
-        return of_hidden, *of_parameters
+        grad_hidden = grad_tokens.to(hidden.dtype).view(hidden.shape) if needs_hidden else None
+        grad_parameters = [grad_weight, grad_bias]
+        del grad_tokens, grad_weight, grad_bias
+        ctx.chunked.reduce(grad_parameters, ctx.registrations)
+        return grad_hidden, *grad_parameters
 
     @staticmethod
     def backward(_, *gradients):

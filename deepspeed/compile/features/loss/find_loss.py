@@ -151,7 +151,7 @@ def _find(graph, parameters):
             unfit = reason
     if not found:
         return None, unfit or Unfit("it does not call torch.nn.functional.cross_entropy")
-    return max(reversed(found), key=lambda each: _traced(each.head).numel()), unfit
+    return max(reversed(found), key=lambda loss: _traced(loss.head).numel()), unfit
 
 
 def _with_head(cross_entropy):
@@ -241,7 +241,7 @@ def _keeps_vocabulary(index):
 
 
 def _is_constant_slice(part):
-    return isinstance(part, slice) and not any(isinstance(each, Node) for each in (part.start, part.stop, part.step))
+    return isinstance(part, slice) and not any(isinstance(bound, Node) for bound in (part.start, part.stop, part.step))
 
 
 def _behind(head) -> Set[Node]:

@@ -10,7 +10,6 @@ import torch
 from torch._inductor.utils import GPU_ALIGN_BYTES
 from torch.fx import GraphModule
 
-from ...fx import should_release_reduce_buckets
 from ..feature import Feature, only, overriding
 from . import guards, lowering
 from .frame import Choices, Frame
@@ -97,9 +96,9 @@ class Backend:
             return None, False
         number = torch._guards.CompileContext.current_compile_id().frame_id
         graph_id = self._graph_ids.setdefault(number, len(self._graph_ids))
-        order = [(known, True) for known in self._graph_ids.values()]
-        # If no graph runs last in every backward, finish_backward() releases buckets.
-        return graph_id, not self._no_graph_is_last and should_release_reduce_buckets(order, graph_id)
+        # Backwards run in the reverse of forward order, so the first frame reduces last. If no graph runs last in every
+        # backward, finish_backward() releases buckets.
+        return graph_id, graph_id == 0 and not self._no_graph_is_last
 
 
 def _preceded(compiled, before):

@@ -37,6 +37,10 @@ class Choices:
     rewrites: Sequence[Callable[[Sequence], Optional[Rewrite]]] = ()
     split: Optional[Callable[[Sequence], Split]] = None
 
+    @property
+    def generates_code(self) -> bool:
+        return self.compiler != "eager"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frame:
@@ -85,6 +89,8 @@ class Frame:
             [not self.choices.are_aligned and value in numbers for value in inputs],
             [rewrite for rewrite in rewrites if rewrite is not None],
             self.choices.split and self.choices.split(inputs),
+            # Inductor rearranges a graph, so lowering.py decides there.
+            donates=not self.choices.generates_code,
         )
         if not reduced:
             return self._compile(gm, inputs, partitioner)
@@ -97,13 +103,13 @@ class Frame:
         return lambda *args: compiled(*args, tensor_for([args[index] for index in reduced]))
 
     def _compile(self, gm, inputs, partitioner):
-        if self.choices.compiler == "eager":
-            return run_as_traced(gm, inputs, partitioner)
-        return _generate_code(gm, inputs, partitioner, self.mode, self.options)
+        if self.choices.generates_code:
+            return _generate_code(gm, inputs, partitioner, self.mode, self.options)
+        return run_as_traced(gm, inputs, partitioner)
 
     def compile_part(self, part: Callable) -> Callable:
         """Returns a part of the frame that has no registered parameters, to be compiled when it is called."""
-        if self.choices.compiler == "eager":
+        if not self.choices.generates_code:
             return part
 
         # torch 2.11 does not compile a graph module that Dynamo has made, but compiles a function that calls one.

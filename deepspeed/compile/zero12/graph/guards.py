@@ -30,7 +30,7 @@ def guard_all() -> None:
         # This is the first compilation of all, or torch._dynamo.reset() has dropped all callbacks.
         callback_handler.register_end_callback(set_back)
     options = {name: getattr(torch._dynamo.config, name) for name in _OPTIONS_THAT_LEAVE_OUT_GUARDS}
-    _before.setdefault(threading.get_ident(), options)
+    _former_options.setdefault(threading.get_ident(), options)
     for name in options:
         setattr(torch._dynamo.config, name, False)
 
@@ -40,10 +40,10 @@ def set_back(_args: Optional[CallbackArgs] = None) -> None:
 
     While another thread compiles, for example a backward, Dynamo does not tell that a compilation of this thread ends.
     """
-    if _before:
-        for name, value in _before.pop(threading.get_ident(), {}).items():
+    if _former_options:
+        for name, value in _former_options.pop(threading.get_ident(), {}).items():
             setattr(torch._dynamo.config, name, value)
 
 
 # Thread with a compilation under way -> the values of the options before it, which are options of each thread.
-_before: Dict[int, Dict[str, bool]] = {}
+_former_options: Dict[int, Dict[str, bool]] = {}

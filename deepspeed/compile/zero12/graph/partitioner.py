@@ -50,6 +50,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         lies_anywhere: for each input of the graph, whether it may lie at an address of any alignment.
         rewrites: change the graph before it is split.
         split: splits the graph, or None.
+        donates: whether to mark gradients that the reducer may keep, because the graphs run as split.
     """
 
     slots: Mapping[int, int]
@@ -59,13 +60,15 @@ class ReduceGradPartitioner(CustomPartitionerFn):
     lies_anywhere: Sequence[bool]
     rewrites: Sequence[Rewrite] = ()
     split: Optional[Split] = None
+    donates: bool = False
 
     def uuid(self) -> bytes:
         """Identifies this partitioner in the keys of torch's caches."""
         schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
         slots = sorted(self.slots.items())
+        how = self.graph_id, self.release_reduce_buckets, self.lies_anywhere, self.donates
         parts = [rewrite.key for rewrite in self.rewrites], self.split and self.split.key
-        key = cache_key(), schema, slots, self.graph_id, self.release_reduce_buckets, self.lies_anywhere, parts
+        key = cache_key(), schema, slots, how, parts
         return hashlib.sha256(repr(key).encode()).digest()
 
     def __call__(self, gm: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
@@ -75,7 +78,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         split = self.split or min_cut_rematerialization_partition
         forward, backward = split(gm, joint_inputs, **kwargs)
         finish_backward_graph(backward, self.graph_id, self.release_reduce_buckets)
-        if kwargs.get("compiler") != "inductor":
+        if self.donates:
             donate_gradients(backward)
         if self.debug_log:
             logger.info(f"DeepCompile graph {self.graph_id}, forward:\n{forward.graph}\nbackward:\n{backward.graph}")

@@ -64,8 +64,8 @@ def finish_backward_graph(backward: GraphModule, graph_id: Optional[int], releas
 def donate_gradients(backward: GraphModule) -> None:
     """Donates each gradient that only its reduction uses: the reducer may keep the gradient's memory.
 
-    This is for graphs that run as traced, node by node. Inductor rearranges a graph first, so for Inductor
-    ``lowering.py`` decides.
+    This is for graphs that run as split, node by node. Inductor rearranges a graph first, so ``lowering.py`` decides
+    for generated code.
     """
     for reduction in reduce_nodes(backward.graph):
         gradient = reduction.args[0]
