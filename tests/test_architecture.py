@@ -45,8 +45,8 @@ zero12 zero12.set_up
 init_z1_and_2
 features.blocks.parameters features.blocks.reasons features.key_value_cache.feature features.overlap_gather.runs
 features.subclasses.tensors
-features.blocks.compilation_limit features.overlap_gather.gather features.subclasses.calls
-features.shard_frozen.at_rest
+features.blocks.compilation_limit features.overlap_gather.gather features.shard_frozen.at_rest
+features.subclasses.calls
 features.blocks.block_calls features.overlap_gather.gather_hooks features.shard_frozen.unit
 features.blocks.choose_blocks features.shard_frozen.gather_order features.shard_frozen.saved_tensors
 features.blocks.compile_blocks features.shard_frozen.sharded_blocks

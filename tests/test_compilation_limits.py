@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from deepspeed.compile.zero12.graph import reasons
+from deepspeed.compile.features.blocks import reasons
 
 from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary

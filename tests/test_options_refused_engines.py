@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that ``engine.compile()`` refuses for what they are or for when it is called."""
 
+import importlib
 from typing import List, NamedTuple, Optional
 from unittest import mock
 
@@ -9,6 +10,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from deepspeed.compile.zero12 import options as zero_options
+from deepspeed.compile.zero12 import self_compile
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from support.ids import vary
@@ -84,20 +86,19 @@ def test_refused_with_an_old_torch(ranks):
 
 
 class CompiledTwice(NamedTuple):
-    first: Optional[str]  # what the first engine.compile(), in which torch.compile fails, raised
+    first: Optional[str]  # what the first engine.compile(), in which something fails, raised
     second: Optional[str]  # what another one raised
     error: float  # of training the engine thereafter
     anew: float  # of training an engine that is made anew
 
 
-def compile_twice_after_torch_failed(stage):
+def compile_twice(fails, function, stage):
+    """``fails``, ``function``: the module and the name of the function that fails in the first engine.compile()."""
     case = Case(model=SMALL, stage=stage)
     module, engine = prepare(case)
-    compiles, torch.compile = torch.compile, len  # Not to be called with these arguments.
-    try:
+    # len() is not to be called with these arguments.
+    with mock.patch.object(importlib.import_module(fails), function, len):
         first = outcome(engine.compile, backend="eager")
-    finally:
-        torch.compile = compiles
     second = outcome(engine.compile, backend="eager")
     error = train_prepared(case, module, engine)
     anew = Started(module, make_engine(module, case))
@@ -105,9 +106,17 @@ def compile_twice_after_torch_failed(stage):
 
 
 @vary("stage", [1, 2])
-def test_refused_after_torch_failed(ranks, stage):
+def test_compiled_after_torch_failed(ranks, stage):
+    """An engine could not be compiled after torch.compile() has failed, although nothing of the first try is left."""
+    (result,) = ranks(1).run(compile_twice, "torch", "compile", stage)
+    assert result.first == "TypeError: len() takes no keyword arguments"
+    assert result.second is None and result.error < BOUND and result.anew < BOUND
+
+
+@vary("stage", [1, 2])
+def test_refused_after_half_a_compile(ranks, stage):
     """A second engine.compile() would set up an engine twice that the first has left half-way."""
-    (result,) = ranks(1).run(compile_twice_after_torch_failed, stage)
+    (result,) = ranks(1).run(compile_twice, self_compile.__name__, "compile_module", stage)
     assert result.first == "TypeError: len() takes no keyword arguments"
     assert result.second == (
         f"ValueError: DeepCompile with ZeRO stage {stage}: an earlier engine.compile() failed half-way; "

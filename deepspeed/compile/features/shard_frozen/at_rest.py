@@ -54,6 +54,9 @@ class Gatherable(Protocol):
     def note_alias(self, alias: torch.Tensor) -> None:
         """Called if a tensor that cannot be read has the memory of a parameter, which it needs not have."""
 
+    def forget_alias(self, alias: torch.Tensor) -> None:
+        """Called if such a tensor gets other memory."""
+
 
 class _Share:
     """Whose values a tensor at rest stands for.
