@@ -131,29 +131,6 @@ EDITS = (
         "zero12.self_compile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
     ),
     (
-        ENGINE,
-        "end of loading a ZeRO checkpoint",
-        "            else:\n                success = False\n            if not success:\n"
-        "                self.optimizer._restore_from_bit16_weights()\n",
-        "            else:\n                success = False\n            if not success:\n"
-        "                self.optimizer._restore_from_bit16_weights()\n"
-        "            zero12.eight_bit_states.after_load(self)\n",
-    ),
-    (
-        ENGINE,
-        "step of the optimizer",
-        "            self.optimizer.step()\n",
-        "            zero12.eight_bit_states.before_step(self)\n            self.optimizer.step()\n",
-    ),
-    (
-        "deepspeed/checkpoint/zero_checkpoint.py",
-        "read of a rank's file",
-        "            for key in keys_to_ignore:\n",
-        "            from deepspeed.compile import zero12\n"
-        "            zero12.eight_bit_states.convert_saved(sd)\n"
-        "            for key in keys_to_ignore:\n",
-    ),
-    (
         "deepspeed/ops/op_builder/builder.py",
         "build at first use",
         "        from torch.utils.cpp_extension import load\n",

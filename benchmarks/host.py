@@ -47,8 +47,8 @@ def measure(numel: int, repetitions: int) -> Iterator[tuple[str, float]]:
         repetitions: how often to time each part, after a first time that does not count more than the others.
     """
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.compile.features.one_pass_adam.adam import OnePassAdam
     from deepspeed.compile.zero12.norm import sum_of_squares
-    from deepspeed.compile.zero12.update.adam import OnePassAdam
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     gradient = get_accelerator().pin_empty(numel, dtype=torch.bfloat16, device="cpu").normal_()

@@ -85,7 +85,7 @@ def step_partition(
         new: memory for the parameters, which may be that of the gradients.
         written: what is called with (first, last) when the parameters [first, last) are there.
     """
-    from deepspeed.compile.zero12.update.own_step import OwnStep
+    from deepspeed.compile.features.ranges.own_step import OwnStep
     from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
     from deepspeed.compile.zero12.update.rule import Partition
 
@@ -110,9 +110,9 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
     Returns:
         What updates all parameters by a fused AdamW in one pass.
     """
+    from deepspeed.compile.features.eight_bit.eight_bit import EightBitAdam
+    from deepspeed.compile.features.one_pass_adam import adam as one_pass
     from deepspeed.compile.zero12.norm import sum_of_squares
-    from deepspeed.compile.zero12.update import adam as one_pass
-    from deepspeed.compile.zero12.update.eight_bit import EightBitAdam
 
     with torch.device("meta"):
         sizes = [each.numel() for each in build_model(shape, torch.bfloat16, "meta", False).parameters()]

@@ -18,20 +18,16 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILE = ROOT / "deepspeed" / "compile"
 ZERO12 = COMPILE / "zero12"
 
-# Each module may import those of the lines above its own, and what is on its own line nothing of that line. A star
-# stands for the files of a folder that are not named: a rule for partitions needs no entry, and knows no other rule.
+# Each module may import those of the lines above its own, and what is on its own line nothing of that line.
 FLOORS = """
 fx passes.zero_1_and_2_compile zero12.feature zero12.hooks zero12.messages zero12.timers
 zero12.native zero12.interrupted
 zero12.collectives zero12.layout zero12.offload
-zero12.update.authors zero12.update.rule zero12.update.dynamic_map zero12.norm
+zero12.update zero12.update.authors zero12.update.rule zero12.norm
 zero12.update.ranges
-zero12.update.own_step zero12.update.blockwise zero12.update.adam_operators
-zero12.update.adam zero12.update.adam_kernel
-zero12.update.*
-zero12.update zero12.update.groups
+zero12.update.groups
 zero12.backward zero12.gather zero12.step
-zero12.state zero12.eight_bit_states
+zero12.state
 zero12.optimizer
 zero12.graph.guards zero12.graph.keys
 zero12.graph.parameter_numbers zero12.graph.lowering zero12.graph.reductions
@@ -51,6 +47,11 @@ features.blocks.block_calls features.overlap_gather.gather_hooks features.shard_
 features.blocks.choose_blocks features.shard_frozen.gather_order features.shard_frozen.saved_tensors
 features.blocks.compile_blocks features.shard_frozen.sharded_blocks
 features.blocks.feature
+features.ranges.own_step features.muon.muon features.one_pass_adam.dynamic_map
+features.one_pass_adam.adam_operators features.muon.stand_in
+features.one_pass_adam.adam features.one_pass_adam.adam_kernel features.eight_bit.blockwise
+features.eight_bit.eight_bit features.eight_bit.states
+features.ranges.feature features.one_pass_adam.feature features.eight_bit.feature features.muon.feature
 features.activation_budget.errors features.activation_budget.split features.dora.feature features.liger.feature
 features.loss.chunked_loss features.loss.own_graph features.shard_frozen.rewrite
 features.loss.find_loss
@@ -70,7 +71,6 @@ TRAINING = {
     "norm",
     "interrupted",
     "update",
-    "eight_bit_states",
     "gather",
     "layout",
     "offload",

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.update import make_rules
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
@@ -24,6 +23,7 @@ from support.training import (
     held,
     ranges_of,
     relative_error,
+    step_in_one_pass,
     updates_compiled_from,
 )
 
@@ -100,7 +100,7 @@ def train(case, change, one_pass):
     with ranges_of(48), updates_compiled_from(least, 32), as_traced(True):
         module, engine = start(case)
         if case.deepcompile:
-            engine.optimizer._zero12.rules = make_rules(compiles=True)
+            step_in_one_pass(engine)
         for step in range(4):
             backward(engine, step)
             for group in range(case.groups):

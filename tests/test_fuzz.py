@@ -23,9 +23,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed.compile.features.blocks.block_calls import CallOfCaller
+from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK
 from deepspeed.compile.zero12 import gathered_parameters, gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.update import make_rules
-from deepspeed.compile.zero12.update.dynamic_map import BLOCK
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
@@ -45,6 +44,7 @@ from support.training import (
     parameter_groups,
     ranges_of,
     relative_error,
+    step_in_one_pass,
     total_error,
     updates_compiled_from,
 )
@@ -181,8 +181,7 @@ def _updates(recipe, engine, deepcompile):
     if not (recipe.one_pass and deepcompile):
         yield
         return
-    zero12 = engine.optimizer._zero12
-    zero12.rules = make_rules(compiles=True, optimizer_states=zero12.optimizer_states)
+    step_in_one_pass(engine)
     # A pass that runs as it was traced is as right as a compiled one, and a C++ compiler takes long.
     # A range has whole blocks of 8-bit states.
     numel = 2 * BLOCK if recipe.eight_bits else 48

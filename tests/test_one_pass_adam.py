@@ -13,12 +13,18 @@ from torch._inductor import config
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12.update import adam
-from deepspeed.compile.zero12.update.adam import OnePassAdam
-from deepspeed.compile.zero12.update.adam_operators import Elements, Scalars, Settings, compile_step, step_rows
-from deepspeed.compile.zero12.update.dynamic_map import BLOCK, decode, encode, make_map
+from deepspeed.compile.features.one_pass_adam import adam
+from deepspeed.compile.features.one_pass_adam.adam import OnePassAdam
+from deepspeed.compile.features.one_pass_adam.adam_operators import (
+    Elements,
+    Scalars,
+    Settings,
+    compile_step,
+    step_rows,
+)
+from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK, decode, encode, make_map
+from deepspeed.compile.features.ranges.own_step import OwnStep
 from deepspeed.compile.zero12.update.groups import note_step
-from deepspeed.compile.zero12.update.own_step import OwnStep
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL, PartitionGradient, Ranges
 
 from support.beside import warnings_logged

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.compile.features.one_pass_adam import adam
+from deepspeed.compile.features.one_pass_adam.adam import AdamStep, OnePassAdam
 from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
+from deepspeed.compile.features.ranges.own_step import OwnRanges
 from deepspeed.compile.zero12 import gather, wait_for_parameters
-from deepspeed.compile.zero12.update import adam, make_rules
-from deepspeed.compile.zero12.update.adam import AdamStep, OnePassAdam
-from deepspeed.compile.zero12.update.own_step import OwnRanges
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -31,6 +31,7 @@ from support.training import (
     device,
     ranges_of,
     relative_error,
+    step_in_one_pass,
     updates_compiled_from,
 )
 
@@ -59,8 +60,7 @@ def train_both_ways(case, folder, traced, between=None):
         for least in (2 * ALIGN_NUMEL, 2**30):
             with updates_compiled_from(least, 32), ranges_of(48), as_traced(traced):
                 module, engine = start(case)
-                # As with the backend "inductor", which would take long to compile the model.
-                engine.optimizer._zero12.rules = make_rules(compiles=True)
+                step_in_one_pass(engine)
                 # DeepSpeed has no fp32 values of a frozen parameter, or of one without elements.
                 trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
                 begin = [each.float().clone() for each in trained]
@@ -121,7 +121,7 @@ def gradients_in_one_pass(case):
     """Returns how many targets exist each time that a range is stepped, while it reads its gradient."""
     with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48), as_traced(device().type == "cpu"):
         _, engine = start(case)
-        engine.optimizer._zero12.rules = make_rules(compiles=True)
+        step_in_one_pass(engine)
         return targets_at_calls(adam, "Elements", engine, steps=3)
 
 
@@ -156,8 +156,7 @@ def train_three_steps(first, folder):
     begin = [each.clone() for each in module.parameters()]
     engine = deepspeed.initialize(model=module, config=CONFIGURATION)[0]
     engine.compile(backend="eager")
-    # As with the backend "inductor", which would take long to compile the model.
-    engine.optimizer._zero12.rules = make_rules(compiles=True)
+    step_in_one_pass(engine)
     if first:
         engine.load_checkpoint(folder)
     for step in range(first, first + 3):
@@ -258,7 +257,7 @@ def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
         raising_on(fails_on),
     ):
         module, engine = start(case)
-        engine.optimizer._zero12.rules = make_rules(compiles=True)
+        step_in_one_pass(engine)
         for step in range(3):
             backward(engine, step)
             done.clear()

@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.compile.features.eight_bit.feature import _states_that_stay_in_fp32
 from deepspeed.compile.features.memory_picture.of_engine import tensors_of
 from deepspeed.compile.features.memory_picture.record import Recording, phase
-from deepspeed.compile.zero12.options import _states_that_stay_in_fp32
-from deepspeed.compile.zero12.update import make_rules
-from deepspeed.compile.zero12.update.adam import AdamStep
+from deepspeed.compile.features.one_pass_adam.adam import AdamStep
+from deepspeed.compile.features.ranges.own_step import OwnStep
 from deepspeed.compile.zero12.update.groups import StepOfGroups
-from deepspeed.compile.zero12.update.own_step import OwnStep
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -37,6 +36,7 @@ from support.training import (
     device,
     parameter_groups,
     ranges_of,
+    step_in_one_pass,
     step_plain,
     total_error,
     updates_compiled_from,
@@ -97,8 +97,7 @@ def engine_of(optimizer, module, deepcompile, stage):
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
     if deepcompile:
         engine.compile(backend="eager")
-        # As with the backend "inductor", which would take long to compile the model.
-        engine.optimizer._zero12.rules = make_rules(compiles=True)
+        step_in_one_pass(engine)
     return engine
 
 

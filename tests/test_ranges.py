@@ -22,10 +22,10 @@ from torch.utils._contextlib import _DecoratorContextManager
 
 from deepspeed.compile.features.memory_picture.classify import HOLDS_GRADIENT
 from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
+from deepspeed.compile.features.ranges.own_step import OwnRanges, OwnStep
 from deepspeed.compile.zero12.gather import AllGather
-from deepspeed.compile.zero12.update import make_rules, ranges
+from deepspeed.compile.zero12.update import ranges
 from deepspeed.compile.zero12.update.authors import steps_as_written
-from deepspeed.compile.zero12.update.own_step import OwnRanges, OwnStep
 from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL, PartitionGradient, Ranges
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -40,6 +40,7 @@ from support.training import (
     device,
     ranges_of,
     relative_error,
+    step_in_one_pass,
     updates_compiled_from,
 )
 
@@ -391,7 +392,7 @@ def step_with_halves(case, place, one_pass):
             module, engine = start(dataclasses.replace(case, deepcompile=deepcompile))
             begin = [each.float().clone() for each in module.parameters()]
             if deepcompile:
-                engine.optimizer._zero12.rules = make_rules(compiles=True)
+                step_in_one_pass(engine)
             halving = Halving(engine.optimizer.optimizer, place)
             for step in range(5):
                 backward(engine, step)
@@ -497,7 +498,7 @@ def copies_kept(case, one_pass):
     ):
         _, engine = start(case)
         if one_pass:
-            engine.optimizer._zero12.rules = make_rules(compiles=True)
+            step_in_one_pass(engine)
         for step in range(3):
             backward(engine, step)
             engine.step()

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
 from deepspeed.compile.features.shard_frozen import calls, feature, sharded_blocks, unit
 from deepspeed.compile.features.shard_frozen.at_rest import AtRest
 from deepspeed.compile.features.shard_frozen.saved_tensors import saving_handles
@@ -24,7 +25,6 @@ from deepspeed.compile.features.subclasses.calls import BROADCAST_LATER
 from deepspeed.compile.features.subclasses.tensors import plain_tensors
 from deepspeed.compile.zero12 import gathered_parameters
 from deepspeed.compile.zero12.collectives import collective
-from deepspeed.compile.zero12.update.blockwise import FORM, zeros
 
 from support.checkpoints import EXACT
 from support.ends import in_processes_of_their_own, names_the_bucket, not_ended_by_nccl

@@ -16,10 +16,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.compile.features.muon.muon import MOMENTUM
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.update import make_rules
 from deepspeed.compile.zero12.update.groups import StepOfGroups
-from deepspeed.compile.zero12.update.muon import MOMENTUM
 
 from support import lifetime
 from support.models import VOCABULARY
@@ -32,6 +31,7 @@ from support.training import (
     device,
     held,
     relative_error,
+    step_in_one_pass,
     total_error,
     updates_compiled_from,
 )
@@ -257,8 +257,8 @@ def start(training, deepcompile, seed=0):
         arguments["lr_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, FACTORS)
     case = dataclasses.replace(training, config=config, deepcompile=deepcompile)
     engine = lifetime.start(case, module, **arguments).engine
-    if deepcompile:
-        engine.optimizer._zero12.rules = make_rules(compiles=training.one_pass)
+    if deepcompile and training.one_pass:
+        step_in_one_pass(engine)
     return module, engine
 
 
@@ -334,7 +334,7 @@ def _train_beside(training):
         norms.append(float(engine.get_global_grad_norm()))
         if deepcompile:
             after = held(gradient_counters(engine))
-            matrices = engine.optimizer._zero12.orthogonalizer.matrices
+            matrices = engine.optimizer._zero12.transform.matrices
             steps = StepOfGroups(engine.optimizer, [None] * len(engine.optimizer.bit16_groups))._steps
             owners = [len(matrix.parts) for group in matrices.values() for matrix in group]
         engine.destroy()

@@ -266,13 +266,13 @@ FAULTS = {
     ),
     "count of steps not kept": Fault(
         "Adam corrects the bias of each step in one pass as if it were the first",
-        ZERO12 + "update/adam.py",
+        FEATURES + "one_pass_adam/adam.py",
         {"step.fill_(self._count)": "pass"},
         ("test_one_pass_adam.py",),
     ),
     "settings of the first step": Fault(
         "Adam in one pass goes on with the learning rate that it was compiled with",
-        ZERO12 + "update/adam_operators.py",
+        FEATURES + "one_pass_adam/adam_operators.py",
         {
             "    s = Scalars(*settings.scalars.unbind())\n": (
                 "    s = Scalars(*settings.scalars.unbind())._replace(rate=0.1)\n"
@@ -282,13 +282,13 @@ FAULTS = {
     ),
     "scale of an 8-bit block without its sign": Fault(
         "the scale of a block is its largest value, and not its largest magnitude",
-        ZERO12 + "update/dynamic_map.py",
+        FEATURES + "one_pass_adam/dynamic_map.py",
         {"scales = blocks.abs().amax(-1)": "scales = blocks.amax(-1)"},
         ("test_eight_bit_states.py",),
     ),
     "8-bit blocks that depend on the number of ranks": Fault(
         "blocks begin where a partition begins, and not on the grid of the flat tensor",
-        ZERO12 + "update/eight_bit.py",
+        FEATURES + "eight_bit/eight_bit.py",
         {"self.lead = partition.offset % BLOCK": "self.lead = 0"},
         ("test_eight_bit_states.py",),
     ),
@@ -296,10 +296,10 @@ FAULTS = {
         "Muon's updates are computed before it is known whether gradients overflowed",
         ZERO12 + "step.py",
         {
-            "    groups = None if updates.matrices else begin()\n": (
-                "    updates.run(optimizer)\n    groups = None if updates.matrices else begin()\n"
+            "    groups = begin() if transform is None else None\n": (
+                "    groups = begin() if transform is None else transform.run(optimizer)\n"
             ),
-            "                updates.run(optimizer)\n": "                pass\n",
+            "                transform.run(optimizer)\n": "                pass\n",
         },
         ("test_muon.py",),
     ),
@@ -367,7 +367,7 @@ FAULTS = {
     "load keeps old moments": Fault(
         "after a load, safe_get_full_optimizer_state() finds no states",
         ZERO12 + "optimizer.py",
-        {"is not None)\n        _link_states(self)\n": "is not None)\n"},
+        {"states.adopt(self)\n        _link_states(self)\n": "states.adopt(self)\n"},
         ("test_muon_in_engine.py", "test_checkpoints.py"),
     ),
 }

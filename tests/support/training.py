@@ -20,7 +20,8 @@ import deepspeed
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.update import adam, ranges
+from deepspeed.compile.zero12.feature import classes, make_rules
+from deepspeed.compile.zero12.update import ranges
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -172,12 +173,25 @@ def ranges_of(numel):
 @contextlib.contextmanager
 def updates_compiled_from(numel, large=2**22):
     """Within it, Adam steps partitions of so many elements in one pass, which reads ``large`` gradients in place."""
+    # Here, because the core's tests run where this part was removed.
+    from deepspeed.compile.features.one_pass_adam import adam
+
     with (
         mock.patch.object(adam, "LEAST_NUMEL", numel),
         mock.patch.object(ranges, "IN_PLACE_NUMEL", large),
         mock.patch.object(ranges, "SMALL_NUMEL", numel),
     ):
         yield
+
+
+def step_in_one_pass(engine):
+    """Has an engine step Adam as with the backend "inductor", which would take long to compile the model."""
+    from deepspeed.compile.features.one_pass_adam.feature import StepsInOnePass
+
+    zero12, names = engine.optimizer._zero12, [cls.__name__ for cls in classes()]
+    others = [feature for feature in zero12.features if not isinstance(feature, StepsInOnePass)]
+    features = sorted([*others, StepsInOnePass(None)], key=lambda feature: names.index(type(feature).__name__))
+    zero12.rules = make_rules(features)
 
 
 def as_traced(runs):

@@ -28,5 +28,8 @@ NAMES = (
     "progress",
     "shard_frozen",
     "overlap_gather",
+    "ranges",
+    "one_pass_adam",
     "eight_bit",
+    "muon",
 )

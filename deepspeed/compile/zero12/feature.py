@@ -14,6 +14,7 @@ from typing import (
     TYPE_CHECKING,
     Any,
     Callable,
+    Collection,
     ContextManager,
     Dict,
     Iterable,
@@ -21,6 +22,7 @@ from typing import (
     List,
     NamedTuple,
     Optional,
+    Protocol,
     Sequence,
     Type,
     TypeVar,
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from .gather import AllGather
     from .graph.frame import Frame
     from .graph.partitioner import Rewrite, Split
+    from .update.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
 
@@ -92,6 +95,41 @@ class Making(NamedTuple):
         part = self.find(cls)
         assert part is not None, f"{cls.__name__} stands behind a part that needs it"
         return part
+
+
+class Transform(Protocol):
+    """What makes other gradients of the gradients of some parameter groups, in the gradients' memory.
+
+    What it makes lacks the loss scale. The states of these groups need not have the shape of master weights, so
+    parameters are not linked with them.
+    """
+
+    @property
+    def groups(self) -> Collection[int]:
+        """Indices of the parameter groups."""
+
+    def run(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+        """Called on every rank when gradients have not overflowed, before they are clipped: ``averaged_gradients`` has
+        them. What this changes is part of the step."""
+
+
+class StateFormat(Protocol):
+    """Another form of optimizer states than the optimizer's own."""
+
+    def adopt(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+        """Called when an engine is set up and when states were loaded. Brings the states into the form in which the
+        optimizer is to go on with them.
+
+        Raises:
+            ValueError: if they cannot be had in this form. This has then changed nothing.
+        """
+
+    def as_saved(self, optimizer: "DeepSpeedZeroOptimizer", state_dict: Dict[str, Any]) -> Dict[str, Any]:
+        """Returns a state dict of the ZeRO-1/2 optimizer as a checkpoint is to have it."""
+
+    def link(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+        """Called when parameters were linked with the states that have the shape of the master weights, for
+        ``safe_get_full_optimizer_state()``. Links the others."""
 
 
 class Feature:
@@ -174,6 +212,18 @@ class Feature:
 
     # Gathers the stepped parameters in place of the core's AllGather, if this part does it.
     gather: Optional["AllGather"] = None
+    # Makes other gradients of some groups' gradients, if this part does it.
+    transform: Optional[Transform] = None
+    # Keeps optimizer states in another form, if this part does it.
+    states: Optional[StateFormat] = None
+
+    def rules(self, others: List["Rule"]) -> List["Rule"]:
+        """Returns what steps partitions, in the order in which it is asked. Called once.
+
+        Args:
+            others: the rules of the parts that stand before this one.
+        """
+        return others
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""
@@ -198,6 +248,14 @@ def overriding(features: Iterable[Feature], method: str) -> List[Callable]:
         for feature in features
         if getattr(type(feature), method) is not getattr(Feature, method)
     ]
+
+
+def make_rules(features: Iterable[Feature]) -> List["Rule"]:
+    """Returns what steps the partitions of one engine. The optimizer steps whole what is left."""
+    rules: List[Rule] = []
+    for rules_with in overriding(features, "rules"):
+        rules = rules_with(rules)
+    return rules
 
 
 def only(features: Iterable[Feature], slot: str) -> Any:

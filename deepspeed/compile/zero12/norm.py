@@ -24,17 +24,17 @@ SMALL_NUMEL_ON_HOST = 2**15
 
 
 def global_norm(
-    optimizer: "DeepSpeedZeroOptimizer", scale: float = 1.0, without_scale: Collection[int] = ()
+    optimizer: "DeepSpeedZeroOptimizer", scale: float = 1.0, unscaled_groups: Collection[int] = ()
 ) -> torch.Tensor:
     """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid.
 
     Args:
         optimizer: the ZeRO-1/2 optimizer.
         scale: the loss scale.
-        without_scale: indices of the parameter groups whose gradients lack the loss scale. The norm counts it.
+        unscaled_groups: indices of the parameter groups whose gradients lack the loss scale. The norm counts it.
     """
     norms = [_group_norm(optimizer, group) for group in range(len(optimizer.bit16_groups))]
-    norms = [norm * scale if group in without_scale else norm for group, norm in enumerate(norms)]
+    norms = [norm * scale if group in unscaled_groups else norm for group, norm in enumerate(norms)]
     return combine_grad_norm_groups(norms, norm_type=2)
 
 
@@ -105,7 +105,7 @@ def factors_of(
     optimizer: "DeepSpeedZeroOptimizer",
     norm: Optional[torch.Tensor],
     scale: float,
-    without_scale: Collection[int] = (),
+    unscaled_groups: Collection[int] = (),
 ) -> List[Optional[torch.Tensor]]:
     """Returns, for each parameter group, the factor that unscales and clips gradients.
 
@@ -113,14 +113,14 @@ def factors_of(
     result.
     """
     device = optimizer.single_partition_of_fp32_groups[0].device
-    factor = of_unscaled = None
+    factor = factor_of_unscaled = None
     if optimizer.clip_grad != 0.0:
         if norm is None:
             raise RuntimeError("clip_grad clips gradients by their norm, so set compute_grad_norm to true")
         # With an infinite norm the factor is zero. Torch's clip_grad_norm_() adds 1e-6 to the norm too.
         excess = ((norm / scale + 1e-6) / optimizer.clip_grad).clamp(min=1.0)
         factor = (1.0 / (excess * scale)).reshape(1).to(device)
-        of_unscaled = factor * scale
+        factor_of_unscaled = factor * scale
     elif scale != 1.0:
         factor = torch.full((1,), 1.0 / scale, dtype=torch.float32, device=device)
-    return [of_unscaled if group in without_scale else factor for group in range(len(optimizer.bit16_groups))]
+    return [factor_of_unscaled if group in unscaled_groups else factor for group in range(len(optimizer.bit16_groups))]

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 
-from . import eight_bit_states, step
+from . import step
 from .layout import pieces, registered_parameters
 from .native import Reducer, reducer_module
 from .offload import drop_unused_memory
@@ -41,6 +41,7 @@ class StepLocalGradients(_NextClass):
     """
 
     _zero12: Zero12
+    _hp_optimizer_states_linked: bool
 
     # Backward, in the order in which the base calls ---------------------------------------------------------------
 
@@ -76,7 +77,12 @@ class StepLocalGradients(_NextClass):
 
     def step(self, closure: Optional[Callable] = None) -> None:
         self._zero12.refuse()
+        linked = self._hp_optimizer_states_linked
         step.run(self)
+        if not linked and not self.overflow:
+            # In the first step, the base has linked the states of a group before later groups had any.
+            self._hp_optimizer_states_linked = False
+            self._lazy_init_hp_params_optimizer_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._zero12.backward.refuse_to_drop_within()
@@ -88,12 +94,14 @@ class StepLocalGradients(_NextClass):
     def state_dict(self) -> Dict[str, Any]:
         self._zero12.interrupted_step.refuse()
         self._zero12.gather.wait_all()
-        return eight_bit_states.as_saved(self, super().state_dict())
+        state_dict, states = super().state_dict(), self._zero12.states
+        return state_dict if states is None else states.as_saved(self, state_dict)
 
     def load_state_dict(self, *args, **kwargs) -> None:
         self._zero12.gather.wait_all()
         super().load_state_dict(*args, **kwargs)
-        eight_bit_states.adopt(self, self._zero12.optimizer_states is not None)
+        if self._zero12.states is not None:
+            self._zero12.states.adopt(self)
         _link_states(self)
         # All parameters have the checkpoint's values now, and a new step begins.
         self._zero12.interrupted_step.forget()
@@ -149,15 +157,16 @@ class StepLocalGradients(_NextClass):
         The base raises in the middle of the step if a state is quantized in blocks and a parameter begins in a block.
         """
         if not self._hp_optimizer_states_linked:
-            of_muon = _groups_of_muon(self)
+            transformed, states = self._zero12.transformed, self._zero12.states
             for group, (parameters, master) in enumerate(zip(self.bit16_groups, self.single_partition_of_fp32_groups)):
                 # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
                 spans = [(piece.offset, piece.numel) for piece in pieces(self, group)]
                 state = self.optimizer.state[master].items()
-                cut = {name: value for name, value in state if group not in of_muon and _can_be_cut(value, spans)}
+                cut = {name: value for name, value in state if group not in transformed and _can_be_cut(value, spans)}
                 lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
             self._hp_optimizer_states_linked = True
-            eight_bit_states.link(self)
+            if states is not None:
+                states.link(self)
 
     def _get_offload_gradient_dict(self):
         """Does nothing: BackwardLife fills the dict when it hands gradients over."""
@@ -174,18 +183,10 @@ class StepLocalGradients(_NextClass):
 def _link_states(optimizer):
     """Links parameters with the states that there are after a load or a move of states, to the host too."""
     optimizer._hp_optimizer_states_linked = False
-    of_muon = _groups_of_muon(optimizer)
+    transformed = optimizer._zero12.transformed
     masters = enumerate(optimizer.single_partition_of_fp32_groups)
-    if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in of_muon):
+    if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in transformed):
         optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _groups_of_muon(optimizer):
-    """Returns the indices of parameter groups whose states are not linked.
-
-    Muon's momentum has whole matrices, so it lies elsewhere than in the partition. A rank without matrices has none.
-    """
-    return optimizer._zero12.orthogonalizer.matrices
 
 
 def _can_be_cut(state, spans):
@@ -212,8 +213,6 @@ def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     optimizer.contiguous_gradients = False
     if optimizer.cpu_offload:
         drop_unused_memory(optimizer)
-    # Of steps without DeepCompile. The orthogonalizer changes momentum only in steps that are taken.
-    optimizer._muon_pending_momentum.clear()
     keep_no_graph(optimizer)
     optimizer._zero12 = zero12
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]

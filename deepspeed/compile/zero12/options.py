@@ -9,12 +9,10 @@ one sentence. ``docs/options.md`` lists every option with what happens to it.
 
 import inspect
 import itertools
-import math
 from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.torch_version import TorchVersion
-from torch.utils._triton import has_triton_package
 
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
@@ -25,8 +23,6 @@ from ..passes import zero_1_and_2_compile
 from .feature import Asked, classes
 from .messages import warn
 from .state import state_of
-from .update.eight_bit import problem_with
-from .update.muon import is_muon, matrices_of, norm_of_updates
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -63,9 +59,7 @@ class Plan(NamedTuple):
     overlaps_reduction: bool  # whether a bucket may be on its way while the backward goes on
     synchronize_before: bool  # whether the host waits for the device before each bucket
     synchronize_after: bool  # and after it
-    compiles: bool  # whether anything is compiled, or all runs as it is written
     dynamic: Optional[bool]  # the argument of this name of torch.compile
-    optimizer_states: Optional[str]  # the format of optimizer states; None: the optimizer's own
     debug_log: bool  # whether rewritten graphs are logged
 
 
@@ -88,9 +82,7 @@ def make_plan(asked: Asked, schedule: Optional[List]) -> Plan:
         overlaps_reduction=_overlaps_reduction(engine, compile_config),
         synchronize_before=compile_config.sync_before_reduce,
         synchronize_after=compile_config.sync_after_reduce,
-        compiles=asked.compiles,
         dynamic=asked.compile_kwargs.get("dynamic"),
-        optimizer_states=compile_config.optimizer_states,
         debug_log=compile_config.debug_log,
     )
 
@@ -134,7 +126,6 @@ def _problems(asked, schedule):
     yield from _unsupported_zero_options(engine)
     yield from _unsupported_engines(engine)
     yield from _unsupported_optimizers(engine)
-    yield from _unsupported_states(engine)
     yield from _unsupported_reports(engine)
     yield from itertools.chain.from_iterable(cls.refusals(asked) for cls in classes())
     yield from _unsupported_compile_kwargs(asked.backend, asked.compile_kwargs)
@@ -216,41 +207,8 @@ def _without_effect(asked):
             "comms_logger.enabled=true has no effect on the reductions of gradients, which the log leaves out; use "
             "torch.profiler for those"
         )
-    yield from _states_that_stay_in_fp32(engine.optimizer)
-    yield from _clipped_updates(engine.optimizer)
     if compile_kwargs.get("name"):
         yield "compile_kwargs['name'] has no effect, because torch gives it to its own backend only"
-
-
-def _states_that_stay_in_fp32(optimizer):
-    """Yields a sentence if there are partitions of which torchao quantizes no states, and says nothing."""
-    inner = optimizer.optimizer
-    if not (type(inner).__module__.startswith("torchao.") and hasattr(inner, "block_size")):
-        return
-    # Of fewer elements than 4096 it quantizes none by design.
-    sizes = [numel for each in optimizer.single_partition_of_fp32_groups if (numel := each.numel()) >= 4096]
-    divides_all = math.gcd(inner.block_size, *sizes)
-    if divides_all < inner.block_size:
-        remedy = f"give it block_size={divides_all}"
-        if divides_all < 64:
-            # Each block has a scale in fp32, so that states in small blocks save little.
-            remedy = "leave it so, or use Adam or AdamW of torch with compile.optimizer_states='8bit'"
-        uncut = ", ".join(str(numel) for numel in sizes if numel % inner.block_size)
-        yield (
-            f"{type(inner).__name__} of torchao keeps states in fp32, because its block_size={inner.block_size} does "
-            f"not divide partitions of {uncut} elements; {remedy}"
-        )
-
-
-def _clipped_updates(optimizer):
-    """Yields a sentence if clipping divides all of Muon's updates, as it does without DeepCompile."""
-    norm = norm_of_updates(matrices_of(optimizer))
-    if 0 < optimizer.clip_grad < norm:
-        yield (
-            f"gradient_clipping={optimizer.clip_grad} clips the norm of Muon's updates, about {norm:.0f} in every "
-            f"step, so it divides all learning rates, Adam's too, by about {norm / optimizer.clip_grad:.0f}; set "
-            "gradient_clipping to 0"
-        )
 
 
 def _unsupported_engines(engine):
@@ -283,7 +241,6 @@ def _unsupported_engines(engine):
 def _unsupported_optimizers(engine):
     optimizer = engine.optimizer
     if type(optimizer) is DeepSpeedZeroOptimizer:
-        yield from _unsupported_muon(optimizer)
         return
     name = type(optimizer).__name__
     if name == "BF16_Optimizer":
@@ -295,82 +252,6 @@ def _unsupported_optimizers(engine):
         yield "an earlier engine.compile() failed half-way; create the engine anew"
     else:
         yield f"optimizer wrapper {name} is not supported; set compile.deepcompile to false"
-
-
-def _unsupported_muon(optimizer):
-    inner = optimizer.optimizer
-    if not is_muon(inner):
-        # A class of another name that inherits from a Muon would be stepped as plain SGD, here as in DeepSpeed.
-        if any("muon" in cls.__name__.lower() for cls in type(inner).__mro__):
-            yield (
-                f"optimizer {type(inner).__module__}.{type(inner).__name__} needs whole matrices, which it does not "
-                'get from ZeRO; use DeepSpeed\'s own, "optimizer": {"type": "Muon"}'
-            )
-        return
-    if optimizer.cpu_offload:
-        yield (
-            "zero_optimization.offload_optimizer is not supported with Muon, whose updates are computed on the "
-            "device; leave it out"
-        )
-    if optimizer.elastic_checkpoint:
-        yield (
-            "zero_optimization.elastic_checkpoint cuts Muon's momentum, which has whole matrices, at the wrong "
-            "places; set it to false"
-        )
-    if optimizer.torch_autocast_gradscaler:
-        yield (
-            "torch_autocast in fp16 divides Muon's updates, which no loss scale has multiplied, by the scale; set "
-            "torch_autocast.dtype to bfloat16"
-        )
-    of_groups = matrices_of(optimizer)
-    for group, matrices in of_groups.items():
-        for matrix in matrices:
-            name, shape = optimizer.param_names[matrix.parameter], matrix.parameter.shape
-            heads = getattr(matrix.parameter, "muon_num_heads", None)
-            if len(shape) < 2:
-                yield f"parameter group {group} has use_muon, and its parameter {name} is no matrix; set it to false"
-            elif heads is not None and (len(shape) != 2 or heads < 1 or shape[0] % heads):
-                yield (
-                    f"muon_num_heads={heads} of parameter {name} does not divide its shape {list(shape)} into heads; "
-                    "set it to None"
-                )
-    cut = [len(matrix.parts) for matrices in of_groups.values() for matrix in matrices]
-    owners, count = sum(cut), len(cut)
-    if owners > 2 * count:
-        yield (
-            f"each of Muon's {count} matrices would be orthogonalized on {owners / count:.1f} ranks on average, "
-            "because partitions are smaller than matrices; use fewer ranks, or AdamW"
-        )
-
-
-def _unsupported_states(engine):
-    """Yields a sentence for each reason why an optimizer cannot have the states that ``optimizer_states`` asks for."""
-    wanted, optimizer = engine._config.compile_config.optimizer_states, engine.optimizer
-    if wanted is None or type(optimizer) is not DeepSpeedZeroOptimizer:
-        return
-    asked = f"compile.optimizer_states={wanted!r}"
-    problem = problem_with(optimizer.optimizer)
-    if problem is not None:
-        yield f"{asked} {problem}, or leave compile.optimizer_states out"
-    if optimizer.cpu_offload:
-        yield (
-            f"{asked} saves memory of the device, where zero_optimization.offload_optimizer keeps no states; leave "
-            "one of them out"
-        )
-    if torch.cuda.is_available() and not has_triton_package():
-        yield f"{asked} needs Triton on a GPU; install triton, or leave compile.optimizer_states out"
-    if any(master.dtype != torch.float32 for master in optimizer.single_partition_of_fp32_groups):
-        yield f"{asked} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
-    if optimizer.torch_autocast_gradscaler:
-        yield (
-            f"{asked} leaves out the optimizer's own step(), which torch_autocast in fp16 scales gradients for; set "
-            "torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out"
-        )
-    if optimizer.elastic_checkpoint:
-        yield (
-            f"{asked} has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint to false, or leave "
-            "compile.optimizer_states out"
-        )
 
 
 def _unsupported_reports(engine):

@@ -10,7 +10,6 @@ import torch
 
 import deepspeed.comm as dist
 
-from . import eight_bit_states
 from .collectives import collective, shorten_timeouts
 from .feature import Asked, Feature, Making, classes, overriding
 from .graph.backend import Backend
@@ -20,8 +19,6 @@ from .offload import memory_for_gradients
 from .optimizer import attach, take_over_parameters
 from .options import Plan, make_plan
 from .state import Zero12
-from .update import make_rules
-from .update.muon import BATCH_NUMEL, Orthogonalizer, matrices_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -70,17 +67,14 @@ def set_up(
         graphs = Backend(plan, registered_parameters(optimizer), reducer.identity)
         features = make_features(Making(asked, [], undo, graphs))
         graphs.use(features)
-        batch_numel = min(BATCH_NUMEL, int(engine.zero_reduce_bucket_size()) // 2)
         zero12 = Zero12(
             engine,
             reducer=reducer,
-            rules=make_rules(plan.backend == "inductor" and plan.compiles, plan.optimizer_states),
-            orthogonalizer=Orthogonalizer(matrices_of(optimizer), batch_numel),
-            optimizer_states=plan.optimizer_states,
             features=features,
         )
         # It refuses loaded states of another form, so it comes before anything is given up.
-        eight_bit_states.adopt(optimizer, plan.optimizer_states is not None)
+        if zero12.states is not None:
+            zero12.states.adopt(optimizer)
         for commit in overriding(features, "commit"):
             commit()
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.

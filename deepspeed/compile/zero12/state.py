@@ -5,16 +5,14 @@
 import contextlib
 import dataclasses
 import weakref
-from typing import TYPE_CHECKING, Dict, List, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Collection, Dict, List, Optional, Tuple, Type
 
 from .backward import BackwardLife
-from .feature import Feature, Part, find, only, overriding
+from .feature import Feature, Part, StateFormat, Transform, find, make_rules, only, overriding
 from .gather import AllGather
 from .interrupted import InterruptedStep
 from .layout import registered_parameters
 from .native import Reducer
-from .update.muon import Orthogonalizer
-from .update.rule import Rule
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -26,9 +24,6 @@ class Zero12:
 
     owner: dataclasses.InitVar["DeepSpeedEngine"]  # the engine, whose optimizer is the ZeRO-1/2 optimizer
     reducer: Reducer
-    rules: List[Rule]  # that step partitions, in the order in which they are asked
-    orthogonalizer: Orthogonalizer  # computes Muon's updates; without Muon it has no matrices
-    optimizer_states: Optional[str]  # the format of optimizer states, or None for the optimizer's own
     features: List[Feature]  # the optional parts
 
     def __post_init__(self, owner: "DeepSpeedEngine") -> None:
@@ -38,6 +33,12 @@ class Zero12:
         self.backward = BackwardLife(owner, self.reducer)
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
+        # What steps partitions, in the order in which it is asked.
+        self.rules = make_rules(self.features)
+        self.transform: Optional[Transform] = only(self.features, "transform")
+        # The parameter groups whose gradients are transformed.
+        self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
+        self.states: Optional[StateFormat] = only(self.features, "states")
         # Distributes the stepped parameters to all ranks.
         self.gather: AllGather = only(self.features, "gather") or AllGather(owner.optimizer)
         # Methods of the optional parts that do something: around each forward, when a backward ends, after each step.

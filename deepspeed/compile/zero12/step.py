@@ -56,14 +56,14 @@ def _run(optimizer):
     norm = global_norm(optimizer) if optimizer.compute_grad_norm else None
     # Gradients carry the loss scale of their backward: read the scale before _update_scale() changes it.
     scale = optimizer.loss_scale
-    updates = zero12.orthogonalizer
+    transform = zero12.transform
 
     def begin():
-        return StepOfGroups(optimizer, factors_of(optimizer, norm, scale, updates.matrices))
+        return StepOfGroups(optimizer, factors_of(optimizer, norm, scale, zero12.transformed))
 
-    # What the device can compute before the host has waited for the norm, it computes in that time. Muon's updates
-    # change its momentum, so they wait for the answer, and clipping takes their norm.
-    groups = None if updates.matrices else begin()
+    # What the device can compute before the host has waited for the norm, it computes in that time. A transform of
+    # gradients changes states, so it waits for the answer, and clipping takes the norm of what it makes of gradients.
+    groups = begin() if transform is None else None
     optimizer.overflow = overflowed(optimizer, norm)
     optimizer._update_scale(optimizer.overflow)
     if optimizer.overflow:
@@ -73,20 +73,15 @@ def _run(optimizer):
                 pass
         return
 
-    linked = optimizer._hp_optimizer_states_linked
     with zero12.interrupted_step.changing_parameters(zero12.engine):
-        if groups is None:
-            with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER), torch.profiler.record_function("deepcompile::muon"):
-                updates.run(optimizer)
-            norm = None if norm is None else global_norm(optimizer, scale, updates.matrices)
+        if transform is not None:
+            with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
+                transform.run(optimizer)
+            norm = None if norm is None else global_norm(optimizer, scale, zero12.transformed)
             groups = begin()
         optimizer._global_grad_norm = None if norm is None else norm / scale
         with parameters_on_their_way(optimizer):
             groups.run()
-        if not linked:
-            # In the first step, _optimizer_step() has linked the states of a group before later groups had any.
-            optimizer._hp_optimizer_states_linked = False
-            optimizer._lazy_init_hp_params_optimizer_state()
         with timed(optimizer, OPTIMIZER_ALLGATHER_TIMER), torch.profiler.record_function("deepcompile::gather"):
             zero12.gather.start()
         for group in range(len(optimizer.bit16_groups)):

@@ -72,7 +72,7 @@ def _calls_others(optimizer):
     cls = type(optimizer)
     classes = [each for each in cls.__mro__ if each.__module__ not in ("torch.optim.optimizer", "builtins")]
     namespaces = [*map(vars, classes), *(vars(sys.modules[each.__module__]) for each in classes)]
-    # Dynamo puts what it has compiled into the namespace of the module that it has compiled: here of Muon's.
+    # Dynamo puts what it has compiled into the namespace of the module that it has compiled.
     entries = (entry for each in namespaces for entry in each.items())
     called = [cls._optimizer_step_code, *(value for name, value in entries if not name.startswith(_OF_DYNAMO))]
     hidden = {"_optimizer_step_code", *(name for each in classes for name in vars(each))} - {"step"}

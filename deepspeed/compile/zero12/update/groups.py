@@ -13,9 +13,8 @@ from ..layout import partition_offset
 from ..offload import memory_for_new_parameters, send_to_device
 from ..timers import timed
 from .authors import is_replaced, steps_as_written
-from .muon import stand_in
 from .ranges import PartitionGradient, Ranges
-from .rule import Partition
+from .rule import Partition, first_step
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -31,35 +30,27 @@ class StepOfGroups:
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", factors: List[Optional[torch.Tensor]]):
         self._optimizer, self._factors = optimizer, factors
+        rules, groups = optimizer._zero12.rules, range(len(optimizer.bit16_groups))
         # What others have added to a step, only the whole step of the optimizer does.
-        by_rules = (
-            not optimizer.torch_autocast_gradscaler
+        as_written = (
+            bool(rules)
+            and not optimizer.torch_autocast_gradscaler
             and not is_replaced(optimizer._optimizer_step)
             and steps_as_written(optimizer.optimizer)
         )
-        self._steps = [self._begin(group) if by_rules else None for group in range(len(optimizer.bit16_groups))]
-        if None in self._steps and optimizer._zero12.optimizer_states is not None:
-            raise RuntimeError(
-                f"compile.optimizer_states={optimizer._zero12.optimizer_states!r} leaves the optimizer's own step() "
-                f"out, which has hooks, was replaced, has options or states of parameter group "
-                f"{self._steps.index(None)} that have no such form, or works with a gradient scaler; undo that, or "
-                "leave compile.optimizer_states out"
-            )
+        self._steps = [first_step(rules, self._partition(group, as_written)) for group in groups]
 
-    def _begin(self, group):
-        """Returns the step of the first rule that serves a partition, or None if the optimizer must step it whole."""
+    def _partition(self, group, as_written):
         optimizer = self._optimizer
-        if len(optimizer.optimizer.param_groups[group]["params"]) != 1:
-            return None
-        partition = Partition(
-            *stand_in(optimizer.optimizer, group),
+        return Partition(
+            optimizer.optimizer,
+            group,
             partition_offset(optimizer, group),
             self._factors[group],
             optimizer.gradient_accumulation_dtype,
             memory_for_new_parameters(optimizer, group),
+            as_written and len(optimizer.optimizer.param_groups[group]["params"]) == 1,
         )
-        steps = (rule.begin(partition) for rule in optimizer._zero12.rules)
-        return next((step for step in steps if step is not None), None)
 
     def run(self) -> None:
         """Steps the master weights of all groups, and writes them into this rank's partition of the parameters."""

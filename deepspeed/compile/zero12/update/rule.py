@@ -3,7 +3,7 @@
 """What a rule is: a way to step the elements of a partition."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Protocol
 
 import torch
 
@@ -20,9 +20,11 @@ class Partition:
     offset: int  # of the partition in the group's flat tensor, in elements
     factor: Optional[torch.Tensor]  # an fp32 tensor [1] with which to multiply gradients, or None for 1
     gradient_dtype: torch.dtype
-    # The memory for the new values of the parameters, 1-D. With offloading the gradient may lie there too: read each
-    # element before it is written.
+    # The memory for the new values of the parameters, 1-D. The gradient may lie there too: read each element before it
+    # is written.
     new: torch.Tensor
+    # Whether the optimizer's step() is as its authors have written it. Otherwise, no rule may step in its place.
+    as_written: bool = True
 
     @property
     def group(self) -> Dict[str, Any]:
@@ -38,6 +40,10 @@ class Partition:
     def state(self) -> Dict[str, Any]:
         """The optimizer's state of the master weights, empty before the first step."""
         return self.optimizer.state.get(self.master) or {}
+
+    def keep_state(self, state: Dict[str, Any]) -> None:
+        """Makes ``state`` the optimizer's state of the master weights."""
+        self.optimizer.state[self.master] = state
 
 
 class Step(Protocol):
@@ -66,5 +72,11 @@ class Rule(Protocol):
         """Begins a step of a partition, or returns None if this rule does not serve the partition.
 
         This may compile code, but changes nothing of the optimizer: an overflow may end the step before its first
-        range. Only partitions are asked for whose optimizer's ``step()`` is as its authors have written it.
+        range. A rule serves no partition that is not ``as_written``.
         """
+
+
+def first_step(rules: Iterable[Rule], partition: Partition) -> Optional[Step]:
+    """Begins a step of a partition by the first of the rules that serves it. Returns None if none does."""
+    steps = (rule.begin(partition) for rule in rules)
+    return next((step for step in steps if step is not None), None)

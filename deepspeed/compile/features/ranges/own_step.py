@@ -8,8 +8,8 @@ import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from .ranges import PartitionGradient, end_of_range
-from .rule import Partition
+from ...zero12.update.ranges import PartitionGradient, end_of_range
+from ...zero12.update.rule import Partition
 
 # Optimizers that treat each element by itself.
 _ELEMENTWISE = (
@@ -42,7 +42,7 @@ class OwnRanges:
     """The rule by which an optimizer itself steps ranges."""
 
     def begin(self, partition: Partition) -> Optional["OwnStep"]:
-        return OwnStep(partition) if may_be_cut(partition) else None
+        return OwnStep(partition) if partition.as_written and may_be_cut(partition) else None
 
 
 class OwnStep:

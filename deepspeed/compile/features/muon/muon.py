@@ -3,7 +3,7 @@
 """DeepSpeed's Muon: turns the gradients of matrices into orthogonalized updates before their norm is taken.
 
 An update takes the place of its gradient, in the gradient's memory. What remains of the step treats each element by
-itself, so the rules step it (:func:`stand_in`).
+itself, so other rules step it (``stand_in.py``).
 
 Every rank that owns a part of a matrix computes the update of the whole matrix, as DeepSpeed without DeepCompile does.
 The boundaries between n partitions cut at most n - 1 matrices of a parameter group, whose owners send each other their
@@ -13,15 +13,14 @@ have to send the update back in a second exchange that all owners wait for.
 
 import itertools
 import math
-from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Tuple
+from typing import TYPE_CHECKING, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
-from torch.nn import Parameter
 
 import deepspeed.comm as dist
 
-from ..collectives import collective
-from ..layout import pieces
+from ...zero12.collectives import collective
+from ...zero12.layout import pieces
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -44,10 +43,16 @@ class Part(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """A parameter that Muon orthogonalizes, and its parts in ascending order."""
+    """A parameter that Muon orthogonalizes, and its parts in ascending order. The parameter itself is not kept."""
 
-    parameter: Parameter
+    name: str
+    size: torch.Size
+    heads: Optional[int]  # in how many parts of its rows it is orthogonalized, or None
     parts: List[Part]
+
+    @property
+    def numel(self) -> int:
+        return self.size.numel()
 
     @property
     def shape(self) -> Tuple[int, int]:
@@ -57,11 +62,10 @@ class Matrix(NamedTuple):
         each output, and leading dimensions of other parameters number their matrices. That function scales filters by
         the ratio of their last two dimensions, but raises; here the ratio is that of the matrix.
         """
-        shape = self.parameter.shape
-        heads = getattr(self.parameter, "muon_num_heads", None)
-        if heads is not None:
-            return shape[0] // heads, shape[1]
-        return (shape[0], shape[1:].numel()) if len(shape) == 4 else (shape[-2], shape[-1])
+        size = self.size
+        if self.heads is not None:
+            return size[0] // self.heads, size[1]
+        return (size[0], size[1:].numel()) if len(size) == 4 else (size[-2], size[-1])
 
 
 def is_muon(optimizer: torch.optim.Optimizer) -> bool:
@@ -85,7 +89,9 @@ def _matrices(optimizer, group):
         found = list(of_parameter)
         ends = itertools.accumulate(piece.numel for piece in found)
         parts = [Part(piece.owner, end - piece.numel, end) for piece, end in zip(found, ends, strict=True)]
-        yield Matrix(found[0].parameter, parts)
+        parameter = found[0].parameter
+        heads = getattr(parameter, "muon_num_heads", None)
+        yield Matrix(optimizer.param_names[parameter], parameter.shape, heads, parts)
 
 
 def norm_of_updates(matrices: Dict[int, List[Matrix]]) -> float:
@@ -96,32 +102,12 @@ def norm_of_updates(matrices: Dict[int, List[Matrix]]) -> float:
     total = 0.0
     for matrix in itertools.chain(*matrices.values()):
         rows, columns = matrix.shape
-        total += matrix.parameter.numel() / (rows * columns) * min(rows, columns) * max(1.0, rows / columns)
+        total += matrix.numel / (rows * columns) * min(rows, columns) * max(1.0, rows / columns)
     return math.sqrt(total)
 
 
-def stand_in(inner: torch.optim.Optimizer, index: int) -> Tuple[torch.optim.Optimizer, int]:
-    """Returns an optimizer that steps a parameter group element by element, and the group's index there.
-
-    This is the optimizer itself, unless it is DeepSpeed's Muon. What Muon does with an update is what SGD does with a
-    gradient. The other groups are those of an Adam, which this call makes share Muon's groups and states.
-    """
-    if not is_muon(inner):
-        return inner, index
-    groups = inner.param_groups
-    if groups[index]["use_muon"]:
-        names = ("params", "lr", "weight_decay")
-        return torch.optim.SGD([{name: group[name] for name in names} for group in groups]), index
-    adam = inner.aux_optimizer  # type: ignore[attr-defined]
-    if adam is None:
-        return inner, index
-    # Loading replaces both. Muon's own step sees to it as well.
-    adam.state, adam.param_groups = inner.state, [group for group in groups if not group["use_muon"]]
-    return adam, sum(not group["use_muon"] for group in groups[:index])
-
-
 class Orthogonalizer:
-    """Computes the updates of one engine's matrices.
+    """Computes the updates of one engine's matrices. The public members are those of ``Transform`` in ``feature.py``.
 
     Args:
         matrices: what :func:`matrices_of` returned.
@@ -130,6 +116,8 @@ class Orthogonalizer:
 
     def __init__(self, matrices: Dict[int, List[Matrix]], batch_numel: int):
         self.matrices, self._batch_numel = matrices, batch_numel
+        # Momentum has whole matrices, so it lies elsewhere than in the partition. A rank without matrices has none.
+        self.groups = matrices.keys()
 
     @torch.no_grad()
     def run(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
@@ -139,8 +127,9 @@ class Orthogonalizer:
             DistBackendError: if ranks could not exchange the parts of matrices.
             RuntimeError: if a momentum was loaded that belongs to other partitions.
         """
-        for group in self.matrices:
-            self._run(optimizer, group)
+        with torch.profiler.record_function("deepcompile::muon"):
+            for group in self.groups:
+                self._run(optimizer, group)
 
     def _run(self, optimizer, group):
         process_group = optimizer.real_dp_process_group[group]
@@ -155,9 +144,9 @@ class Orthogonalizer:
         if not own:
             return
         settings = optimizer.optimizer.param_groups[group]
-        momentum = _momentum(optimizer, group, sum(matrix.parameter.numel() for matrix in own), like)
+        momentum = _momentum(optimizer, group, sum(matrix.numel for matrix in own), like)
         for batch in self._batches(own):
-            numel = own[batch.start].parameter.numel()
+            numel = own[batch.start].numel
             of_batch, momentum = momentum[: len(batch) * numel], momentum[len(batch) * numel :]
             shape = (-1, *own[batch.start].shape)
             memory = like.new_empty(len(batch), numel)
@@ -183,8 +172,8 @@ class Orthogonalizer:
         one piece of memory. DeepSpeed sorts a group by shape, so neighbours are all matrices of a shape."""
         first = 0
         while first < len(own):
-            limit = max(1, self._batch_numel // own[first].parameter.numel())
-            kinds = [(each.parameter.numel(), each.shape) for each in own[first : first + limit]]
+            limit = max(1, self._batch_numel // own[first].numel)
+            kinds = [(each.numel, each.shape) for each in own[first : first + limit]]
             last = first + sum(1 for _ in itertools.takewhile(kinds[0].__eq__, kinds))
             yield range(first, last)
             first = last

@@ -10,12 +10,12 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from .adam import AdamStep, StepRows, is_adam, is_of_deepspeed, kernel
-from .adam_operators import Elements, Settings, step_rows
+from ...zero12.update.ranges import PartitionGradient
+from ...zero12.update.rule import Partition
+from ..one_pass_adam.adam import AdamStep, StepRows, is_adam, is_of_deepspeed, kernel
+from ..one_pass_adam.adam_operators import Elements, Settings, step_rows
+from ..one_pass_adam.dynamic_map import BLOCK
 from .blockwise import SIGNED, has_moments, map_of, names_of, to_blocks, zeros
-from .dynamic_map import BLOCK
-from .ranges import PartitionGradient
-from .rule import Partition
 
 # Elements that are stepped at once where each operator writes its result to memory.
 EAGER_NUMEL = 2**22
@@ -36,7 +36,9 @@ class EightBitAdam:
     """The rule for all partitions of an engine."""
 
     def begin(self, partition: Partition) -> Optional["EightBitStep"]:
-        if problem_with(partition.optimizer) is not None or partition.master.dtype != torch.float32:
+        if not partition.as_written or partition.master.dtype != torch.float32:
+            return None
+        if problem_with(partition.optimizer) is not None:
             return None
         if partition.state and not has_moments(partition.state):
             return None
@@ -64,7 +66,7 @@ class EightBitStep(AdamStep):
             to_blocks(state, partition.offset, master)
         else:
             state = {**_new_state(partition), **zeros(partition.offset, master)}
-        partition.optimizer.state[master] = state
+        partition.keep_state(state)
         return state
 
     def make_settings(self, scalars: torch.Tensor) -> Settings:

@@ -20,57 +20,66 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from .layout import partition_offset
-from .update.blockwise import FORM, SIGNED, fp32_values, has_moments, is_blockwise, saved, to_blocks, to_fp32
-from .update.dynamic_map import BLOCK
+from ...zero12.layout import partition_offset
+from ..one_pass_adam.dynamic_map import BLOCK
+from .blockwise import FORM, SIGNED, fp32_values, has_moments, is_blockwise, saved, to_blocks, to_fp32
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-def as_saved(optimizer: DeepSpeedZeroOptimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
-    """Returns a state dict of the ZeRO-1/2 optimizer with 8-bit states in the form that torch's load keeps."""
-    inner = state_dict[BASE_OPTIMIZER_STATE]
-    # An elastic checkpoint has a list instead, and no 8-bit states.
-    if isinstance(inner, dict):
-        # Of a state that belongs to no parameter, torch keeps the key as it is.
-        states = {
-            index: saved(each, partition_offset(optimizer, index)) if is_blockwise(each) else each
-            for index, each in inner["state"].items()
-        }
-        state_dict[BASE_OPTIMIZER_STATE] = {**inner, "state": states}
-    return state_dict
+class StatesOfAdam:
+    """The form of an optimizer's states. The methods are those of ``StateFormat`` in ``feature.py``.
 
-
-def adopt(optimizer: DeepSpeedZeroOptimizer, in_8_bits: bool) -> None:
-    """Makes loaded states 8-bit states or fp32 states, whichever the optimizer is to go on with."""
-    for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
-        states, offset = optimizer.optimizer.state.get(master, {}), partition_offset(optimizer, group)
-        if in_8_bits and has_moments(states):
-            to_blocks(states, offset, master)
-        elif not in_8_bits and is_blockwise(states):
-            to_fp32(states, offset, master.numel())
-
-
-def link(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Lets ``safe_get_full_optimizer_state()`` find 8-bit states, and ``safe_set_full_optimizer_state()`` refuse them.
-
-    Called when the base has linked the parameters with the states that have the shape of the master weights.
+    Args:
+        in_8_bits: whether the optimizer is to go on with 8-bit states, or with fp32 states.
     """
-    for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
-        states = optimizer.optimizer.state.get(master, {})
-        if not is_blockwise(states):
-            continue
-        before = partition_offset(optimizer, group) % BLOCK
-        for parameter in optimizer.bit16_groups[group]:
-            if parameter._hp_mapping is not None:
-                address = parameter._hp_mapping.get_hp_fragment_address()
-                first = before + address.start
-                parameter._hp_mapping.optim_fragment = _Fragments(states, first, first + address.numel)
-            # The base makes this attribute anew when it links parameters with master weights, but not in each call.
-            function = parameter.set_full_hp_param
-            if getattr(function, "func", None) is not _set:
-                parameter.set_full_hp_param = functools.partial(_set, function)
+
+    def __init__(self, in_8_bits: bool):
+        self._in_8_bits = in_8_bits
+
+    def as_saved(self, optimizer: DeepSpeedZeroOptimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
+        """Returns a state dict of the ZeRO-1/2 optimizer with 8-bit states in the form that torch's load keeps."""
+        inner = state_dict[BASE_OPTIMIZER_STATE]
+        # An elastic checkpoint has a list instead, and no 8-bit states.
+        if isinstance(inner, dict):
+            # Of a state that belongs to no parameter, torch keeps the key as it is.
+            states = {
+                index: saved(each, partition_offset(optimizer, index)) if is_blockwise(each) else each
+                for index, each in inner["state"].items()
+            }
+            state_dict[BASE_OPTIMIZER_STATE] = {**inner, "state": states}
+        return state_dict
+
+    def adopt(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        """Makes loaded states 8-bit states or fp32 states, whichever the optimizer is to go on with."""
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            states, offset = optimizer.optimizer.state.get(master, {}), partition_offset(optimizer, group)
+            if self._in_8_bits and has_moments(states):
+                to_blocks(states, offset, master)
+            elif not self._in_8_bits and is_blockwise(states):
+                to_fp32(states, offset, master.numel())
+
+    def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        """Lets ``safe_get_full_optimizer_state()`` find 8-bit states.
+
+        ``safe_set_full_optimizer_state()`` refuses to set them.
+        """
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            states = optimizer.optimizer.state.get(master, {})
+            if not is_blockwise(states):
+                continue
+            before = partition_offset(optimizer, group) % BLOCK
+            for parameter in optimizer.bit16_groups[group]:
+                if parameter._hp_mapping is not None:
+                    address = parameter._hp_mapping.get_hp_fragment_address()
+                    first = before + address.start
+                    parameter._hp_mapping.optim_fragment = _Fragments(states, first, first + address.numel)
+                # The base makes this attribute anew when it links parameters with master weights, but not in each
+                # call.
+                function = parameter.set_full_hp_param
+                if getattr(function, "func", None) is not _set:
+                    parameter.set_full_hp_param = functools.partial(_set, function)
 
 
 class _Fragments(Mapping):
@@ -120,14 +129,14 @@ def after_load(engine: "DeepSpeedEngine") -> None:
     optimizer, config = engine.optimizer, engine._config.compile_config
     # An engine that has begun to train has done so itself.
     if isinstance(optimizer, DeepSpeedZeroOptimizer) and not (config.deepcompile and config.optimizer_states):
-        adopt(optimizer, in_8_bits=False)
+        StatesOfAdam(in_8_bits=False).adopt(optimizer)
 
 
 def before_step(engine: "DeepSpeedEngine") -> None:
     """Called before an optimizer steps. Without DeepCompile its own ``step()`` does, which knows no 8-bit states."""
     # An engine that asks for these steps so after engine.compile() was refused, or before it compiles itself.
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not hasattr(engine.optimizer, "_zero12"):
-        adopt(engine.optimizer, in_8_bits=False)
+        StatesOfAdam(in_8_bits=False).adopt(engine.optimizer)
 
 
 def convert_saved(checkpoint: Dict[str, Any]) -> None:

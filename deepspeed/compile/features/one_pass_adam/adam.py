@@ -17,10 +17,10 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.utils import logger
 
-from ..messages import inform
+from ...zero12.messages import inform
+from ...zero12.update.ranges import ALIGN_NUMEL, PartitionGradient, end_of_range
+from ...zero12.update.rule import Partition
 from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
-from .ranges import ALIGN_NUMEL, PartitionGradient, end_of_range
-from .rule import Partition
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OF_DEEPSPEED = (FusedAdam, DeepSpeedCPUAdam)
@@ -51,13 +51,14 @@ class OnePassAdam:
         """Begins a step of a partition.
 
         Returns:
-            None if the optimizer is not Adam; in its first step, in which it makes its states; if the partition has
-            fewer than ``LEAST_NUMEL`` elements; if its master weights or states are not in fp32; or if the pass cannot
-            be compiled.
+            None if the optimizer is not Adam, or does not step as its authors have written it; in its first step, in
+            which it makes its states; if the partition has fewer than ``LEAST_NUMEL`` elements; if its master weights
+            or states are not in fp32; or if the pass cannot be compiled.
         """
         master, state = partition.master, partition.state
         if (
-            not is_adam(partition.optimizer)
+            not partition.as_written
+            or not is_adam(partition.optimizer)
             or partition.group.get("differentiable")
             or master.numel() < LEAST_NUMEL
             or "step" not in state

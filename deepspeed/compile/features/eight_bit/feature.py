@@ -1,0 +1,95 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""8-bit states in an engine: what is refused, and the rule that steps all partitions."""
+
+import math
+from typing import Iterator, List
+
+import torch
+from torch.utils._triton import has_triton_package
+
+from ...zero12.feature import Asked, Feature, Making
+from ...zero12.update.rule import Partition, Rule
+from .eight_bit import EightBitAdam, problem_with
+from .states import StatesOfAdam
+
+
+class EightBit(Feature):
+    """Also of an engine without the option, which may load states in 8 bits: these become fp32 states."""
+
+    @classmethod
+    def refusals(cls, asked: Asked) -> Iterator[str]:
+        if asked.options.optimizer_states is not None:
+            yield from _unsupported(asked.options.optimizer_states, asked.engine.optimizer)
+
+    @classmethod
+    def warnings(cls, asked: Asked) -> Iterator[str]:
+        yield from _states_that_stay_in_fp32(asked.engine.optimizer)
+
+    def __init__(self, making: Making):
+        self._is_asked = making.asked.options.optimizer_states is not None
+        self.states = StatesOfAdam(in_8_bits=self._is_asked)
+
+    def rules(self, others: List[Rule]) -> List[Rule]:
+        return [EightBitAdam(), NoOther()] if self._is_asked else others
+
+
+FEATURE = EightBit
+
+
+class NoOther:
+    """The last rule. It raises for a partition that the optimizer, which knows no 8-bit states, would step."""
+
+    def begin(self, partition: Partition) -> None:
+        raise RuntimeError(
+            "compile.optimizer_states='8bit' leaves the optimizer's own step() out, which has hooks, was replaced, "
+            f"has options or states of parameter group {partition.index} that have no such form, or works with a "
+            "gradient scaler; undo that, or leave compile.optimizer_states out"
+        )
+
+
+def _unsupported(wanted, optimizer):
+    """Yields a sentence for each reason why an optimizer cannot have the states that ``optimizer_states`` asks for."""
+    asked = f"compile.optimizer_states={wanted!r}"
+    problem = problem_with(optimizer.optimizer)
+    if problem is not None:
+        yield f"{asked} {problem}, or leave compile.optimizer_states out"
+    if optimizer.cpu_offload:
+        yield (
+            f"{asked} saves memory of the device, where zero_optimization.offload_optimizer keeps no states; leave "
+            "one of them out"
+        )
+    if torch.cuda.is_available() and not has_triton_package():
+        yield f"{asked} needs Triton on a GPU; install triton, or leave compile.optimizer_states out"
+    if any(master.dtype != torch.float32 for master in optimizer.single_partition_of_fp32_groups):
+        yield f"{asked} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
+    if optimizer.torch_autocast_gradscaler:
+        yield (
+            f"{asked} leaves out the optimizer's own step(), which torch_autocast in fp16 scales gradients for; set "
+            "torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out"
+        )
+    if optimizer.elastic_checkpoint:
+        yield (
+            f"{asked} has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint to false, or leave "
+            "compile.optimizer_states out"
+        )
+
+
+def _states_that_stay_in_fp32(optimizer):
+    """Yields a sentence if there are partitions of which torchao quantizes no states, and says nothing."""
+    inner = optimizer.optimizer
+    if not (type(inner).__module__.startswith("torchao.") and hasattr(inner, "block_size")):
+        return
+    # Of fewer elements than 4096 it quantizes none by design.
+    sizes = [numel for each in optimizer.single_partition_of_fp32_groups if (numel := each.numel()) >= 4096]
+    divides_all = math.gcd(inner.block_size, *sizes)
+    if divides_all < inner.block_size:
+        remedy = f"give it block_size={divides_all}"
+        if divides_all < 64:
+            # Each block has a scale in fp32, so that states in small blocks save little.
+            remedy = "leave it so, or use Adam or AdamW of torch with compile.optimizer_states='8bit'"
+        uncut = ", ".join(str(numel) for numel in sizes if numel % inner.block_size)
+        yield (
+            f"{type(inner).__name__} of torchao keeps states in fp32, because its block_size={inner.block_size} does "
+            f"not divide partitions of {uncut} elements; {remedy}"
+        )

@@ -1,0 +1,97 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's Muon in an engine: what is refused, the updates of matrices, and the rule that steps them."""
+
+from typing import Iterator, List
+
+from ...zero12.feature import Asked, Feature, Making
+from ...zero12.update.rule import Rule
+from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
+from .stand_in import StandIn
+
+
+class Muon(Feature):
+    """Orthogonalizes gradients of matrices, and has other rules step what Muon itself would step whole."""
+
+    @classmethod
+    def refusals(cls, asked: Asked) -> Iterator[str]:
+        yield from _unsupported(asked.engine.optimizer)
+
+    @classmethod
+    def warnings(cls, asked: Asked) -> Iterator[str]:
+        yield from _clipped_updates(asked.engine.optimizer)
+
+    @classmethod
+    def is_wanted(cls, asked: Asked) -> bool:
+        return is_muon(asked.engine.optimizer.optimizer)
+
+    def __init__(self, making: Making):
+        optimizer, matrices = making.optimizer, matrices_of(making.optimizer)
+        if matrices:
+            batch_numel = min(BATCH_NUMEL, int(making.engine.zero_reduce_bucket_size()) // 2)
+            self.transform = Orthogonalizer(matrices, batch_numel)
+        # Memory of steps without DeepCompile, of which nothing is pending. Momentum is changed in place here, in steps
+        # that are taken.
+        optimizer._muon_pending_momentum.clear()
+
+    def rules(self, others: List[Rule]) -> List[Rule]:
+        return [StandIn(others)]
+
+
+FEATURE = Muon
+
+
+def _unsupported(optimizer):
+    inner = optimizer.optimizer
+    if not is_muon(inner):
+        # A class of another name that inherits from a Muon would be stepped as plain SGD, here as in DeepSpeed.
+        if any("muon" in cls.__name__.lower() for cls in type(inner).__mro__):
+            yield (
+                f"optimizer {type(inner).__module__}.{type(inner).__name__} needs whole matrices, which it does not "
+                'get from ZeRO; use DeepSpeed\'s own, "optimizer": {"type": "Muon"}'
+            )
+        return
+    if optimizer.cpu_offload:
+        yield (
+            "zero_optimization.offload_optimizer is not supported with Muon, whose updates are computed on the "
+            "device; leave it out"
+        )
+    if optimizer.elastic_checkpoint:
+        yield (
+            "zero_optimization.elastic_checkpoint cuts Muon's momentum, which has whole matrices, at the wrong "
+            "places; set it to false"
+        )
+    if optimizer.torch_autocast_gradscaler:
+        yield (
+            "torch_autocast in fp16 divides Muon's updates, which no loss scale has multiplied, by the scale; set "
+            "torch_autocast.dtype to bfloat16"
+        )
+    matrices_by_group = matrices_of(optimizer)
+    for group, matrices in matrices_by_group.items():
+        for matrix in matrices:
+            name, shape, heads = matrix.name, matrix.size, matrix.heads
+            if len(shape) < 2:
+                yield f"parameter group {group} has use_muon, and its parameter {name} is no matrix; set it to false"
+            elif heads is not None and (len(shape) != 2 or heads < 1 or shape[0] % heads):
+                yield (
+                    f"muon_num_heads={heads} of parameter {name} does not divide its shape {list(shape)} into heads; "
+                    "set it to None"
+                )
+    cut = [len(matrix.parts) for matrices in matrices_by_group.values() for matrix in matrices]
+    owners, count = sum(cut), len(cut)
+    if owners > 2 * count:
+        yield (
+            f"each of Muon's {count} matrices would be orthogonalized on {owners / count:.1f} ranks on average, "
+            "because partitions are smaller than matrices; use fewer ranks, or AdamW"
+        )
+
+
+def _clipped_updates(optimizer):
+    """Yields a sentence if clipping divides all of Muon's updates, as it does without DeepCompile."""
+    norm = norm_of_updates(matrices_of(optimizer))
+    if 0 < optimizer.clip_grad < norm:
+        yield (
+            f"gradient_clipping={optimizer.clip_grad} clips the norm of Muon's updates, about {norm:.0f} in every "
+            f"step, so it divides all learning rates, Adam's too, by about {norm / optimizer.clip_grad:.0f}; set "
+            "gradient_clipping to 0"
+        )

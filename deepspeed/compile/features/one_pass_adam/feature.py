@@ -1,0 +1,23 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The rule for Adam and AdamW."""
+
+from typing import List
+
+from ...zero12.feature import Asked, Feature
+from ...zero12.update.rule import Rule
+from .adam import OnePassAdam
+
+
+class StepsInOnePass(Feature):
+    """Asks the rule for Adam before others, which take several passes over memory."""
+
+    @classmethod
+    def is_wanted(cls, asked: Asked) -> bool:
+        return asked.backend == "inductor" and asked.compiles
+
+    def rules(self, others: List[Rule]) -> List[Rule]:
+        return [OnePassAdam(), *others]
+
+
+FEATURE = StepsInOnePass
