@@ -241,9 +241,9 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
     The parameters lie in this optimizer's memory now, so the earlier engine would no longer step them. Without
     DeepCompile, too, the later of two engines trains the parameters.
     """
-    own = {id(parameter) for parameter in registered_parameters(optimizer)}
+    taken = {id(parameter) for parameter in registered_parameters(optimizer)}
     for earlier in list(_attached):
-        if any(id(parameter) in own for parameter in earlier._zero12.registered):
+        if any(id(parameter) in taken for parameter in earlier._zero12.registered):
             earlier._zero12.taken_over = True
             earlier._zero12.let_go()
             _attached.discard(earlier)

@@ -95,7 +95,7 @@ class EightBitStep(AdamStep):
         if cut.missing == 0:
             del self._cut[block]
         else:
-            states = tuple(tuple(each.clone() for each in of_state) for of_state in states)
+            states = tuple(tuple(tensor.clone() for tensor in tensors) for tensors in states)
         self.step_rows(Elements(cut.gradient, master, new, *states), self.settings)
         self.master[first:last] = master[0, part]
         self.new[first:last] = new[0, part]

@@ -81,7 +81,7 @@ def _states_that_stay_in_fp32(optimizer):
     if not (type(inner).__module__.startswith("torchao.") and hasattr(inner, "block_size")):
         return
     # Of fewer elements than 4096 it quantizes none by design.
-    sizes = [numel for each in optimizer.single_partition_of_fp32_groups if (numel := each.numel()) >= 4096]
+    sizes = [numel for master in optimizer.single_partition_of_fp32_groups if (numel := master.numel()) >= 4096]
     divides_all = math.gcd(inner.block_size, *sizes)
     if divides_all < inner.block_size:
         remedy = f"give it block_size={divides_all}"

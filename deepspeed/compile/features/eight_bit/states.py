@@ -45,8 +45,8 @@ class StatesOfAdam:
         if isinstance(inner, dict):
             # Of a state that belongs to no parameter, torch keeps the key as it is.
             states = {
-                index: saved(each, partition_offset(optimizer, index)) if is_blockwise(each) else each
-                for index, each in inner["state"].items()
+                index: saved(entry, partition_offset(optimizer, index)) if is_blockwise(entry) else entry
+                for index, entry in inner["state"].items()
             }
             state_dict[BASE_OPTIMIZER_STATE] = {**inner, "state": states}
         return state_dict

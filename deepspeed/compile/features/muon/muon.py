@@ -85,8 +85,8 @@ def matrices_of(optimizer: "DeepSpeedZeroOptimizer") -> Dict[int, List[Matrix]]:
 
 
 def _matrices(optimizer, group):
-    for _, of_parameter in itertools.groupby(pieces(optimizer, group), lambda piece: id(piece.parameter)):
-        found = list(of_parameter)
+    for _, pieces_of_parameter in itertools.groupby(pieces(optimizer, group), lambda piece: id(piece.parameter)):
+        found = list(pieces_of_parameter)
         ends = itertools.accumulate(piece.numel for piece in found)
         parts = [Part(piece.owner, end - piece.numel, end) for piece, end in zip(found, ends, strict=True)]
         parameter = found[0].parameter
@@ -134,25 +134,25 @@ class Orthogonalizer:
     def _run(self, optimizer, group):
         process_group = optimizer.real_dp_process_group[group]
         rank = dist.get_rank(process_group)
-        own = [each for each in self.matrices[group] if any(part.owner == rank for part in each.parts)]
+        matrices = [matrix for matrix in self.matrices[group] if any(part.owner == rank for part in matrix.parts)]
         gradients = [view.view(-1) for view in optimizer.averaged_gradients[group].without_padding()]
         like = optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype)
         # All ranks of the process group exchange parts, or none.
         received = {}
         if any(len(matrix.parts) > 1 for matrix in self.matrices[group]):
-            received = _exchange(process_group, own, gradients, like)
-        if not own:
+            received = _exchange(process_group, matrices, gradients, like)
+        if not matrices:
             return
         settings = optimizer.optimizer.param_groups[group]
-        momentum = _momentum(optimizer, group, sum(matrix.numel for matrix in own), like)
-        for batch in self._batches(own):
-            numel = own[batch.start].numel
-            of_batch, momentum = momentum[: len(batch) * numel], momentum[len(batch) * numel :]
-            shape = (-1, *own[batch.start].shape)
+        momentum = _momentum(optimizer, group, sum(matrix.numel for matrix in matrices), like)
+        for batch in self._batches(matrices):
+            numel = matrices[batch.start].numel
+            momentum_of_batch, momentum = momentum[: len(batch) * numel], momentum[len(batch) * numel :]
+            shape = (-1, *matrices[batch.start].shape)
             memory = like.new_empty(len(batch), numel)
             places, sources, targets, updates = [], [], [], []
             for row, index in zip(memory, batch, strict=True):
-                for part in own[index].parts:
+                for part in matrices[index].parts:
                     place = row[part.first : part.last]
                     is_own = part.owner == rank
                     places.append(place)
@@ -160,20 +160,20 @@ class Orthogonalizer:
             torch._foreach_copy_(places, sources)
             # Drops what was received, of which Newton-Schulz may then have the memory.
             del sources
-            update = _update(memory.view(shape), of_batch.view(shape), settings).reshape(len(batch), numel)
+            update = _update(memory.view(shape), momentum_of_batch.view(shape), settings).reshape(len(batch), numel)
             for row, index in zip(update, batch, strict=True):
-                (part,) = (part for part in own[index].parts if part.owner == rank)
+                (part,) = (part for part in matrices[index].parts if part.owner == rank)
                 targets.append(gradients[index])
                 updates.append(row[part.first : part.last])
             torch._foreach_copy_(targets, updates)
 
-    def _batches(self, own: List[Matrix]) -> Iterator[range]:
+    def _batches(self, matrices: List[Matrix]) -> Iterator[range]:
         """Yields the indices of matrices to orthogonalize together: neighbours of one shape, so that their momentum is
         one piece of memory. DeepSpeed sorts a group by shape, so neighbours are all matrices of a shape."""
         first = 0
-        while first < len(own):
-            limit = max(1, self._batch_numel // own[first].numel)
-            kinds = [(each.numel, each.shape) for each in own[first : first + limit]]
+        while first < len(matrices):
+            limit = max(1, self._batch_numel // matrices[first].numel)
+            kinds = [(matrix.numel, matrix.shape) for matrix in matrices[first : first + limit]]
             last = first + sum(1 for _ in itertools.takewhile(kinds[0].__eq__, kinds))
             yield range(first, last)
             first = last
@@ -205,22 +205,22 @@ def _momentum(optimizer, group, numel, like):
     return state[MOMENTUM]
 
 
-def _exchange(process_group, own, gradients, like):
+def _exchange(process_group, matrices, gradients, like):
     """Sends this rank's part of each matrix to the matrix's other owners.
 
     Args:
         process_group: of the parameter group. All its ranks make this call.
-        own: the matrices of which this rank has a part.
+        matrices: the matrices of which this rank has a part.
         gradients: the gradient of this rank's part of each, 1-D.
         like: an empty tensor of the dtype and on the device of gradients.
 
     Returns:
-        (index in ``own``, owner) -> the gradient of that owner's part, 1-D.
+        (index in ``matrices``, owner) -> the gradient of that owner's part, 1-D.
     """
     rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
     sent: List[List[torch.Tensor]] = [[] for _ in range(world)]
     awaited: List[List[Tuple[int, Part]]] = [[] for _ in range(world)]
-    for index, matrix in enumerate(own):
+    for index, matrix in enumerate(matrices):
         for part in matrix.parts:
             if part.owner != rank:
                 sent[part.owner].append(gradients[index])
@@ -232,8 +232,10 @@ def _exchange(process_group, own, gradients, like):
         dist.all_to_all_single(
             memory,
             torch.cat([like, *itertools.chain(*sent)]),
-            output_split_sizes=[sum(part.last - part.first for _, part in of_rank) for of_rank in awaited],
-            input_split_sizes=[sum(part.numel() for part in of_rank) for of_rank in sent],
+            output_split_sizes=[sum(part.last - part.first for _, part in parts) for parts in awaited],
+            input_split_sizes=[sum(part.numel() for part in parts) for parts in sent],
             group=process_group,
         )
-    return {(index, part.owner): each for (index, part), each in zip(in_order, memory.split(sizes), strict=True)}
+    return {
+        (index, part.owner): gradient for (index, part), gradient in zip(in_order, memory.split(sizes), strict=True)
+    }

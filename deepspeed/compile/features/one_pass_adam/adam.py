@@ -62,7 +62,9 @@ class OnePassAdam:
             or partition.group.get("differentiable")
             or master.numel() < LEAST_NUMEL
             or "step" not in state
-            or not all(_is_fp32(each, master) for each in (master, *(state.get(name) for name in _names(partition))))
+            or not all(
+                _is_fp32(tensor, master) for tensor in (master, *(state.get(name) for name in _names(partition)))
+            )
         ):
             return None
         step_rows = self._pass(partition)
@@ -138,7 +140,7 @@ class AdamStep:
             return last
         elements = gradient.unscaled(first, end_of_range(self.master, first, limit), self.columns)
         last = first + elements.numel()
-        rows = (each.view(-1, self.columns) for each in (elements, self.master[first:last], self.new[first:last]))
+        rows = (tensor.view(-1, self.columns) for tensor in (elements, self.master[first:last], self.new[first:last]))
         self.step_rows(Elements(*rows, *self.states(self._state, first, last)), self.settings)
         return last
 
@@ -172,7 +174,7 @@ def _scalars(partition, count):
     # An argument of the class of DeepSpeed's Adam, and no setting, decouples weight decay.
     decoupled = inner.adam_w_mode if is_of_deepspeed(inner) else group.get("decoupled_weight_decay", False)
     rate, beta, beta_sq, decay, epsilon = (
-        _number(each) for each in (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
+        _number(setting) for setting in (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
     )
     corrects = group.get("bias_correction", True)
     scalars = _on_device(
@@ -199,8 +201,8 @@ def _on_device(numbers, device):
     if any(map(torch.is_tensor, numbers)):
         # A fill passes the number to the kernel as an argument.
         fp32 = torch.zeros(len(numbers), dtype=torch.float32, device=device)
-        for place, each in zip(fp32, numbers, strict=True):
-            place.fill_(each)
+        for place, number in zip(fp32, numbers, strict=True):
+            place.fill_(number)
         return fp32
     # From other memory than pinned memory, the host would wait for the copy.
     return torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -67,7 +67,7 @@ def _step(
     factor, decay_of_gradient, decay = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     weight, weight_sq = tl.load(scalars + 3), tl.load(scalars + 4)
     rate, epsilon = tl.load(scalars + 5) / tl.load(scalars + 6), tl.load(scalars + 8)
-    of_root = 1.0 / tl.load(scalars + 7)
+    inverse_root = 1.0 / tl.load(scalars + 7)
 
     gradient = tl.load(gradients + places, mask=there, other=0.0).to(tl.float32) * factor
     master = tl.load(masters + places, mask=there, other=0.0)
@@ -86,7 +86,7 @@ def _step(
         most_sq = tl.load(mosts_sq + places, mask=there, other=0.0)
         divisor = tl.maximum(most_sq, mean_sq, propagate_nan=tl.PropagateNan.ALL)
         tl.store(mosts_sq + places, divisor, mask=there)
-    master = master - rate * mean / (tl.sqrt(divisor) * of_root + epsilon)
+    master = master - rate * mean / (tl.sqrt(divisor) * inverse_root + epsilon)
     tl.store(masters + places, master, mask=there)
     tl.store(news + places, master.to(news.dtype.element_ty), mask=there)
     if scales is None:

@@ -74,7 +74,9 @@ def _read_states(elements, settings):
     """Returns the states in fp32. The third one is None without amsgrad."""
     states = [*elements.states, None][:3]
     if elements.scales:
-        states[:2] = map(decode, elements.states, elements.scales, (each.values for each in settings.maps))
+        states[:2] = map(
+            decode, elements.states, elements.scales, (map_of_state.values for map_of_state in settings.maps)
+        )
     return states
 
 
@@ -110,7 +112,7 @@ def compile_step(like: Elements) -> Callable[[Elements, Settings], None]:
     from torch._inductor.compile_fx import compile_fx
 
     tensors = [*like[:3], *like.states]
-    rows = [each.new_empty(_EXAMPLE_ROWS, each.shape[1]) for each in tensors]
+    rows = [tensor.new_empty(_EXAMPLE_ROWS, tensor.shape[1]) for tensor in tensors]
     scalars = like.master.new_empty(len(Scalars._fields))
     # A new parameter may lie where its gradient lies. Each element is read before it is written, in a pass too.
     with torch.no_grad():

@@ -52,7 +52,7 @@ def make_map(signed: bool, device: torch.device) -> Map:
             borders = torch.linspace(0.1, 1, _codes_of(decade, signed) + 1, dtype=torch.float32)
             positive.append(10.0 ** (decade + 1 - _DECADES) * ((borders[:-1] + borders[1:]) / 2))
         values = torch.cat([*positive, torch.tensor([0, 1], dtype=torch.float32)])
-        values = torch.cat([values, *(-each for each in positive if signed)]).sort().values
+        values = torch.cat([values, *(-value for value in positive if signed)]).sort().values
         thresholds = _thresholds(values)
         if not signed:
             thresholds[1] = torch.finfo(torch.float32).tiny

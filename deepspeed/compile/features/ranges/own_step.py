@@ -8,6 +8,7 @@ import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
+from ...zero12.update.groups import with_groups
 from ...zero12.update.ranges import PartitionGradient, end_of_range
 from ...zero12.update.rule import Partition
 
@@ -52,7 +53,7 @@ class OwnStep:
     """
 
     def __init__(self, partition: Partition):
-        self._optimizer, self._index, self._new = partition.optimizer, partition.index, partition.new
+        self._partition, self._optimizer, self._new = partition, partition.optimizer, partition.new
         self._whole, self._state = partition.master, partition.state
         # In the first step, the optimizer makes the state of each range.
         self._is_new = not self._state
@@ -62,18 +63,17 @@ class OwnStep:
 
     def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
         last = end_of_range(self._whole, first, limit)
-        optimizer, groups = self._optimizer, self._optimizer.param_groups
+        optimizer = self._optimizer
         part = torch.nn.Parameter(self._whole.data[first:last])
         part.grad = gradient.scaled(first, last)
-        group = {**groups[self._index], "params": [part]}
+        group = {**self._partition.group, "params": [part]}
         state = {name: _part(value, self._whole, first, last) for name, value in self._state.items()}
         try:
             if not self._is_new:
                 optimizer.state[part] = state
-            optimizer.param_groups = [group]
-            optimizer.step()
+            with with_groups(optimizer, [group]):
+                optimizer.step()
         finally:
-            optimizer.param_groups = groups
             state = optimizer.state.pop(part, {})
         self._keep(state, group, first, last)
         self._new[first:last].copy_(part.data)
@@ -100,8 +100,8 @@ class OwnStep:
             else:
                 self._state[name] = value
         if self._state:
-            self._optimizer.state[self._whole] = self._state
-        self._optimizer.param_groups[self._index].update(self._settings)
+            self._partition.keep_state(self._state)
+        self._partition.group.update(self._settings)
 
 
 def _part(value, parameter, first, last):

@@ -70,12 +70,12 @@ def _runs_own_step(optimizer):
 def _calls_others(optimizer):
     """Whether somebody else has written a function that an optimizer's ``step()`` may call."""
     cls = type(optimizer)
-    classes = [each for each in cls.__mro__ if each.__module__ not in ("torch.optim.optimizer", "builtins")]
-    namespaces = [*map(vars, classes), *(vars(sys.modules[each.__module__]) for each in classes)]
+    classes = [base for base in cls.__mro__ if base.__module__ not in ("torch.optim.optimizer", "builtins")]
+    namespaces = [*map(vars, classes), *(vars(sys.modules[base.__module__]) for base in classes)]
     # Dynamo puts what it has compiled into the namespace of the module that it has compiled.
-    entries = (entry for each in namespaces for entry in each.items())
+    entries = (entry for namespace in namespaces for entry in namespace.items())
     called = [cls._optimizer_step_code, *(value for name, value in entries if not name.startswith(_OF_DYNAMO))]
-    hidden = {"_optimizer_step_code", *(name for each in classes for name in vars(each))} - {"step"}
+    hidden = {"_optimizer_step_code", *(name for base in classes for name in vars(base))} - {"step"}
     hiding = [vars(optimizer)[name] for name in hidden & vars(optimizer).keys()]
     # Lists are equal if their entries are the same objects, which takes less time than to look into functions.
     if any(map(is_replaced, hiding if called == _known.get(cls) else hiding + called)):
@@ -87,20 +87,20 @@ def _calls_others(optimizer):
 def is_replaced(value: Any) -> bool:
     """Whether ``value`` is, or calls by its closure, a function of neither torch nor DeepSpeed nor Python itself."""
     found, seen = [value], set()
-    for each in found:
+    for value in found:
         # A function may be in its own closure.
-        if id(each) in seen:
+        if id(value) in seen:
             continue
-        seen.add(id(each))
-        if type(each) in _INNER:
-            found.append(getattr(each, _INNER[type(each)]))
+        seen.add(id(value))
+        if type(value) in _INNER:
+            found.append(getattr(value, _INNER[type(value)]))
             continue
-        is_function = isinstance(each, FunctionType)
-        author = _module(each) if is_function else type(each).__module__ if callable(each) else "builtins"
+        is_function = isinstance(value, FunctionType)
+        author = _module(value) if is_function else type(value).__module__ if callable(value) else "builtins"
         if author.partition(".")[0] not in _PACKAGES:
             return True
         if is_function:
-            found += _closure(each).values()
+            found += _closure(value).values()
     return False
 
 

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps this rank's partitions of all parameter groups, each by the first rule that serves it."""
 
+import contextlib
 import functools
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional
 
 import torch
 
@@ -87,19 +88,32 @@ class StepOfGroups:
     def _step_whole(self, group):
         """Has the optimizer step the master weights of a group at once, and writes them into this rank's partition."""
         optimizer = self._optimizer
-        master, param_groups = optimizer.single_partition_of_fp32_groups[group], optimizer.optimizer.param_groups
+        master = optimizer.single_partition_of_fp32_groups[group]
         with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
             master.grad = self._take_gradient(group).scaled(0, master.numel())
         try:
-            with timed(optimizer, OPTIMIZER_STEP_TIMER):
-                optimizer._optimizer_step(group)
-        finally:
             # _optimizer_step() hides the other groups, and leaves them hidden if it raises. A checkpoint that is
             # loaded then needs all groups.
-            optimizer.optimizer.param_groups = param_groups
+            with (
+                timed(optimizer, OPTIMIZER_STEP_TIMER),
+                with_groups(optimizer.optimizer, optimizer.optimizer.param_groups),
+            ):
+                optimizer._optimizer_step(group)
+        finally:
             master.grad = None
         memory_for_new_parameters(optimizer, group).copy_(master.data)
         send_to_device(optimizer, group, 0, master.numel())
+
+
+@contextlib.contextmanager
+def with_groups(inner: torch.optim.Optimizer, param_groups: List[Dict[str, Any]]) -> Iterator[None]:
+    """Context in which an optimizer has these parameter groups. Whatever it has at the end, its own come back."""
+    before = inner.param_groups
+    try:
+        inner.param_groups = param_groups
+        yield
+    finally:
+        inner.param_groups = before
 
 
 def note_step(inner: torch.optim.Optimizer) -> None:
