@@ -96,8 +96,8 @@ class Backend:
             return None, False
         number = torch._guards.CompileContext.current_compile_id().frame_id
         graph_id = self._graph_ids.setdefault(number, len(self._graph_ids))
-        # Backwards run in the reverse of forward order, so the first frame reduces last. If no graph runs last in every
-        # backward, finish_backward() releases buckets.
+        # Backwards run in the reverse of forward order, so the first frame reduces last. If no graph runs last in
+        # every backward, finish_backward() releases buckets.
         return graph_id, graph_id == 0 and not self._no_graph_is_last
 
 
