@@ -104,6 +104,13 @@ EDITS = (
     ),
     (
         ENGINE,
+        "question whether a micro-batch is the last of a step",
+        "        if self._is_gradient_accumulation_boundary is None:\n",
+        "        zero12.optimizer.note_raised_backward(self)\n"
+        "        if self._is_gradient_accumulation_boundary is None:\n",
+    ),
+    (
+        ENGINE,
         "end of step()",
         "        self._running_engine_step = False\n        self.micro_steps += 1\n",
         "        self._running_engine_step = False\n        at_boundary = self.is_gradient_accumulation_boundary()\n"

@@ -7,25 +7,26 @@ import threading
 import time
 import warnings
 import weakref
-from typing import NamedTuple
+from typing import Dict, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
-from deepspeed.compile.zero12.backward import BackwardLife
 from deepspeed.compile.zero12.update.groups import StepOfGroups
 from deepspeed.utils import safe_get_full_grad
 
 from support.beside import Beside, Outcome, check
-from support.faults import Injected, fragile, in_backward, raise_injected
+from support.faults import Injected, fragile, held_soon, in_backward, raise_injected, train_step
 from support.graph_cache import compiled_anew
 from support.ids import vary
 from support.lifetime import backward, start, step_beside
 from support.training import (
     BOUND,
+    NOTHING,
     Case,
     average_gradients,
     batch,
@@ -237,50 +238,94 @@ def test_counters_do_not_wait_for_other_ranks(ranks):
     assert max(ranks(2).run(counters_of_a_rank_that_waits, Case(bucket=50))) < 1
 
 
-def begin_while_another_is_dropped(case, held_in):
-    """A backward raises in another thread, which then stays long in a method of BackwardLife. Meanwhile this thread
-    takes a step.
+class Raised(NamedTuple):
+    """What an engine is after a backward that raised in a step with an earlier backward, before it is called again."""
 
-    ``held_in``: "settle" holds the thread before it has seen that the backward was abandoned, and
-    "_release_handed_over" before it drops the step's gradients. In the latter, this thread has to wait.
-    """
+    held: Dict[str, int]
+    alive: int  # gradients of the earlier backward
+    is_boundary: bool
+    error: float  # of the step after it
+
+
+def _two_backwards(engine, case):
+    """Runs the first of two backwards of a step. Returns its gradients, and the loss of the second, which raises."""
+    module = engine.module
+    loss = engine(batch(1, 1, dist.get_rank(), 4))
+    backward(engine, 1)
+    in_backward.happen = raise_injected
+    if case.accumulation == 1:
+        return engine.optimizer.averaged_gradients[0].targets(), loss
+    engine.step()
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None], loss
+
+
+def raise_in_a_step(case):
+    """The second backward of a step raises. The engine is asked what it is then, and trains another step."""
     module, engine, plain, optimizer = fragile(case)
-    step_beside(engine, plain, optimizer, 0)
-    told, may_go_on, method = threading.Event(), threading.Event(), getattr(BackwardLife, held_in)
+    gradients, loss = _two_backwards(engine, case)
+    storages = [StorageWeakRef(gradient.untyped_storage()) for gradient in gradients]
+    del gradients
+    with contextlib.suppress(Injected):
+        loss.backward()
+    now = held_soon(engine)
+    alive, is_boundary = sum(not storage.expired() for storage in storages), engine.is_gradient_accumulation_boundary()
+    train_step(engine, 2, case.accumulation)
+    train_plain(plain, optimizer, 2, case.accumulation)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return Raised(now, alive, is_boundary, error)
 
-    def late(life):
-        has_raised = in_backward.happen is None
-        if threading.current_thread() is not threading.main_thread() and has_raised and not told.is_set():
-            told.set()
-            may_go_on.wait(30 if held_in == "settle" else 2)
-        method(life)
+
+# Of the gradients of the first backward, some are bound and handed over, and those of two micro-batches unreduced.
+RAISED = vary("stage, accumulation", [(1, 1), (1, 2), (2, 1)])
+
+
+@pytest.mark.sanitized
+@RAISED
+def test_a_backward_that_raised_leaves_nothing(ranks, stage, accumulation):
+    """Gradients would be held until the engine is called again, or the caller take the wrong one for the last."""
+    for raised in ranks(2).run(raise_in_a_step, Case(stage=stage, accumulation=accumulation, bucket=50)):
+        assert raised.held == NOTHING and raised.alive == 0
+        assert raised.is_boundary == (accumulation == 1)
+        assert raised.error < BOUND
+
+
+def begin_while_another_is_dropped(case):
+    """A backward raises in another thread, which stays long where it drops a gradient. This thread takes a step."""
+    module, engine, plain, optimizer = fragile(case)
+    told, may_go_on, names = threading.Event(), threading.Event(), []
+
+    def stay():
+        names.append(threading.current_thread().name)
+        told.set()
+        may_go_on.wait(30)
 
     def raise_in_backward():
         with contextlib.suppress(Injected):
             loss.backward()
 
-    loss = engine(batch(1, 0, dist.get_rank(), 4))
-    in_backward.happen = raise_injected
-    with mock.patch.object(BackwardLife, held_in, late):
-        other = threading.Thread(target=raise_in_backward)
-        other.start()
-        assert told.wait(30)
-        backward(engine, 2)
-        may_go_on.set()
-        other.join()
-        engine.step()
-    train_plain(plain, optimizer, 2)
+    gradients, loss = _two_backwards(engine, case)
+    weakref.finalize(gradients[0], stay)
+    del gradients
+    other = threading.Thread(target=raise_in_backward)
+    other.start()
+    assert told.wait(30)
+    train_step(engine, 2, case.accumulation)
+    may_go_on.set()
+    other.join()
+    assert names != [threading.main_thread().name]
+    train_plain(plain, optimizer, 2, case.accumulation)
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return error
 
 
 @pytest.mark.sanitized
-@vary("stage", [1, 2])
-@vary("held_in", ["settle", "_release_handed_over"])
-def test_a_backward_begins_while_another_is_dropped(ranks, held_in, stage):
+@RAISED
+def test_a_backward_begins_while_another_is_dropped(ranks, stage, accumulation):
     """The thread of a backward that raised would drop the gradients of the backward that has begun since."""
-    assert max(ranks(2).run(begin_while_another_is_dropped, Case(stage=stage, bucket=50), held_in)) < BOUND
+    case = Case(stage=stage, accumulation=accumulation, bucket=50)
+    assert max(ranks(2).run(begin_while_another_is_dropped, case)) < BOUND
 
 
 def call_as_a_gradient_ends(case, how):

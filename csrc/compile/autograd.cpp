@@ -102,7 +102,7 @@ bool has_hooks_behind(torch::autograd::Node& node)
 
 void Reducer::look_at_parameters()
 {
-    // The optimizer gives parameters new memory when it offloads and reloads states. If that changed the device,
+    // The optimizer may give parameters new memory, when it moves its states away and back. If that changed the device,
     // autograd makes a new accumulation node.
     for (auto& record : records_) {
         if (record.parameter.numel() == 0) { continue; }
@@ -278,47 +278,38 @@ void Reducer::graph_ended(int64_t serial)
 
 void Reducer::graph_dropped(int64_t serial) noexcept
 try {
-    std::shared_ptr<const Listener> listener;
-    {
-        // Whoever drops the task may hold the interpreter's lock, and the thread that holds mutex_ may wait for it.
-        std::optional<pybind11::gil_scoped_release> unlocked;
-        if (PyGILState_Check()) { unlocked.emplace(); }
-        Dropped dropped;
-        std::lock_guard lock(mutex_);
-        if (serial != serial_ || !in_backward()) { return; }
-        abandon(BackwardState::raised, dropped);
-        listener = listener_;
-    }
-    // Otherwise engine.is_gradient_accumulation_boundary() would be outdated until the next call of the engine.
-    if (listener && Py_IsInitialized()) { listener->settle(); }
+    // Whoever drops the task may hold the interpreter's lock, and the thread that holds mutex_ may wait for it.
+    std::optional<pybind11::gil_scoped_release> unlocked;
+    if (PyGILState_Check()) { unlocked.emplace(); }
+    Dropped dropped;
+    std::lock_guard lock(mutex_);
+    if (serial == serial_ && in_backward()) { abandon(BackwardState::raised, dropped); }
 } catch (const std::exception& error) {
     TORCH_WARN(std::string("DeepCompile could not drop the gradients of a backward that raised: ") + error.what());
 }
 
-void Reducer::abandon_unfinished(bool may_enclose)
+std::optional<std::string> Reducer::abandon_unfinished(bool may_enclose)
 {
     Dropped dropped;
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     // A backward whose graph has ended cannot enclose another. On CPU, a backward that raised is abandoned by now, so one
     // that is still running encloses. On a GPU, a thread of autograd's may still hold the graph task of a backward that
     // raised, so the backward encloses only if this thread runs in its task.
     const bool encloses = may_enclose && state_ == BackwardState::running &&
                           (streams_.on_cpu() || graph_task_ == torch::autograd::get_current_graph_task_id());
     if (in_backward() && !encloses) { abandon(BackwardState::unfinished, dropped); }
+    lock.unlock();
+    return abandoned();
 }
 
-std::optional<std::string> Reducer::abandoned() const
+std::optional<std::string> Reducer::abandoned()
 {
-    const BackwardState state = state_;
-    if (state == BackwardState::raised) { return "raised"; }
-    if (state == BackwardState::unfinished) { return "unfinished"; }
-    return std::nullopt;
-}
-
-void Reducer::settled()
-{
+    // Asked often, also while another thread holds mutex_ and waits for other ranks.
+    if (!is_abandoned()) { return std::nullopt; }
     std::lock_guard lock(mutex_);
-    if (is_abandoned()) { state_ = BackwardState::none; }
+    if (!is_abandoned()) { return std::nullopt; }
+    const auto state = state_.exchange(BackwardState::none);
+    return state == BackwardState::raised ? "raised" : "unfinished";
 }
 
 // What autograd's running task computes.

@@ -80,30 +80,6 @@ PyMethodDef functions_of_generated_code[] = {
      "reduce_grad(arg0: torch.Tensor, arg1: torch.Tensor, arg2: int, arg3: bool) -> torch.Tensor"},
     {}};
 
-/// Whether each entry is a tensor with the memory, dtype and number of elements of its target, all contiguous. If targets
-/// lie in one tensor, they must still lie there.
-bool are_views(const HandedOver& handed_over, const py::list& entries)
-{
-    if (entries.size() != handed_over.targets.size()) { return false; }
-    if (handed_over.flat.defined() && !entries.empty()) {
-        const auto& [offset, first] = handed_over.targets.front();
-        const auto* begin = static_cast<const char*>(handed_over.flat.const_data_ptr());
-        if (first.const_data_ptr() != begin + offset * first.element_size()) { return false; }
-    }
-    Py_ssize_t index = 0;
-    for (const auto& [offset, target] : handed_over.targets) {
-        PyObject* entry = PyList_GET_ITEM(entries.ptr(), index++);
-        if (!THPVariable_Check(entry)) { return false; }
-        const auto& view = THPVariable_Unpack(entry);
-        if (view.layout() != at::kStrided || view.numel() != target.numel() ||
-            view.scalar_type() != target.scalar_type() || !view.is_contiguous() ||
-            view.const_data_ptr() != target.const_data_ptr()) {
-            return false;
-        }
-    }
-    return true;
-}
-
 void end_backward(at::TensorList reductions_and_registrations, int64_t graph_id, bool release_reduce_buckets)
 {
     if (!release_reduce_buckets || reductions_and_registrations.empty()) { return; }
@@ -157,18 +133,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
     });
 
     using deepcompile::HandedOver;
-    py::class_<HandedOver>(m, "HandedOver")
-        .def("take_targets",
-             [](HandedOver& self) {
-                 py::dict targets;
-                 for (const auto& [offset, target] : std::exchange(self.targets, {})) {
-                     targets[py::int_(offset)] = target;
-                 }
-                 return targets;
-             })
-        .def("take_views", [](HandedOver& self) { return std::exchange(self.views, {}); })
-        .def_readonly("flat", &HandedOver::flat)
-        .def("are_views", &deepcompile::are_views);
+    py::class_<HandedOver, std::shared_ptr<HandedOver>>(m, "HandedOver")
+        .def_property_readonly("flat", &HandedOver::flat)
+        .def("target", &HandedOver::target)
+        .def("targets", &HandedOver::targets)
+        .def("take_targets", &HandedOver::take_targets)
+        .def("are_views", &HandedOver::are_views);
 
     py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")
         .def(py::init([](int64_t identity,
@@ -193,8 +163,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def("begin_backward", &Reducer::begin_backward, unlocked())
         .def("listen", &Reducer::listen, unlocked())
         .def("abandon_unfinished", &Reducer::abandon_unfinished, unlocked())
-        .def_property_readonly("abandoned", &Reducer::abandoned)
-        .def("settled", &Reducer::settled, unlocked())
+        .def("abandoned", &Reducer::abandoned, unlocked())
         .def_property_readonly("in_backward", &Reducer::in_backward)
         .def("leads_to_parameters", &Reducer::leads_to_parameters, unlocked())
         .def("follow_stream", &Reducer::follow_stream, unlocked())

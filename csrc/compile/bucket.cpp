@@ -450,16 +450,9 @@ void PartitionGroup::allocate_flat_partition()
     mark_stage("deepcompile::bound", flat_partition);
 }
 
-HandedOver PartitionGroup::hand_over() const
+std::shared_ptr<HandedOver> PartitionGroup::hand_over()
 {
-    HandedOver handed_over{{targets.begin(), targets.end()}, {}, flat_partition};
-    handed_over.views.reserve(targets.size());
-    for (const auto& [offset, target] : targets) {
-        const auto whole = shapes.find(offset);
-        handed_over.views.push_back(
-            in_shape(target, whole == shapes.end() ? target.sizes() : at::IntArrayRef(whole->second)));
-    }
-    return handed_over;
+    return handed_over = std::make_shared<HandedOver>(targets, flat_partition);
 }
 
 void PartitionGroup::release(Dropped& dropped)
@@ -471,6 +464,62 @@ void PartitionGroup::release(Dropped& dropped)
     }
     dropped.push_back(std::exchange(flat_partition, {}));
     targets.clear();
+    if (handed_over) { handed_over->drop(dropped); }
+    handed_over.reset();
+}
+
+// 5. Handed over.
+
+at::Tensor HandedOver::flat() const
+{
+    std::lock_guard lock(mutex_);
+    return flat_;
+}
+
+at::Tensor HandedOver::target(int64_t offset) const
+{
+    std::lock_guard lock(mutex_);
+    const auto found = targets_.find(offset);
+    return found == targets_.end() ? at::Tensor() : found->second;
+}
+
+Targets HandedOver::targets() const
+{
+    std::lock_guard lock(mutex_);
+    return targets_;
+}
+
+Targets HandedOver::take_targets()
+{
+    std::lock_guard lock(mutex_);
+    return std::exchange(targets_, {});
+}
+
+bool HandedOver::are_views(const std::vector<std::optional<at::Tensor>>& views) const
+{
+    std::lock_guard lock(mutex_);
+    if (views.size() != targets_.size()) { return false; }
+    if (flat_.defined() && !targets_.empty()) {
+        const auto& [offset, first] = *targets_.begin();
+        const auto* begin = static_cast<const char*>(flat_.const_data_ptr());
+        if (first.const_data_ptr() != begin + offset * first.element_size()) { return false; }
+    }
+    auto view = views.begin();
+    return std::all_of(targets_.begin(), targets_.end(), [&view](const auto& entry) {
+        const auto& target = entry.second;
+        const auto& taken = *view++;
+        return !taken || (taken->layout() == at::kStrided && taken->numel() == target.numel() &&
+                          taken->scalar_type() == target.scalar_type() && taken->is_contiguous() &&
+                          taken->const_data_ptr() == target.const_data_ptr());
+    });
+}
+
+void HandedOver::drop(Dropped& dropped)
+{
+    std::lock_guard lock(mutex_);
+    for (auto& [offset, target] : targets_) { dropped.push_back(std::move(target)); }
+    targets_.clear();
+    dropped.push_back(std::exchange(flat_, {}));
 }
 
 }  // namespace deepcompile

@@ -119,9 +119,6 @@ void Reducer::register_parameter(
         std::count_if(record.pieces.begin(), record.pieces.end(), [&its_group](const Piece& piece) {
             return piece.owner == its_group.rank();
         });
-    if (record.pieces.size() == 1 && record.pieces.front().owner == its_group.rank()) {
-        its_group.shapes.emplace(record.pieces.front().target_offset, at::DimVector(record.parameter.sizes()));
-    }
     records_.push_back(std::move(record));
     ++counters_.registered;
 }
@@ -134,10 +131,11 @@ std::string ParameterRecord::describe() const
 
 // 2. Reduced.
 
-bool Reducer::begin_backward(bool reduces)
+void Reducer::begin_backward(bool reduces)
 {
     std::unique_lock lock(mutex_);
-    if (is_abandoned()) { return false; }
+    TORCH_CHECK(!is_abandoned(),
+                "a backward of this engine raised in another thread while this one began; run this one again");
     look_at_parameters();
     const bool is_first = !in_backward();
     // The backward of several losses begins once for each loss. From the second time on, autograd is accumulating and
@@ -152,22 +150,21 @@ bool Reducer::begin_backward(bool reduces)
     reduces_ = reduces;
     state_ = BackwardState::running;
     watch_graph_task();
-    if (!reduces || !find_absent(is_first)) { return true; }
+    if (!reduces || !find_absent(is_first)) { return; }
     // leads_to_checkpoints() takes the interpreter's lock, whose holder may be waiting for mutex_.
     lock.unlock();
-    if (!leads_to_checkpoints()) { return true; }
+    if (!leads_to_checkpoints()) { return; }
     // Reentrant checkpointing hides from this graph what the checkpointed modules use.
     lock.lock();
     for (auto& record : records_) { record.absent = false; }
-    return true;
 }
 
-void Reducer::listen(std::function<bool()> begin, std::function<void()> settle)
+void Reducer::listen(std::function<bool()> begin)
 {
-    // Shared, because copying the functions themselves would take the interpreter's lock while mutex_ is held.
-    auto shared = std::make_shared<const Listener>(Listener{std::move(begin), std::move(settle)});
+    // Shared, because copying the function itself would take the interpreter's lock while mutex_ is held.
+    auto shared = std::make_shared<const std::function<bool()>>(std::move(begin));
     std::lock_guard lock(mutex_);
-    listener_.swap(shared);
+    begin_.swap(shared);
     look_at_parameters();
 }
 
@@ -189,11 +186,11 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         if (gradient.numel() == 0 && !record.has_hooks()) { return; }
     }
     bool belongs_to_backward = in_backward();
-    if (!belongs_to_backward && listener_) {
-        // The listener takes the interpreter's lock, whose holder may be waiting for mutex_.
-        const auto listener = listener_;
+    if (!belongs_to_backward && begin_) {
+        // The function takes the interpreter's lock, whose holder may be waiting for mutex_.
+        const auto begin = begin_;
         lock.unlock();
-        belongs_to_backward = listener->begin();
+        belongs_to_backward = (*begin)();
         lock.lock();
         TORCH_CHECK(index < records_.size(), destroyed);
     }
@@ -274,11 +271,11 @@ void Reducer::end_backward()
     buckets_.drain();
 }
 
-std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
+std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, bool completes)
 {
     RECORD_USER_SCOPE("deepcompile::finish_backward");
     std::lock_guard lock(mutex_);
-    std::vector<HandedOver> handed_over;
+    std::vector<std::shared_ptr<HandedOver>> handed_over;
     if (groups_.empty()) { return handed_over; }
     at::NoGradGuard no_grad;
     // Autograd runs the callbacks that end a backward on the stream of the backward's caller, but on the default stream
@@ -314,7 +311,7 @@ std::vector<HandedOver> Reducer::finish_backward(bool reduces, bool completes)
     if (completes) {
         agree_and_reduce_late();
         is_handed_over_ = true;
-        for (const auto& group : groups_) { handed_over.push_back(group.hand_over()); }
+        for (auto& group : groups_) { handed_over.push_back(group.hand_over()); }
     }
     streams_.let_wait(caller);
     // The optimizer reads host memory without a stream, so wait here for the queued copies.
@@ -407,7 +404,7 @@ void Reducer::forget_gradients(Dropped& dropped)
 void Reducer::close()
 {
     // Declared before the lock, because dropping them takes the interpreter's lock.
-    std::shared_ptr<const Listener> listener;
+    std::shared_ptr<const std::function<bool()>> begin;
     std::deque<ParameterRecord> records;
     Dropped dropped;
     std::lock_guard lock(mutex_);
@@ -416,7 +413,7 @@ void Reducer::close()
     leave_backward(BackwardState::none);
     // Copies may still write into host memory that goes with the groups.
     if (!groups_.empty() && groups_.front().host) { streams_.wait_on_host(); }
-    listener.swap(listener_);
+    begin.swap(begin_);
     {
         std::lock_guard registry_lock(registry().mutex);
         registry().reducers.erase(options_.identity);

@@ -22,8 +22,8 @@ the flat tensor and may straddle several partitions.
                         copy. So a rank holds what has arrived and no more. Where the optimizer can use the
                         flat partition as it is, the first piece that arrives has the whole partition
                         allocated and zeroed, and targets are views of it. A later piece for the same
-                        elements is added to the target. Where the optimizer is offloaded, targets lie in
-                        host memory, and a piece that has arrived is copied there.
+                        elements is added to the target. Targets may also lie in host memory that the caller
+                        owns; then a piece that has arrived is copied there.
   4. End of backward.   Reducer::end_backward() sends and waits for what is pending and gives the buckets'
                         memory back; the graph that reduces last calls it. The optimizer calls
                         Reducer::finish_backward() after every backward. That function does the same for
@@ -411,11 +411,29 @@ private:
 /// Averaged gradients by their offset in a partition, in elements; each flat, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;
 
-/// What the optimizer gets of a group when a step is complete.
-struct HandedOver {
-    std::vector<std::pair<int64_t, at::Tensor>> targets;  ///< in ascending order of their offsets
-    std::vector<at::Tensor> views;  ///< one of each target, in the shape of its parameter if it is the whole of it
-    at::Tensor flat;                ///< in which the targets lie; undefined if they do not lie in one flat tensor
+/// What the optimizer gets of a group when a step is complete: the targets, until the optimizer takes them or the reducer
+/// forgets them. The optimizer holds no gradient memory itself, so that memory is free when a later backward raises.
+/// Any thread may call any method.
+class HandedOver {
+public:
+    HandedOver(Targets targets, at::Tensor flat) : targets_(std::move(targets)), flat_(std::move(flat)) {}
+
+    /// The tensor in which the targets lie; undefined if they do not lie in one flat tensor.
+    at::Tensor flat() const;
+    /// The target at this offset; undefined if there is none.
+    at::Tensor target(int64_t offset) const;
+    Targets targets() const;
+    Targets take_targets();
+    /// Whether each of the views, in the order of the targets, has the memory, dtype and number of elements of its
+    /// target, and is contiguous. If targets lie in one tensor, they must still lie there. Empty views do not count.
+    bool are_views(const std::vector<std::optional<at::Tensor>>& views) const;
+    /// Moves the targets to `dropped`.
+    void drop(Dropped& dropped);
+
+private:
+    mutable std::mutex mutex_;
+    Targets targets_;
+    at::Tensor flat_;
 };
 
 /// The ranks that share a parameter group, and the gradient targets of this rank's partition of it.
@@ -427,10 +445,10 @@ struct PartitionGroup {
     bool flat;                       ///< whether targets lie in one flat tensor of their own
     std::optional<at::Tensor> host;  ///< [partition_numel] on CPU: targets lie there, and not on the device
     Counters& counters;
-    std::map<int64_t, at::DimVector> shapes = {};  ///< of this rank's pieces that are whole parameters, by offset
-    size_t own_pieces = 0;                         ///< of which each gets a target in every step
-    Targets targets = {};                          ///< what is bound
+    size_t own_pieces = 0;           ///< of which each gets a target in every step
+    Targets targets = {};            ///< what is bound
     at::Tensor flat_partition = {};  ///< [partition_numel]; undefined if not `flat`, or while nothing is bound
+    std::shared_ptr<HandedOver> handed_over = {};  ///< what the optimizer has of the targets; may be null
 
     int64_t rank() const { return process_group->getRank(); }
     int64_t world() const { return process_group->getSize(); }
@@ -443,8 +461,8 @@ struct PartitionGroup {
     void bind_to_zeros(const std::vector<Piece>& pieces);
     /// Allocates the flat partition, zeroed, if targets lie in one and it does not exist yet.
     void allocate_flat_partition();
-    HandedOver hand_over() const;
-    /// Moves the targets to `dropped`.
+    std::shared_ptr<HandedOver> hand_over();
+    /// Moves the targets to `dropped`, also those that were handed over.
     void release(Dropped& dropped);
 };
 
@@ -456,17 +474,11 @@ enum class Route { graph, autograd };
 
 /// What has become of the backward that began last.
 enum class BackwardState {
-    none,        ///< no backward has begun, or the last one is finished, or settled() was called
+    none,        ///< no backward has begun, or the last one is finished, or abandoned() has told of it
     running,     ///< autograd runs its graph
     ended,       ///< autograd is through with its graph, and finish_backward() was not called yet
     raised,      ///< abandoned: autograd dropped its graph, or its epilogue raised
     unfinished,  ///< abandoned: abandon_unfinished() found that it cannot finish any more
-};
-
-/// What a Reducer calls in Python.
-struct Listener {
-    std::function<bool()> begin;
-    std::function<void()> settle;
 };
 
 /// Reduces the gradients of one engine. Every public method may be called from any thread.
@@ -503,20 +515,19 @@ public:
     /// on this rank.
     ///
     /// Autograd tells nobody of a backward that raised. So the reducer queues a Watch with the running graph task, which
-    /// calls the watch when the graph has run, or else drops it. Returns false, and begins nothing, if a backward was
-    /// abandoned and settled() was not called yet.
-    bool begin_backward(bool reduces);
+    /// calls the watch when the graph has run, or else drops it. Then the reducer abandons the backward, on whichever
+    /// thread drops the task, and tells its caller when it is asked: Python has not run by then. Raises, and begins
+    /// nothing, if the caller has not asked yet.
+    void begin_backward(bool reduces);
 
     /// Called when a backward begins, with `may_enclose`, and between backwards. Abandons the last backward if it neither
     /// finished nor can finish: it raised and a thread of autograd's still holds its graph task, or an interrupt came
     /// after its graph had run. `may_enclose`: a backward begins, which the last one may enclose; an enclosing backward
-    /// goes on.
-    void abandon_unfinished(bool may_enclose);
-    /// "raised" or "unfinished" if a backward was abandoned and settled() was not called yet, and otherwise nothing.
-    std::optional<std::string> abandoned() const;
-    /// Called when the caller has dropped what it holds of the step of an abandoned backward. Only now may another
-    /// backward begin.
-    void settled();
+    /// goes on. Returns what abandoned() does.
+    std::optional<std::string> abandon_unfinished(bool may_enclose);
+    /// Tells once of a backward that was abandoned: "raised" or "unfinished", and otherwise nothing. The caller drops
+    /// what it holds of the backward's step, and then another backward may begin.
+    std::optional<std::string> abandoned();
     /// Whether a backward has begun and was neither finished nor abandoned.
     bool in_backward() const
     {
@@ -526,8 +537,8 @@ public:
 
     /// From now on, `begin` is called when a gradient arrives and no backward has begun. It calls begin_backward() and
     /// returns true, or returns false. In the latter case the gradient stays on this rank, and the next backward takes
-    /// it. `settle` is called after a backward raised and was abandoned, from any thread.
-    void listen(std::function<bool()> begin, std::function<void()> settle);
+    /// it.
+    void listen(std::function<bool()> begin);
 
     /// Called when a backward that the engine's caller has not announced comes through an output of the engine: whether
     /// autograd's running task computes gradients of registered parameters, and its caller wants some of them. Another
@@ -560,7 +571,7 @@ public:
     /// every rank if the ranks have sent different gradients. The host waits for the device, because only then the host
     /// knows whether another rank has something left. Returns what each group's optimizer is to have, and otherwise
     /// nothing.
-    std::vector<HandedOver> finish_backward(bool reduces, bool completes);
+    std::vector<std::shared_ptr<HandedOver>> finish_backward(bool reduces, bool completes);
 
     /// 4. Called when a backward begins the step anew. Records that this rank discarded unused gradients, so that ranks
     /// which differ in this fail the check.
@@ -656,10 +667,10 @@ private:
     int graph_task_ = -1;  ///< autograd's number of the task in which the backward began last; -1: in none
     /// Changes when a backward begins or ends, so that watches of earlier ones know that they are outdated.
     int64_t serial_ = 0;
-    bool is_handed_over_ = false;  ///< whether the optimizer has targets
-    bool reduces_ = false;         ///< whether the backward that runs reduces
-    std::shared_ptr<const Listener> listener_;
-    std::optional<c10::Stream> watched_from_;  ///< the stream on which all accumulation nodes were made
+    bool is_handed_over_ = false;                         ///< whether the optimizer has targets
+    bool reduces_ = false;                                ///< whether the backward that runs reduces
+    std::shared_ptr<const std::function<bool()>> begin_;  ///< see listen()
+    std::optional<c10::Stream> watched_from_;             ///< the stream on which all accumulation nodes were made
 };
 
 /// Whether the graph of autograd's running task has a function of reentrant checkpointing, which runs a backward of its

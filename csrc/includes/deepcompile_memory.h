@@ -45,7 +45,7 @@ private:
 /// counts holds the reducer's mutex.
 struct Counters {
     ByteCount bound;      ///< targets on the device
-    ByteCount on_host;    ///< targets in host memory, where the optimizer is offloaded
+    ByteCount on_host;    ///< targets in host memory that the caller owns
     ByteCount pending;    ///< gradients that wait in a bucket or are on their way
     ByteCount bucket;     ///< memory that buckets allocated, because they could not keep a gradient's own
     ByteCount unreduced;  ///< sums that stay on this rank for now

@@ -192,15 +192,15 @@ FAULTS = {
     "state left by a backward that raised": Fault(
         "after a backward that raised, DeepSpeed takes the next one for a part of it",
         ZERO12 + "backward.py",
-        {"            self._optimizer()._backward_active_depth = 0\n": ""},
+        {"        self._optimizer()._backward_active_depth = 0\n": ""},
         ("test_after_an_exception.py", "test_backwards.py"),
     ),
     "micro-batch counted although it raised": Fault(
         "after a backward that raised, the next micro-batch is not the first of a step",
         ZERO12 + "backward.py",
         {
-            "                self._lost += step.backwards\n            else:\n                self.begin_anew()\n": (
-                "                self._lost += step.backwards\n"
+            "            self._lost += step.backwards\n        else:\n            self.begin_anew()\n": (
+                "            self._lost += step.backwards\n"
             )
         },
         ("test_faults.py", "test_backwards.py"),

@@ -9,7 +9,6 @@ No other code of this fork writes the base's own flags of a backward.
 
 import dataclasses
 import functools
-import threading
 import weakref
 from typing import TYPE_CHECKING, Callable, List, Optional
 
@@ -17,8 +16,9 @@ import torch
 
 from deepspeed.utils import logger
 
-from .layout import PartitionViews, view_specs
+from .layout import view_specs
 from .native import Reducer
+from .views import PartitionViews
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -43,7 +43,8 @@ class BackwardLife:
     ``coalesce_grad_reduction()``, ``set_gradient_accumulation_boundary()``), only the caller knows which micro-batches
     must run again. Then the step raises an error.
 
-    As in DeepSpeed, one thread at a time uses an engine. Only :meth:`settle` may run in any other thread meanwhile.
+    As in DeepSpeed, one thread at a time uses an engine. When a backward raises, only the reducer learns of it, in the
+    thread of autograd that drops the backward's graph. This object asks the reducer whenever the engine is called.
 
     Args:
         engine: the DeepSpeedEngine. Its optimizer is the ZeRO-1/2 optimizer.
@@ -56,9 +57,6 @@ class BackwardLife:
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
         self._view_specs = [view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
-        # Held while an abandoned backward is settled, and while a backward begins. Reentrant, because both may drop
-        # tensors, and a user may have tied a call of the engine to a tensor's end.
-        self._settling = threading.RLock()
         self._step = _Step()
         # For each group, what `averaged_gradients` was given. Empty between steps.
         self._handed_over: List[PartitionViews] = []
@@ -71,7 +69,7 @@ class BackwardLife:
         self._has_warned = False
 
     def listen(self) -> None:
-        """Has the reducer call this object when a gradient comes unannounced, and when a backward was abandoned."""
+        """Has the reducer call this object when a gradient comes unannounced."""
         # The reducer may outlive this object, and must not keep it alive.
         reference = weakref.ref(self)
 
@@ -79,12 +77,7 @@ class BackwardLife:
             life = reference()
             return life is not None and life.begin_unannounced()
 
-        def settle():
-            life = reference()
-            if life is not None:
-                life.settle()
-
-        self._reducer.listen(begin, settle)
+        self._reducer.listen(begin)
 
     @property
     def _is_complete(self):
@@ -96,6 +89,7 @@ class BackwardLife:
 
     def forward_begins(self) -> None:
         """Called before a forward for which gradients are enabled."""
+        self.settle()
         self._step.forward_since_hand_over = True
 
     def enter(self, enter_backward: Callable[[], None]) -> None:
@@ -124,6 +118,7 @@ class BackwardLife:
         if engine._running_engine_backward:
             engine._backward_prologue()
             return self._reducer.in_backward
+        self.settle()
         self._step.keeps = True
         return False
 
@@ -136,15 +131,13 @@ class BackwardLife:
         engine = self._engine()
         # Within engine.backward(), another graph task belongs to the same backward: checkpointing with
         # use_reentrant=True runs one for each output that it recomputes.
-        if not engine._running_engine_backward:
+        if engine._running_engine_backward:
+            self.settle()
+        else:
             self.abandon_unfinished(may_enclose=True)
         base_prologue()
-        with self._settling:
-            self._join_step()
-            while not self._reducer.begin_backward(self._reduces()):
-                # Meanwhile another thread has dropped the graph of a backward that raised.
-                self.settle()
-                self._join_step()
+        self._join_step()
+        self._reducer.begin_backward(self._reduces())
 
     def finish(self) -> None:
         """Called after every backward: reduces what no graph reduced, and hands over if the step is complete."""
@@ -232,6 +225,7 @@ class BackwardLife:
 
     def drop_step(self) -> None:
         """Drops every gradient of the step, and forgets which of its backwards were dropped before."""
+        self.settle()
         self._lost = 0
         self.release()
 
@@ -263,41 +257,38 @@ class BackwardLife:
         Args:
             may_enclose: whether a backward begins, which the last one may enclose. False between backwards.
         """
-        self._reducer.abandon_unfinished(may_enclose)
-        self.settle()
+        self._settle(self._reducer.abandon_unfinished(may_enclose))
 
     def settle(self) -> None:
-        """Does for DeepSpeed what remains to be done if the reducer has abandoned a backward.
+        """Does for DeepSpeed what remains to be done if the reducer has abandoned a backward since the last call.
 
-        The reducer calls this function after a backward raised, from the thread of autograd that dropped the
-        backward's graph. Another thread may go on with the engine before that, so this class calls the function too.
-        The reducer lets no backward begin until it is told at the end that all is done.
+        By then the reducer has dropped all gradients that it held and had handed over.
         """
-        with self._settling:
-            how = self._reducer.abandoned
-            if how is None:
-                return
-            step = self._step
-            self._release_handed_over()
-            if step.told_by_caller:
-                self._lost += step.backwards
-            else:
-                self.begin_anew()
-            what = "A backward raised" if how == "raised" else "The previous backward did not finish"
-            if step.backwards and not step.told_by_caller:
-                logger.warning(
-                    f"{what}; the gradients of the {step.backwards} backwards before it, which belong to the same "
-                    "step, are dropped too, and the next micro-batch is the first of a step"
-                )
-            elif how != "raised":
-                logger.warning(f"{what}, so its gradients are dropped")
-            # The base's epilogue did not run, so leave the backward and reset its timers here.
-            self._optimizer()._backward_active_depth = 0
-            engine = self._engine()
-            timers = engine.engine_timers
-            for name in timers.backward_timers + timers.backward_inner_timers + timers.backward_reduce_timers:
-                engine.timers(name).reset()
-            self._reducer.settled()
+        self._settle(self._reducer.abandoned())
+
+    def _settle(self, how):
+        if how is None:
+            return
+        step = self._step
+        self._release_handed_over()
+        if step.told_by_caller:
+            self._lost += step.backwards
+        else:
+            self.begin_anew()
+        what = "A backward raised" if how == "raised" else "The previous backward did not finish"
+        if step.backwards and not step.told_by_caller:
+            logger.warning(
+                f"{what}; the gradients of the {step.backwards} backwards before it, which belong to the same "
+                "step, are dropped too, and the next micro-batch is the first of a step"
+            )
+        elif how != "raised":
+            logger.warning(f"{what}, so its gradients are dropped")
+        # The base's epilogue did not run, so leave the backward and reset its timers here.
+        self._optimizer()._backward_active_depth = 0
+        engine = self._engine()
+        timers = engine.engine_timers
+        for name in timers.backward_timers + timers.backward_inner_timers + timers.backward_reduce_timers:
+            engine.timers(name).reset()
 
     # -------------------------------------------------------------------------------------------------------------
 
@@ -374,12 +365,13 @@ class BackwardLife:
             self._handed_over = []
             for group, of_group in enumerate(handed_over):
                 # Keep the dict and set its entries: parameters hold a reference to the dict for safe_get_full_grad().
+                padding = optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype)
                 optimizer.averaged_gradients[group] = views = PartitionViews(
                     of_group,
                     self._view_specs[group],
-                    optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype),
+                    padding.cpu() if optimizer.cpu_offload else padding,
                     functools.partial(self._reducer.release, group),
-                    stay_on_host=optimizer.cpu_offload,
+                    is_fixed=optimizer.cpu_offload,
                 )
                 self._handed_over.append(views)
                 if optimizer.cpu_offload:

@@ -43,7 +43,7 @@ def _group_norm(optimizer, group):
 
     As in the base, the norm is -1 if the sum of the squares is not finite in fp32.
     """
-    gradients = optimizer.averaged_gradients[group].without_padding()
+    gradients = optimizer.averaged_gradients[group].targets()
     counted = [
         gradient
         for gradient, parameter in zip(gradients, optimizer.params_in_partition[group], strict=True)

@@ -288,6 +288,13 @@ def announce_backward(engine: "DeepSpeedEngine") -> None:
         engine._backward_prologue()
 
 
+def note_raised_backward(engine: "DeepSpeedEngine") -> None:
+    """Called when somebody asks whether a micro-batch is a step's last: another is, if a backward has raised."""
+    zero12 = state_of(engine)
+    if zero12 is not None:
+        zero12.backward.settle()
+
+
 def drop_gradients(engine: "DeepSpeedEngine") -> None:
     """Called by ``engine.zero_grad()``: drops reduced gradients too, which parameters no longer hold."""
     if state_of(engine) is not None:

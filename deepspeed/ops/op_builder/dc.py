@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from deepspeed.compile.config import CompileConfig
-    from deepspeed.compile.zero12.native import NativeModule
 
 # Where setup.py keeps the base's native code.
 ZERO3_FOLDER = "csrc/compile_zero3"
@@ -74,7 +73,7 @@ class DeepCompileBuilder(OpBuilder):
         except (OSError, ImportError):
             return False
 
-    def load_reducer(self) -> "NativeModule":
+    def load_reducer(self) -> Any:
         """Returns the native module that holds ``Reducer``, built at first use."""
         return super().load(verbose=False)
 

@@ -16,7 +16,7 @@ import torch
 from .rule import Step
 
 if TYPE_CHECKING:
-    from ..layout import PartitionViews
+    from ..views import PartitionViews
 
 # Elements of a range: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 RANGE_NUMEL = 2**27

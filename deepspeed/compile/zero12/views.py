@@ -1,0 +1,239 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What stands in ``averaged_gradients[group]`` between the last backward of a step and the step."""
+
+import functools
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import torch
+
+from .layout import ViewSpec
+from .native import HandedOver
+
+
+class _NotMade:
+    """Stands in a PartitionViews for a view that nobody has looked at."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        # Torch's functions read a list past its methods, and find these objects: make the views, and call again.
+        for argument in (*args, *(kwargs or {}).values()):
+            if isinstance(argument, PartitionViews):
+                argument.make()
+        return function(*args, **(kwargs or {}))
+
+
+_NOT_MADE = _NotMade()
+
+
+class PartitionViews(list):
+    """``averaged_gradients[group]``: views of the targets in this rank's partition, in partition order.
+
+    The list also has an entry without elements for each run of padding. A view is made when somebody looks at it.
+    Until then only the reducer holds the targets, and their memory is free as soon as the reducer forgets them.
+
+    Attributes and methods have the names of the base's own entries, because the base's code and users' code look these
+    names up. As in the base, a caller may put other tensors into the list: the step calls :meth:`read` first.
+
+    Args:
+        handed_over: the targets by their offset in the partition, in elements, each 1-D in the gradient accumulation
+            dtype, and the 1-D tensor of ``partition_size`` elements in which all targets lie, if they share one.
+        specs: what ``view_specs()`` in ``layout.py`` returned for the group.
+        padding: a tensor without elements, in the dtype of the targets and on their device.
+        release: a function that makes the reducer forget the targets.
+        is_fixed: whether targets stay where they lie, because somebody else owns their memory and writes there in the
+            step.
+    """
+
+    def __init__(
+        self,
+        handed_over: HandedOver,
+        specs: List[ViewSpec],
+        padding: torch.Tensor,
+        release: Callable[[], None],
+        is_fixed: bool = False,
+    ):
+        super().__init__([_NOT_MADE] * len(specs))
+        self._handed_over: Optional[HandedOver] = handed_over
+        # Instead, once the caller has replaced a gradient.
+        self._replaced: Dict[int, torch.Tensor] = {}
+        self._specs = specs
+        self._padding = padding
+        self._release = release
+        self._is_fixed = is_fixed
+        self._is_touched = False  # whether somebody has looked at an entry, or put one there
+
+    @property
+    def flat_partition(self) -> Optional[torch.Tensor]:
+        """The tensor in which all targets lie, if they share one."""
+        return None if self._handed_over is None else self._handed_over.flat
+
+    def targets(self) -> List[torch.Tensor]:
+        """Lists the gradients of the parameters in this rank's partition, each 1-D, as :meth:`read` has found them."""
+        targets = self._targets()
+        return [targets[spec.offset] for spec in self._specs if not spec.is_padding]
+
+    def without_padding(self) -> List[torch.Tensor]:
+        """Lists the views that are no padding, one for each parameter in this rank's partition."""
+        return [view for view, spec in zip(self, self._specs, strict=True) if not spec.is_padding]
+
+    def _targets(self):
+        return self._replaced if self._handed_over is None else self._handed_over.targets()
+
+    # Views, made when somebody looks ------------------------------------------------------------------------------
+
+    def make(self) -> None:
+        """Makes the views that nobody has looked at so far."""
+        if not any(entry is _NOT_MADE for entry in super().__iter__()):
+            return
+        targets = self._targets()
+        entries = zip(super().__iter__(), self._specs, strict=True)
+        super().__setitem__(
+            slice(None),
+            [self._view(targets.get(spec.offset), spec) if entry is _NOT_MADE else entry for entry, spec in entries],
+        )
+        self._is_touched = True
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            self.make()
+            return super().__getitem__(index)
+        entry = super().__getitem__(index)
+        if entry is _NOT_MADE:
+            spec = self._specs[index]
+            entry = self._view(self._target(spec.offset), spec)
+            self[index] = entry
+        return entry
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        if isinstance(index, slice):
+            self.make()
+        super().__setitem__(index, value)
+        self._is_touched = True
+
+    def __radd__(self, other: List) -> List:
+        return other + list(self)
+
+    def _target(self, offset):
+        return self._replaced.get(offset) if self._handed_over is None else self._handed_over.target(offset)
+
+    def _view(self, target, spec):
+        if spec.is_padding:
+            # Padding has no target, but an entry must keep its place: the base finds parameters by position.
+            entry = self._padding.detach()
+            # The base's norm skips views with this mark, so that the other views pair up with the parameters.
+            entry._zero_padding = True
+            return entry
+        if target is None:
+            raise RuntimeError("these gradients were dropped, because a later backward raised")
+        return target.view((spec.numel,) if spec.shape is None else spec.shape)
+
+    def _forget_views(self):
+        super().__setitem__(slice(None), [_NOT_MADE] * len(self._specs))
+        self._is_touched = False
+
+    # What the caller has changed ------------------------------------------------------------------------------------
+
+    def read(self, entries: Any, name: str) -> None:
+        """Makes each entry whose memory is not its target's the new target. Called before a step.
+
+        Args:
+            entries: this list, to which the caller may have assigned, or what the caller has put in its place.
+            name: of the list, for an error.
+
+        Raises:
+            ValueError: if this is no list with a tensor, of as many elements as the target, for each entry.
+        """
+        if entries is self and self._is_as_made():
+            return
+        if not isinstance(entries, (list, tuple)) or len(entries) != len(self._specs):
+            raise ValueError(
+                f"{name} is no list of {len(self._specs)} tensors; assign a tensor to an entry of the list"
+            )
+        targets, flat, changed = self._targets(), self.flat_partition, {}
+        found = super().__iter__() if entries is self else entries
+        for index, (spec, entry) in enumerate(zip(self._specs, found, strict=True)):
+            if spec.is_padding or entry is _NOT_MADE:
+                continue
+            if not isinstance(entry, torch.Tensor) or entry.numel() != spec.numel:
+                raise ValueError(f"{name}[{index}] is no tensor of {spec.numel} elements; assign one")
+            if flat is None:
+                place = targets[spec.offset].data_ptr()
+            else:
+                place = flat.data_ptr() + spec.offset * flat.element_size()
+            # Assigning `.data`, of the entry or of the tensor that it is a view of, gives it other memory.
+            if entry.data_ptr() != place or entry.dtype != self._padding.dtype or not entry.is_contiguous():
+                # The step writes new parameters over fixed targets, whose memory this entry may share: copy.
+                target = entry.detach().to(self._padding.device, self._padding.dtype, copy=self._is_fixed)
+                changed[spec.offset] = target.contiguous().view(-1)
+        if changed:
+            self._replaced, self._handed_over = {**targets, **changed}, None
+        if changed or entries is not self:
+            self._forget_views()
+
+    def _is_as_made(self):
+        """Whether :meth:`read` would find nothing new. One native call tells of all entries."""
+        handed_over = self._handed_over
+        if handed_over is None or len(self) != len(self._specs):
+            return False
+        if not self._is_touched:
+            return True
+        entries = [entry for entry, spec in zip(super().__iter__(), self._specs) if not spec.is_padding]
+        if not all(isinstance(entry, (torch.Tensor, _NotMade)) for entry in entries):
+            return False
+        return handed_over.are_views([None if entry is _NOT_MADE else entry for entry in entries])
+
+    # What becomes of the targets ------------------------------------------------------------------------------------
+
+    def move_flat_partition(self, device: torch.device, non_blocking: bool = False) -> None:
+        """Moves the gradients to ``device``. The base calls this in ``offload_states()`` and ``reload_states()``."""
+        if self._is_fixed:
+            return
+        self.read(self, "averaged_gradients")
+        self._padding = self._padding.to(device)
+        flat, targets = self.flat_partition, self._targets()
+        if flat is not None:
+            flat.data = flat.data.to(device, non_blocking=non_blocking)
+        for offset, target in targets.items():
+            if flat is None:
+                target.data = target.data.to(device, non_blocking=non_blocking)
+            else:
+                target.data = flat.data.narrow(0, offset, target.numel())
+        self._forget_views()
+
+    def take(self) -> Iterator[Tuple[int, torch.Tensor]]:
+        """Yields (offset in elements, 1-D target) for each target, and leaves this list empty.
+
+        This object and the reducer drop their references, so the memory of a target is free as soon as the caller
+        drops the target.
+        """
+        targets = self._targets()
+        self.release_grad_buffers()
+        while targets:
+            yield targets.popitem()
+
+    def release_grad_buffers(self) -> None:
+        """Makes this object and the reducer drop the gradients. Repeated calls are allowed."""
+        self.clear()
+        self._handed_over, self._replaced = None, {}
+        self._release()
+
+
+def _after_views_are_made(name):
+    method = getattr(list, name)
+
+    @functools.wraps(method)
+    def made_first(self, *args, **kwargs):
+        self.make()
+        return method(self, *args, **kwargs)
+
+    return made_first
+
+
+# What else reads or changes entries of a list. Nothing here tells how many there are.
+for _name in (
+    *("__add__", "__contains__", "__delitem__", "__iadd__", "__imul__", "__iter__", "__mul__", "__rmul__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__reversed__"),
+    *("append", "copy", "count", "extend", "index", "insert", "pop", "remove", "reverse", "sort"),
+):
+    setattr(PartitionViews, _name, _after_views_are_made(_name))
