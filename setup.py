@@ -60,9 +60,9 @@ EDITS = (
         ENGINE,
         "import",
         "from deepspeed.compile.z3_eager_fallback import",
-        "# The lines that name these two are not DeepSpeed's: they were put here by setup.py of a fork of it.\n"
+        "# Lines that name what these imports bring are not DeepSpeed's: setup.py of a fork of it has put them here.\n"
         "from deepspeed.compile import zero12\n"
-        "from deepspeed.compile.features.memory_picture import of_engine as memory_picture\n"
+        "from deepspeed.compile.zero12 import calls as deepcompile\n"
         "from deepspeed.compile.z3_eager_fallback import",
     ),
     (
@@ -78,13 +78,13 @@ EDITS = (
         ENGINE,
         "warning in forward()",
         "if self.is_deepcompile_enabled() and not self.is_deepcompile_active() and not self.is_compiled:",
-        "if zero12.self_compile.awaits_its_user(self):",
+        "if deepcompile.awaits_its_user(self):",
     ),
     (
         ENGINE,
         "call of the module in forward()",
         "        with deepcompile_z3_forward_context(self) as",
-        "        around = zero12.forward.around_forward(self, inputs, kwargs)\n"
+        "        around = deepcompile.around_forward(self, inputs, kwargs)\n"
         "        with around as (inputs, kwargs), \\\n"
         "                deepcompile_z3_forward_context(self) as",
     ),
@@ -93,20 +93,20 @@ EDITS = (
         "beginning of a backward",
         "    def _backward_prologue(self):\n        if is_functorch_transforming():\n",
         "    def _backward_prologue(self):\n"
-        "        if is_functorch_transforming() or not zero12.optimizer.is_own_backward(self):\n",
+        "        if is_functorch_transforming() or not deepcompile.is_own_backward(self):\n",
     ),
     (
         ENGINE,
         "backward at an output",
         "        graph_loss_scaled = _ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered()\n",
-        "        zero12.optimizer.announce_backward(self)\n"
+        "        deepcompile.announce_backward(self)\n"
         "        graph_loss_scaled = _ENGINE_BACKWARD_GRAPH_TRACKER.is_current_graph_registered()\n",
     ),
     (
         ENGINE,
         "question whether a micro-batch is the last of a step",
         "        if self._is_gradient_accumulation_boundary is None:\n",
-        "        zero12.optimizer.note_raised_backward(self)\n"
+        "        deepcompile.note_raised_backward(self)\n"
         "        if self._is_gradient_accumulation_boundary is None:\n",
     ),
     (
@@ -115,27 +115,27 @@ EDITS = (
         "        self._running_engine_step = False\n        self.micro_steps += 1\n",
         "        self._running_engine_step = False\n        at_boundary = self.is_gradient_accumulation_boundary()\n"
         "        self.micro_steps += 1\n        if at_boundary:\n"
-        "            zero12.optimizer.after_step(self)\n            zero12.self_compile.compile_after_step(self)\n",
+        "            deepcompile.after_step(self)\n",
     ),
     (
         ENGINE,
         "zero_grad()",
         "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n\n",
         "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n"
-        "        zero12.optimizer.drop_gradients(self)\n\n",
+        "        deepcompile.drop_gradients(self)\n\n",
     ),
     (
         ENGINE,
         "beginning of compile()",
         "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
-        "        zero12.self_compile.note_arguments(self, backend, compile_kwargs, schedule)\n"
+        "        deepcompile.note_arguments(self, backend, compile_kwargs, schedule)\n"
         "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
     ),
     (
         ENGINE,
         "end of compile()",
         "self.module.compile(**{**compile_kwargs, 'backend': backend})",
-        "zero12.self_compile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
+        "deepcompile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
     ),
     (
         "deepspeed/ops/op_builder/builder.py",

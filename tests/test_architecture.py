@@ -36,7 +36,7 @@ zero12.graph.frame
 zero12.graph.backend
 zero12.options
 zero12.self_compile
-zero12.forward
+zero12.calls
 zero12 zero12.set_up
 init_z1_and_2
 features.blocks.parameters features.blocks.reasons features.key_value_cache.feature features.overlap_gather.runs

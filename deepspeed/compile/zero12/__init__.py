@@ -5,8 +5,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any, Dict
 
-# DeepSpeed's engine calls functions of these files, in lines that setup.py adds to it.
-from . import forward, offload, optimizer, self_compile  # noqa: F401
+from . import offload  # noqa: F401
 from .state import state_of
 
 if TYPE_CHECKING:

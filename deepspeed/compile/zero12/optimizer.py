@@ -17,13 +17,11 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 
 from . import step
 from .layout import pieces, registered_parameters
-from .native import Reducer, reducer_module
+from .native import Reducer
 from .offload import drop_unused_memory
-from .state import Zero12, state_of
+from .state import Zero12
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
     # attach() puts the mixin before this class at run time.
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
 else:
@@ -252,58 +250,3 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
 def reducers() -> Iterator[Reducer]:
     """Yields the reducers of all engines of this process that train."""
     return (optimizer._zero12.reducer for optimizer in _attached)
-
-
-# What DeepSpeed's engine calls ------------------------------------------------------------------------------------
-
-
-def is_own_backward(engine: "DeepSpeedEngine") -> bool:
-    """Called when a backward comes to an output of an engine. Returns whether it is a backward of this engine.
-
-    A backward that a caller of ``engine.backward()`` runs is one, because all ranks call that function. Any other
-    backward only passes through the engine unless its caller wants gradients of the engine's parameters: for example
-    the backward of a generator through a frozen critic, or ``torch.autograd.grad()`` of inputs.
-
-    Raises:
-        RuntimeError: if the backward asks compiled code for second derivatives.
-    """
-    zero12 = state_of(engine)
-    if zero12 is None:
-        return True
-    if torch.is_grad_enabled() and reducer_module().leads_to_compiled_code():
-        raise RuntimeError(
-            "create_graph=True asks for second derivatives, and code that DeepCompile has compiled has none; run this "
-            "forward and its backward in `with torch.compiler.set_stance('force_eager'):`"
-        )
-    return engine._running_engine_backward or zero12.reducer.leads_to_parameters()
-
-
-def announce_backward(engine: "DeepSpeedEngine") -> None:
-    """Called when a backward comes to an output of an engine, for each output. Announces the backward to the engine.
-
-    DeepSpeed itself announces the first backward through the outputs of a forward only.
-    """
-    zero12 = state_of(engine)
-    if zero12 is not None and not zero12.reducer.in_backward:
-        engine._backward_prologue()
-
-
-def note_raised_backward(engine: "DeepSpeedEngine") -> None:
-    """Called when somebody asks whether a micro-batch is a step's last: another is, if a backward has raised."""
-    zero12 = state_of(engine)
-    if zero12 is not None:
-        zero12.backward.settle()
-
-
-def drop_gradients(engine: "DeepSpeedEngine") -> None:
-    """Called by ``engine.zero_grad()``: drops reduced gradients too, which parameters no longer hold."""
-    if state_of(engine) is not None:
-        engine.optimizer.zero_grad()
-
-
-def after_step(engine: "DeepSpeedEngine") -> None:
-    """Called on all ranks after an optimizer step."""
-    zero12 = state_of(engine)
-    if zero12 is not None:
-        for call in zero12.after_step:
-            call(engine)

@@ -1,0 +1,144 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What DeepSpeed's engine calls, in lines that ``setup.py`` adds to it.
+
+Optional parts have lines and functions of their own.
+"""
+
+import contextlib
+from typing import TYPE_CHECKING, Any, ContextManager, Dict, Tuple
+
+import torch
+
+from .native import reducer_module
+from .self_compile import (
+    awaits_its_user,
+    compile_after_step,
+    compile_before_forward,
+    compile_module,
+    note_arguments,
+)
+from .state import state_of
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+__all__ = [
+    "after_step",
+    "announce_backward",
+    "around_forward",
+    "awaits_its_user",
+    "compile_module",
+    "drop_gradients",
+    "is_own_backward",
+    "note_arguments",
+    "note_raised_backward",
+]
+
+
+def around_forward(
+    engine: "DeepSpeedEngine", inputs: Tuple, kwargs: Dict[str, Any]
+) -> ContextManager[Tuple[Tuple, Dict[str, Any]]]:
+    """Returns the context in which an engine calls its module. The context yields (inputs, kwargs) for that call.
+
+    Without DeepCompile, DeepSpeed does a part of this in hooks of the module. With DeepCompile, DeepSpeed removes
+    these hooks, because the compiler would compile them with the module.
+
+    Before its first training forward, an engine with DeepCompile compiles itself here.
+
+    Raises:
+        ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.
+    """
+    if engine.is_deepcompile_enabled() and not engine.is_compiled:
+        if torch.is_grad_enabled() or engine._config.compile_config.compiles_before_any_forward():
+            compile_before_forward(engine)
+    zero12 = state_of(engine)
+    if zero12 is None:
+        return contextlib.nullcontext((inputs, kwargs))
+    return _around_forward(engine, zero12, inputs, kwargs)
+
+
+@contextlib.contextmanager
+def _around_forward(engine, zero12, inputs, kwargs):
+    """If the forward raises, nothing runs after it."""
+    zero12.reducer.follow_stream()
+    if torch.is_grad_enabled():
+        zero12.backward.forward_begins()
+    with contextlib.ExitStack() as stack:
+        for around in zero12.around_forward:
+            stack.enter_context(around(engine.module.training))
+        acts = _acts_around_forward(engine) and engine.is_deepcompile_active()
+        if acts:
+            for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:
+                # No forward or step is under way here, so a timer that runs belongs to a forward or step that raised.
+                if engine.timers(name).started_:
+                    engine.timers(name).reset()
+            inputs, kwargs = engine._forward_prologue(inputs, kwargs) or (inputs, kwargs)
+        yield inputs, kwargs
+        if acts:
+            engine._forward_epilogue()
+
+
+def _acts_around_forward(engine):
+    """Whether an option makes the engine act before and after each forward: take times, cast the inputs.
+
+    The report of the throughput alone does not count, because its timer would synchronize the device in every step.
+    """
+    return (
+        engine.wall_clock_breakdown()
+        or engine.memory_breakdown()
+        or (engine.fp16_enabled() and engine.fp16_auto_cast())
+    )
+
+
+def is_own_backward(engine: "DeepSpeedEngine") -> bool:
+    """Called when a backward comes to an output of an engine. Returns whether it is a backward of this engine.
+
+    A backward that a caller of ``engine.backward()`` runs is one, because all ranks call that function. Any other
+    backward only passes through the engine unless its caller wants gradients of the engine's parameters: for example
+    the backward of a generator through a frozen critic, or ``torch.autograd.grad()`` of inputs.
+
+    Raises:
+        RuntimeError: if the backward asks compiled code for second derivatives.
+    """
+    zero12 = state_of(engine)
+    if zero12 is None:
+        return True
+    if torch.is_grad_enabled() and reducer_module().leads_to_compiled_code():
+        raise RuntimeError(
+            "create_graph=True asks for second derivatives, and code that DeepCompile has compiled has none; run this "
+            "forward and its backward in `with torch.compiler.set_stance('force_eager'):`"
+        )
+    return engine._running_engine_backward or zero12.reducer.leads_to_parameters()
+
+
+def announce_backward(engine: "DeepSpeedEngine") -> None:
+    """Called when a backward comes to an output of an engine, for each output. Announces the backward to the engine.
+
+    DeepSpeed itself announces the first backward through the outputs of a forward only.
+    """
+    zero12 = state_of(engine)
+    if zero12 is not None and not zero12.reducer.in_backward:
+        engine._backward_prologue()
+
+
+def note_raised_backward(engine: "DeepSpeedEngine") -> None:
+    """Called when somebody asks whether a micro-batch is a step's last: another is, if a backward has raised."""
+    zero12 = state_of(engine)
+    if zero12 is not None:
+        zero12.backward.settle()
+
+
+def drop_gradients(engine: "DeepSpeedEngine") -> None:
+    """Called by ``engine.zero_grad()``: drops reduced gradients too, which parameters no longer hold."""
+    if state_of(engine) is not None:
+        engine.optimizer.zero_grad()
+
+
+def after_step(engine: "DeepSpeedEngine") -> None:
+    """Called on all ranks after an optimizer step. Before DeepCompile is active, it may become active now."""
+    zero12 = state_of(engine)
+    if zero12 is not None:
+        for call in zero12.after_step:
+            call(engine)
+    compile_after_step(engine)
