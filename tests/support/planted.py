@@ -136,7 +136,7 @@ FAULTS = {
     "overlap_comm ignored": Fault(
         "reductions run while the backward goes on, although overlap_comm is false",
         ZERO12 + "set_up.py",
-        {"overlap=plan.overlaps_reduction,": "overlap=True,"},
+        {"overlap=overlaps_reduction(asked),": "overlap=True,"},
         ("test_options_honoured.py",),
     ),
     "no warning of an option without effect": Fault(

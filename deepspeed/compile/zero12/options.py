@@ -1,15 +1,15 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Checks an engine's options for DeepCompile ZeRO-1/2, and makes the engine's :class:`Plan` from them.
+"""Checks an engine's options for DeepCompile ZeRO-1/2.
 
-:func:`make_plan` refuses an option if the engine would train in another way, or in other memory, than the user asked
-for, and warns of an option that DeepSpeed 0.19.8 accepts in these stages and ignores. Each error and each warning is
+:func:`check_options` refuses an option if the engine would train in another way, or in other memory, than the user
+asked for, and warns of an option that DeepSpeed 0.19.8 accepts in these stages and ignores. Each error and warning is
 one sentence. ``docs/options.md`` lists every option with what happens to it.
 """
 
 import inspect
 import itertools
-from typing import TYPE_CHECKING, Dict, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
 
 import torch
 from torch.torch_version import TorchVersion
@@ -52,39 +52,17 @@ _ZERO3_ONLY: Dict[str, Dict[str, Tuple]] = {
 }
 
 
-class Plan(NamedTuple):
-    """The choices that an engine's options make."""
+def check_options(asked: Asked, schedule: Optional[List]) -> None:
+    """Checks the options of an engine, which stays as it is, and warns of each that has no effect in this stage.
 
-    backend: str  # "inductor" or "eager"
-    overlaps_reduction: bool  # whether a bucket may be on its way while the backward goes on
-    synchronize_before: bool  # whether the host waits for the device before each bucket
-    synchronize_after: bool  # and after it
-    dynamic: Optional[bool]  # the argument of this name of torch.compile
-    debug_log: bool  # whether rewritten graphs are logged
-
-
-def make_plan(asked: Asked, schedule: Optional[List]) -> Plan:
-    """Checks the options of an engine and returns its plan. The engine stays as it is.
-
-    Logs a warning for each option that has no effect in this stage. ``schedule``: as in ``set_up()``.
+    ``schedule``: as in ``set_up()``.
 
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    engine, compile_config = asked.engine, asked.options
     refuse_options(asked, schedule)
-    for ignored in _without_effect(asked):
-        warn(_beginning(engine) + ignored)
-    for ignored in itertools.chain.from_iterable(cls.warnings(asked) for cls in classes()):
-        warn(_beginning(engine) + ignored)
-    return Plan(
-        backend=asked.backend,
-        overlaps_reduction=_overlaps_reduction(engine, compile_config),
-        synchronize_before=compile_config.sync_before_reduce,
-        synchronize_after=compile_config.sync_after_reduce,
-        dynamic=asked.compile_kwargs.get("dynamic"),
-        debug_log=compile_config.debug_log,
-    )
+    for ignored in itertools.chain(_without_effect(asked), *(cls.warnings(asked) for cls in classes())):
+        warn(_beginning(asked.engine) + ignored)
 
 
 def refuse_options(asked: Asked, schedule: Optional[List]) -> None:
@@ -101,12 +79,12 @@ def _beginning(engine):
     return f"DeepCompile with ZeRO stage {engine.zero_optimization_stage()}: "
 
 
-def _overlaps_reduction(engine, compile_config):
+def overlaps_reduction(asked: Asked) -> bool:
     """Whether buckets may travel while the backward goes on: unless ``overlap_comm`` or ``double_buffer`` is false."""
     # The parsed section cannot tell "false" from "not given": its validator sets the field in both cases.
-    section = engine._config._param_dict.get("zero_optimization")
+    section = asked.engine._config._param_dict.get("zero_optimization")
     asked_not_to = isinstance(section, dict) and section.get("overlap_comm") is False
-    return compile_config.double_buffer and not asked_not_to
+    return asked.options.double_buffer and not asked_not_to
 
 
 def _problems(asked, schedule):

@@ -17,7 +17,7 @@ from .layout import flat_layout, registered_parameters
 from .native import Reducer, reducer_module
 from .offload import memory_for_gradients
 from .optimizer import attach, take_over_parameters
-from .options import Plan, make_plan
+from .options import check_options, overlaps_reduction
 from .state import Zero12
 
 if TYPE_CHECKING:
@@ -52,26 +52,23 @@ def set_up(
             module: earlier engines of this engine's own parameters have given way by then.
     """
     asked = Asked(engine, backend, compile_kwargs)
-    plan, optimizer = make_plan(asked, schedule), engine.optimizer
+    check_options(asked, schedule)
+    optimizer = engine.optimizer
     shorten_timeouts(optimizer)
     take_over_parameters(optimizer)
 
     with contextlib.ExitStack() as undo:
-        reducer = make_reducer(engine, plan)
+        reducer = make_reducer(asked)
         undo.callback(reducer.close)
         undo.callback(_note_end, weakref.ref(engine))
         # The profiler, which one rank starts, replaces functions that the compiler traces.
         profiler = engine._config.flops_profiler_config
         undo.callback(setattr, profiler, "enabled", profiler.enabled)
         profiler.enabled = False
-        graphs = Backend(plan, registered_parameters(optimizer), reducer.identity)
+        graphs = Backend(asked, registered_parameters(optimizer), reducer.identity)
         features = make_features(Making(asked, [], undo, graphs))
         graphs.use(features)
-        zero12 = Zero12(
-            engine,
-            reducer=reducer,
-            features=features,
-        )
+        zero12 = Zero12(engine, reducer=reducer, features=features)
         # It refuses loaded states of another form, so it comes before anything is given up.
         if zero12.states is not None:
             zero12.states.adopt(optimizer)
@@ -91,16 +88,16 @@ def make_features(making: Making) -> List[Feature]:
     return making.features
 
 
-def make_reducer(engine: "DeepSpeedEngine", plan: Plan) -> Reducer:
+def make_reducer(asked: Asked) -> Reducer:
     """Creates the native reducer of an engine and registers every parameter. No gradient memory is allocated."""
-    optimizer = engine.optimizer
+    engine, optimizer = asked.engine, asked.engine.optimizer
     reducer = reducer_module().Reducer(
         identity=_next_identity(optimizer),
         bucket_numel=int(engine.zero_reduce_bucket_size()),
         send_numel=send_numel(dist.get_world_size(optimizer.dp_process_group)),
-        overlap=plan.overlaps_reduction,
-        synchronize_before=plan.synchronize_before,
-        synchronize_after=plan.synchronize_after,
+        overlap=overlaps_reduction(asked),
+        synchronize_before=asked.options.sync_before_reduce,
+        synchronize_after=asked.options.sync_after_reduce,
     )
     places = {}
     for group, process_group in enumerate(optimizer.real_dp_process_group):

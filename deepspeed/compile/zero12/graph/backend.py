@@ -4,37 +4,34 @@
 
 import contextlib
 import dataclasses
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch._inductor.utils import GPU_ALIGN_BYTES
 from torch.fx import GraphModule
 
-from ..feature import Feature, only, overriding
+from ..feature import Asked, Feature, only, overriding
 from . import guards, lowering
 from .frame import Choices, Frame
 from .parameter_numbers import ParameterNumbers
-
-if TYPE_CHECKING:
-    from ..options import Plan
 
 
 class Backend:
     """A ``torch.compile`` backend that reduces the gradients of parameters where they are produced.
 
     Args:
-        plan: the ``Plan`` of the engine.
+        asked: what the user asks for.
         registered: the registered parameters, in the reducer's order, which outlive the backend's graphs.
         identity: the reducer's number.
     """
 
-    def __init__(self, plan: "Plan", registered: Sequence[torch.nn.Parameter], identity: int):
+    def __init__(self, asked: Asked, registered: Sequence[torch.nn.Parameter], identity: int):
         lowering.register()
         # Keep no module: Dynamo's caches hold this backend after the engine is gone.
         self._choices = Choices(
-            plan.backend,
-            plan.dynamic,
-            plan.debug_log,
+            asked.backend,
+            asked.compile_kwargs.get("dynamic"),
+            asked.options.debug_log,
             ParameterNumbers(identity, registered),
             are_aligned=all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered),
         )
