@@ -53,9 +53,9 @@ def reset_gradient_counters(engine: "DeepSpeedEngine") -> None:
 def wait_for_parameters(engine: "DeepSpeedEngine") -> None:
     """Makes every parameter of an engine current: the current stream reads the new values from now on.
 
-    With ``compile.overlap_param_gather``, the caller must call this function before it reads or writes parameters
-    directly between ``engine.step()`` and the next forward. Without that option the function does nothing. The host
-    does not wait for the device.
+    Where an option has the next forward begin while updated parameters are still being gathered, the caller must call
+    this function before it reads or writes parameters directly between ``engine.step()`` and the next forward.
+    Otherwise the function does nothing. The host does not wait for the device.
     """
     zero12 = state_of(engine)
     if zero12 is not None:
