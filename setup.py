@@ -61,18 +61,8 @@ EDITS = (
         "import",
         "from deepspeed.compile.z3_eager_fallback import",
         "# Lines that name what these imports bring are not DeepSpeed's: setup.py of a fork of it has put them here.\n"
-        "from deepspeed.compile import zero12\n"
         "from deepspeed.compile.zero12 import calls as deepcompile\n"
         "from deepspeed.compile.z3_eager_fallback import",
-    ),
-    (
-        ENGINE,
-        "optimizer of initialize()",
-        "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
-        "            self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
-        "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
-        "            with zero12.offload.explained_pinning(self):\n"
-        "                self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
     ),
     (
         ENGINE,

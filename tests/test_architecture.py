@@ -22,8 +22,8 @@ ZERO12 = COMPILE / "zero12"
 FLOORS = """
 fx passes.zero_1_and_2_compile zero12.feature zero12.hooks zero12.messages zero12.timers
 zero12.native zero12.interrupted
-zero12.collectives zero12.layout zero12.offload
-zero12.update zero12.update.authors zero12.update.rule zero12.norm zero12.views
+zero12.collectives zero12.layout
+zero12.update zero12.update.authors zero12.update.rule zero12.norm zero12.views zero12.placement
 zero12.update.ranges
 zero12.update.groups
 zero12.backward zero12.gather zero12.step
@@ -74,7 +74,7 @@ TRAINING = {
     "gather",
     "layout",
     "views",
-    "offload",
+    "placement",
 }
 # What the base keeps of a backward and counts.
 FLAGS = {"micro_steps", "_backward_active_depth", "post_backward_callback_queued"}

@@ -85,6 +85,25 @@ def exchanged(averaged, group):
             views[first], views[second] = views[second], views[first]
 
 
+def from_behind(averaged, group):
+    views = averaged[group]
+    for index in range(-len(views), 0):
+        views[index].mul_(scale(len(views) + index))
+
+
+def by_methods(averaged, group):
+    """Each gradient leaves the list and comes back."""
+    views = averaged[group]
+    for index in range(len(views)):
+        gradient = views.pop(0)
+        views.append(marked_as(gradient, gradient * scale(index)))
+
+
+def by_torch(averaged, group):
+    """Torch's functions read a list past its methods."""
+    torch._foreach_mul_(averaged[group], [scale(index) for index in range(len(averaged[group]))])
+
+
 class Trained(NamedTuple):
     """What came of gradients that the caller has changed."""
 
@@ -120,7 +139,7 @@ def train_changed(case, change, one_pass=False):
     return Trained(relative_error(ends, expected), relative_error(expected, unchanged), after == [NOTHING] * 4)
 
 
-WAYS = [in_place, entries, slices, lists, data, other_layouts, exchanged]
+WAYS = [in_place, entries, slices, lists, data, other_layouts, exchanged, from_behind, by_methods, by_torch]
 
 
 def check(results, dtype):

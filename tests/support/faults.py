@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
-from deepspeed.compile.zero12.update import groups as update_groups
 
 from support.models import Model
 from support.training import Pair, batch, device, held, make_engine, make_optimizer, relative_error, train_plain
@@ -211,7 +210,8 @@ def half_a_step(case, folder):
     train_plain(plain, optimizer, 0, case.accumulation)
     engine.save_checkpoint(folder)
     # Not in the optimizer, because an optimizer whose step() was replaced is not stepped in chunks.
-    fails, raised = mock.patch.object(update_groups, "send_to_device", side_effect=Injected("behind the update")), []
+    placement = engine.optimizer._zero12.placement
+    fails, raised = mock.patch.object(placement, "send", side_effect=Injected("behind the update")), []
     for context in (fails, contextlib.nullcontext()):
         try:
             with context:

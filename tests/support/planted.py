@@ -312,8 +312,8 @@ FAULTS = {
     # A parameter ----------------------------------------------------------------------------------------------------
     "offloaded parameters at the wrong place": Fault(
         "the new parameters of each range are sent to where those of the first range lie",
-        ZERO12 + "offload.py",
-        {"_partition(optimizer, group)[first:last].copy_(": "_partition(optimizer, group)[: last - first].copy_("},
+        FEATURES + "offload/host_memory.py",
+        {"partition(optimizer, group)[first:last].copy_(": "partition(optimizer, group)[: last - first].copy_("},
         ("test_offload.py",),
     ),
     "forward does not wait": Fault(

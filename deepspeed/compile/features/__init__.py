@@ -32,4 +32,5 @@ NAMES = (
     "one_pass_adam",
     "eight_bit",
     "muon",
+    "offload",
 )

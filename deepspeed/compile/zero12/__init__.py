@@ -5,7 +5,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any, Dict
 
-from . import offload  # noqa: F401
 from .state import state_of
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
     ``reset_gradient_counters()``:
 
     - ``bound``: gradient targets on the device.
-    - ``on_host``: gradient targets in host memory, if the optimizer is offloaded.
+    - ``on_host``: gradient targets in host memory, if the optimizer is there.
     - ``pending``: gradients that wait in a bucket or are on their way to their owners.
     - ``bucket``: memory that was allocated for pending gradients.
     - ``unreduced``: gradients that stay on this rank, between the micro-batches of ZeRO-1 or until their turn comes.

@@ -18,6 +18,7 @@ from deepspeed.utils import logger
 
 from .layout import view_specs
 from .native import Reducer
+from .placement import Placement
 from .views import PartitionViews
 
 if TYPE_CHECKING:
@@ -49,13 +50,15 @@ class BackwardLife:
     Args:
         engine: the DeepSpeedEngine. Its optimizer is the ZeRO-1/2 optimizer.
         reducer: the engine's native reducer.
+        placement: where gradients lie.
     """
 
-    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer):
+    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement):
         optimizer = engine.optimizer
         self._engine = weakref.ref(engine)
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
+        self._placement = placement
         self._view_specs = [view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
         self._step = _Step()
         # For each group, what `averaged_gradients` was given. Empty between steps.
@@ -243,8 +246,7 @@ class BackwardLife:
             self._handed_over.pop().release_grad_buffers()
         for group in averaged:
             averaged[group] = None
-            if optimizer.cpu_offload:
-                optimizer.offload_gradient_dict[group] = None
+            self._placement.hand_over(optimizer, group, None)
 
     # A backward that raised --------------------------------------------------------------------------------------
 
@@ -363,19 +365,16 @@ class BackwardLife:
         optimizer = self._optimizer()
         with torch.profiler.record_function("deepcompile::hand_over"):
             self._handed_over = []
-            for group, of_group in enumerate(handed_over):
+            for group, targets in enumerate(handed_over):
                 # Keep the dict and set its entries: parameters hold a reference to the dict for safe_get_full_grad().
                 padding = optimizer.bit16_groups_flat[group].new_empty(0, dtype=optimizer.gradient_accumulation_dtype)
                 optimizer.averaged_gradients[group] = views = PartitionViews(
-                    of_group,
+                    targets,
                     self._view_specs[group],
-                    padding.cpu() if optimizer.cpu_offload else padding,
+                    padding.cpu() if self._placement.on_host else padding,
                     functools.partial(self._reducer.release, group),
-                    is_fixed=optimizer.cpu_offload,
+                    is_fixed=self._placement.on_host,
                 )
                 self._handed_over.append(views)
-                if optimizer.cpu_offload:
-                    # With offloading, parameters look for their gradients in this dict. It keeps no memory alive,
-                    # because the host memory of the gradients stays allocated.
-                    optimizer.offload_gradient_dict[group] = views.without_padding()
+                self._placement.hand_over(optimizer, group, views)
         self._step.forward_since_hand_over = False

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .gather import AllGather
     from .graph.frame import Frame
     from .graph.partitioner import Rewrite, Split
+    from .placement import Placement
     from .update.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
@@ -214,6 +215,8 @@ class Feature:
     gather: Optional["AllGather"] = None
     # Makes other gradients of some groups' gradients, if this part does it.
     transform: Optional[Transform] = None
+    # Places gradients and new parameters elsewhere than the core's Placement, if this part does it.
+    placement: Optional["Placement"] = None
     # Keeps optimizer states in another form, if this part does it.
     states: Optional[StateFormat] = None
 

@@ -92,6 +92,12 @@ def partition_offset(optimizer: DeepSpeedZeroOptimizer, group: int) -> int:
     return dist.get_rank(group=optimizer.real_dp_process_group[group]) * int(optimizer.partition_size[group])
 
 
+def partition(optimizer: DeepSpeedZeroOptimizer, group: int) -> torch.Tensor:
+    """Returns this rank's partition of a group's parameters, 1-D."""
+    rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+    return optimizer.parallel_partitioned_bit16_groups[group][rank].data
+
+
 def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:
     """Whether the data of each parameter of a group still lies at its place in the group's flat tensor."""
     flat = optimizer.bit16_groups_flat[group]

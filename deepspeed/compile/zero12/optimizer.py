@@ -18,7 +18,6 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 from . import step
 from .layout import pieces, registered_parameters
 from .native import Reducer
-from .offload import drop_unused_memory
 from .state import Zero12
 
 if TYPE_CHECKING:
@@ -167,7 +166,7 @@ class StepLocalGradients(_NextClass):
                 states.link(self)
 
     def _get_offload_gradient_dict(self):
-        """Does nothing: BackwardLife fills the dict when it hands gradients over."""
+        """Does nothing: the placement of gradients fills the dict when they are handed over."""
 
     def destroy(self) -> None:
         self._zero12.let_go()
@@ -209,8 +208,7 @@ def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
-    if optimizer.cpu_offload:
-        drop_unused_memory(optimizer)
+    zero12.placement.take_over(optimizer)
     keep_no_graph(optimizer)
     optimizer._zero12 = zero12
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]

@@ -134,19 +134,8 @@ def _unsupported_parameters(module):
 
 def _unsupported_zero_options(engine):
     zero_config = engine._config.zero_config
-    # zenflow needs offload_optimizer, so name zenflow first.
     if zero_config.zenflow is not None:
         yield "zero_optimization.zenflow is not supported; remove it"
-    offload = zero_config.offload_optimizer
-    if _offloads(offload):
-        if offload.device == OffloadDeviceEnum.nvme:
-            yield "zero_optimization.offload_optimizer.device='nvme' is only supported in stage 3; use 'cpu'"
-        if offload.super_offload:
-            yield "zero_optimization.offload_optimizer.super_offload is only supported in stage 3; leave it out"
-
-
-def _offloads(offload):
-    return offload is not None and offload.device != OffloadDeviceEnum.none
 
 
 def _without_effect(asked):
@@ -154,7 +143,8 @@ def _without_effect(asked):
     engine, compile_config, compile_kwargs = asked.engine, asked.options, asked.compile_kwargs
     config = engine._config
     zero_config = config.zero_config
-    if _offloads(zero_config.offload_param):
+    offload = zero_config.offload_param
+    if offload is not None and offload.device != OffloadDeviceEnum.none:
         written = "cpu_offload_param" if "cpu_offload_param" in zero_config.model_fields_set else "offload_param"
         yield f"zero_optimization.{written} has no effect in this stage, only in stage 3"
     for section, values in (("zero_optimization", zero_config), ("compile", compile_config)):
@@ -162,11 +152,6 @@ def _without_effect(asked):
             value = getattr(values, name)
             if value not in harmless:
                 yield f"{section}.{name}={value} has no effect in this stage, only in stage 3"
-    if _offloads(zero_config.offload_optimizer) and not zero_config.ignore_unused_parameters:
-        yield (
-            "zero_optimization.ignore_unused_parameters=False has no effect, because a parameter without a gradient "
-            "is stepped on zeros"
-        )
     if "z3" in (compile_config.passes or ()):
         yield "compile.passes holds 'z3', which has no effect in this stage"
     # With prescale_gradients, DeepSpeed itself does not read the factor.

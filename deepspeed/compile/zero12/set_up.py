@@ -11,13 +11,13 @@ import torch
 import deepspeed.comm as dist
 
 from .collectives import collective, shorten_timeouts
-from .feature import Asked, Feature, Making, classes, overriding
+from .feature import Asked, Feature, Making, classes, only, overriding
 from .graph.backend import Backend
 from .layout import flat_layout, registered_parameters
 from .native import Reducer, reducer_module
-from .offload import memory_for_gradients
 from .optimizer import attach, take_over_parameters
 from .options import check_options, overlaps_reduction
+from .placement import Placement
 from .state import Zero12
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ def set_up(
         graphs = Backend(asked, registered_parameters(optimizer), reducer.identity)
         features = make_features(Making(asked, [], undo, graphs))
         graphs.use(features)
-        zero12 = Zero12(engine, reducer=reducer, features=features)
+        placement = only(features, "placement") or Placement()
+        register_parameters(engine, reducer, placement)
+        zero12 = Zero12(engine, reducer=reducer, features=features, placement=placement)
         # It refuses loaded states of another form, so it comes before anything is given up.
         if zero12.states is not None:
             zero12.states.adopt(optimizer)
@@ -89,9 +91,9 @@ def make_features(making: Making) -> List[Feature]:
 
 
 def make_reducer(asked: Asked) -> Reducer:
-    """Creates the native reducer of an engine and registers every parameter. No gradient memory is allocated."""
+    """Creates the native reducer of an engine, which knows no parameter yet."""
     engine, optimizer = asked.engine, asked.engine.optimizer
-    reducer = reducer_module().Reducer(
+    return reducer_module().Reducer(
         identity=_next_identity(optimizer),
         bucket_numel=int(engine.zero_reduce_bucket_size()),
         send_numel=send_numel(dist.get_world_size(optimizer.dp_process_group)),
@@ -99,9 +101,13 @@ def make_reducer(asked: Asked) -> Reducer:
         synchronize_before=asked.options.sync_before_reduce,
         synchronize_after=asked.options.sync_after_reduce,
     )
-    places = {}
+
+
+def register_parameters(engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement) -> None:
+    """Tells a reducer where each parameter lies, and where its gradients are to lie. Allocates no device memory."""
+    optimizer, places = engine.optimizer, {}
     for group, process_group in enumerate(optimizer.real_dp_process_group):
-        host = memory_for_gradients(optimizer, group)
+        host = placement.gradients(optimizer, group)
         reducer.add_group(
             process_group or dist.get_world_group(),
             int(optimizer.partition_size[group]),
@@ -118,7 +124,6 @@ def make_reducer(asked: Asked) -> Reducer:
         group, offset = places[id(parameter)]
         name, dtype = engine.param_names[parameter], optimizer.get_param_comm_dtype(parameter)
         reducer.register_parameter(group, name, parameter, dtype, offset)
-    return reducer
 
 
 def send_numel(ranks: int) -> int:

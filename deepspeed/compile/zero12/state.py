@@ -13,6 +13,7 @@ from .gather import AllGather
 from .interrupted import InterruptedStep
 from .layout import registered_parameters
 from .native import Reducer
+from .placement import Placement
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -25,12 +26,13 @@ class Zero12:
     owner: dataclasses.InitVar["DeepSpeedEngine"]  # the engine, whose optimizer is the ZeRO-1/2 optimizer
     reducer: Reducer
     features: List[Feature]  # the optional parts
+    placement: Placement  # where gradients and new parameters are written
 
     def __post_init__(self, owner: "DeepSpeedEngine") -> None:
         self._engine = weakref.ref(owner)
         # In the order in which the reducer numbers them.
         self.registered = registered_parameters(owner.optimizer)
-        self.backward = BackwardLife(owner, self.reducer)
+        self.backward = BackwardLife(owner, self.reducer, self.placement)
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
         # What steps partitions, in the order in which it is asked.
@@ -49,7 +51,7 @@ class Zero12:
         self.undo = contextlib.ExitStack()
         # Whether a later engine trains the parameters.
         self.taken_over = False
-        # Optimizer states that were already on the host when the others were offloaded: (states of a parameter, name).
+        # Optimizer states that were on the host before the others were moved there: (states of a parameter, name).
         self.states_on_host: List[Tuple[Dict, str]] = []
 
     @property

@@ -19,7 +19,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from .layout import lies_in_flat_tensor
 from .norm import factors_of, global_norm, overflowed
-from .offload import parameters_on_their_way
 from .timers import timed
 from .update.groups import StepOfGroups
 
@@ -80,7 +79,7 @@ def _run(optimizer):
             norm = None if norm is None else global_norm(optimizer, scale, zero12.transformed)
             groups = begin()
         optimizer._global_grad_norm = None if norm is None else norm / scale
-        with parameters_on_their_way(optimizer):
+        with zero12.placement.sending(optimizer):
             groups.run()
         with timed(optimizer, OPTIMIZER_ALLGATHER_TIMER), torch.profiler.record_function("deepcompile::gather"):
             zero12.gather.start()

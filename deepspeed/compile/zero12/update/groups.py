@@ -11,7 +11,6 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
 
 from ..layout import partition_offset
-from ..offload import memory_for_new_parameters, send_to_device
 from ..timers import timed
 from .authors import is_replaced, steps_as_written
 from .ranges import PartitionGradient, Ranges
@@ -49,17 +48,17 @@ class StepOfGroups:
             partition_offset(optimizer, group),
             self._factors[group],
             optimizer.gradient_accumulation_dtype,
-            memory_for_new_parameters(optimizer, group),
+            optimizer._zero12.placement.new_parameters(optimizer, group),
             as_written and len(optimizer.optimizer.param_groups[group]["params"]) == 1,
         )
 
     def run(self) -> None:
         """Steps the master weights of all groups, and writes them into this rank's partition of the parameters."""
         optimizer = self._optimizer
-        gather = optimizer._zero12.gather
+        gather, placement = optimizer._zero12.gather, optimizer._zero12.placement
         ranges = {group: self._ranges(group, step) for group, step in enumerate(self._steps) if step is not None}
-        # With offloading, new values are still on their way to the device when they are written.
-        if len(ranges) == len(self._steps) and not optimizer.cpu_offload:
+        # From the host, new values are still on their way to the device when they are written.
+        if len(ranges) == len(self._steps) and not placement.on_host:
             with timed(optimizer, OPTIMIZER_STEP_TIMER):
                 for group in ranges:
                     ranges[group].step_first(gather.first_spans(group))
@@ -75,7 +74,7 @@ class StepOfGroups:
 
     def _ranges(self, group, step):
         numel = self._optimizer.single_partition_of_fp32_groups[group].numel()
-        written = functools.partial(send_to_device, self._optimizer, group)
+        written = functools.partial(self._optimizer._zero12.placement.send, self._optimizer, group)
         return Ranges(step, numel, self._take_gradient(group), written)
 
     def _take_gradient(self, group):
@@ -101,8 +100,9 @@ class StepOfGroups:
                 optimizer._optimizer_step(group)
         finally:
             master.grad = None
-        memory_for_new_parameters(optimizer, group).copy_(master.data)
-        send_to_device(optimizer, group, 0, master.numel())
+        placement = optimizer._zero12.placement
+        placement.new_parameters(optimizer, group).copy_(master.data)
+        placement.send(optimizer, group, 0, master.numel())
 
 
 @contextlib.contextmanager

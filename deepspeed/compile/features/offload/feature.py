@@ -1,0 +1,43 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The optimizer on the host: what is refused, and where gradients and new parameters are written."""
+
+from typing import Iterator
+
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+from ...zero12.feature import Asked, Feature, Making
+from .host_memory import HostMemory
+
+
+class Offload(Feature):
+    """Has gradients and new parameters written into host memory."""
+
+    @classmethod
+    def refusals(cls, asked: Asked) -> Iterator[str]:
+        if not cls.is_wanted(asked):
+            return
+        offload = asked.engine._config.zero_config.offload_optimizer
+        if offload.device == OffloadDeviceEnum.nvme:
+            yield "zero_optimization.offload_optimizer.device='nvme' is only supported in stage 3; use 'cpu'"
+        if offload.super_offload:
+            yield "zero_optimization.offload_optimizer.super_offload is only supported in stage 3; leave it out"
+
+    @classmethod
+    def warnings(cls, asked: Asked) -> Iterator[str]:
+        if cls.is_wanted(asked) and not asked.engine._config.zero_config.ignore_unused_parameters:
+            yield (
+                "zero_optimization.ignore_unused_parameters=False has no effect, because a parameter without a "
+                "gradient is stepped on zeros"
+            )
+
+    @classmethod
+    def is_wanted(cls, asked: Asked) -> bool:
+        offload = asked.engine._config.zero_config.offload_optimizer
+        return offload is not None and offload.device != OffloadDeviceEnum.none
+
+    def __init__(self, making: Making):
+        self.placement = HostMemory()
+
+
+FEATURE = Offload

@@ -1,0 +1,34 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What is raised when host memory cannot be pinned."""
+
+import contextlib
+import traceback
+from typing import TYPE_CHECKING, Iterator
+
+from deepspeed.accelerator import get_accelerator
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+@contextlib.contextmanager
+def explained_pinning(engine: "DeepSpeedEngine") -> Iterator[None]:
+    """Context in which an engine makes its optimizer. An error while host memory is pinned is raised with a remedy.
+
+    Raises:
+        RuntimeError: if the memory could not be pinned. The message says how much.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        # The device may also run out of memory, outside of this function of the accelerator.
+        code = getattr(get_accelerator().pin_memory, "__code__", None)
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code is code]
+        tensor = frames[0].f_locals.get("tensor") if frames else None
+        if not engine.is_deepcompile_enabled() or tensor is None or "out of memory" not in str(error):
+            raise
+        raise RuntimeError(
+            f"zero_optimization.offload_optimizer: {tensor.nbytes / 2**30:.1f} GiB more of pinned host memory could "
+            "not be had; use more ranks, or set offload_optimizer.pin_memory to false"
+        ) from error
