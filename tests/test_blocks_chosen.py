@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import pickle
+import types
 
 import pytest
 import torch
@@ -298,6 +299,20 @@ def test_more_that_is_compiled_as_a_whole():
     assert chosen(Model()) == ([], "Model calls its blocks itself, so all around them would run uncompiled")
     assert chosen(BlocksWithin(), fullgraph=True) == ([], "compile_kwargs['fullgraph'] asks for one graph")
     assert chosen(BlocksWithin(), False) == ([], "compile.regional_compilation is false")
+
+
+@pytest.mark.quick
+def test_blocks_are_chosen_once():
+    """A part would check, or wait for, other blocks than those that are compiled."""
+    from deepspeed.compile.features.blocks.feature import chosen as chosen_for
+    from deepspeed.compile.zero12.feature import Asked
+
+    engine = types.SimpleNamespace(module=BlocksWithin())
+    engine._config = types.SimpleNamespace(compile_config=types.SimpleNamespace(regional_compilation=None))
+    asked = Asked(engine, "eager", {})
+    blocks, _ = chosen_for(asked)
+    engine.module.body.blocks = ModuleList([Block(8)])
+    assert blocks and chosen_for(asked)[0] is blocks and not chosen_for(Asked(engine, "eager", {}))[0]
 
 
 def test_blocks_of_another_engine():
