@@ -57,6 +57,8 @@ features.loss.chunked_loss features.loss.own_graph features.shard_frozen.rewrite
 features.loss.find_loss
 features.activation_budget.feature features.loss.feature features.overlap_gather.feature features.shard_frozen.feature
 features.monitoring.feature features.progress.feature features.report features.shard_frozen.calls features.schedulers
+features.offload.host_memory features.offload.pinning
+features.offload.feature
 features.memory_picture.data
 features.memory_picture.classify features.memory_picture.draw_png features.memory_picture.draw_html
 features.memory_picture.record features.memory_picture.files
