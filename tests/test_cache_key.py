@@ -18,12 +18,15 @@ from deepspeed.compile.zero12.native import reducer_module
 def key_of_an_edited(name, key):
     """Returns the key that there would be if the source files of this name were edited."""
     read = Path.read_bytes
-    keys.hash_of_source.cache_clear()
+    caches = keys.hash_of_source, keys.cache_key
+    for cache in caches:
+        cache.cache_clear()
     try:
         with mock.patch.object(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == name)):
             return key()
     finally:
-        keys.hash_of_source.cache_clear()
+        for cache in caches:
+            cache.cache_clear()
 
 
 @pytest.mark.quick

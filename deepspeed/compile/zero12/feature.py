@@ -8,6 +8,7 @@ part are in ``features/__init__.py``.
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
 from typing import (
@@ -24,6 +25,7 @@ from typing import (
     Optional,
     Protocol,
     Sequence,
+    Tuple,
     Type,
     TypeVar,
 )
@@ -232,11 +234,12 @@ class Feature:
         """Called on all ranks after an optimizer step."""
 
 
-def classes() -> List[Type[Feature]]:
+@functools.cache
+def classes() -> Tuple[Type[Feature], ...]:
     """Lists the classes of all parts that have a file ``feature.py``, which names its class as ``FEATURE``."""
     package = f"{__package__.rpartition('.')[0]}.features"
     files = (f"{package}.{name}.feature" for name in NAMES)
-    return [importlib.import_module(file).FEATURE for file in files if importlib.util.find_spec(file)]
+    return tuple(importlib.import_module(file).FEATURE for file in files if importlib.util.find_spec(file))
 
 
 def find(features: Iterable[Feature], cls: Type[Part]) -> Optional[Part]:

@@ -193,7 +193,7 @@ class CompilationLimit:
         return why
 
     def step(self) -> None:
-        """Called in every step: stops using compiled code if the limit was reached since the last step.
+        """Called when the engine has stepped: stops using compiled code if the limit was reached since the last step.
 
         Not earlier, because checkpointing must run a block a second time with the code that ran first.
         """

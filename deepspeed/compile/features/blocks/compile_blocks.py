@@ -78,7 +78,10 @@ def compile_module(
         return module._call_impl(*args, **kwargs)
 
     # The limit takes the place of torch.compile's own limit.
-    compile_kwargs.pop("recompile_limit", None)
+    compile_kwargs = {name: value for name, value in compile_kwargs.items() if name != "recompile_limit"}
+    if compile_kwargs.get("options") is not None:
+        # torch.compile removes entries from the dict that it is given, which the caller may use again.
+        compile_kwargs["options"] = dict(compile_kwargs["options"])
     whole = CallOfModule(module, torch.compile(own_code(call), **compile_kwargs), limit)
     undo.callback(whole.take_out)
     whole.put_in()

@@ -69,8 +69,8 @@ def prepare(engine: "DeepSpeedEngine") -> None:
     if missing:
         warn(
             f"{OPTION}: {' and '.join(missing)} cannot be imported, so not all pictures of the step will be drawn, "
-            f"but its data will be written; `{files.REMEDY}`, now or before `python -m deepspeed.compile."
-            "memory_picture FILE.json` draws them later"
+            f"but its data will be written; `{files.REMEDY}`, now or before `python -m {__package__} FILE.json` draws "
+            "them later"
         )
     records, why_not = rank in (0, world - 1), ""
     if records:

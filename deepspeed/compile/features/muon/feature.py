@@ -30,9 +30,12 @@ class Muon(Feature):
         if matrices:
             batch_numel = min(BATCH_NUMEL, int(making.engine.zero_reduce_bucket_size()) // 2)
             self.transform = Orthogonalizer(matrices, batch_numel)
+        self._forget_pending = optimizer._muon_pending_momentum.clear
+
+    def commit(self) -> None:
         # Memory of steps without DeepCompile, of which nothing is pending. Momentum is changed in place here, in steps
         # that are taken.
-        optimizer._muon_pending_momentum.clear()
+        self._forget_pending()
 
     def rules(self, others: List[Rule]) -> List[Rule]:
         return [StandIn(others)]

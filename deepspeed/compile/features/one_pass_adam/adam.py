@@ -55,10 +55,11 @@ class OnePassAdam:
             which it makes its states; if the partition has fewer than ``LEAST_NUMEL`` elements; if its master weights
             or states are not in fp32; or if the pass cannot be compiled.
         """
+        if not partition.as_written:
+            return None
         master, state = partition.master, partition.state
         if (
-            not partition.as_written
-            or not is_adam(partition.optimizer)
+            not is_adam(partition.optimizer)
             or partition.group.get("differentiable")
             or master.numel() < LEAST_NUMEL
             or "step" not in state

@@ -1,3 +1,3 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""All code that shapes generated code. ``backend.cache_key()`` hashes it for the keys of torch's caches."""
+"""How graphs of ``torch.compile`` get reductions. ``keys.cache_key()`` hashes this folder."""

@@ -36,7 +36,7 @@ def guard_all() -> None:
 
 
 def set_back(_args: Optional[CallbackArgs] = None) -> None:
-    """Sets back the options of this thread. Called when a compilation ends, and after a call of compiled code.
+    """Sets back the options of this thread. Called when a compilation ends, and by who calls compiled code itself.
 
     While another thread compiles, for example a backward, Dynamo does not tell that a compilation of this thread ends.
     """

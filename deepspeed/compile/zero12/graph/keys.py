@@ -16,6 +16,7 @@ def hash_of_source(*paths: Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
+@functools.cache
 def cache_key() -> str:
     """Hashes the source of the core that shapes generated code. An optional part hashes its own."""
     return hash_of_source(_FOLDER, _FOLDER.parent / "native.py", *sorted(_FOLDER.parents[1].glob("fx*.py")))
