@@ -86,7 +86,8 @@ def step_partition(
         written: what is called with (first, last) when the parameters [first, last) are there.
     """
     from deepspeed.compile.features.ranges.own_step import OwnStep
-    from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
+    from deepspeed.compile.zero12.update.partition_gradient import PartitionGradient
+    from deepspeed.compile.zero12.update.ranges import Ranges
     from deepspeed.compile.zero12.update.rule import Partition
 
     (master,) = adam.param_groups[0]["params"]

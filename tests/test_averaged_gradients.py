@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
+from deepspeed.compile.zero12.update.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.ids import vary

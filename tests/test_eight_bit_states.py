@@ -23,8 +23,10 @@ from deepspeed.compile.features.eight_bit.blockwise import (
 from deepspeed.compile.features.eight_bit.eight_bit import EightBitAdam
 from deepspeed.compile.features.one_pass_adam.adam_operators import Elements, Settings
 from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK, codes_of, decode, encode, make_map, zero_code
+from deepspeed.compile.zero12.update import partition_gradient
 from deepspeed.compile.zero12.update import ranges as of_partition
-from deepspeed.compile.zero12.update.ranges import PartitionGradient, Ranges
+from deepspeed.compile.zero12.update.partition_gradient import PartitionGradient
+from deepspeed.compile.zero12.update.ranges import Ranges
 from deepspeed.compile.zero12.update.rule import Partition
 
 from support.ids import vary
@@ -175,7 +177,7 @@ def test_bits_do_not_depend_on_the_number_of_ranks(monkeypatch, ranks_count):
     Only blocks that a boundary of partitions cuts may differ. Parameters that are stepped first change nothing.
     """
     # Larger gradients are read where they lie, in whole blocks.
-    monkeypatch.setattr(of_partition, "IN_PLACE_NUMEL", 2 * BLOCK)
+    monkeypatch.setattr(partition_gradient, "IN_PLACE_NUMEL", 2 * BLOCK)
     flat, (one,) = flat_weights(), partitions(flat_weights(), 1)
     several = partitions(flat, ranks_count)
     factor = torch.full((1,), 0.5, device=device())

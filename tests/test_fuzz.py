@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from deepspeed.compile.features.blocks.block_calls import CallOfCaller
 from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK
 from deepspeed.compile.zero12 import gathered_parameters, gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
+from deepspeed.compile.zero12.update.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.chunked_loss import small_chunks

@@ -17,7 +17,7 @@ from deepspeed.compile.features.overlap_gather import gather
 from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
 from deepspeed.compile.features.ranges.own_step import OwnRanges
 from deepspeed.compile.zero12 import wait_for_parameters
-from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL
+from deepspeed.compile.zero12.update.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary

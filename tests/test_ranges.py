@@ -26,7 +26,8 @@ from deepspeed.compile.features.ranges.own_step import OwnRanges, OwnStep
 from deepspeed.compile.zero12.gather import AllGather
 from deepspeed.compile.zero12.update import ranges
 from deepspeed.compile.zero12.update.authors import steps_as_written
-from deepspeed.compile.zero12.update.ranges import ALIGN_NUMEL, PartitionGradient, Ranges
+from deepspeed.compile.zero12.update.partition_gradient import ALIGN_NUMEL, PartitionGradient
+from deepspeed.compile.zero12.update.ranges import Ranges
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary

@@ -260,7 +260,7 @@ FAULTS = {
     ),
     "gradients held while they are read": Fault(
         "a gradient is kept until the whole partition is stepped",
-        ZERO12 + "update/ranges.py",
+        ZERO12 + "update/partition_gradient.py",
         {"        del self._rest[index : index + behind]\n": ""},
         ("test_ranges.py",),
     ),

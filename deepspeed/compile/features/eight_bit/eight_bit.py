@@ -10,7 +10,7 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ...zero12.update.ranges import PartitionGradient
+from ...zero12.update.partition_gradient import PartitionGradient
 from ...zero12.update.rule import Partition
 from ..one_pass_adam.adam import AdamStep, StepRows, is_adam, is_of_deepspeed, kernel
 from ..one_pass_adam.adam_operators import Elements, Settings, step_rows

@@ -18,7 +18,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.utils import logger
 
 from ...zero12.messages import inform
-from ...zero12.update.ranges import ALIGN_NUMEL, PartitionGradient, end_of_range
+from ...zero12.update.partition_gradient import ALIGN_NUMEL, PartitionGradient
+from ...zero12.update.ranges import end_of_range
 from ...zero12.update.rule import Partition
 from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
 

@@ -9,7 +9,8 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from ...zero12.update.groups import with_groups
-from ...zero12.update.ranges import PartitionGradient, end_of_range
+from ...zero12.update.partition_gradient import PartitionGradient
+from ...zero12.update.ranges import end_of_range
 from ...zero12.update.rule import Partition
 
 # Optimizers that treat each element by itself.

@@ -13,7 +13,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTI
 from ..layout import partition_offset
 from ..timers import timed
 from .authors import is_replaced, steps_as_written
-from .ranges import PartitionGradient, Ranges
+from .partition_gradient import PartitionGradient
+from .ranges import Ranges
 from .rule import Partition, first_step
 
 if TYPE_CHECKING:

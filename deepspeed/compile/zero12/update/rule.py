@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Protocol
 import torch
 
 if TYPE_CHECKING:
-    from .ranges import PartitionGradient
+    from .partition_gradient import PartitionGradient
 
 
 @dataclasses.dataclass(frozen=True)
