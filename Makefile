@@ -62,7 +62,7 @@ IN_PARALLEL = -n $(WORKERS) --dist worksteal
 # A test that took too long may have filled a cache, so it gets a second chance; any other failure is one at once.
 WITHIN_BUDGET = --cpu-limits --reruns 1 --only-rerun OverBudget
 COMPILE = from deepspeed.comm.torch import build_shm_op; build_shm_op(); \
-	from deepspeed.compile.zero12.native import reducer_module; reducer_module()
+	from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module; reducer_module()
 COMPILE_ADAM = from deepspeed.accelerator import get_accelerator; make = get_accelerator().create_op_builder; \
 	make('CPUAdamBuilder').load(); make('FusedAdamBuilder').load()
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')

@@ -33,7 +33,7 @@ ARCHIVE_DIR_VARIABLE = "DS_BASE_ARCHIVE_DIR"
 LOCAL_VERSION = "+zerograd.1"
 FEATURES = ROOT / "deepspeed" / "compile" / "features"
 # Stated there, because the engine refuses an older torch too.
-OPTIONS = ROOT / "deepspeed" / "compile" / "zero12" / "options.py"
+OPTIONS = ROOT / "deepspeed" / "compile" / "zero_1_and_2" / "engine" / "options.py"
 (OLDEST_TORCH,) = re.findall(r'(?m)^OLDEST_TORCH = "(.*)"$', OPTIONS.read_text())
 SETUPTOOLS_MINIMUM = "70.1"
 
@@ -61,7 +61,7 @@ EDITS = (
         "import",
         "from deepspeed.compile.z3_eager_fallback import",
         "# Lines that name what these imports bring are not DeepSpeed's: setup.py of a fork of it has put them here.\n"
-        "from deepspeed.compile.zero12 import calls as deepcompile\n"
+        "from deepspeed.compile.zero_1_and_2.engine import calls as deepcompile\n"
         "from deepspeed.compile.z3_eager_fallback import",
     ),
     (

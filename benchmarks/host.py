@@ -48,7 +48,7 @@ def measure(numel: int, repetitions: int) -> Iterator[tuple[str, float]]:
     """
     from deepspeed.accelerator import get_accelerator
     from deepspeed.compile.features.one_pass_adam.adam import OnePassAdam
-    from deepspeed.compile.zero12.norm import sum_of_squares
+    from deepspeed.compile.zero_1_and_2.step.norm import sum_of_squares
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     gradient = get_accelerator().pin_empty(numel, dtype=torch.bfloat16, device="cpu").normal_()

@@ -73,8 +73,8 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
         bucket: ``reduce_bucket_size``.
         send: with how many elements a bucket is sent, instead of what the engine chooses for so many ranks.
     """
-    from deepspeed.compile.zero12.native import reducer_module
-    from deepspeed.compile.zero12.set_up import send_numel
+    from deepspeed.compile.zero_1_and_2.engine.set_up import send_numel
+    from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
     meta, sent = torch.device("meta"), []
     with _ranks(ranks) as process_group:

@@ -29,7 +29,7 @@ from .devices import on_gpus, synchronize
 from .workload import SHAPES, Batches, Shape, build_model
 
 if TYPE_CHECKING:
-    from deepspeed.compile.zero12.update.rule import Rule
+    from deepspeed.compile.zero_1_and_2.step.rule import Rule
 
 BYTES_OF_AN_UPDATE = 28  # a bf16 gradient and parameter, and three fp32 tensors that are read and written
 BYTES_WITH_8_BITS = 16  # the same with two states of a byte each
@@ -86,9 +86,9 @@ def step_partition(
         written: what is called with (first, last) when the parameters [first, last) are there.
     """
     from deepspeed.compile.features.ranges.own_step import OwnStep
-    from deepspeed.compile.zero12.update.partition_gradient import PartitionGradient
-    from deepspeed.compile.zero12.update.ranges import Ranges
-    from deepspeed.compile.zero12.update.rule import Partition
+    from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
+    from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
+    from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
     (master,) = adam.param_groups[0]["params"]
     partition = Partition(adam, 0, 0, factor, new.dtype, new)
@@ -113,7 +113,7 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
     """
     from deepspeed.compile.features.eight_bit.eight_bit import EightBitAdam
     from deepspeed.compile.features.one_pass_adam import adam as one_pass
-    from deepspeed.compile.zero12.norm import sum_of_squares
+    from deepspeed.compile.zero_1_and_2.step.norm import sum_of_squares
 
     with torch.device("meta"):
         sizes = [each.numel() for each in build_model(shape, torch.bfloat16, "meta", False).parameters()]

@@ -16,7 +16,7 @@ from .settings import Settings
 # The norm to which all systems clip gradients.
 CLIPPING = 1.0
 # This fork's module of gradient counters. The base has no such module.
-COUNTERS_MODULE = "deepspeed.compile.zero12"
+COUNTERS_MODULE = "deepspeed.compile.zero_1_and_2"
 _CHUNKED = {"on": True, "off": False, "size": None}
 
 
@@ -144,7 +144,7 @@ class DeepSpeed:
             masters = record.flattened(optimizer.fp32_partitioned_groups_flat)
             return {data.PARAMETERS: shards, data.OPTIMIZER_STATES: [*masters, *_states(optimizer.optimizer)]}
         gradients = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
-        parts = optimizer._zero12.features if self._shards_frozen else []
+        parts = optimizer._deepcompile.features if self._shards_frozen else []
         sharded = [share for part in parts for share in part.shares]
         parameters = [*optimizer.bit16_groups_flat, *self._engine.module.parameters(), *sharded]
         return {

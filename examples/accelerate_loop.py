@@ -9,7 +9,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="Qwen/Qwen3-0.6B")

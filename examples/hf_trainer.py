@@ -15,7 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="Qwen/Qwen3-0.6B")

@@ -36,7 +36,7 @@ PR_SET_CHILD_SUBREAPER = 36
 BUILD = """
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.torch import build_shm_op
-from deepspeed.compile.zero12.native import reducer_module
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 build_shm_op()
 reducer_module()
 for name in ("CPUAdamBuilder", "FusedAdamBuilder"):

@@ -320,8 +320,8 @@ def test_a_graph_of_another_budget_is_not_taken_from_torchs_caches(ranks, tmp_pa
 @pytest.mark.quick
 def test_the_key_of_torchs_caches_has_the_budget():
     """An engine would take the graph of another budget from torch's caches."""
-    from deepspeed.compile.zero12.graph.partitioner import ReduceGradPartitioner
-    from deepspeed.compile.zero12.native import reducer_module
+    from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
+    from deepspeed.compile.zero_1_and_2.graph.partitioner import ReduceGradPartitioner
 
     reducer_module()
     keys = [

@@ -12,76 +12,22 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from deepspeed.compile.features import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE = ROOT / "deepspeed" / "compile"
-ZERO12 = COMPILE / "zero12"
+CORE = "zero_1_and_2"
 
-# Each module may import those of the lines above its own, and what is on its own line nothing of that line.
-FLOORS = """
-fx passes.zero_1_and_2_compile zero12.feature zero12.hooks zero12.messages zero12.timers
-zero12.native zero12.interrupted
-zero12.collectives zero12.layout
-zero12.update zero12.update.authors zero12.update.rule zero12.norm zero12.views zero12.placement
-zero12.update.ranges
-zero12.update.groups
-zero12.backward zero12.gather zero12.step
-zero12.state
-zero12.optimizer
-zero12.graph.guards zero12.graph.keys
-zero12.graph.parameter_numbers zero12.graph.lowering zero12.graph.reductions
-zero12.graph.partitioner
-zero12.graph.frame
-zero12.graph.backend
-zero12.options
-zero12.self_compile
-zero12.calls
-zero12 zero12.set_up
-init_z1_and_2
-features.blocks.parameters features.blocks.reasons features.key_value_cache.feature features.overlap_gather.runs
-features.subclasses.tensors
-features.blocks.compilation_limit features.overlap_gather.gather features.shard_frozen.at_rest
-features.subclasses.calls
-features.blocks.block_calls features.overlap_gather.gather_hooks features.shard_frozen.unit
-features.blocks.choose_blocks features.shard_frozen.gather_order features.shard_frozen.saved_tensors
-features.blocks.compile_blocks features.shard_frozen.sharded_blocks
-features.blocks.feature
-features.ranges.own_step features.muon.muon features.one_pass_adam.dynamic_map
-features.one_pass_adam.adam_operators features.muon.stand_in
-features.one_pass_adam.adam features.one_pass_adam.adam_kernel features.eight_bit.blockwise
-features.eight_bit.eight_bit features.eight_bit.states
-features.ranges.feature features.one_pass_adam.feature features.eight_bit.feature features.muon.feature
-features.activation_budget.errors features.activation_budget.split features.dora.feature features.liger.feature
-features.loss.chunked_loss features.loss.own_graph features.shard_frozen.rewrite
-features.loss.find_loss
-features.activation_budget.feature features.loss.feature features.overlap_gather.feature features.shard_frozen.feature
-features.monitoring.feature features.progress.feature features.report features.shard_frozen.calls features.schedulers
-features.offload.host_memory features.offload.pinning
-features.offload.feature
-features.memory_picture.data
-features.memory_picture.classify features.memory_picture.draw_png features.memory_picture.draw_html
-features.memory_picture.record features.memory_picture.files
-features.memory_picture.of_engine features.memory_picture.__main__
-"""
-
-TRAINING = {
-    "optimizer",
-    "state",
-    "backward",
-    "step",
-    "norm",
-    "interrupted",
-    "update",
-    "gather",
-    "layout",
-    "views",
-    "placement",
-}
+# Of the core, with the base's files that it overrides.
+MOST_LINES = 4400
+# Classes of parts whose names are words of the core too.
+SHARED = {"Part", "Settings"}
 # What the base keeps of a backward and counts.
 FLAGS = {"micro_steps", "_backward_active_depth", "post_backward_callback_queued"}
 # Private names that the fork gives to objects of the base, and one of Python's named tuples.
-OWN_NAMES = {"_zero12", "_compile_arguments", "_memory_recorder", "_replace", "_asdict"}
+OWN_NAMES = {"_deepcompile", "_compile_arguments", "_memory_recorder", "_replace", "_asdict"}
 COMPILER = ("torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor")
 
 
@@ -106,10 +52,13 @@ def run_nodes(node):
             yield from run_nodes(child)
 
 
-def imported(name, tree, known):
-    """Yields the modules of the fork that a module imports, also within functions."""
+def imported(name, tree, known, nodes=None):
+    """Yields the modules of the fork that a module imports, also within functions.
+
+    ``nodes``: lists the nodes of a tree; by default those that run.
+    """
     package = name.split(".") if (COMPILE / Path(*name.split(".")) / "__init__.py").is_file() else name.split(".")[:-1]
-    for node in run_nodes(tree):
+    for node in (nodes or run_nodes)(tree):
         if not isinstance(node, ast.ImportFrom) or not node.level:
             continue
         above = package[: len(package) - node.level + 1]
@@ -119,24 +68,38 @@ def imported(name, tree, known):
             yield inner if inner in known else module
 
 
-def floors(names):
-    """Returns name -> number of the line in FLOORS, for all modules that have one."""
-    lines = {entry: number for number, line in enumerate(FLOORS.strip().splitlines()) for entry in line.split()}
-    found = {name: lines.get(name, lines.get(f"{name.rpartition('.')[0]}.*")) for name in names}
-    return {name: floor for name, floor in found.items() if floor is not None}
+def needs(name):
+    """Returns the names of the parts that a part names in ``NEEDS``."""
+    for node in ast.parse((COMPILE / "features" / name / "__init__.py").read_text()).body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "NEEDS":
+            return set(ast.literal_eval(node.value))
+    return set()
 
 
-def test_imports_lead_down():
-    """Two files would need each other, so that neither can be read, tested or replaced alone."""
+def circles(graph):
+    """Returns the sets of names that lead to each other."""
+
+    def reached(name):
+        found, open_ = set(), [name]
+        while open_:
+            more = graph[open_.pop()] - found
+            found |= more
+            open_ += more
+        return found
+
+    reach = {name: reached(name) for name in graph}
+    return {frozenset(other for other in reach[name] if name in reach[other]) for name in graph if name in reach[name]}
+
+
+def test_no_modules_need_each_other():
+    """Neither of two such modules could be read, tested or replaced alone. Imports that only name types count."""
     trees = modules()
-    floor = floors(trees)
-    doors = {f"features.{name}{file}" for name in NAMES for file in ("", ".edits", ".options")} - {*floor}
-    without = {*doors, "config", "features", "memory_picture", "zero12.graph"}
-    assert {*trees} - {*floor, *without} == set(), "say in FLOORS where these stand"
-    for name, tree in trees.items():
-        for other in imported(name, tree, trees):
-            if other in floor and other != name:
-                assert floor[other] < floor[name], f"{name} imports {other}"
+    graph = {
+        name: {other for other in imported(name, tree, trees, ast.walk) if other in trees} - {name}
+        for name, tree in trees.items()
+    }
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {frozenset("bc")}
+    assert circles(graph) == set()
 
 
 def test_the_core_imports_no_optional_part():
@@ -144,7 +107,59 @@ def test_the_core_imports_no_optional_part():
     trees = modules()
     for name, tree in trees.items():
         if not name.startswith("features"):
-            assert not [other for other in imported(name, tree, trees) if other.startswith("features.")], name
+            found = {other for other in imported(name, tree, trees, ast.walk) if other.startswith("features.")}
+            assert found == set(), name
+
+
+def test_parts_import_what_they_need():
+    """A part could be removed, and another one would fail that has not said that it needs it."""
+    trees = modules()
+    for name, tree in trees.items():
+        if name.count(".") and name.startswith("features."):
+            part = name.split(".")[1]
+            others = {
+                other.split(".")[1] for other in imported(name, tree, trees, ast.walk) if other.startswith("features.")
+            }
+            assert others <= {part} | needs(part), name
+
+
+def words_of(part):
+    """Returns the words by which code would name a part: its options, its name, and those of its files and classes.
+
+    Names without an underscore are words of English, such as "loss", unless they are classes.
+    """
+    folder = COMPILE / "features" / part
+    words = {part, *(path.stem for path in folder.glob("*.py"))}
+    words = {word for word in words if "_" in word.strip("_")}
+    for path in folder.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name != "Options" and not is_private(node.name):
+                words.add(node.name)
+                continue
+            if isinstance(node, ast.ClassDef) and node.name == "Options":
+                words |= {field.target.id for field in node.body if isinstance(field, ast.AnnAssign)}
+    # The core reads constants of options by these names.
+    return {word for word in words if not word.isupper()} - SHARED
+
+
+@pytest.mark.parametrize("part", NAMES)
+def test_the_core_names_no_optional_part(part):
+    """A reader of the core would have to know the part, and who removes it would leave words that mean nothing."""
+    words = words_of(part)
+    for path in COMPILE.rglob("*.py"):
+        if "features" not in path.relative_to(COMPILE).parts and path.name not in ("memory_picture.py", "zero12.py"):
+            found = {word for word in words if re.search(rf"\b{re.escape(word)}\b", path.read_text())}
+            assert found == set(), path.name
+
+
+def test_the_core_is_small():
+    """One evening would no longer be enough to read it."""
+    lines = sum(
+        len(path.read_text().splitlines())
+        for path in COMPILE.rglob("*.py")
+        if "features" not in path.relative_to(COMPILE).parts
+    )
+    assert lines <= MOST_LINES
 
 
 def test_every_optional_part_is_named():
@@ -178,12 +193,16 @@ def test_the_compiler_and_tensors_of_meshes_are_imported_when_they_are_needed():
 def test_graphs_and_training_do_not_know_each_other():
     """A change of how graphs are made could break the step, and the other way round."""
     trees = modules()
+    training = ("gradient", "step", "parameter")
     for name, tree in trees.items():
-        parts = {other.split(".")[1] for other in imported(name, tree, trees) if other.startswith("zero12.")}
-        if name.startswith("zero12.graph"):
-            assert not TRAINING & parts, name
-        elif name.removeprefix("zero12.").split(".")[0] in TRAINING:
-            assert "graph" not in parts, name
+        if not name.startswith(f"{CORE}."):
+            continue
+        others = {other.removeprefix(f"{CORE}.") for other in imported(name, tree, trees) if other.startswith(CORE)}
+        folders = {other.split(".")[0] for other in others - {"gradient.native"}}
+        if name.startswith(f"{CORE}.graph"):
+            assert folders.isdisjoint(training), name
+        elif name.split(".")[1] in training:
+            assert "graph" not in folders, name
 
 
 def test_one_module_writes_the_flags_of_a_backward():
@@ -194,7 +213,7 @@ def test_one_module_writes_the_flags_of_a_backward():
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in FLAGS and isinstance(node.ctx, ast.Store)
     }
-    assert writers == {(flag, "zero12.backward") for flag in FLAGS}
+    assert writers == {(flag, f"{CORE}.gradient.backward") for flag in FLAGS}
 
 
 def is_private(name):
@@ -238,8 +257,8 @@ def test_the_docs_list_who_uses_private_names():
     own = {name for tree in trees.values() for name in own_names(tree)} | OWN_NAMES
     found = {"of torch's compiler": set(), "others of torch, and those of the base": set()}
     for name, tree in trees.items():
-        parts = name.removeprefix("zero12.").split(".")
-        file = f"{parts[0]}/" if parts[0] in ("graph", "update") else f"{'/'.join(parts)}.py"
+        parts = name.removeprefix(f"{CORE}.").split(".")
+        file = f"{'/'.join(parts[:-1] or parts)}/"
         for private in private_names(tree):
             if private.startswith(COMPILER):
                 found["of torch's compiler"].add(file)
@@ -273,7 +292,7 @@ def test_functions_that_other_files_call_are_typed():
 
 def test_the_native_code_has_what_its_protocols_say():
     """A method of the native code would take other arguments than the protocol that mypy checks calls against."""
-    from deepspeed.compile.zero12 import native
+    from deepspeed.compile.zero_1_and_2.gradient import native
 
     module = native.reducer_module()
 

@@ -9,8 +9,8 @@ from typing import Dict, NamedTuple
 import pytest
 import torch
 
-from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.update.partition_gradient import ALIGN_NUMEL
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.ids import vary

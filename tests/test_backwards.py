@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
-from deepspeed.compile.zero12.update.groups import StepOfGroups
+from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 from deepspeed.utils import safe_get_full_grad
 
 from support.beside import Beside, Outcome, check
@@ -343,7 +343,7 @@ def call_as_a_gradient_ends(case, how):
     weakref.finalize(next(each for each in kept if each is not None), call)
     del kept
     # Not zero_grad(), which empties `parameter.grad` by torch's own function first.
-    engine.optimizer._zero12.backward.drop_step()
+    engine.optimizer._deepcompile.backward.drop_step()
     assert called, "the gradient was not dropped"
     pair.step(batch(1, 0, dist.get_rank(), 4))
     return pair.end()

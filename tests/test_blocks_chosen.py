@@ -305,7 +305,7 @@ def test_more_that_is_compiled_as_a_whole():
 def test_blocks_are_chosen_once():
     """A part would check, or wait for, other blocks than those that are compiled."""
     from deepspeed.compile.features.blocks.feature import chosen as chosen_for
-    from deepspeed.compile.zero12.feature import Asked
+    from deepspeed.compile.zero_1_and_2.feature import Asked
 
     engine = types.SimpleNamespace(module=BlocksWithin())
     engine._config = types.SimpleNamespace(compile_config=types.SimpleNamespace(regional_compilation=None))

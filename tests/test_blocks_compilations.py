@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12.graph import frame
+from deepspeed.compile.zero_1_and_2.graph import frame
 
 from support.beside import Beside, Outcome, check
 from support.ids import vary

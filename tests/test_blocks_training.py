@@ -15,8 +15,8 @@ from torch._inductor import compile_fx, config
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.fx import reduce_nodes
-from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.graph import partitioner
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.compile.zero_1_and_2.graph import partitioner
 
 from support.beside import Beside, Outcome, check
 from support.ids import vary

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed.compile.zero12.hooks import no_hook
+from deepspeed.compile.zero_1_and_2.hooks import no_hook
 
 from support.beside import Beside, check
 from support.ids import vary

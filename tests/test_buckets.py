@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.compile.zero12 import gradient_counters, set_up
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.compile.zero_1_and_2.engine import set_up
 
 from support.ids import vary
 from support.lifetime import backward, start

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters
 
 from support.beside import Beside, logged, warnings_logged
 from support.ids import vary

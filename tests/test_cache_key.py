@@ -10,9 +10,9 @@ import pytest
 
 from deepspeed.compile.features.activation_budget.split import SplitWithin
 from deepspeed.compile.features.shard_frozen.rewrite import SaveByHooks
-from deepspeed.compile.zero12.graph import keys
-from deepspeed.compile.zero12.graph.partitioner import ReduceGradPartitioner
-from deepspeed.compile.zero12.native import reducer_module
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
+from deepspeed.compile.zero_1_and_2.graph import keys
+from deepspeed.compile.zero_1_and_2.graph.partitioner import ReduceGradPartitioner
 
 
 def key_of_an_edited(name, key):

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, linear
 
 from deepspeed.compile.features.loss import find_loss
 from deepspeed.compile.features.loss.chunked_loss import CHUNK_LOGITS, ChunkedLoss, LossOfLogits, chunks
-from deepspeed.compile.zero12.graph.parameter_numbers import ParameterNumbers
+from deepspeed.compile.zero_1_and_2.graph.parameter_numbers import ParameterNumbers
 
 from support.beside import warnings_logged
 from support.chunked_loss import small_chunks

@@ -114,7 +114,7 @@ def test_the_demo_refuses_in_a_sentence():
 # Behind the training of the page's program.
 TELL = """
 import json, pathlib
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 file = pathlib.Path(__file__).with_name(f"rank{torch.distributed.get_rank()}.json")
 told = {"ranks": torch.distributed.get_world_size(), "steps": engine.global_steps, **gradient_counters(engine)}

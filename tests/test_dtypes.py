@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.ids import vary

@@ -8,7 +8,7 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.engines import CaseBeside, check_one
 from support.ids import vary

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import wait_for_parameters
+from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 
 from support.engines import OVERLAPPED, CaseBeside
 from support.faults import Fragile, Injected, in_backward, in_forward, raise_injected
@@ -233,7 +233,7 @@ def destroyed_at(moment, case):
     module = (BlocksWithin() if case.config else Fragile()).to(device())
     before = _hooks(module)
     engine = make_engine(module, case)
-    reducer = engine.optimizer._zero12.reducer
+    reducer = engine.optimizer._deepcompile.reducer
     kept = _reach(moment, engine)
     views = [view for views in engine.optimizer.averaged_gradients.values() for view in views or ()]
     gradients = [weakref.ref(view.untyped_storage()) for view in views if view.numel()]

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.engines import OVERLAPPED, CaseBeside, Errors, check
 from support.ids import sanitized, vary

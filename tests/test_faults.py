@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12 import step as optimizer_step
-from deepspeed.compile.zero12.backward import BackwardLife
-from deepspeed.compile.zero12.interrupted import InterruptedStep
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.compile.zero_1_and_2.gradient.backward import BackwardLife
+from deepspeed.compile.zero_1_and_2.step import step as optimizer_step
+from deepspeed.compile.zero_1_and_2.step.interrupted import InterruptedStep
 
 from support.faults import (
     HAPPENINGS,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from deepspeed.compile.features.activation_budget import split as split_file
-from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters, wait_for_parameters
+from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.beside import Beside, warnings_logged

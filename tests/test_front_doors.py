@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.front_doors import (
     EOS,

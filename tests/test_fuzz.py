@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 
 from deepspeed.compile.features.blocks.block_calls import CallOfCaller
 from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK
-from deepspeed.compile.zero12 import gathered_parameters, gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.update.partition_gradient import ALIGN_NUMEL
+from deepspeed.compile.features.shard_frozen import unsharded_parameters
+from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.chunked_loss import small_chunks
@@ -152,7 +153,7 @@ def train(recipe, deepcompile=True):
                 if deepcompile:
                     after_steps.append(sum(held(gradient_counters(engine)).values()))
         wait_for_parameters(engine)
-        with gathered_parameters(engine):
+        with unsharded_parameters(engine):
             actual, expected = list(module.parameters()), list(plain.parameters())
             if recipe.dtype != "fp32":
                 # Frozen and empty ones have no master.
@@ -345,7 +346,7 @@ def _evaluate(recipe, engine, micro_batch):
     if not recipe.alone:
         _run_evaluation(recipe, engine, micro_batch)
         return
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         if dist.get_rank() == 0:
             _run_evaluation(recipe, engine, micro_batch)
 

@@ -16,7 +16,10 @@ from support.pool import TESTS
 from support.training import ROUNDING, total_error
 
 pytestmark = pytest.mark.program(
-    "deepspeed/compile/zero12/state.py", "requirements/base.txt", "setup.py", "tests/support/back_and_forth.py"
+    "deepspeed/compile/zero_1_and_2/engine/state.py",
+    "requirements/base.txt",
+    "setup.py",
+    "tests/support/back_and_forth.py",
 )
 
 STOCK, FORK = "0.19.8", "0.19.8+zerograd.1"

@@ -20,8 +20,8 @@ from torch.fx.graph import _BoxedCodeGen
 
 from deepspeed.compile.features.activation_budget import split as split_file
 from deepspeed.compile.features.activation_budget.split import SplitWithin
-from deepspeed.compile.zero12.graph.partitioner import ReduceGradPartitioner
-from deepspeed.compile.zero12.native import reducer_module
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
+from deepspeed.compile.zero_1_and_2.graph.partitioner import ReduceGradPartitioner
 
 from support import graph_cache
 from support.training import Case, train_beside_plain_loop

@@ -12,8 +12,8 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
-from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.graph import partitioner
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.compile.zero_1_and_2.graph import partitioner
 
 from support.ids import vary
 from support.training import Case, batch, build, make_engine
@@ -22,7 +22,7 @@ from support.training import Case, batch, build, make_engine
 @pytest.fixture(scope="module")
 def fx():
     from deepspeed.compile import fx
-    from deepspeed.compile.zero12.native import reducer_module
+    from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
     reducer_module()
     return fx

@@ -15,7 +15,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.compile.features.key_value_cache.feature import train_without_cache
-from deepspeed.compile.zero12 import wait_for_parameters
+from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 
 from support.beside import warnings_logged
 from support.ids import vary

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer, GradPartitionBufferGroup
 
 from support.ids import sanitized, vary
@@ -82,8 +82,8 @@ def stages_of_a_target(case):
         handed_over_bytes=sum(storages.values()),
         flat=flat_shape,
         handed_over_after_step=handed_over_after_step,
-        optimizer_attributes=[name for name in vars(optimizer) if "deepcompile" in name.lower() or "zero12" in name],
-        optimizer_is_itself_again=type(optimizer) is DeepSpeedZeroOptimizer and not hasattr(optimizer, "_zero12"),
+        optimizer_attributes=[name for name in vars(optimizer) if "deepcompile" in name.lower()],
+        optimizer_is_itself_again=type(optimizer) is DeepSpeedZeroOptimizer and not hasattr(optimizer, "_deepcompile"),
     )
 
 
@@ -277,7 +277,7 @@ def release_by(how, case):
         engine.micro_steps += 1
         engine._running_engine_step = False
     elif how == "destroy":
-        reducer = engine.optimizer._zero12.reducer
+        reducer = engine.optimizer._deepcompile.reducer
         engine.destroy()
         after = held(reducer.counters())
         after["registered"] = reducer.counters()["registered"]

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 from torch.profiler import ProfilerActivity, profile
 
 from deepspeed.compile.features.loss import own_graph as loss_graph
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.beside import Beside
 from support.ids import vary

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from deepspeed.compile.features.memory_picture import data
 from deepspeed.compile.features.memory_picture.__main__ import main
 from deepspeed.compile.features.memory_picture.record import flattened, storages
-from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters
 
 from support.beside import logged
 from support.engines import batch, build

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.beside import Beside, Outcome, check
 from support.ids import vary

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
-from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters
 
 from support.architectures import ARCHITECTURES, IN_EVERY_RUN
 from support.chunked_loss import small_chunks

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.compile.config import CompileConfig
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.runtime.utils import see_memory_usage
 
 from support.models import Model

@@ -150,7 +150,7 @@ def norm_and_warnings(training):
     with logged(logging.WARNING) as texts:
         _, engine = start(training, deepcompile=True)
     train(engine, training, range(2))
-    about = norm_of_updates(engine.optimizer._zero12.transform.matrices)
+    about = norm_of_updates(engine.optimizer._deepcompile.transform.matrices)
     norm = float(engine.get_global_grad_norm())
     engine.destroy()
     return norm, about, [text for text in texts if "clipping" in text]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12 import gradient_counters
-from deepspeed.compile.zero12.update.partition_gradient import PartitionGradient
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.faults import half_a_step, on_every_rank
@@ -299,7 +299,7 @@ def compiled_between_micro_batches(stage):
                         engine._compile_arguments = None
                     engine.step()
         trained.append([parameter.detach().clone() for parameter in module.parameters()])
-        is_attached = hasattr(engine.optimizer, "_zero12")
+        is_attached = hasattr(engine.optimizer, "_deepcompile")
         engine.destroy()
     moved = relative_error(trained[0], build(Case()).parameters())
     return Compiled(relative_error(*reversed(trained)), moved, str(raised.value), is_attached)

@@ -21,7 +21,7 @@ from deepspeed.compile.features.memory_picture.of_engine import tensors_of
 from deepspeed.compile.features.memory_picture.record import Recording, phase
 from deepspeed.compile.features.one_pass_adam.adam import AdamStep
 from deepspeed.compile.features.ranges.own_step import OwnStep
-from deepspeed.compile.zero12.update.groups import StepOfGroups
+from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.compile.zero12 import native, set_up
+from deepspeed.compile.zero_1_and_2.engine import set_up
+from deepspeed.compile.zero_1_and_2.gradient import native
 
 from support.ids import vary
 from support.options import SMALL, train_and_collect_output, train_both_stages, train_each_beside_plain_loop

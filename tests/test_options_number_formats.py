@@ -57,7 +57,7 @@ def train_as_without_deepcompile(case, spoil):
 
     ``spoil``: index of the step whose loss is infinite on rank 0, or None.
     """
-    from deepspeed.compile.zero12 import gradient_counters
+    from deepspeed.compile.zero_1_and_2 import gradient_counters
     from deepspeed.utils import safe_get_full_fp32_param
 
     rank, trained, told = torch.distributed.get_rank(), [], []

@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch.torch_version import TorchVersion
 
-from deepspeed.compile.zero12 import options as zero_options
-from deepspeed.compile.zero12 import self_compile
+from deepspeed.compile.zero_1_and_2.engine import options as zero_options
+from deepspeed.compile.zero_1_and_2.engine import self_compile
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from support.ids import vary

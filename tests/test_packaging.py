@@ -244,7 +244,7 @@ def test_install_reinstall_with_native_code_and_uninstall(venv, checkout):
     # This time the native code was compiled at install, and that is what gets loaded.
     edited, recorded, loaded = venv.python(
         "from deepspeed.compile import fx",
-        "from deepspeed.compile.zero12.native import reducer_module",
+        "from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module",
         "from deepspeed.git_version_info import installed_ops",
         "print(fx.EDITED, installed_ops['dc'], reducer_module().__file__)",
     ).split()

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from deepspeed.compile.config import CompileConfig
 from deepspeed.compile.features.overlap_gather import gather
-from deepspeed.compile.zero12 import wait_for_parameters
-from deepspeed.compile.zero12.hooks import Hook
+from deepspeed.compile.zero_1_and_2 import wait_for_parameters
+from deepspeed.compile.zero_1_and_2.hooks import Hook
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from support.ids import vary
@@ -248,7 +248,7 @@ class Waits(NamedTuple):
 def order_of_waits(case):
     """Takes two steps and records what each block waits for."""
     module, engine, _, _ = make(case, "Around")
-    in_use, pending = engine.optimizer._zero12.gather, []
+    in_use, pending = engine.optimizer._deepcompile.gather, []
 
     def watched(*_):
         pending.append(sorted(in_use._works))

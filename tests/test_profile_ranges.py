@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12.native import reducer_module
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support.lifetime import backward, start
 from support.training import Case, device

@@ -143,7 +143,7 @@ def test_a_compilation_that_fails_is_not_told(ranks):
     assert not seen.lines
 
 
-@pytest.mark.program("deepspeed/compile/zero12/native.py", "tests/support/native.py")
+@pytest.mark.program("deepspeed/compile/zero_1_and_2/gradient/native.py", "tests/support/native.py")
 @pytest.mark.parametrize("present", [False, True], ids=["to be built", "built"])
 def test_a_build_of_native_code_is_told(tmp_path, monkeypatch, present):
     """The compiler does not exist, so that the build ends soon after the line."""
@@ -154,7 +154,7 @@ def test_a_build_of_native_code_is_told(tmp_path, monkeypatch, present):
     code = """
 from deepspeed.utils import set_log_level_from_string
 set_log_level_from_string("info")
-from deepspeed.compile.zero12.native import reducer_module
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 reducer_module()
 """
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters as dynamo_counters
 
 from deepspeed.compile.features.subclasses.tensors import plain_tensors
-from deepspeed.compile.zero12 import gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support import training

@@ -133,7 +133,7 @@ def compile_with_arguments(advised):
                 engine(batch(0, 0, 0, 4))
             engine.compile(backend="eager")
         engine.compile(backend="eager", compile_kwargs={"fullgraph": True})
-    honoured = engine.optimizer._zero12.find(Blocks)._limit._raises
+    honoured = engine.optimizer._deepcompile.find(Blocks)._limit._raises
     told = [text for text in texts if "arguments of engine.compile()" in text]
     return told, honoured, train_prepared(case, module, engine)
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.features.overlap_gather import gather
 from deepspeed.compile.features.overlap_gather.gather import grouped
-from deepspeed.compile.zero12 import gradient_counters, set_up
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+from deepspeed.compile.zero_1_and_2.engine import set_up
 
 from support.beside import Beside
 from support.ids import vary
@@ -58,7 +59,7 @@ def sent_by(case, numel_of_a_rank, owners=12):
     counters, works = [], []
     with chosen(numel_of_a_rank, owners):
         beside = Beside(build(case), case)
-        in_use = beside.engine.optimizer._zero12.gather
+        in_use = beside.engine.optimizer._deepcompile.gather
         for step in range(case.steps):
             beside.step(batch(step, 0, dist.get_rank(), 4))
             counters.append(gradient_counters(beside.engine))

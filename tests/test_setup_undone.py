@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from deepspeed.compile.features.blocks import block_calls
-from deepspeed.compile.zero12 import set_up as setup
+from deepspeed.compile.zero_1_and_2.engine import set_up as setup
 
 from support.faults import Injected
 from support.ids import vary
@@ -27,7 +27,7 @@ class Undone(NamedTuple):
 def _state(module, engine):
     modules = [(type(each), each._compiled_call_impl, len(each._forward_pre_hooks)) for each in module.modules()]
     optimizer = engine.optimizer
-    return modules, type(optimizer), hasattr(optimizer, "_zero12"), len(optimizer._grad_acc_hooks)
+    return modules, type(optimizer), hasattr(optimizer, "_deepcompile"), len(optimizer._grad_acc_hooks)
 
 
 def compile_with_a_step_that_raises(case, step, compiled_again):
@@ -54,7 +54,7 @@ def compile_with_a_step_that_raises(case, step, compiled_again):
     is_as_before = _state(module, engine) == before
     if compiled_again:
         engine.compile(backend="eager")
-        assert hasattr(engine.optimizer, "_zero12")
+        assert hasattr(engine.optimizer, "_deepcompile")
     return Undone(is_as_before, reducers[0].counters()["registered"], train_prepared(case, module, engine))
 
 

@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
-from deepspeed.compile.features.shard_frozen import calls, feature, sharded_blocks, unit
+from deepspeed.compile.features.shard_frozen import calls, feature, sharded_blocks, unit, unsharded_parameters
 from deepspeed.compile.features.shard_frozen.at_rest import AtRest
 from deepspeed.compile.features.shard_frozen.saved_tensors import saving_handles
 from deepspeed.compile.features.shard_frozen.unit import Unit
 from deepspeed.compile.features.subclasses.calls import BROADCAST_LATER
 from deepspeed.compile.features.subclasses.tensors import plain_tensors
-from deepspeed.compile.zero12 import gathered_parameters
-from deepspeed.compile.zero12.collectives import collective
+from deepspeed.compile.zero_1_and_2.collectives import collective
 
 from support.checkpoints import EXACT
 from support.ends import in_processes_of_their_own, names_the_bucket, not_ended_by_nccl
@@ -98,7 +97,7 @@ def train(model, config, steps=3, skips=False, evaluates=False, direct=False, **
                     losses.append(engine(batch(step, 0, rank, 4)))
                 engine.train()
     at_rest = sum(isinstance(each, AtRest) for each in module.parameters())
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         parameters = [each.clone() for each in plain_tensors(each.detach() for each in module.parameters())]
         engine.destroy()
     return Trained(losses, parameters, at_rest, max(counts, default=0))
@@ -285,11 +284,11 @@ def given_another_kind():
     """Returns which parameters of a block are at rest after one was given another dtype, and what is said of it."""
     module, engine = make("plain", SHARDED)
     block, lines = module.body.blocks[1], []
-    with mock.patch.object(unit, "warn", lines.append), gathered_parameters(engine):
+    with mock.patch.object(unit, "warn", lines.append), unsharded_parameters(engine):
         block.up.weight.data = block.up.weight.data.double()
     at_rest = [name for name, each in block.named_parameters() if isinstance(each, AtRest)]
     loaded(engine, module, None)
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         kinds = {each.dtype for each in (block.up.weight, block.down.weight)}
         engine.destroy()
     return at_rest, kinds, lines
@@ -314,12 +313,12 @@ def train_two(config):
         one.step()
         other.step()
         losses.extend([loss.detach(), beside.detach()])
-    with gathered_parameters(one), gathered_parameters(other):
+    with unsharded_parameters(one), unsharded_parameters(other):
         one.destroy()
         other.destroy()
     again = make_engine(first, Case(adam=True, config=config))
     losses.extend(trained_on(again, first))
-    with gathered_parameters(again):
+    with unsharded_parameters(again):
         again.destroy()
     return [*losses, *(each.detach() for model in (first, second) for each in model.parameters())]
 
@@ -344,7 +343,7 @@ def losses_of_two():
             sum(losses).backward()
         errors.append(relative_error(losses, [build("plain", seed)(ids) for seed in (0, 1)]))
     for engine in (one, other):
-        with gathered_parameters(engine):
+        with unsharded_parameters(engine):
             engine.destroy()
     return errors
 
@@ -394,7 +393,7 @@ def trained_on(engine, module):
     loss = engine(batch(9, 0, dist.get_rank(), 4))
     engine.backward(loss)
     engine.step()
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         return [loss.detach(), *(each.detach().clone() for each in module.parameters())]
 
 
@@ -423,13 +422,13 @@ def loaded(engine, module, folder):
 
 def merged(engine, module, folder):
     """Changes of frozen parameters within the context stay."""
-    with gathered_parameters(engine), torch.no_grad():
+    with unsharded_parameters(engine), torch.no_grad():
         for block in module.body.blocks:
             block.up.weight += 0.1 * block.second.weight @ block.first.weight
 
 
 def evaluated_by_one(engine, module, folder):
-    with gathered_parameters(engine), torch.no_grad():
+    with unsharded_parameters(engine), torch.no_grad():
         if dist.get_rank() == 0:
             module.eval()
             module(batch(1, 1, 1, 5))
@@ -464,7 +463,7 @@ def checkpoint_without_frozen(engine, module, folder):
 
 
 def whole_checkpoint(engine, module, folder):
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         engine.save_checkpoint(folder, tag="whole")
     with torch.no_grad():
         module.load_state_dict({name: torch.zeros(each.shape) for name, each in module.named_parameters()})
@@ -473,7 +472,7 @@ def whole_checkpoint(engine, module, folder):
 
 def read_later(engine, module, folder):
     """What was taken within the context may be read behind it."""
-    with gathered_parameters(engine), torch.no_grad():
+    with unsharded_parameters(engine), torch.no_grad():
         state = module.state_dict()
         weight = module.body.blocks[1].down.weight.detach()
         copied, pickled = copy.deepcopy(module), io.BytesIO()
@@ -488,7 +487,7 @@ def read_later(engine, module, folder):
 
 def assigned_within(engine, module, folder):
     """As peft does where it takes adapters out of weights."""
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         for block in module.body.blocks:
             block.up.weight.data = 0.5 * block.up.weight.data
     module.body.blocks[0].load_state_dict({"up.weight": torch.zeros(24, 12)}, strict=False)
@@ -497,7 +496,7 @@ def assigned_within(engine, module, folder):
 def evaluated_between(engine, module, folder):
     """Between a forward and its backward."""
     loss = engine(batch(0, 0, dist.get_rank(), 4))
-    with gathered_parameters(engine), torch.no_grad():
+    with unsharded_parameters(engine), torch.no_grad():
         evaluated = module(batch(1, 1, dist.get_rank(), 5))
     engine.backward(loss)
     engine.step()
@@ -543,7 +542,7 @@ def calibrated(engine, module, folder):
 def taken_at_rest(engine, module, folder):
     """A state dict that was taken at rest is read and written within the context."""
     state = module.state_dict()
-    with gathered_parameters(engine), torch.no_grad():
+    with unsharded_parameters(engine), torch.no_grad():
         state["body.blocks.1.up.weight"].copy_(torch.full((24, 12), 0.5))
         state["body.blocks.2.up.weight"].mul_(2)
         copied = copy.deepcopy(state["body.blocks.3.up.weight"])
@@ -554,7 +553,7 @@ def given_other_memory(engine, module, folder):
     """Entries of a state dict that was taken at rest get other memory, or another shape. Parameters stay."""
     state = module.state_dict()
     first, second = state["body.blocks.1.up.weight"], state["body.blocks.2.up.weight"]
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         first.data = torch.full((24, 12), 0.5)
         second.unsqueeze_(0)
         first.add_(1)
@@ -564,7 +563,7 @@ def given_other_memory(engine, module, folder):
 
 def written_later(engine, module, folder):
     """A state dict that was taken within the context is written after it, again after a step, and dropped."""
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         state = module.state_dict()
     state["body.blocks.1.up.weight"].fill_(0.5)
     losses = trained_on(engine, module)
@@ -576,7 +575,7 @@ def written_later(engine, module, folder):
 
 def in_numpy(engine, module, folder):
     """Torch does not free memory of which a NumPy array was made."""
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         weights = [block.up.weight.detach().cpu().numpy() for block in module.body.blocks]
     trained_on(engine, module)
     values = torch.from_numpy(weights.pop()).clone()
@@ -586,7 +585,7 @@ def in_numpy(engine, module, folder):
 
 
 def in_inference_mode(engine, module, folder):
-    with torch.inference_mode(), gathered_parameters(engine):
+    with torch.inference_mode(), unsharded_parameters(engine):
         evaluated = module(batch(1, 1, dist.get_rank(), 5))
     with torch.inference_mode():
         again = module(batch(1, 1, dist.get_rank(), 5))
@@ -627,7 +626,7 @@ def beside_whole(name, folder, **case):
         trained_on(engine, module)
         returned = WORKS[name](engine, module, f"{folder}/{kind}") or []
         results.append([*returned, *trained_on(engine, module)])
-        with gathered_parameters(engine):
+        with unsharded_parameters(engine):
             engine.destroy()
         results[-1].append(module(batch(2, 2, 2, 4)).detach())
     return same(*results)
@@ -646,7 +645,7 @@ def changed_between(kind):
     for config in (SHARDED, WHOLE):
         module, engine = make("breaking", config)
         loss = engine(batch(0, 0, dist.get_rank(), 4))
-        with gathered_parameters(engine) if kind == "within" else contextlib.nullcontext():
+        with unsharded_parameters(engine) if kind == "within" else contextlib.nullcontext():
             module.load_state_dict({"body.blocks.2.down.weight": torch.zeros(12, 24)}, strict=False)
         said.append(outcome(engine.backward, loss))
         engine.destroy()
@@ -694,7 +693,7 @@ def copies_made_at_rest():
     weight = module.body.blocks[1].up.weight
     half, clone = module.state_dict()["body.blocks.1.up.weight"].to(torch.float16), weight.clone()
     said = [outcome(clone.copy_, torch.zeros(24, 12))]
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         before = weight.clone()
         said.append(outcome(half.zero_))
         unchanged = torch.equal(weight, before)
@@ -859,16 +858,16 @@ def with_peft(folder, config):
     if config is not WHOLE:
         said = outcome(whole.save_pretrained, f"{folder}/at_rest")
         assert said is not None and "compile.shard_frozen" in said, said
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         model.merge_adapter(safe_merge=True)
     merged = model.generate(**prompt)
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         model.unmerge_adapter()
         if dist.get_rank() == 0:
             whole.save_pretrained(f"{folder}/whole")
             saved.extend(load_file(f"{folder}/whole/model.safetensors").values())
     again = model.generate(**prompt)
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         engine.destroy()
     return [*losses, generated, merged, again, *saved, *(each.detach() for each in model.parameters())]
 
@@ -891,7 +890,7 @@ def train_checkpointed_by_transformers(config):
     engine.backward(loss)
     engine.step()
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with gathered_parameters(engine):
+    with unsharded_parameters(engine):
         engine.destroy()
     return [each.detach() for each in (loss, *model.parameters())], graphs
 
@@ -1071,7 +1070,7 @@ def train_without_blocks(model, all_skip):
                 skips = all_skip or (step + dist.get_rank()) % 2 == 1
                 engine.backward(engine(batch(step, 0, dist.get_rank(), 4), skips))
                 engine.step()
-            with gathered_parameters(engine):
+            with unsharded_parameters(engine):
                 results.append([each.detach().clone() for each in module.parameters()])
                 engine.destroy()
     return same(*results), lines

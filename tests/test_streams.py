@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12.native import reducer_module
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support.ids import vary
 from support.training import (
@@ -90,7 +90,7 @@ def accumulate_over_streams(case, how):
         first.synchronize()
         ahead += not done.query()
 
-    life = engine.optimizer._zero12.backward
+    life = engine.optimizer._deepcompile.backward
     if how != "dropped":
         life._reducer = BeforeRanksAgree(life._reducer, fill)
     for step in range(case.steps):

@@ -7,7 +7,7 @@
 
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
-from .zero12.set_up import set_up
+from .zero_1_and_2.engine.set_up import set_up
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

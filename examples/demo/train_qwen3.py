@@ -153,7 +153,7 @@ def check_installation():
     except ImportError:
         raise SystemExit("The demo needs transformers 4.51 or newer: pip install -r requirements/demo.txt") from None
     try:
-        from deepspeed.compile.zero12 import gradient_counters  # noqa: F401
+        from deepspeed.compile.zero_1_and_2 import gradient_counters  # noqa: F401
     except ImportError:
         raise SystemExit(f"deepspeed {deepspeed.__version__} is not this fork: run pip install . first.") from None
 
@@ -168,7 +168,7 @@ def main():
     if not on_gpus():
         torch.set_num_threads(max(1, os.cpu_count() // dist.get_world_size()))
     with announce("Loading DeepCompile's native code (the first time, it is built: up to two minutes)"):
-        from deepspeed.compile.zero12.native import reducer_module
+        from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
         reducer_module()
 

@@ -61,7 +61,7 @@ class GradientWatch:
             self._peak = max(self._peak, self._held())
 
     def _counters(self):
-        from deepspeed.compile.zero12 import gradient_counters
+        from deepspeed.compile.zero_1_and_2 import gradient_counters
 
         return gradient_counters(self.engine)
 
@@ -77,7 +77,7 @@ class GradientWatch:
         """Makes the peak start from what is held now."""
         self._peak = 0
         if self._deepcompile:
-            from deepspeed.compile.zero12 import reset_gradient_counters
+            from deepspeed.compile.zero_1_and_2 import reset_gradient_counters
 
             reset_gradient_counters(self.engine)
 

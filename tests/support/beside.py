@@ -10,7 +10,7 @@ from typing import List
 
 import torch
 
-from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters, wait_for_parameters
+from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.training import BOUND, device, held, make_engine, make_optimizer, relative_error, step_plain, total_error

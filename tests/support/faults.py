@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero12 import gradient_counters, reset_gradient_counters
+from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters
 
 from support.models import Model
 from support.training import Pair, batch, device, held, make_engine, make_optimizer, relative_error, train_plain
@@ -210,7 +210,7 @@ def half_a_step(case, folder):
     train_plain(plain, optimizer, 0, case.accumulation)
     engine.save_checkpoint(folder)
     # Not in the optimizer, because an optimizer whose step() was replaced is not stepped in chunks.
-    placement = engine.optimizer._zero12.placement
+    placement = engine.optimizer._deepcompile.placement
     fails, raised = mock.patch.object(placement, "send", side_effect=Injected("behind the update")), []
     for context in (fails, contextlib.nullcontext()):
         try:

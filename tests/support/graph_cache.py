@@ -34,8 +34,8 @@ from torch._subclasses import FakeTensor  # noqa: E402
 from torch.fx import GraphModule  # noqa: E402
 
 try:
-    from deepspeed.compile.zero12.feature import Feature, classes
-    from deepspeed.compile.zero12.graph import frame, keys
+    from deepspeed.compile.zero_1_and_2.feature import Feature, classes
+    from deepspeed.compile.zero_1_and_2.graph import frame, keys
 except ModuleNotFoundError:
     # Some tests have ranks import the released DeepSpeed.
     frame = None
@@ -51,7 +51,11 @@ def _parts_that_shape_graphs():
 
 
 # The modules whose functions split a graph and insert reductions.
-_OURS = ("deepspeed.compile.zero12.graph.", "deepspeed.compile.zero12.native", "deepspeed.compile.fx")
+_OURS = (
+    "deepspeed.compile.zero_1_and_2.graph.",
+    "deepspeed.compile.zero_1_and_2.gradient.native",
+    "deepspeed.compile.fx",
+)
 _OURS = (*_OURS, *_parts_that_shape_graphs())
 _SHAPING = [*(module for name, module in sorted(sys.modules.items()) if name.startswith(_OURS)), partitioners]
 # A source that was edited after this process started may differ from what the process imported, but has the same hash.

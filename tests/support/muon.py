@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.features.muon.muon import MOMENTUM
-from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.update.groups import StepOfGroups
+from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 
 from support import lifetime
 from support.models import VOCABULARY
@@ -334,7 +334,7 @@ def _train_beside(training):
         norms.append(float(engine.get_global_grad_norm()))
         if deepcompile:
             after = held(gradient_counters(engine))
-            matrices = engine.optimizer._zero12.transform.matrices
+            matrices = engine.optimizer._deepcompile.transform.matrices
             steps = StepOfGroups(engine.optimizer, [None] * len(engine.optimizer.bit16_groups))._steps
             owners = [len(matrix.parts) for group in matrices.values() for matrix in group]
         engine.destroy()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 
 from support.training import Case, batch, build, held, make_engine
 

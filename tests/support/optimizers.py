@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12.update.rule import Partition
+from deepspeed.compile.zero_1_and_2.step.rule import Partition
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 OPTIMIZERS = {

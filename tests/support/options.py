@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed.compile.zero12 import wait_for_parameters
+from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 
 from support.beside import logged
 from support.training import (

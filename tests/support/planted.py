@@ -9,7 +9,7 @@ error by themselves. Together the faults go along the life of a gradient, of a s
 from pathlib import Path
 from typing import Dict, NamedTuple, Tuple
 
-CPP, ZERO12, FEATURES = "ops/csrc/compile/", "compile/zero12/", "compile/features/"
+CPP, CORE, FEATURES = "ops/csrc/compile/", "compile/zero_1_and_2/", "compile/features/"
 
 
 class Fault(NamedTuple):
@@ -105,50 +105,50 @@ FAULTS = {
     ),
     "donated gradient that is read again": Fault(
         "a graph donates a gradient that other nodes read after its reduction",
-        ZERO12 + "graph/reductions.py",
+        CORE + "graph/reductions.py",
         {'if gradient.op == "call_function" and len(gradient.users) == 1:': 'if gradient.op == "call_function":'},
         ("test_sent_gradients.py", "test_lifetime.py"),
     ),
     "buckets released by the wrong graph": Fault(
         "the graph that reduces first ends the reductions, and not the graph that reduces last",
-        ZERO12 + "graph/backend.py",
+        CORE + "graph/backend.py",
         {"graph_id == 0 and": "graph_id == len(self._graph_ids) - 1 and"},
         ("test_graphs.py",),
     ),
     "two engines with one number": Fault(
         "a process gives each of its engines the same number, so that graphs find the later engine's reducer",
-        ZERO12 + "set_up.py",
+        CORE + "engine/set_up.py",
         {"    _last_identity = int(identity)\n    return _last_identity": "    return int(identity)"},
         ("test_engines.py",),
     ),
     "another dtype is sent": Fault(
         "communication_data_type has no effect",
-        ZERO12 + "set_up.py",
+        CORE + "engine/set_up.py",
         {"optimizer.get_param_comm_dtype(parameter)\n": "parameter.dtype\n"},
         ("test_sent_gradients.py", "test_options_number_formats.py"),
     ),
     "reduce_bucket_size ignored": Fault(
         "buckets have a size of their own",
-        ZERO12 + "set_up.py",
+        CORE + "engine/set_up.py",
         {"bucket_numel=int(engine.zero_reduce_bucket_size()),": "bucket_numel=SEND_NUMEL,"},
         ("test_buckets.py",),
     ),
     "overlap_comm ignored": Fault(
         "reductions run while the backward goes on, although overlap_comm is false",
-        ZERO12 + "set_up.py",
+        CORE + "engine/set_up.py",
         {"overlap=overlaps_reduction(asked),": "overlap=True,"},
         ("test_options_honoured.py",),
     ),
     "no warning of an option without effect": Fault(
         "gradient_predivide_factor is ignored without a word",
-        ZERO12 + "options.py",
+        CORE + "engine/options.py",
         {"!= 1.0 and not config.prescale_gradients:": "!= 1.0 and config.prescale_gradients:"},
         ("test_options_warned.py",),
     ),
     # Graphs ---------------------------------------------------------------------------------------------------------
     "stale guard": Fault(
         "compiled code does not notice that a module got a hook",
-        ZERO12 + "graph/guards.py",
+        CORE + "graph/guards.py",
         {'    "skip_nnmodule_hook_guards",\n': ""},
         ("test_hooks_later.py",),
     ),
@@ -166,7 +166,7 @@ FAULTS = {
     ),
     "code of another version": Fault(
         "torch's caches return code that was generated from other source of the fork",
-        ZERO12 + "graph/keys.py",
+        CORE + "graph/keys.py",
         {"file.read_bytes() for file": "file.name.encode() for file"},
         ("test_cache_key.py", "test_graphs.py"),
     ),
@@ -191,13 +191,13 @@ FAULTS = {
     # Backwards make up a step ---------------------------------------------------------------------------------------
     "state left by a backward that raised": Fault(
         "after a backward that raised, DeepSpeed takes the next one for a part of it",
-        ZERO12 + "backward.py",
+        CORE + "gradient/backward.py",
         {"        self._optimizer()._backward_active_depth = 0\n": ""},
         ("test_after_an_exception.py", "test_backwards.py"),
     ),
     "micro-batch counted although it raised": Fault(
         "after a backward that raised, the next micro-batch is not the first of a step",
-        ZERO12 + "backward.py",
+        CORE + "gradient/backward.py",
         {
             "            self._lost += step.backwards\n        else:\n            self.begin_anew()\n": (
                 "            self._lost += step.backwards\n"
@@ -207,14 +207,14 @@ FAULTS = {
     ),
     "zero_grad() keeps what is not reduced": Fault(
         "zero_grad() between micro-batches leaves sums that have another dtype than the parameters",
-        ZERO12 + "backward.py",
+        CORE + "gradient/backward.py",
         {"        self._reducer.release(None)\n": ""},
         ("test_sent_gradients.py", "test_gradients_between.py"),
     ),
     "gradients of the caller ignored": Fault(
         "the step does not read what the caller has assigned to averaged_gradients",
-        ZERO12 + "step.py",
-        {"    zero12.backward.read_entries()\n": ""},
+        CORE + "step/step.py",
+        {"    deepcompile.backward.read_entries()\n": ""},
         ("test_averaged_gradients.py",),
     ),
     "backward that raised on one rank": Fault(
@@ -233,20 +233,20 @@ FAULTS = {
     ),
     "error without its cause": Fault(
         "the error of a collective does not say that another rank is the cause",
-        ZERO12 + "collectives.py",
+        CORE + "collectives.py",
         {"DistBackendError(reducer_module().could_not(purpose, str(error)))": "DistBackendError(str(error))"},
         ("test_faults_on_one_rank.py",),
     ),
     # A step ---------------------------------------------------------------------------------------------------------
     "overflow not checked": Fault(
         "check_grad_overflow has no effect without a norm and in bf16",
-        ZERO12 + "norm.py",
+        CORE + "step/norm.py",
         {"if not optimizer.check_grad_overflow and (norm": "if (norm"},
         ("test_dtypes.py", "test_faults.py"),
     ),
     "clipped with the norm of one rank": Fault(
         "each rank clips with the norm of its own partition",
-        ZERO12 + "norm.py",
+        CORE + "step/norm.py",
         {
             "dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)": "pass",
         },
@@ -254,13 +254,13 @@ FAULTS = {
     ),
     "range left out of the update": Fault(
         "of the ranges that are stepped after the parameters that the next forward needs first, only one is stepped",
-        ZERO12 + "update/ranges.py",
+        CORE + "step/ranges.py",
         {"self._run(self._spans)": "self._run(self._spans[:1])"},
         ("test_one_pass_adam_in_engine.py", "test_parameter_gather.py"),
     ),
     "gradients held while they are read": Fault(
         "a gradient is kept until the whole partition is stepped",
-        ZERO12 + "update/partition_gradient.py",
+        CORE + "step/partition_gradient.py",
         {"        del self._rest[index : index + behind]\n": ""},
         ("test_ranges.py",),
     ),
@@ -294,7 +294,7 @@ FAULTS = {
     ),
     "momentum of a step that overflows": Fault(
         "Muon's updates are computed before it is known whether gradients overflowed",
-        ZERO12 + "step.py",
+        CORE + "step/step.py",
         {
             "    groups = begin() if transform is None else None\n": (
                 "    groups = begin() if transform is None else transform.run(optimizer)\n"
@@ -305,7 +305,7 @@ FAULTS = {
     ),
     "half a step forgotten": Fault(
         "an engine goes on after a step that an exception ended while it changed parameters",
-        ZERO12 + "interrupted.py",
+        CORE + "step/interrupted.py",
         {'            self._error = f"{type(error).__name__}: {error}"\n': ""},
         ("test_faults.py",),
     ),
@@ -324,7 +324,7 @@ FAULTS = {
     ),
     "weights swapped by the caller": Fault(
         "a step does not notice that some parameters have other memory than the optimizer has given them",
-        ZERO12 + "layout.py",
+        CORE + "gradient/layout.py",
         {"    return all(\n        [\n": "    return any(\n        [\n"},
         ("test_parameters_swapped.py", "test_backwards.py"),
     ),
@@ -356,17 +356,17 @@ FAULTS = {
     # A checkpoint ---------------------------------------------------------------------------------------------------
     "load keeps gradients": Fault(
         "gradients of the micro-batches before a checkpoint was loaded are in the next step",
-        ZERO12 + "optimizer.py",
+        CORE + "step/optimizer.py",
         {
-            "        self._zero12.backward.begin_anew()\n        self._zero12.backward.drop_step()\n": (
-                "        self._zero12.backward.begin_anew()\n"
+            "        self._deepcompile.backward.begin_anew()\n        self._deepcompile.backward.drop_step()\n": (
+                "        self._deepcompile.backward.begin_anew()\n"
             )
         },
         ("test_sent_gradients.py", "test_checkpoints.py"),
     ),
     "load keeps old moments": Fault(
         "after a load, safe_get_full_optimizer_state() finds no states",
-        ZERO12 + "optimizer.py",
+        CORE + "step/optimizer.py",
         {"states.adopt(self)\n        _link_states(self)\n": "states.adopt(self)\n"},
         ("test_muon_in_engine.py", "test_checkpoints.py"),
     ),

@@ -67,7 +67,7 @@ def environment(sanitizer, reports):
 
 def compile_native_code(sanitizer):
     """Runs on the ranks before the first test, because it takes longer than a test may."""
-    from deepspeed.compile.zero12.native import reducer_module
+    from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
     if CALLED[sanitizer] not in Path(reducer_module().__file__).read_bytes():
         raise RuntimeError("the native code was compiled without the sanitizer: start this with make sanitize")

@@ -19,9 +19,9 @@ from torch._inductor import compile_fx
 import deepspeed
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.zero12 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero12.feature import classes, make_rules
-from deepspeed.compile.zero12.update import ranges
+from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero_1_and_2.feature import classes, make_rules
+from deepspeed.compile.zero_1_and_2.step import ranges
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -188,10 +188,10 @@ def step_in_one_pass(engine):
     """Has an engine step Adam as with the backend "inductor", which would take long to compile the model."""
     from deepspeed.compile.features.one_pass_adam.feature import StepsInOnePass
 
-    zero12, names = engine.optimizer._zero12, [cls.__name__ for cls in classes()]
-    others = [feature for feature in zero12.features if not isinstance(feature, StepsInOnePass)]
+    deepcompile, names = engine.optimizer._deepcompile, [cls.__name__ for cls in classes()]
+    others = [feature for feature in deepcompile.features if not isinstance(feature, StepsInOnePass)]
     features = sorted([*others, StepsInOnePass(None)], key=lambda feature: names.index(type(feature).__name__))
-    zero12.rules = make_rules(features)
+    deepcompile.rules = make_rules(features)
 
 
 def as_traced(runs):

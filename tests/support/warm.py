@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from tqdm import tqdm
 
-from deepspeed.compile.zero12.native import reducer_module
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support import processor  # noqa: F401
 

@@ -9,7 +9,7 @@ needs:
 - ``edits.py``: ``EDITS``, which ``setup.py`` makes in DeepSpeed's files after its own.
 - ``options.py``: ``Options``, whose fields become options of the section ``compile`` (``config.py``). It must be light
   to import, because DeepSpeed reads its configuration before it makes an engine.
-- ``feature.py``: ``FEATURE``, a class of ``zero12/feature.py`` whose methods the core calls.
+- ``feature.py``: ``FEATURE``, a class of ``zero_1_and_2/feature.py`` whose methods the core calls.
 """
 
 # In the order in which an engine's parts are made and called: a part stands behind those that it needs.

@@ -19,8 +19,8 @@ def _refuse() -> NoReturn:
     )
 
 
-# The base's engine registers these passes. A schedule may hold only the pass of its stage, and zero12/options.py
-# compares the schedule with these functions.
+# The base's engine registers these passes. A schedule may hold only the pass of its stage, and
+# zero_1_and_2/engine/options.py compares the schedule with these functions.
 def add_z1_reduce(*args, **kwargs) -> NoReturn:
     """Stands for ZeRO-1 in a schedule. Raises NotImplementedError if a schedule runs it."""
     _refuse()

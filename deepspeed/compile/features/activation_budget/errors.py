@@ -5,7 +5,7 @@
 import contextlib
 from typing import TYPE_CHECKING, Iterator
 
-from ...zero12.state import state_of
+from ...zero_1_and_2.engine.state import state_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

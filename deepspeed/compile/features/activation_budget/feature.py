@@ -5,7 +5,7 @@
 import weakref
 from typing import Iterator, Sequence
 
-from ...zero12.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Asked, Feature, Making
 from .split import SplitWithin
 
 # Elements of a buffer that may be kept in a copy for each layer and forward. Statistics and scales have fewer, and

@@ -19,8 +19,8 @@ from torch._functorch import config, partitioners
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch.fx import Graph, GraphModule, Node
 
-from ...zero12.graph.keys import hash_of_source
-from ...zero12.graph.reductions import index_of
+from ...zero_1_and_2.graph.keys import hash_of_source
+from ...zero_1_and_2.graph.reductions import index_of
 
 # The mark of nodes that the forward keeps if the backward reads them.
 _IS_KEPT = "deepcompile_is_kept"

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from ...zero12.hooks import no_hook
+from ...zero_1_and_2.hooks import no_hook
 
 if TYPE_CHECKING:
     from .compilation_limit import CompilationLimit

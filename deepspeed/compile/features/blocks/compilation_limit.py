@@ -23,8 +23,8 @@ from torch.nn.modules.module import _has_any_global_hook
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
-from ...zero12.graph import guards
-from ...zero12.messages import warn
+from ...zero_1_and_2.graph import guards
+from ...zero_1_and_2.messages import warn
 from . import reasons
 
 # More than any program compiles.

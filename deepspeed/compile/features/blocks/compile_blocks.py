@@ -12,8 +12,8 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Type
 import torch
 from torch.nn import Module
 
-from ...zero12.graph.frame import own_code
-from ...zero12.messages import warn
+from ...zero_1_and_2.graph.frame import own_code
+from ...zero_1_and_2.messages import warn
 from .block_calls import Around, Call, CallOfBlock, CallOfCaller, CallOfModule, forward_of, run_forward, runs
 from .choose_blocks import called_by, callers_of, is_compiled
 from .compilation_limit import CompilationLimit

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from deepspeed.utils import logger
 
-from ...zero12.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Asked, Feature, Making
 from . import compile_blocks, reasons
 from .block_calls import Around
 from .choose_blocks import choose_blocks
@@ -19,7 +19,7 @@ from .compilation_limit import CompilationLimit
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from ...zero12.graph.frame import Frame
+    from ...zero_1_and_2.graph.frame import Frame
 
 _chosen: "weakref.WeakKeyDictionary[Asked, Tuple[List[Module], str]]" = weakref.WeakKeyDictionary()
 

@@ -11,7 +11,7 @@ import types
 
 import torch
 
-from ...zero12.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Asked, Feature, Making
 
 
 class Dora(Feature):

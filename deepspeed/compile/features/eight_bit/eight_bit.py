@@ -10,8 +10,8 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ...zero12.update.partition_gradient import PartitionGradient
-from ...zero12.update.rule import Partition
+from ...zero_1_and_2.step.partition_gradient import PartitionGradient
+from ...zero_1_and_2.step.rule import Partition
 from ..one_pass_adam.adam import AdamStep, StepRows, is_adam, is_of_deepspeed, kernel
 from ..one_pass_adam.adam_operators import Elements, Settings, step_rows
 from ..one_pass_adam.dynamic_map import BLOCK

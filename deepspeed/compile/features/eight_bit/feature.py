@@ -8,8 +8,8 @@ from typing import Iterator, List
 import torch
 from torch.utils._triton import has_triton_package
 
-from ...zero12.feature import Asked, Feature, Making
-from ...zero12.update.rule import Partition, Rule
+from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.step.rule import Partition, Rule
 from .eight_bit import EightBitAdam, problem_with
 from .states import StatesOfAdam
 

@@ -20,7 +20,7 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero12.layout import partition_offset
+from ...zero_1_and_2.gradient.layout import partition_offset
 from ..one_pass_adam.dynamic_map import BLOCK
 from .blockwise import FORM, SIGNED, fp32_values, has_moments, is_blockwise, saved, to_blocks, to_fp32
 
@@ -135,7 +135,7 @@ def after_load(engine: "DeepSpeedEngine") -> None:
 def before_step(engine: "DeepSpeedEngine") -> None:
     """Called before an optimizer steps. Without DeepCompile its own ``step()`` does, which knows no 8-bit states."""
     # An engine that asks for these steps so after engine.compile() was refused, or before it compiles itself.
-    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not hasattr(engine.optimizer, "_zero12"):
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not hasattr(engine.optimizer, "_deepcompile"):
         StatesOfAdam(in_8_bits=False).adopt(engine.optimizer)
 
 

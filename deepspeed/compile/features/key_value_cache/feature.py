@@ -17,9 +17,9 @@ from typing import List
 import torch
 from torch.nn import Module
 
-from ...zero12.feature import Feature, Making
-from ...zero12.hooks import Hook
-from ...zero12.messages import warn
+from ...zero_1_and_2.feature import Feature, Making
+from ...zero_1_and_2.hooks import Hook
+from ...zero_1_and_2.messages import warn
 
 
 class TrainWithoutCache(Feature):

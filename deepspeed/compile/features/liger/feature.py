@@ -11,8 +11,8 @@ import sys
 
 import torch
 
-from ...zero12.feature import Asked, Feature, Making
-from ...zero12.messages import warn
+from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.messages import warn
 
 # The autograd functions with which liger-kernel 0.8.5 and torch 2.11 go wrong in graphs, with torch.compile alone too.
 # Torch cannot analyse the kernels of RMSNorm, and takes every input for changed: gradients are wrong, or memory of

@@ -20,7 +20,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch.nn.functional import linear
 
-from ...zero12.graph.parameter_numbers import ParameterNumbers
+from ...zero_1_and_2.graph.parameter_numbers import ParameterNumbers
 
 # The most elements of the logits' gradient that exist at a time: 128 MiB in bf16. A chunk of this size still fills a
 # GPU.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Callable, Optional
 
 import torch
 
-from ...zero12.feature import Feature, Making
+from ...zero_1_and_2.feature import Feature, Making
 from . import own_graph
 from .find_loss import ChunkedLosses
 
 if TYPE_CHECKING:
-    from ...zero12.graph.frame import Frame
+    from ...zero_1_and_2.graph.frame import Frame
 
 
 class Loss(Feature):

@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 from torch.fx.passes.split_module import split_module
 
-from ...zero12.graph.parameter_numbers import ParameterNumbers
-from ...zero12.messages import warn
+from ...zero_1_and_2.graph.parameter_numbers import ParameterNumbers
+from ...zero_1_and_2.messages import warn
 from .chunked_loss import ChunkedLoss, LossOfLogits
 from .own_graph import changes_in_place, split_loss, traced_tensor
 

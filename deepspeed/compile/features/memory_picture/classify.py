@@ -20,18 +20,7 @@ from typing import Any, Dict, Iterator, List, Optional, Tuple
 
 import torch
 
-from .data import (
-    ACTIVATIONS,
-    CATEGORIES,
-    COPIES,
-    ON_THEIR_WAY,
-    PARAMETERS,
-    PHASES,
-    REST,
-    TARGETS,
-    WAITING,
-    StepMemory,
-)
+from .data import ACTIVATIONS, CATEGORIES, COPIES, ON_THEIR_WAY, PARAMETERS, PHASES, REST, TARGETS, WAITING, StepMemory
 
 # Ranges without length, which mark where a phase begins or ends: MARK + phase + BEGIN or END.
 MARK, BEGIN, END = "memory_picture.", " begins", " ends"

@@ -22,8 +22,8 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
-from ...zero12.messages import warn
-from ...zero12.state import state_of
+from ...zero_1_and_2.engine.state import state_of
+from ...zero_1_and_2.messages import warn
 from . import data, files
 from .record import Recording, Tensors, begins, ends, flattened, phase
 
@@ -328,8 +328,8 @@ def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
     if optimizer.cpu_offload:
         # Gradients and new parameters pass through this memory, which stays.
         targets += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
-    zero12 = state_of(engine)
-    shares = [] if zero12 is None else [share for part in zero12.features for share in part.shares]
+    deepcompile = state_of(engine)
+    shares = [] if deepcompile is None else [share for part in deepcompile.features for share in part.shares]
     kept = [parameter.grad for parameter in module.parameters()]
     return {
         data.PARAMETERS: flattened([*optimizer.bit16_groups_flat, *module.parameters(), *module.buffers(), *shares]),

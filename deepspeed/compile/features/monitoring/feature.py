@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Iterator
 
 from deepspeed.accelerator import get_accelerator
 
-from ...zero12.feature import Asked, Feature
-from ...zero12.optimizer import reducers
-from ...zero12.state import state_of
+from ...zero_1_and_2.engine.state import state_of
+from ...zero_1_and_2.feature import Asked, Feature
+from ...zero_1_and_2.step.optimizer import reducers
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -4,8 +4,8 @@
 
 from typing import Iterator, List
 
-from ...zero12.feature import Asked, Feature, Making
-from ...zero12.update.rule import Rule
+from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.step.rule import Rule
 from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
 from .stand_in import StandIn
 

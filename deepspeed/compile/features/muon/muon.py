@@ -19,8 +19,8 @@ import torch
 
 import deepspeed.comm as dist
 
-from ...zero12.collectives import collective
-from ...zero12.layout import pieces
+from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.gradient.layout import pieces
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

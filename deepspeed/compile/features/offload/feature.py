@@ -6,7 +6,7 @@ from typing import Iterator
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from ...zero12.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Asked, Feature, Making
 from .host_memory import HostMemory
 
 

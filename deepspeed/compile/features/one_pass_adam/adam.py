@@ -17,10 +17,10 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.utils import logger
 
-from ...zero12.messages import inform
-from ...zero12.update.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from ...zero12.update.ranges import end_of_range
-from ...zero12.update.rule import Partition
+from ...zero_1_and_2.messages import inform
+from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
+from ...zero_1_and_2.step.ranges import end_of_range
+from ...zero_1_and_2.step.rule import Partition
 from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)

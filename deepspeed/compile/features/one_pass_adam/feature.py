@@ -4,8 +4,8 @@
 
 from typing import List
 
-from ...zero12.feature import Asked, Feature
-from ...zero12.update.rule import Rule
+from ...zero_1_and_2.feature import Asked, Feature
+from ...zero_1_and_2.step.rule import Rule
 from .adam import OnePassAdam
 
 

@@ -5,12 +5,12 @@
 import contextlib
 from typing import TYPE_CHECKING, Callable, Iterator, Optional
 
-from ...zero12.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Asked, Feature, Making
 from ..blocks.feature import Blocks, no_blocks
 from .gather_hooks import Waiting
 
 if TYPE_CHECKING:
-    from ...zero12.graph.frame import Frame
+    from ...zero_1_and_2.graph.frame import Frame
 
 
 class OverlapGather(Feature):

@@ -14,9 +14,9 @@ from torch.nn import Parameter
 
 import deepspeed.comm as dist
 
-from ...zero12.collectives import collective
-from ...zero12.gather import PURPOSE, AllGather
-from ...zero12.layout import partition_offset
+from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.gradient.layout import partition_offset
+from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
 from .runs import Run, runs
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from torch.nn import Module, Parameter
 
 from deepspeed.utils import logger
 
-from ...zero12.hooks import Hook
-from ...zero12.layout import registered_parameters
+from ...zero_1_and_2.gradient.layout import registered_parameters
+from ...zero_1_and_2.hooks import Hook
 from ..blocks.parameters import by_block, modules_outside
 from .gather import OverlappedGather
 

@@ -9,7 +9,8 @@ class Options(BaseModel):
     overlap_param_gather: bool = False
     """Whether the next forward begins while updated parameters are still being gathered. Each block then waits for its
     own parameters, so this option needs regional compilation. Off by default, because code that reads a parameter
-    between a step and the next forward must first call ``deepspeed.compile.zero12.wait_for_parameters(engine)``."""
+    between a step and the next forward must first call
+    ``deepspeed.compile.zero_1_and_2.wait_for_parameters(engine)``."""
 
     @model_validator(mode="after")
     def _gathers_by_block(self):

@@ -19,11 +19,11 @@ from tqdm import tqdm
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
-from ...zero12.feature import Feature, Making
+from ...zero_1_and_2.feature import Feature, Making
 from ..blocks.feature import Blocks
 
 if TYPE_CHECKING:
-    from ...zero12.graph.frame import Frame
+    from ...zero_1_and_2.graph.frame import Frame
 
 
 class Progress(Feature):

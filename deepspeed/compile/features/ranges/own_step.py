@@ -8,10 +8,10 @@ import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from ...zero12.update.groups import with_groups
-from ...zero12.update.partition_gradient import PartitionGradient
-from ...zero12.update.ranges import end_of_range
-from ...zero12.update.rule import Partition
+from ...zero_1_and_2.step.partition_gradient import PartitionGradient
+from ...zero_1_and_2.step.partitions import with_groups
+from ...zero_1_and_2.step.ranges import end_of_range
+from ...zero_1_and_2.step.rule import Partition
 
 # Optimizers that treat each element by itself.
 _ELEMENTWISE = (

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from deepspeed.runtime import lr_schedules
 
-from ...zero12.messages import warn
+from ...zero_1_and_2.messages import warn
 
 _KINDS = (LRScheduler, *(getattr(lr_schedules, name) for name in lr_schedules.VALID_LR_SCHEDULES))
 # The lists of these schedulers with an entry for each parameter group. Other lists may be as long by chance.

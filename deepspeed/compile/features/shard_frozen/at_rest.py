@@ -105,7 +105,7 @@ class _Share:
             return RuntimeError(
                 f"a copy of parameter {self.name} was made while compile.shard_frozen had the parameter sharded over "
                 f"the ranks, so it has no values and cannot be {what}; make it within "
-                "`with gathered_parameters(engine):` of deepspeed.compile.zero12"
+                "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_frozen"
             )
         return refusal(self.name, what)
 
@@ -114,8 +114,8 @@ def refusal(name: str, what: str) -> RuntimeError:
     """Returns the error that a parameter at rest raises. ``what``: what cannot be done with it."""
     return RuntimeError(
         f"parameter {name} is sharded over the ranks by compile.shard_frozen and cannot be {what} here; do it within "
-        "`with gathered_parameters(engine):` of deepspeed.compile.zero12, which all ranks enter together, or save "
-        "without frozen parameters (exclude_frozen_parameters=True)"
+        "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_frozen, which all ranks enter "
+        "together, or save without frozen parameters (exclude_frozen_parameters=True)"
     )
 
 

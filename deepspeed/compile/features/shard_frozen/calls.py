@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...zero12.state import state_of
+from ...zero_1_and_2.engine.state import state_of
 from ..subclasses.calls import BROADCAST_LATER
 from .at_rest import AtRest
 

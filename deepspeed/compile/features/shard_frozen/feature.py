@@ -2,19 +2,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a part of the blocks' frozen parameters on each rank (``compile.shard_frozen``)."""
 
-import contextlib
 import weakref
-from typing import TYPE_CHECKING, ContextManager, Iterator, Optional, Sequence
+from typing import TYPE_CHECKING, Iterator, Optional, Sequence
 
 import torch
 
 import deepspeed.comm as dist
 
-from ...zero12.collectives import shorten_timeout
-from ...zero12.feature import Asked, Feature, Making
-from ...zero12.layout import registered_parameters
-from ...zero12.messages import warn
-from ...zero12.state import state_of
+from ...zero_1_and_2.collectives import shorten_timeout
+from ...zero_1_and_2.engine.state import state_of
+from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.gradient.layout import registered_parameters
+from ...zero_1_and_2.messages import warn
 from ..blocks.feature import Blocks, no_blocks
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
@@ -73,20 +72,9 @@ FEATURE = ShardFrozen
 
 def sharded_blocks(engine: "DeepSpeedEngine") -> Optional[ShardedBlocks]:
     """Returns what has an engine's sharded parameters, or None if it shards none."""
-    zero12 = state_of(engine)
-    part = None if zero12 is None else zero12.find(ShardFrozen)
+    deepcompile = state_of(engine)
+    part = None if deepcompile is None else deepcompile.find(ShardFrozen)
     return None if part is None else part.sharded
-
-
-def gathered_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:
-    """Returns a context in which each rank has all of an engine's frozen parameters. All ranks enter it together.
-
-    With ``compile.shard_frozen``, the caller must read, save or change frozen parameters of blocks within this
-    context. Changes must be the same on all ranks, and stay. Within the context, a rank may evaluate or generate
-    alone. Without that option the context does nothing.
-    """
-    sharded = sharded_blocks(engine)
-    return contextlib.nullcontext() if sharded is None else sharded.gathered()
 
 
 def _group_of_shards(group):

@@ -15,7 +15,7 @@ class Options(BaseModel):
     """Whether each rank keeps only a part of the blocks' frozen parameters, and gets the rest just before a block uses
     them, as for LoRA of a model that does not fit. This needs regional compilation. Off by default, because all ranks
     must then evaluate together, and read frozen parameters only in
-    ``deepspeed.compile.zero12.gathered_parameters(engine)``."""
+    ``deepspeed.compile.features.shard_frozen.unsharded_parameters(engine)``."""
 
     @model_validator(mode="after")
     def _shards_blocks(self):

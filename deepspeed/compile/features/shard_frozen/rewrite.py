@@ -10,7 +10,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
-from ...zero12.graph.keys import hash_of_source
+from ...zero_1_and_2.graph.keys import hash_of_source
 
 
 @dataclasses.dataclass(frozen=True)

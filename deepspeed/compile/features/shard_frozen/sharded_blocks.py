@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed.utils import logger
 
-from ...zero12.messages import warn
+from ...zero_1_and_2.messages import warn
 from ..blocks.parameters import by_block
 from ..subclasses.tensors import is_dtensor, plain_tensors
 from .at_rest import in_backward, refusal
@@ -276,7 +276,7 @@ class ShardedBlocks:
         """Context in which all parameters are gathered. All ranks enter it. Changes of the parameters stay."""
         if self._passes or in_backward():
             raise RuntimeError(
-                "gathered_parameters() was called within a forward or a backward; call it outside of them"
+                "unsharded_parameters() was called within a forward or a backward; call it outside of them"
             )
         if not self._all_gathered:
             self.end_backward()
@@ -299,7 +299,7 @@ class ShardedBlocks:
         if any(not unit.is_gathered for unit in self.units):
             raise RuntimeError(
                 "compile.shard_frozen keeps a part of the frozen parameters on each rank; call save_checkpoint() with "
-                "exclude_frozen_parameters=True, or within `with gathered_parameters(engine):`"
+                "exclude_frozen_parameters=True, or within `with unsharded_parameters(engine):`"
             )
 
     def close(self) -> None:
@@ -308,7 +308,7 @@ class ShardedBlocks:
         if any(not unit.is_gathered for unit in self.units):
             logger.warning(
                 "The engine is destroyed, and frozen parameters stay sharded, so the model cannot be used; destroy "
-                "the engine within `with gathered_parameters(engine):` to use it"
+                "the engine within `with unsharded_parameters(engine):` to use it"
             )
 
 

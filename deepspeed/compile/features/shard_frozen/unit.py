@@ -20,8 +20,8 @@ from torch.nn import Parameter
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ...zero12.collectives import collective
-from ...zero12.messages import warn
+from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.messages import warn
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
 from .at_rest import mark_sharded, unmark
@@ -38,7 +38,7 @@ ANOTHER_KIND = (
 )
 DIFFERENT = (
     "ranks gathered the frozen parameters of different blocks: with compile.shard_frozen all ranks run the same "
-    "forwards and backwards; for one rank alone, all ranks enter gathered_parameters(engine)"
+    "forwards and backwards; for one rank alone, all ranks enter unsharded_parameters(engine)"
 )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
 
-from ..layout import partition_offset
+from ..gradient.layout import partition_offset
 from ..timers import timed
 from .authors import is_replaced, steps_as_written
 from .partition_gradient import PartitionGradient
@@ -31,7 +31,7 @@ class StepOfGroups:
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", factors: List[Optional[torch.Tensor]]):
         self._optimizer, self._factors = optimizer, factors
-        rules, groups = optimizer._zero12.rules, range(len(optimizer.bit16_groups))
+        rules, groups = optimizer._deepcompile.rules, range(len(optimizer.bit16_groups))
         # What others have added to a step, only the whole step of the optimizer does.
         as_written = (
             bool(rules)
@@ -49,14 +49,14 @@ class StepOfGroups:
             partition_offset(optimizer, group),
             self._factors[group],
             optimizer.gradient_accumulation_dtype,
-            optimizer._zero12.placement.new_parameters(optimizer, group),
+            optimizer._deepcompile.placement.new_parameters(optimizer, group),
             as_written and len(optimizer.optimizer.param_groups[group]["params"]) == 1,
         )
 
     def run(self) -> None:
         """Steps the master weights of all groups, and writes them into this rank's partition of the parameters."""
         optimizer = self._optimizer
-        gather, placement = optimizer._zero12.gather, optimizer._zero12.placement
+        gather, placement = optimizer._deepcompile.gather, optimizer._deepcompile.placement
         ranges = {group: self._ranges(group, step) for group, step in enumerate(self._steps) if step is not None}
         # From the host, new values are still on their way to the device when they are written.
         if len(ranges) == len(self._steps) and not placement.on_host:
@@ -75,7 +75,7 @@ class StepOfGroups:
 
     def _ranges(self, group, step):
         numel = self._optimizer.single_partition_of_fp32_groups[group].numel()
-        written = functools.partial(self._optimizer._zero12.placement.send, self._optimizer, group)
+        written = functools.partial(self._optimizer._deepcompile.placement.send, self._optimizer, group)
         return Ranges(step, numel, self._take_gradient(group), written)
 
     def _take_gradient(self, group):
@@ -101,7 +101,7 @@ class StepOfGroups:
                 optimizer._optimizer_step(group)
         finally:
             master.grad = None
-        placement = optimizer._zero12.placement
+        placement = optimizer._deepcompile.placement
         placement.new_parameters(optimizer, group).copy_(master.data)
         placement.send(optimizer, group, 0, master.numel())
 

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 # How generated code finds the function that it calls in place of the operator: the operator's own way, through torch's
 # dispatcher, takes several times as long as the rest of a small gradient's reduction.
-_IMPORTS = ("from deepspeed.compile.zero12.native import reducer_module", "reduce_grad = reducer_module().reduce_grad")
+_IMPORTS = (
+    "from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module",
+    "reduce_grad = reducer_module().reduce_grad",
+)
 
 
 class ReduceGradKernel(ir.FallbackKernel):

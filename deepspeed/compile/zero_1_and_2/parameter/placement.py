@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ContextManager, Optional
 
 import torch
 
-from .layout import partition
+from ..gradient.layout import partition
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from .views import PartitionViews
+    from ..gradient.views import PartitionViews
 
 
 class Placement:

@@ -17,10 +17,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_TIMERS,
 )
 
-from .layout import lies_in_flat_tensor
+from ..gradient.layout import lies_in_flat_tensor
+from ..timers import timed
 from .norm import factors_of, global_norm, overflowed
-from .timers import timed
-from .update.groups import StepOfGroups
+from .partitions import StepOfGroups
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -35,7 +35,7 @@ def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
         RuntimeError: if the step has no gradients, if gradients were dropped, or if ranks sent different gradients.
         DistBackendError: if a collective failed, for example because another rank died.
     """
-    backward = optimizer._zero12.backward
+    backward = optimizer._deepcompile.backward
     backward.require_complete()
     try:
         with torch.profiler.record_function("deepcompile::step"):
@@ -49,16 +49,16 @@ def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
 
 
 def _run(optimizer):
-    zero12 = optimizer._zero12
-    zero12.reducer.compare_and_await_targets()
-    zero12.backward.read_entries()
+    deepcompile = optimizer._deepcompile
+    deepcompile.reducer.compare_and_await_targets()
+    deepcompile.backward.read_entries()
     norm = global_norm(optimizer) if optimizer.compute_grad_norm else None
     # Gradients carry the loss scale of their backward: read the scale before _update_scale() changes it.
     scale = optimizer.loss_scale
-    transform = zero12.transform
+    transform = deepcompile.transform
 
     def begin():
-        return StepOfGroups(optimizer, factors_of(optimizer, norm, scale, zero12.transformed))
+        return StepOfGroups(optimizer, factors_of(optimizer, norm, scale, deepcompile.transformed))
 
     # What the device can compute before the host has waited for the norm, it computes in that time. A transform of
     # gradients changes states, so it waits for the answer, and clipping takes the norm of what it makes of gradients.
@@ -72,17 +72,17 @@ def _run(optimizer):
                 pass
         return
 
-    with zero12.interrupted_step.changing_parameters(zero12.engine):
+    with deepcompile.interrupted_step.changing_parameters(deepcompile.engine):
         if transform is not None:
             with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
                 transform.run(optimizer)
-            norm = None if norm is None else global_norm(optimizer, scale, zero12.transformed)
+            norm = None if norm is None else global_norm(optimizer, scale, deepcompile.transformed)
             groups = begin()
         optimizer._global_grad_norm = None if norm is None else norm / scale
-        with zero12.placement.sending(optimizer):
+        with deepcompile.placement.sending(optimizer):
             groups.run()
         with timed(optimizer, OPTIMIZER_ALLGATHER_TIMER), torch.profiler.record_function("deepcompile::gather"):
-            zero12.gather.start()
+            deepcompile.gather.start()
         for group in range(len(optimizer.bit16_groups)):
             if not lies_in_flat_tensor(optimizer, group):
                 # The caller replaced `parameter.data` (for example to swap in averaged weights), so the flat tensor no

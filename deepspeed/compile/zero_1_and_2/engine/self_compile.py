@@ -14,9 +14,9 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 
-from .feature import Asked
-from .layout import holds_its_parameters
-from .messages import inform, warn
+from ..feature import Asked
+from ..gradient.layout import holds_its_parameters
+from ..messages import inform, warn
 from .state import state_of
 
 if TYPE_CHECKING:
@@ -94,11 +94,11 @@ def compile_module(engine: "DeepSpeedEngine", **compile_kwargs: Any) -> None:
 
     Under ZeRO-1/2 until the engine ends, unless an optional part has compiled the module already.
     """
-    module, zero12 = engine.module, state_of(engine)
-    if engine.is_deepcompile_active() and zero12 is not None:
-        if any(part.compiles_module for part in zero12.features):
+    module, deepcompile = engine.module, state_of(engine)
+    if engine.is_deepcompile_active() and deepcompile is not None:
+        if any(part.compiles_module for part in deepcompile.features):
             return
-        zero12.undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
+        deepcompile.undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
     module.compile(**compile_kwargs)
 
 

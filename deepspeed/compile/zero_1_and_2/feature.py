@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from .gather import AllGather
     from .graph.frame import Frame
     from .graph.partitioner import Rewrite, Split
-    from .placement import Placement
-    from .update.rule import Rule
+    from .parameter.gather import AllGather
+    from .parameter.placement import Placement
+    from .step.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
 

@@ -10,7 +10,7 @@ import deepspeed.comm as dist
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm, is_model_parallel_parameter
 
-from .collectives import collective
+from ..collectives import collective
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

@@ -19,9 +19,9 @@ from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
-from ..passes import zero_1_and_2_compile
-from .feature import Asked, classes
-from .messages import warn
+from ...passes import zero_1_and_2_compile
+from ..feature import Asked, classes
+from ..messages import warn
 from .state import state_of
 
 if TYPE_CHECKING:

@@ -10,14 +10,8 @@ from typing import TYPE_CHECKING, Any, ContextManager, Dict, Tuple
 
 import torch
 
-from .native import reducer_module
-from .self_compile import (
-    awaits_its_user,
-    compile_after_step,
-    compile_before_forward,
-    compile_module,
-    note_arguments,
-)
+from ..gradient.native import reducer_module
+from .self_compile import awaits_its_user, compile_after_step, compile_before_forward, compile_module, note_arguments
 from .state import state_of
 
 if TYPE_CHECKING:
@@ -52,20 +46,20 @@ def around_forward(
     if engine.is_deepcompile_enabled() and not engine.is_compiled:
         if torch.is_grad_enabled() or engine._config.compile_config.compiles_before_any_forward():
             compile_before_forward(engine)
-    zero12 = state_of(engine)
-    if zero12 is None:
+    deepcompile = state_of(engine)
+    if deepcompile is None:
         return contextlib.nullcontext((inputs, kwargs))
-    return _around_forward(engine, zero12, inputs, kwargs)
+    return _around_forward(engine, deepcompile, inputs, kwargs)
 
 
 @contextlib.contextmanager
-def _around_forward(engine, zero12, inputs, kwargs):
+def _around_forward(engine, deepcompile, inputs, kwargs):
     """If the forward raises, nothing runs after it."""
-    zero12.reducer.follow_stream()
+    deepcompile.reducer.follow_stream()
     if torch.is_grad_enabled():
-        zero12.backward.forward_begins()
+        deepcompile.backward.forward_begins()
     with contextlib.ExitStack() as stack:
-        for around in zero12.around_forward:
+        for around in deepcompile.around_forward:
             stack.enter_context(around(engine.module.training))
         acts = _acts_around_forward(engine) and engine.is_deepcompile_active()
         if acts:
@@ -101,15 +95,15 @@ def is_own_backward(engine: "DeepSpeedEngine") -> bool:
     Raises:
         RuntimeError: if the backward asks compiled code for second derivatives.
     """
-    zero12 = state_of(engine)
-    if zero12 is None:
+    deepcompile = state_of(engine)
+    if deepcompile is None:
         return True
     if torch.is_grad_enabled() and reducer_module().leads_to_compiled_code():
         raise RuntimeError(
             "create_graph=True asks for second derivatives, and code that DeepCompile has compiled has none; run this "
             "forward and its backward in `with torch.compiler.set_stance('force_eager'):`"
         )
-    return engine._running_engine_backward or zero12.reducer.leads_to_parameters()
+    return engine._running_engine_backward or deepcompile.reducer.leads_to_parameters()
 
 
 def announce_backward(engine: "DeepSpeedEngine") -> None:
@@ -117,16 +111,16 @@ def announce_backward(engine: "DeepSpeedEngine") -> None:
 
     DeepSpeed itself announces the first backward through the outputs of a forward only.
     """
-    zero12 = state_of(engine)
-    if zero12 is not None and not zero12.reducer.in_backward:
+    deepcompile = state_of(engine)
+    if deepcompile is not None and not deepcompile.reducer.in_backward:
         engine._backward_prologue()
 
 
 def note_raised_backward(engine: "DeepSpeedEngine") -> None:
     """Called when somebody asks whether a micro-batch is a step's last: another is, if a backward has raised."""
-    zero12 = state_of(engine)
-    if zero12 is not None:
-        zero12.backward.settle()
+    deepcompile = state_of(engine)
+    if deepcompile is not None:
+        deepcompile.backward.settle()
 
 
 def drop_gradients(engine: "DeepSpeedEngine") -> None:
@@ -137,8 +131,8 @@ def drop_gradients(engine: "DeepSpeedEngine") -> None:
 
 def after_step(engine: "DeepSpeedEngine") -> None:
     """Called on all ranks after an optimizer step. Before DeepCompile is active, it may become active now."""
-    zero12 = state_of(engine)
-    if zero12 is not None:
-        for call in zero12.after_step:
+    deepcompile = state_of(engine)
+    if deepcompile is not None:
+        for call in deepcompile.after_step:
             call(engine)
     compile_after_step(engine)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Protocol, Tupl
 
 import torch
 
-from .messages import warn
+from ..messages import warn
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,21 +7,21 @@ import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Collection, Dict, List, Optional, Tuple, Type
 
-from .backward import BackwardLife
-from .feature import Feature, Part, StateFormat, Transform, find, make_rules, only, overriding
-from .gather import AllGather
-from .interrupted import InterruptedStep
-from .layout import registered_parameters
-from .native import Reducer
-from .placement import Placement
+from ..feature import Feature, Part, StateFormat, Transform, find, make_rules, only, overriding
+from ..gradient.backward import BackwardLife
+from ..gradient.layout import registered_parameters
+from ..gradient.native import Reducer
+from ..parameter.gather import AllGather
+from ..parameter.placement import Placement
+from ..step.interrupted import InterruptedStep
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 @dataclasses.dataclass(eq=False)
-class Zero12:
-    """The state of an engine under DeepCompile ZeRO-1/2. An attached optimizer holds this object as ``_zero12``."""
+class EngineState:
+    """The state of an engine under DeepCompile ZeRO-1/2. An attached optimizer has it as ``_deepcompile``."""
 
     owner: dataclasses.InitVar["DeepSpeedEngine"]  # the engine, whose optimizer is the ZeRO-1/2 optimizer
     reducer: Reducer
@@ -79,6 +79,6 @@ class Zero12:
         self.undo.close()
 
 
-def state_of(engine: "DeepSpeedEngine") -> Optional[Zero12]:
+def state_of(engine: "DeepSpeedEngine") -> Optional[EngineState]:
     """Returns the state of an engine, or None unless the engine is set up for DeepCompile ZeRO-1/2."""
-    return getattr(engine.optimizer, "_zero12", None)
+    return getattr(engine.optimizer, "_deepcompile", None)

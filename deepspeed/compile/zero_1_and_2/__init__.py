@@ -2,10 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DeepCompile for ZeRO-1 and ZeRO-2. This file has the functions for users; ``docs/architecture.md`` maps the rest."""
 
-import importlib
-from typing import TYPE_CHECKING, Any, Dict
+from typing import TYPE_CHECKING, Dict
 
-from .state import state_of
+from .engine.state import state_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -56,23 +55,16 @@ def wait_for_parameters(engine: "DeepSpeedEngine") -> None:
     this function before it reads or writes parameters directly between ``engine.step()`` and the next forward.
     Otherwise the function does nothing. The host does not wait for the device.
     """
-    zero12 = state_of(engine)
-    if zero12 is not None:
-        zero12.gather.wait_all()
-
-
-def __getattr__(name: str) -> Any:
-    # Users have imported this one from here since before it had a folder of its own.
-    if name == "gathered_parameters":
-        return importlib.import_module("deepspeed.compile.features.shard_frozen.feature").gathered_parameters
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    deepcompile = state_of(engine)
+    if deepcompile is not None:
+        deepcompile.gather.wait_all()
 
 
 def _reducer_of(engine):
-    zero12 = state_of(engine)
-    if zero12 is None:
+    deepcompile = state_of(engine)
+    if deepcompile is None:
         raise ValueError(
             "gradient counters need an engine on which engine.compile() has set up DeepCompile ZeRO-1 or "
             "ZeRO-2, and which has not been destroyed"
         )
-    return zero12.reducer
+    return deepcompile.reducer

@@ -15,10 +15,10 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 
+from ..engine.state import EngineState
+from ..gradient.layout import pieces, registered_parameters
+from ..gradient.native import Reducer
 from . import step
-from .layout import pieces, registered_parameters
-from .native import Reducer
-from .state import Zero12
 
 if TYPE_CHECKING:
     # attach() puts the mixin before this class at run time.
@@ -34,35 +34,35 @@ class StepLocalGradients(_NextClass):
     """The methods of the base's ZeRO-1/2 optimizer that work differently while an engine's reducer reduces.
 
     :func:`attach` mixes this class into the class of the optimizer, as FSDP2 does with the classes of modules. The
-    attribute ``_zero12`` holds all state.
+    attribute ``_deepcompile`` holds all state.
     """
 
-    _zero12: Zero12
+    _deepcompile: EngineState
     _hp_optimizer_states_linked: bool
 
     # Backward, in the order in which the base calls ---------------------------------------------------------------
 
     def scale_if_loss(self, value: Any) -> Any:
         # engine.backward() begins with this call. An earlier backward that is still unfinished was interrupted.
-        self._zero12.backward.abandon_unfinished(may_enclose=True)
+        self._deepcompile.backward.abandon_unfinished(may_enclose=True)
         return super().scale_if_loss(value)
 
     def enter_backward(self) -> None:
-        self._zero12.backward.enter(super().enter_backward)
+        self._deepcompile.backward.enter(super().enter_backward)
 
     def backward_prologue(self) -> None:
-        self._zero12.refuse()
-        self._zero12.backward.begin(super().backward_prologue)
+        self._deepcompile.refuse()
+        self._deepcompile.backward.begin(super().backward_prologue)
 
     def backward_epilogue(self, *args, **kwargs) -> None:
-        for call in self._zero12.backward_ends:
+        for call in self._deepcompile.backward_ends:
             call()
         super().backward_epilogue(*args, **kwargs)
-        self._zero12.backward.finish()
+        self._deepcompile.backward.finish()
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         # engine.coalesce_grad_reduction() ends with this call.
-        self._zero12.backward.end_region()
+        self._deepcompile.backward.end_region()
 
     def setup_buckets(self) -> None:
         """Does nothing: the reducer has its own buckets."""
@@ -73,7 +73,7 @@ class StepLocalGradients(_NextClass):
     # Step --------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Optional[Callable] = None) -> None:
-        self._zero12.refuse()
+        self._deepcompile.refuse()
         linked = self._hp_optimizer_states_linked
         step.run(self)
         if not linked and not self.overflow:
@@ -82,43 +82,43 @@ class StepLocalGradients(_NextClass):
             self._lazy_init_hp_params_optimizer_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._zero12.backward.refuse_to_drop_within()
+        self._deepcompile.backward.refuse_to_drop_within()
         super().zero_grad(set_to_none)
-        self._zero12.backward.drop_step()
+        self._deepcompile.backward.drop_step()
 
     # Checkpoints and states ----------------------------------------------------------------------------------------
 
     def state_dict(self) -> Dict[str, Any]:
-        self._zero12.interrupted_step.refuse()
-        self._zero12.gather.wait_all()
-        state_dict, states = super().state_dict(), self._zero12.states
+        self._deepcompile.interrupted_step.refuse()
+        self._deepcompile.gather.wait_all()
+        state_dict, states = super().state_dict(), self._deepcompile.states
         return state_dict if states is None else states.as_saved(self, state_dict)
 
     def load_state_dict(self, *args, **kwargs) -> None:
-        self._zero12.gather.wait_all()
+        self._deepcompile.gather.wait_all()
         super().load_state_dict(*args, **kwargs)
-        if self._zero12.states is not None:
-            self._zero12.states.adopt(self)
+        if self._deepcompile.states is not None:
+            self._deepcompile.states.adopt(self)
         _link_states(self)
         # All parameters have the checkpoint's values now, and a new step begins.
-        self._zero12.interrupted_step.forget()
-        self._zero12.backward.begin_anew()
-        self._zero12.backward.drop_step()
+        self._deepcompile.interrupted_step.forget()
+        self._deepcompile.backward.begin_anew()
+        self._deepcompile.backward.drop_step()
 
     # The base's methods of these two names read or write parameters.
 
     def update_lp_params(self) -> None:
-        self._zero12.gather.wait_all()
+        self._deepcompile.gather.wait_all()
         super().update_lp_params()
 
     def refresh_fp32_params(self) -> None:
-        self._zero12.gather.wait_all()
+        self._deepcompile.gather.wait_all()
         super().refresh_fp32_params()
 
     def offload_states(self, *args, **kwargs) -> None:
-        self._zero12.gather.wait_all()
+        self._deepcompile.gather.wait_all()
         if OffloadStateTypeEnum.optim_states not in self.offloaded_states:
-            self._zero12.states_on_host = [
+            self._deepcompile.states_on_host = [
                 (state, name)
                 for state in self.optimizer.state.values()
                 for name, value in state.items()
@@ -126,7 +126,7 @@ class StepLocalGradients(_NextClass):
             ]
         # The links of safe_get_full_optimizer_state() are views of the states, and would keep the memory of those that
         # move: drop the links before the base gives memory back, and link what there is then.
-        for parameter in self._zero12.registered:
+        for parameter in self._deepcompile.registered:
             mapping = getattr(parameter, "_hp_mapping", None)
             if mapping is not None and mapping.optim_fragment is not None:
                 mapping.optim_fragment.clear()
@@ -134,11 +134,11 @@ class StepLocalGradients(_NextClass):
         _link_states(self)
 
     def reload_states(self, *args, **kwargs) -> None:
-        self._zero12.gather.wait_all()
+        self._deepcompile.gather.wait_all()
         super().reload_states(*args, **kwargs)
         # The base has moved every tensor to the device. Torch's optimizers keep their counts of steps on the host,
         # because each step would have to wait for counts on the device.
-        for state, name in self._zero12.states_on_host:
+        for state, name in self._deepcompile.states_on_host:
             state[name] = state[name].cpu()
         _link_states(self)
 
@@ -154,7 +154,7 @@ class StepLocalGradients(_NextClass):
         The base raises in the middle of the step if a state is quantized in blocks and a parameter begins in a block.
         """
         if not self._hp_optimizer_states_linked:
-            transformed, states = self._zero12.transformed, self._zero12.states
+            transformed, states = self._deepcompile.transformed, self._deepcompile.states
             for group, (parameters, master) in enumerate(zip(self.bit16_groups, self.single_partition_of_fp32_groups)):
                 # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
                 spans = [(piece.offset, piece.numel) for piece in pieces(self, group)]
@@ -169,18 +169,18 @@ class StepLocalGradients(_NextClass):
         """Does nothing: the placement of gradients fills the dict when they are handed over."""
 
     def destroy(self) -> None:
-        self._zero12.let_go()
+        self._deepcompile.let_go()
         # The base's gradient hooks stay removed: the optimizer must not train again.
         self.__class__ = self.plain_class
         _attached.discard(self)
-        del self._zero12
+        del self._deepcompile
         self.destroy()
 
 
 def _link_states(optimizer):
     """Links parameters with the states that there are after a load or a move of states, to the host too."""
     optimizer._hp_optimizer_states_linked = False
-    transformed = optimizer._zero12.transformed
+    transformed = optimizer._deepcompile.transformed
     masters = enumerate(optimizer.single_partition_of_fp32_groups)
     if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in transformed):
         optimizer._lazy_init_hp_params_optimizer_state()
@@ -201,16 +201,16 @@ def _with_step_local_gradients(cls):
     return type(f"StepLocal{cls.__name__}", (StepLocalGradients, cls), {"plain_class": cls})
 
 
-def attach(optimizer: DeepSpeedZeroOptimizer, zero12: Zero12) -> None:
-    """Makes an optimizer take its gradients from the reducer of ``zero12``, the optimizer's new state."""
-    zero12.backward.listen()
+def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
+    """Makes an optimizer take its gradients from the reducer of ``deepcompile``, the optimizer's new state."""
+    deepcompile.backward.listen()
     # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
-    zero12.placement.take_over(optimizer)
+    deepcompile.placement.take_over(optimizer)
     keep_no_graph(optimizer)
-    optimizer._zero12 = zero12
+    optimizer._deepcompile = deepcompile
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
     # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
     _link_states(optimizer)
@@ -239,12 +239,12 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
     """
     taken = {id(parameter) for parameter in registered_parameters(optimizer)}
     for earlier in list(_attached):
-        if any(id(parameter) in taken for parameter in earlier._zero12.registered):
-            earlier._zero12.taken_over = True
-            earlier._zero12.let_go()
+        if any(id(parameter) in taken for parameter in earlier._deepcompile.registered):
+            earlier._deepcompile.taken_over = True
+            earlier._deepcompile.let_go()
             _attached.discard(earlier)
 
 
 def reducers() -> Iterator[Reducer]:
     """Yields the reducers of all engines of this process that train."""
-    return (optimizer._zero12.reducer for optimizer in _attached)
+    return (optimizer._deepcompile.reducer for optimizer in _attached)

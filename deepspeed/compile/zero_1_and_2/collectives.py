@@ -9,7 +9,7 @@ import torch
 
 import deepspeed.comm as dist
 
-from .native import reducer_module
+from .gradient.native import reducer_module
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, List, Tuple
 
 from deepspeed.runtime.utils import all_gather_dp_groups
 
-from .collectives import collective
+from ..collectives import collective
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, List, Optional, Tuple
 import torch
 
 if TYPE_CHECKING:
-    from ..views import PartitionViews
+    from ..gradient.views import PartitionViews
 
 # A range that is read where it lies has a multiple of so many elements, so that a kernel reads 16 bytes at a time in
 # every dtype.

@@ -10,15 +10,15 @@ import torch
 
 import deepspeed.comm as dist
 
-from .collectives import collective, shorten_timeouts
-from .feature import Asked, Feature, Making, classes, only, overriding
-from .graph.backend import Backend
-from .layout import flat_layout, registered_parameters
-from .native import Reducer, reducer_module
-from .optimizer import attach, take_over_parameters
+from ..collectives import collective, shorten_timeouts
+from ..feature import Asked, Feature, Making, classes, only, overriding
+from ..gradient.layout import flat_layout, registered_parameters
+from ..gradient.native import Reducer, reducer_module
+from ..graph.backend import Backend
+from ..parameter.placement import Placement
+from ..step.optimizer import attach, take_over_parameters
 from .options import check_options, overlaps_reduction
-from .placement import Placement
-from .state import Zero12
+from .state import EngineState
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -70,15 +70,15 @@ def set_up(
         graphs.use(features)
         placement = only(features, "placement") or Placement()
         register_parameters(engine, reducer, placement)
-        zero12 = Zero12(engine, reducer=reducer, features=features, placement=placement)
+        deepcompile = EngineState(engine, reducer=reducer, features=features, placement=placement)
         # It refuses loaded states of another form, so it comes before anything is given up.
-        if zero12.states is not None:
-            zero12.states.adopt(optimizer)
+        if deepcompile.states is not None:
+            deepcompile.states.adopt(optimizer)
         for commit in overriding(features, "commit"):
             commit()
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
-        attach(optimizer, zero12)
-        zero12.undo = undo.pop_all()
+        attach(optimizer, deepcompile)
+        deepcompile.undo = undo.pop_all()
     return graphs
 
 

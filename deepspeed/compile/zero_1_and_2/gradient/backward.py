@@ -16,9 +16,9 @@ import torch
 
 from deepspeed.utils import logger
 
+from ..parameter.placement import Placement
 from .layout import view_specs
 from .native import Reducer
-from .placement import Placement
 from .views import PartitionViews
 
 if TYPE_CHECKING:

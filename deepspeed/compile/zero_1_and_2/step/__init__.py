@@ -1,0 +1,6 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The life of a step: norm, overflow, this rank's partitions, and the gather.
+
+The optimizer steps a partition whole, unless a rule steps it. Rules are optional parts (``Feature.rules()``).
+"""
