@@ -106,14 +106,14 @@ demo: toolchain $(FORK) $(DEMO)
 	fi; $(RUN) deepspeed --log_level error "$$@" examples/demo/train_qwen3.py $(DEMO_ARGS)
 
 fuzz: toolchain $(FORK)
-	$(RUN) pytest -q tests/test_fuzz.py -o timeout=0 --models $(MODELS) --seed $(SEED) --world $(WORLD)
+	$(RUN) pytest -q tests/programs/test_fuzz.py -o timeout=0 --models $(MODELS) --seed $(SEED) --world $(WORLD)
 
 models: toolchain $(FORK) $(FRONTS)
-	$(RUN) pytest -q tests/test_models.py --every-model $(IN_PARALLEL)
+	$(RUN) pytest -q tests/programs/test_models.py --every-model $(IN_PARALLEL)
 
 optimizers: toolchain $(FORK) $(FRONTS)
 	echo "Training with each optimizer of torch and of the packages that are installed ..."
-	$(RUN) TORCHINDUCTOR_VEC_ISA_OK=1 pytest -q tests/test_optimizers.py --every-optimizer
+	$(RUN) TORCHINDUCTOR_VEC_ISA_OK=1 pytest -q tests/programs/test_optimizers.py --every-optimizer
 
 sanitize: toolchain $(FORK)
 	for name in libasan libtsan libubsan; do \

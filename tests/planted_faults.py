@@ -162,7 +162,7 @@ def main():
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     copy = Copy(arguments.work.resolve())
     # These tests hold ranks to importing the copy.
-    how, test, message = copy.run(TESTS, ["test_planted_faults.py"], arguments.limit)
+    how, test, message = copy.run(TESTS, ["house/test_planted_faults.py"], arguments.limit)
     if how != "passed":
         raise SystemExit(f"without a fault: {test} {how}: {message}")
     folder, unseen, failed = arguments.tests.resolve(), [], []

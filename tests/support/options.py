@@ -46,17 +46,17 @@ MONITORS = {
     "csv_monitor, wandb or comet",
     "without steps": "compile.monitor_memory=True has no effect without steps_per_print; set steps_per_print",
 }
-# Found when a graph is compiled; tests/test_chunked_loss.py has a model that is warned of.
+# Found when a graph is compiled; tests/features/loss/test_chunked_loss.py has a model that is warned of.
 ALSO_WARNED["compile.chunked_loss"] = (
     "compile.chunked_loss=True has no effect on a loss of this model, because its cross_entropy has weights, "
     "smoothed labels, or a loss for each token; it is computed in one piece"
 )
-# tests/test_activation_budget.py
+# tests/features/activation_budget/test_activation_budget.py
 ALSO_WARNED["compile.activation_memory_budget"] = (
     "compile.activation_memory_budget=0.5 has no effect, because torch.compile is switched off by "
     "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
 )
-# tests/test_shard_frozen.py
+# tests/features/shard_frozen/test_shard_frozen.py
 ALSO_WARNED["compile.shard_frozen"] = (
     "compile.shard_frozen=True has no effect, because no block has frozen parameters of its own"
 )

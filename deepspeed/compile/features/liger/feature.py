@@ -16,7 +16,7 @@ from ...zero_1_and_2.messages import warn
 
 # The autograd functions with which liger-kernel 0.8.5 and torch 2.11 go wrong in graphs, with torch.compile alone too.
 # Torch cannot analyse the kernels of RMSNorm, and takes every input for changed: gradients are wrong, or memory of
-# others is read. tests/test_liger.py fails if that was mended. The fused loss of a model was wrong in some steps.
+# others is read. test_liger.py fails if that was mended. The fused loss of a model was wrong in some steps.
 _FUNCTIONS = (
     ("liger_kernel.ops.rms_norm", "LigerRMSNormFunction"),
     ("liger_kernel.ops.fused_linear_cross_entropy", "LigerFusedLinearCrossEntropyFunction"),

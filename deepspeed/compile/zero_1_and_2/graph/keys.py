@@ -19,4 +19,6 @@ def hash_of_source(*paths: Path) -> str:
 @functools.cache
 def cache_key() -> str:
     """Hashes the source of the core that shapes generated code. An optional part hashes its own."""
-    return hash_of_source(_FOLDER, _FOLDER.parent / "gradient" / "native.py", *sorted(_FOLDER.parents[1].glob("fx*.py")))
+    return hash_of_source(
+        _FOLDER, _FOLDER.parent / "gradient" / "native.py", *sorted(_FOLDER.parents[1].glob("fx*.py"))
+    )

@@ -194,7 +194,7 @@ WITHOUT = [word for plugin in ("cacheprovider", "faulthandler", "rerunfailures")
 
 def check_pytest(arguments, tmp_path, monkeypatch):
     """At least one test is collected. A file that is read soon stands for the folder."""
-    arguments = ["tests/test_shared_gpus.py" if argument == "tests" else argument for argument in arguments]
+    arguments = ["tests/house/test_shared_gpus.py" if argument == "tests" else argument for argument in arguments]
     monkeypatch.chdir(ROOT)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         # In this process, which has imported torch.

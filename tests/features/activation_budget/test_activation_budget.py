@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``compile.activation_memory_budget``: how much a forward leaves for its backward, of each engine for itself.
 
-tests/test_randomness.py holds what is computed again to the random numbers of the forward.
+tests/core/test_randomness.py holds what is computed again to the random numbers of the forward.
 """
 
 import functools

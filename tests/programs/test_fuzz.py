@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random models under random options train as a plain loop does.
 
-    pytest tests/test_fuzz.py --models 1000 --seed 7
+    pytest tests/programs/test_fuzz.py --models 1000 --seed 7
 
 tries as many as asked from a seed and prints how many agreed, and of those that did not the smallest that is found.
 """
@@ -448,8 +448,8 @@ def recipes(draw, backends, most=5):
         twice=backend == "eager" and dtype == "fp32" and draw(st.sampled_from([False, False, True])),
         dtype=dtype,
         says=says,
-        # Where the caller says what belongs to a step, one that lost a part raises: tests/test_faults.py. Ranks that
-        # differ have sent different gradients when a backward raises on all of them.
+        # Where the caller says what belongs to a step, one that lost a part raises: test_faults.py. Ranks that differ
+        # have sent different gradients when a backward raises on all of them.
         raises=raises,
         each_rank_skips=each_rank_skips,
         drops=draw(st.sampled_from(drops)),

@@ -18,7 +18,7 @@ from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 from support.native import look_built
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def reported(folder, extensions):

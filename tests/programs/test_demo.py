@@ -14,7 +14,7 @@ import pytest
 from support.documentation import blocks
 from support.pool import free_port, remove_buffers
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo" / "train_qwen3.py"
 
 

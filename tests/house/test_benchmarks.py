@@ -17,7 +17,7 @@ from support.pool import free_port
 
 PROGRAM = pytest.mark.program("benchmarks", "requirements/benchmarks.txt")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 # Stands for DeepSpeed's launcher: instead of starting ranks, it writes what a rank would find as the result.

@@ -17,7 +17,7 @@ from support.pool import free_port, remove_buffers
 
 pytestmark = pytest.mark.program("examples", "requirements/front_doors.txt")
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SUMS = [f"{a} plus {b} is {a + b}." for a in range(8) for b in range(8)]
 # The packages that each needs besides transformers.
 PROGRAMS = {

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="Liger's kernels need a GPU"),
     pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs liger-kernel"),
 ]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 KERNELS = ("rope", "rms_norm", "swiglu", "fused_linear_cross_entropy")
 VOCABULARY, WIDTH, LENGTH, STEPS = 512, 512, 256, 5
 

@@ -23,7 +23,7 @@ import pytest
 
 pytestmark = pytest.mark.program("NOTICE", "pyproject.toml", "requirements/base.txt", "setup.py")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("LICENSE", "NOTICE", "csrc", "deepspeed", "pyproject.toml", "requirements", "setup.py")
 ARCHIVE_DIR = Path(os.environ.get("DS_BASE_ARCHIVE_DIR") or ROOT / "build" / "archive").resolve()
 VERSION = "0.19.8+zerograd.1"

@@ -20,7 +20,7 @@ from test_options_warned import WARNED
 from support.documentation import documented
 from support.options import ALSO_WARNED
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.quick
@@ -84,6 +84,6 @@ def test_what_has_no_effect_is_documented_so():
 
 def test_the_documentation_names_tests():
     """The page would name a test that has another name now."""
-    sources = "".join(path.read_text() for path in TESTS.glob("test_*.py"))
+    sources = "".join(path.read_text() for path in TESTS.rglob("test_*.py"))
     tests = {*re.findall(r"^def (test_\w+)", sources, re.MULTILINE)}
     assert {name for name, row in documented().items() if not row.tests or not tests.issuperset(row.tests)} == set()

@@ -108,7 +108,7 @@ def test_files_that_use_no_gpu_are_left_out_and_are_there():
     files = ["test_some.py", *WITHOUT_A_GPU, "test_other.py"]
     kept_files = [item.path.name for item in keep_what_uses_gpus([Item(path=TESTS / name) for name in files])]
     assert kept_files == ["test_some.py", "test_other.py"]
-    assert [name for name in WITHOUT_A_GPU if not (TESTS / name).is_file()] == []
+    assert [name for name in WITHOUT_A_GPU if not [*TESTS.rglob(name)]] == []
 
 
 PROGRAM = pytest.mark.program("setup.py", "examples")
@@ -203,7 +203,7 @@ def marks_of(nodes):
 def test_every_test_says_which_fault_it_finds():
     """A test would be kept for ever because nobody knows what it is for."""
     silent = []
-    for path in sorted(TESTS.glob("test_*.py")):
+    for path in sorted(TESTS.rglob("test_*.py")):
         tree = ast.parse(path.read_text())
         of_file = [node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.dump(node)]
         for node in tree.body:
