@@ -81,7 +81,7 @@ def compile_with_a_block_that_raises(case):
     """The third block raises when it gets its call. Returns as above whether all is as before, and the error."""
     module, engine = prepare(case)
     before, blocks = _state(module, engine), []
-    put_in = block_calls.CallOfBlock.put_in
+    put_in = block_calls.BlockCall.put_in
 
     def raises_at_the_third(call):
         put_in(call)
@@ -89,7 +89,7 @@ def compile_with_a_block_that_raises(case):
         if len(blocks) == 3:
             raise Injected("third block")
 
-    with mock.patch.object(block_calls.CallOfBlock, "put_in", raises_at_the_third):
+    with mock.patch.object(block_calls.BlockCall, "put_in", raises_at_the_third):
         with pytest.raises(Injected):
             engine.compile(backend="eager")
     assert len(blocks) == 3

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from deepspeed.compile.features.blocks.block_calls import CallOfCaller
+from deepspeed.compile.features.blocks.block_calls import BlockParentCall
 from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK
 from deepspeed.compile.features.shard_frozen import unsharded_parameters
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
@@ -173,7 +173,7 @@ def train(recipe, deepcompile=True):
 
 def _runs_compiled(module):
     """Whether torch.compile traces what a module of an engine does around the modules that it calls."""
-    return not isinstance(module._compiled_call_impl, CallOfCaller)
+    return not isinstance(module._compiled_call_impl, BlockParentCall)
 
 
 @contextlib.contextmanager

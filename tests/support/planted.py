@@ -344,7 +344,7 @@ FAULTS = {
     "frozen parameters read before they came": Fault(
         "a backward does not gather the frozen parameters that it reads",
         FEATURES + "shard_frozen/saved_tensors.py",
-        {"        self.unit.gather_for_backward(self.of)\n": ""},
+        {"        self.unit.gather_for_backward(self.schedule)\n": ""},
         ("features/shard_frozen/test_shard_frozen.py",),
     ),
     "change by data": Fault(

@@ -173,12 +173,12 @@ def test_what_the_caller_compiled_since_stays():
 @pytest.mark.parametrize("compiled", [False, True])
 def test_calls_are_taken_out_in_any_order(order, compiled):
     """An engine that ends before another of the same module would put back, or leave, the other's compiled call."""
-    from deepspeed.compile.features.blocks.block_calls import CallOfModule
+    from deepspeed.compile.features.blocks.block_calls import ModuleCall
 
     module = Block(4)
     if compiled:
         module.compile(backend="eager")
-    before, calls = dict(vars(module)), [CallOfModule(module, module._call_impl, no_limit(module)) for _ in range(3)]
+    before, calls = dict(vars(module)), [ModuleCall(module, module._call_impl, no_limit(module)) for _ in range(3)]
     for call in calls:
         call.put_in()
     there = list(calls)

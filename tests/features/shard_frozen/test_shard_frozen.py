@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
 from deepspeed.compile.features.shard_frozen import calls, feature, sharded_blocks, unit, unsharded_parameters
-from deepspeed.compile.features.shard_frozen.at_rest import AtRest
+from deepspeed.compile.features.shard_frozen.at_rest import Resharded
 from deepspeed.compile.features.shard_frozen.saved_tensors import saving_handles
 from deepspeed.compile.features.shard_frozen.unit import Unit
 from deepspeed.compile.features.subclasses.calls import BROADCAST_LATER
@@ -96,7 +96,7 @@ def train(model, config, steps=3, skips=False, evaluates=False, direct=False, **
                 with torch.no_grad():
                     losses.append(engine(batch(step, 0, rank, 4)))
                 engine.train()
-    at_rest = sum(isinstance(each, AtRest) for each in module.parameters())
+    at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
     with unsharded_parameters(engine):
         parameters = [each.clone() for each in plain_tensors(each.detach() for each in module.parameters())]
         engine.destroy()
@@ -286,7 +286,7 @@ def given_another_kind():
     block, lines = module.body.blocks[1], []
     with mock.patch.object(unit, "warn", lines.append), unsharded_parameters(engine):
         block.up.weight.data = block.up.weight.data.double()
-    at_rest = [name for name, each in block.named_parameters() if isinstance(each, AtRest)]
+    at_rest = [name for name, each in block.named_parameters() if isinstance(each, Resharded)]
     loaded(engine, module, None)
     with unsharded_parameters(engine):
         kinds = {each.dtype for each in (block.up.weight, block.down.weight)}
@@ -402,7 +402,7 @@ def described(engine, module, folder):
     weight = module.body.blocks[1].up.weight
     if dist.get_rank() == 0:
         assert weight.shape == (24, 12) and weight.dtype == torch.float32 and not weight.requires_grad
-        assert "blocks.1.up.weight" in repr(weight) if isinstance(weight, AtRest) else True
+        assert "blocks.1.up.weight" in repr(weight) if isinstance(weight, Resharded) else True
         state = module.state_dict()
         assert torch.isfinite(state["body.blocks.1.first.weight"]).all()
         assert state["body.blocks.1.up.weight"].cpu().clone().shape == (24, 12)
@@ -952,12 +952,12 @@ def refused_states():
     states[master] = {**zeros(0, master), FORM: {"version": -1}}
     with mock.patch.object(sharded_blocks.logger, "warning", lines.append):
         said = outcome(engine.compile, backend="eager")
-    whole = not any(isinstance(each, AtRest) for each in module.parameters())
+    whole = not any(isinstance(each, Resharded) for each in module.parameters())
     unchanged = whole and same(before, [each.detach() for each in module.parameters()])
     del states[master]
     engine.compile(backend="eager")
     trained_on(engine, module)
-    at_rest = sum(isinstance(each, AtRest) for each in module.parameters())
+    at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
     engine.destroy()
     return said, unchanged, lines, at_rest
 

@@ -91,7 +91,7 @@ class Call:
             now = now._before
 
 
-class CallOfModule(Call):
+class ModuleCall(Call):
     """Calls an engine's module compiled, within the engine's ``CompilationLimit``.
 
     Args:
@@ -111,7 +111,7 @@ class CallOfModule(Call):
         return self._limit.call_module(self._module(), self._compiled, args, kwargs)
 
 
-class CallOfCaller(Call):
+class BlockParentCall(Call):
     """Calls a module that calls blocks. The module runs uncompiled.
 
     If the compiler traced the module, it would trace into each block again and again. Also, some models ask whether
@@ -124,7 +124,7 @@ class CallOfCaller(Call):
 
     def __init__(self, module: Module, limit: "CompilationLimit"):
         super().__init__(module)
-        self._run: Callable = functools.partial(_call_caller, limit)
+        self._run: Callable = functools.partial(_call_parent, limit)
 
     def put_in(self) -> None:
         super().put_in()
@@ -139,11 +139,11 @@ class CallOfCaller(Call):
         self._run = around(self._module(), blocks, self._run)
 
 
-def _call_caller(limit, caller, /, *args, **kwargs):
-    return limit.call_module(caller, None, args, kwargs)
+def _call_parent(limit, parent, /, *args, **kwargs):
+    return limit.call_module(parent, None, args, kwargs)
 
 
-class CallOfBlock(Call):
+class BlockCall(Call):
     """Calls a block: its forward compiled, its hooks not.
 
     Args:
@@ -199,7 +199,7 @@ class _BlockForward:
     def call(self, block: Module, /, *args: Any, **kwargs: Any) -> Any:
         own = vars(block)
         # The caller may have given this block a forward of its own since.
-        if self._limit.is_off() or "forward" in own:
+        if self._limit.runs_eager() or "forward" in own:
             return block._call_impl(*args, **kwargs)
         if not _has_hooks(own, but=self.own_hooks):
             # Dynamo checks its guards faster while nothing has changed the block's attributes.

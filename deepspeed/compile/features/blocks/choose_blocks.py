@@ -59,8 +59,8 @@ def _reason_for_whole(module, blocks):
     if all(is_compiled(block) for block in blocks):
         # The caller has compiled exactly these blocks, as Accelerate does for its option of regional compilation.
         return None
-    callers = callers_of(module, blocks)
-    if any(caller is module for caller in callers):
+    parents = parents_of(module, blocks)
+    if any(parent is module for parent in parents):
         return f"{type(module).__name__} calls its blocks itself, so all around them would run uncompiled"
     kinds = defaultdict(set)
     for block in blocks:
@@ -71,14 +71,14 @@ def _reason_for_whole(module, blocks):
     inside = {parameter: parameter.numel() for block in blocks for parameter in block.parameters()}
     around = {
         parameter: parameter.numel()
-        for each in {part for caller in callers for part in caller.modules()}
+        for each in {part for parent in parents for part in parent.modules()}
         # Do not count embeddings: they only look rows up, so compiling them gains nothing.
         if not isinstance(each, Embedding)
         for parameter in each.parameters(recurse=False)
         if parameter not in inside
     }
     if sum(around.values()) > sum(inside.values()):
-        return f"blocks are the smaller part of {sorted({type(caller).__name__ for caller in callers})}"
+        return f"blocks are the smaller part of {sorted({type(parent).__name__ for parent in parents})}"
     return None
 
 
@@ -116,7 +116,7 @@ def find_blocks(module: Module, wanted: Union[Literal[True], List[str]]) -> List
 
 def _obstacle(module, blocks):
     """Says which block, or module that calls blocks, cannot be changed, and why; or returns None."""
-    reasons = [(caller, _reason_against(caller)) for caller in callers_of(module, blocks)]
+    reasons = [(parent, _reason_against(parent)) for parent in parents_of(module, blocks)]
     for block in blocks:
         kept = "its forward is kept from the compiler" if _kept_from_compiler(block) else None
         reasons.append((block, _reason_against(block) or kept))
@@ -189,24 +189,24 @@ def _is_called_by_torch(kind):
     return call is inspect.unwrap(Module.__call__) or "__call__" in names
 
 
-def callers_of(module: Module, blocks: List[Module]) -> List[Module]:
+def parents_of(module: Module, blocks: List[Module]) -> List[Module]:
     """Lists the modules whose forward calls blocks: for each block, the nearest module around it with a forward."""
-    return [caller for caller, _ in called_by(module, blocks)]
+    return [parent for parent, _ in called_by(module, blocks)]
 
 
 def called_by(module: Module, blocks: List[Module]) -> List[Tuple[Module, List[Module]]]:
     """Lists the modules whose forward calls blocks, each with its blocks in the order of the model."""
     ids = {id(block) for block in blocks}
 
-    def walk(parent, caller):
-        caller = caller if isinstance(parent, (ModuleList, ModuleDict, OptimizedModule)) else parent
-        for child in parent.children():
+    def walk(holder, parent):
+        parent = parent if isinstance(holder, (ModuleList, ModuleDict, OptimizedModule)) else holder
+        for child in holder.children():
             if id(child) in ids:
-                yield caller, child
+                yield parent, child
             else:
-                yield from walk(child, caller)
+                yield from walk(child, parent)
 
     called: Dict[Module, List[Module]] = defaultdict(list)
-    for caller, block in walk(module, module):
-        called[caller].append(block)
-    return [(caller, _each_once(of_caller)) for caller, of_caller in called.items()]
+    for parent, block in walk(module, module):
+        called[parent].append(block)
+    return [(parent, _each_once(own_blocks)) for parent, own_blocks in called.items()]

@@ -65,7 +65,7 @@ class CompilationLimit:
 
     # Whether some frame comes near Dynamo's limit. All engines share this flag: several engines may call one function,
     # for example the rest of a function after a graph break, and Dynamo counts all compilations of its frame.
-    _is_near = False
+    _near_dynamo_limit = False
 
     def __init__(self, module: torch.nn.Module, limit: int, raises: bool = False):
         # Dynamo's caches hold this object after the engine is gone.
@@ -100,7 +100,7 @@ class CompilationLimit:
         module = self._module()
         return module is not None and module.training
 
-    def is_off(self) -> bool:
+    def runs_eager(self) -> bool:
         """Whether modules run uncompiled: this rank has stopped, or hooks of all modules are registered.
 
         No guard of Dynamo's sees that such hooks, as of ``register_module_forward_hook()``, come and go.
@@ -132,7 +132,7 @@ class CompilationLimit:
         before, trains = self._thread.trains, self.trains(args, kwargs)
         self._thread.trains = trains
         try:
-            if compiled is None or not trains or self.is_off():
+            if compiled is None or not trains or self.runs_eager():
                 return module._call_impl(*args, **kwargs)
             return self._call(compiled, args, kwargs)
         finally:
@@ -142,7 +142,7 @@ class CompilationLimit:
         """Calls ``compiled`` in a context in which Dynamo compiles frames again without a limit of its own."""
         room: Any = contextlib.nullcontext()
         # Lift the limit only if needed: lifting takes longer than a small block, and most models stay far below it.
-        if CompilationLimit._is_near:
+        if CompilationLimit._near_dynamo_limit:
             room = torch._dynamo.config.patch(recompile_limit=_UNLIMITED, accumulated_recompile_limit=_UNLIMITED)
         try:
             with room:
@@ -163,7 +163,7 @@ class CompilationLimit:
             RuntimeError: if the frame was compiled too often for training, and the caller wants an error then.
         """
         near = 2 * compilations >= self._limit_of_dynamo
-        CompilationLimit._is_near = CompilationLimit._is_near or near
+        CompilationLimit._near_dynamo_limit = CompilationLimit._near_dynamo_limit or near
         if compilations == 1:
             # The frame is new, or torch._dynamo.reset() has dropped its compilations.
             self._compilations[frame].clear()
@@ -192,7 +192,7 @@ class CompilationLimit:
             why += f". A graph of {what} ends early, at {self._graph_breaks[what]}"
         return why
 
-    def step(self) -> None:
+    def stop_if_exceeded(self) -> None:
         """Called when the engine has stepped: stops using compiled code if the limit was reached since the last step.
 
         Not earlier, because checkpointing must run a block a second time with the code that ran first.

@@ -14,8 +14,8 @@ from torch.nn import Module
 
 from ...zero_1_and_2.graph.frame import own_code
 from ...zero_1_and_2.messages import warn
-from .block_calls import Around, Call, CallOfBlock, CallOfCaller, CallOfModule, forward_of, run_forward, runs
-from .choose_blocks import called_by, callers_of, is_compiled
+from .block_calls import Around, BlockCall, BlockParentCall, Call, ModuleCall, forward_of, run_forward, runs
+from .choose_blocks import called_by, is_compiled, parents_of
 from .compilation_limit import CompilationLimit
 
 
@@ -44,8 +44,8 @@ def compile_blocks(
     # Change modules only after all options were read: a model is changed as a whole or not at all.
     for kind in {type(block): None for block in blocks}:
         compiled.of(kind)
-    calls: List[Call] = [CallOfCaller(caller, limit) for caller in callers_of(module, blocks)]
-    calls.extend(CallOfBlock(block, compiled.of, limit) for block in blocks)
+    calls: List[Call] = [BlockParentCall(parent, limit) for parent in parents_of(module, blocks)]
+    calls.extend(BlockCall(block, compiled.of, limit) for block in blocks)
     for call in calls:
         undo.callback(call.take_out)
         call.put_in()
@@ -56,10 +56,10 @@ def wrap_calls(module: Module, blocks: List[Module], around: Around, always: boo
 
     Args:
         module, blocks: those of :func:`compile_blocks`.
-        around, always: as in ``CallOfBlock.wrap()``.
+        around, always: as in ``BlockCall.wrap()``.
     """
-    for caller, called in called_by(module, blocks):
-        vars(caller)["_compiled_call_impl"].wrap(around, called)
+    for parent, called in called_by(module, blocks):
+        vars(parent)["_compiled_call_impl"].wrap(around, called)
     for block in blocks:
         vars(block)["_compiled_call_impl"].wrap(around, always)
 
@@ -71,7 +71,7 @@ def compile_module(
 
     Does nothing if the module calls blocks, because it runs uncompiled then.
     """
-    if isinstance(module._compiled_call_impl, CallOfCaller):
+    if isinstance(module._compiled_call_impl, BlockParentCall):
         return
 
     def call(*args, **kwargs):
@@ -82,7 +82,7 @@ def compile_module(
     if compile_kwargs.get("options") is not None:
         # torch.compile removes entries from the dict that it is given, which the caller may use again.
         compile_kwargs["options"] = dict(compile_kwargs["options"])
-    whole = CallOfModule(module, torch.compile(own_code(call), **compile_kwargs), limit)
+    whole = ModuleCall(module, torch.compile(own_code(call), **compile_kwargs), limit)
     undo.callback(whole.take_out)
     whole.put_in()
 
@@ -142,7 +142,7 @@ def take_over_compiled(modules: Iterable[Module]) -> None:
 def refuse_blocks_of_others(module: Module) -> None:
     """Raises ValueError if an engine that trains other parameters has compiled parts of this model."""
     for each in module.modules():
-        if isinstance(each._compiled_call_impl, (CallOfBlock, CallOfCaller)):
+        if isinstance(each._compiled_call_impl, (BlockCall, BlockParentCall)):
             raise ValueError(
                 f"{type(each).__name__} is compiled by another engine, which trains other parameters of this model; "
                 "destroy that engine, or set compile.regional_compilation to false for that engine"

@@ -112,7 +112,7 @@ class Blocks(Feature):
             self._limit.compiles(compile_id.frame_id, compilations, what, reasons.graph_break(frame.gm))
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
-        self._limit.step()
+        self._limit.stop_if_exceeded()
 
 
 FEATURE = Blocks

@@ -3,11 +3,14 @@
 """Says in Dynamo's own words why a frame is compiled again, and where the graph of a frame ends too early."""
 
 import contextlib
+import re
 from pathlib import Path
 
 import torch
 from torch.fx import GraphModule
 
+# How Dynamo names the calls that block_calls.py gives modules.
+_OWN_CALL = re.compile(r"<function (Module|BlockParent|Block)Call\.")
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -38,7 +41,7 @@ def _what_dynamo_lacks():
 
 def _described(reason):
     # Dynamo is meant to end a graph at a module that DeepCompile calls in a way of its own.
-    if not reason.graph_break or "<function CallOf" in reason.reason:
+    if not reason.graph_break or _OWN_CALL.search(reason.reason):
         return ""
     stack = [frame for frame in reason.user_stack if not frame.filename.startswith(_TORCH)] or reason.user_stack
     lines = [line.strip() for line in reason.reason.splitlines()]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Callable, Iterator, Optional
 
 from ...zero_1_and_2.feature import Asked, Feature, Making
 from ..blocks.feature import Blocks, no_blocks
-from .gather_hooks import Waiting
+from .gather_hooks import ParameterArrivals
 
 if TYPE_CHECKING:
     from ...zero_1_and_2.graph.frame import Frame
@@ -27,7 +27,7 @@ class OverlapGather(Feature):
 
     def __init__(self, making: Making):
         blocks = making.get(Blocks)
-        self._waiting = Waiting(making.optimizer, making.module, blocks.blocks)
+        self._waiting = ParameterArrivals(making.optimizer, making.module, blocks.blocks)
         making.undo.callback(self._waiting.remove_hooks)
         self.gather = self._waiting.gather
         blocks.wrap_calls(self._waiting.around_call)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 OUTSIDE = 0
 
 
-class Waiting:
+class ParameterArrivals:
     """Makes a model wait for parameters that are on their way, wherever the model uses them.
 
     The engine's forward waits for the unit ``OUTSIDE`` before the forward begins, and each block waits for its own

@@ -3,7 +3,7 @@
 """Parameters whose memory is given back: they answer for shape and dtype, and raise an error when they are read.
 
 Torch reads memory that a storage does not have without a check, and the process dies. A parameter at rest therefore
-has another class, :class:`AtRest` before its own, whose ``__torch_function__`` sees every call from Python.
+has another class, :class:`Resharded` before its own, whose ``__torch_function__`` sees every call from Python.
 """
 
 import copy
@@ -80,7 +80,7 @@ class _Share:
         if unit is None or self.is_copy:
             return None
         parameter = unit.parameter(self.name)
-        if isinstance(parameter, AtRest):
+        if isinstance(parameter, Resharded):
             if not in_backward():
                 return None
             unit.gather_for_backward()
@@ -119,7 +119,7 @@ def refusal(name: str, what: str) -> RuntimeError:
     )
 
 
-class AtRest(_NextClass):
+class Resharded(_NextClass):
     """Comes before the class of a tensor whose memory is given back."""
 
     gathered_class: Type[torch.Tensor]
@@ -148,7 +148,7 @@ class AtRest(_NextClass):
             if accessed not in _VALUES and accessed != "data":
                 return _access(function, name, args)
             name = accessed
-        elif isinstance(first, AtRest):
+        elif isinstance(first, Resharded):
             share = vars(first)[_SHARE]
             if name == "__repr__":
                 return f"{type(first).__name__}({share.name}, {_plain(tuple, first.shape)}, {first.dtype})"
@@ -160,15 +160,15 @@ class AtRest(_NextClass):
         values = _values((args, kwargs))
         if values is not None:
             return _call_with_values(function, (args, kwargs), values)
-        if isinstance(first, AtRest):
+        if isinstance(first, Resharded):
             if name in _SAME_VALUES:
                 return _call_at_rest(first, function, args, kwargs)
             if name == "data" and function.__name__ == "__get__":
                 return _alias(first)
-            if name == "copy_" and not isinstance(args[1], AtRest):
+            if name == "copy_" and not isinstance(args[1], Resharded):
                 share.write(args[1].detach())
                 return first
-        at_rest = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, AtRest))
+        at_rest = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Resharded))
         raise vars(at_rest)[_SHARE].refusal(f"read or changed ({name})")
 
 
@@ -176,11 +176,11 @@ def _values(arguments):
     """Returns {id: values} of the tensors at rest in arguments, or None if some have no values now."""
     values = {}
     for each in tree_leaves(arguments):
-        if isinstance(each, AtRest):
+        if isinstance(each, Resharded):
             of_each = vars(each)[_SHARE].values()
             if of_each is None:
                 return None
-            values[id(each)] = each if not isinstance(each, AtRest) else of_each
+            values[id(each)] = each if not isinstance(each, Resharded) else of_each
     return values
 
 
@@ -190,7 +190,7 @@ def _call_with_values(function, arguments, values):
     args, kwargs = tree_map(lambda each: values.get(id(each), each), arguments)
     result = function(*args, **kwargs)
     for each in tree_leaves(arguments):
-        if isinstance(each, AtRest) and _memory_of(values[id(each)]) != before[id(each)]:
+        if isinstance(each, Resharded) and _memory_of(values[id(each)]) != before[id(each)]:
             # Such as by assigning to `data`: it stands for the parameter no longer.
             _replace(each, values[id(each)])
     return result
@@ -262,19 +262,19 @@ def _put_to_rest(tensor, share):
 @functools.cache
 def _with_rest(kind):
     """Returns the class at rest of a class of tensors."""
-    if issubclass(kind, AtRest):
+    if issubclass(kind, Resharded):
         return kind
-    return type(kind)(f"{kind.__name__}AtRest", (AtRest, kind), {"gathered_class": kind})
+    return type(kind)(f"{kind.__name__}Resharded", (Resharded, kind), {"gathered_class": kind})
 
 
-def mark_sharded(parameter: torch.Tensor, name: str, unit: Gatherable) -> None:
+def mark_resharded(parameter: torch.Tensor, name: str, unit: Gatherable) -> None:
     """Makes a parameter raise an error when it is read. ``name`` is the parameter's, for errors."""
     _put_to_rest(parameter, _Share(name, unit))
 
 
 def unmark(parameter: torch.Tensor) -> None:
-    """Undoes :func:`mark_sharded`."""
-    if isinstance(parameter, AtRest):
+    """Undoes :func:`mark_resharded`."""
+    if isinstance(parameter, Resharded):
         parameter.__class__ = parameter.gathered_class
         # A pickle of the parameter has all of its attributes.
         delattr(parameter, _SHARE)

@@ -9,7 +9,7 @@ import torch
 
 from ...zero_1_and_2.engine.state import state_of
 from ..subclasses.calls import BROADCAST_LATER
-from .at_rest import AtRest
+from .at_rest import Resharded
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -85,4 +85,4 @@ def refuse_to_save(engine: "DeepSpeedEngine", exclude_frozen_parameters: bool) -
 
 def place_of(parameter: torch.Tensor) -> int:
     """Called when a checkpoint is saved. Returns a number that two parameters share if they are one in memory."""
-    return id(parameter) if isinstance(parameter, AtRest) else parameter.data_ptr()
+    return id(parameter) if isinstance(parameter, Resharded) else parameter.data_ptr()

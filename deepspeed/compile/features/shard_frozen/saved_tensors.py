@@ -30,13 +30,13 @@ class _Handle(NamedTuple):
 
     Attributes:
         unit: the unit.
-        of: the pass in which the tensor was saved, if any.
+        schedule: the pass in which the tensor was saved, if any.
         dtype, size, stride, offset: of the tensor.
         place, version: of the parameter, and the parameter's version when the tensor was saved; None: not compared.
     """
 
     unit: Unit
-    of: Optional["GatherOrder"]
+    schedule: Optional["GatherOrder"]
     dtype: torch.dtype
     size: torch.Size
     stride: Tuple[int, ...]
@@ -45,7 +45,7 @@ class _Handle(NamedTuple):
     version: Optional[int]
 
     def tensor(self) -> torch.Tensor:
-        self.unit.gather_for_backward(self.of)
+        self.unit.gather_for_backward(self.schedule)
         if self.version is not None and self.place.tensor._version != self.version:
             name = f"parameter {self.place.name}"
             raise RuntimeError(MODIFIED.format(name, self.place.tensor._version, self.version))
@@ -81,9 +81,9 @@ def _stand_in(tensor, compares=True):
         return None
     offset = tensor.storage_offset()
     place = unit.place_at(offset * tensor.element_size())
-    of = unit.pass_that_saves()
+    schedule = unit.pass_that_saves()
     version = place.tensor._version if compares else None
-    return _Handle(unit, of, tensor.dtype, tensor.size(), tensor.stride(), offset, place, version)
+    return _Handle(unit, schedule, tensor.dtype, tensor.size(), tensor.stride(), offset, place, version)
 
 
 def _wrapper(tensor, compares):

@@ -164,7 +164,7 @@ class ShardedBlocks:
         # Someone calls the block by itself.
         return self._call(GatherOrder(self, [unit]), unit, call, args, kwargs)
 
-    def _call(self, of, unit, call, args, kwargs):
+    def _call(self, schedule, unit, call, args, kwargs):
         if self._backward is not None and not in_backward():
             # The last backward raised.
             self.end_backward()
@@ -172,27 +172,27 @@ class ShardedBlocks:
         if self._lent and not self._has_warned:
             self._has_warned = True
             warn(LENT.format(self._lent[0].name))
-        self._passes.append(of)
+        self._passes.append(schedule)
         try:
-            output = self._within(of, unit, call, args, kwargs)
+            output = self._within(schedule, unit, call, args, kwargs)
         except torch.distributed.DistBackendError:
             raise
         except BaseException:
             # Other ranks may be waiting for this rank's part.
-            of.end()
+            schedule.end()
             raise
         finally:
             self._passes.pop()
-        of.end()
+        schedule.end()
         return output
 
     def _within(self, current, unit, call, args, kwargs):
-        of = current.forward
+        schedule = current.forward
         if unit is None:
             with saving_handles():
                 output = call(*args, **kwargs)
-            return self._call_when_reached(of, args, kwargs, output) if torch.is_grad_enabled() else output
-        of.note_inputs((args, kwargs))
+            return self._call_when_reached(schedule, args, kwargs, output) if torch.is_grad_enabled() else output
+        schedule.note_inputs((args, kwargs))
         self._in_use[unit] += 1
         try:
             current.reach(unit)
@@ -202,7 +202,7 @@ class ShardedBlocks:
         finally:
             self._in_use[unit] -= 1
 
-    def _call_when_reached(self, of, args, kwargs, output):
+    def _call_when_reached(self, schedule, args, kwargs, output):
         """Has a backward gather in the order of this pass from its beginning, whether or not this rank ran blocks.
 
         Returns the output.
@@ -211,17 +211,17 @@ class ShardedBlocks:
         inputs = {id(each) for each in tree_leaves((args, kwargs))}
         for each in tensors_in(output):
             if each.grad_fn is not None and id(each) not in inputs:
-                of.note_gradient(None)
-                each.register_hook(lambda _: self._backward_reaches(of))
-        if not of.is_unseen:
+                schedule.note_gradient(None)
+                each.register_hook(lambda _: self._backward_reaches(schedule))
+        if not schedule.is_unseen:
             return output
 
         def needing_gradient(value):
             if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
                 return value
             made = value + torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
-            made.register_hook(lambda _: self._backward_reaches(of))
-            of.note_output(any(each.requires_grad for each in tensors_in((args, kwargs))))
+            made.register_hook(lambda _: self._backward_reaches(schedule))
+            schedule.note_output(any(each.requires_grad for each in tensors_in((args, kwargs))))
             return made
 
         # The outputs of ranks that have run blocks need gradients. So must this one's, or no backward comes here.
@@ -238,33 +238,33 @@ class ShardedBlocks:
 
     # Backwards -----------------------------------------------------------------------------------------------------
 
-    def gather_for_backward(self, unit: Unit, of: Optional[GatherOrder] = None) -> None:
-        """Called when a backward reads a unit. ``of``: the pass in which what it reads was saved."""
+    def gather_for_backward(self, unit: Unit, schedule: Optional[GatherOrder] = None) -> None:
+        """Called when a backward reads a unit. ``schedule``: the pass in which what it reads was saved."""
         if self._all_gathered or self._is_closed or (unit is self._read_last and unit.is_gathered):
             return
         if not in_backward():
             if unit.is_gathered:
                 return
             raise refusal(unit.name, "read")
-        if of is None:
-            of = self._backward.forward if self._backward is not None and unit in self._backward else None
-        self._backward_reaches(of or GatherOrder(self, [unit]))
+        if schedule is None:
+            schedule = self._backward.forward if self._backward is not None and unit in self._backward else None
+        self._backward_reaches(schedule or GatherOrder(self, [unit]))
         self._backward.reach(unit)
         self._read_last = unit
 
-    def _backward_reaches(self, of):
+    def _backward_reaches(self, schedule):
         """Called when a backward comes to a pass."""
         if self._all_gathered or self._is_closed:
             return
-        if self._backward is None or self._backward.forward is not of:
+        if self._backward is None or self._backward.forward is not schedule:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
             self.end_backward()
-            self._backward = of.reversed()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(of))
+            self._backward = schedule.reversed()
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(schedule))
 
-    def end_backward(self, of: Optional[GatherOrder] = None) -> None:
-        """Ends the backward that is under way, or that has raised. ``of``: only if it goes through this pass."""
-        if self._backward is not None and (of is None or of is self._backward.forward):
+    def end_backward(self, schedule: Optional[GatherOrder] = None) -> None:
+        """Ends the backward that is under way, or that has raised. ``schedule``: only if it goes through this pass."""
+        if self._backward is not None and (schedule is None or schedule is self._backward.forward):
             backward, self._backward, self._read_last = self._backward, None, None
             backward.end()
             self._free_lent()

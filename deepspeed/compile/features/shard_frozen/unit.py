@@ -24,7 +24,7 @@ from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.messages import warn
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
-from .at_rest import mark_sharded, unmark
+from .at_rest import mark_resharded, unmark
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -52,8 +52,8 @@ class Owner(Protocol):
     def pass_that_saves(self, unit: "Unit") -> Any:
         """Called when autograd saves a tensor of a unit. Returns the pass to which that belongs."""
 
-    def gather_for_backward(self, unit: "Unit", of: Any = None) -> None:
-        """Called when a backward reads a unit. ``of``: the pass in which what it reads was saved."""
+    def gather_for_backward(self, unit: "Unit", schedule: Any = None) -> None:
+        """Called when a backward reads a unit. ``schedule``: the pass in which what it reads was saved."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -244,7 +244,7 @@ class Unit:
             if are_moved or self.is_used or self._are_changed():
                 self._keep_own_part()
             for name in self._places:
-                mark_sharded(self._parameters[name], name, self)
+                mark_resharded(self._parameters[name], name, self)
         self.is_gathered = self.is_used = False
         self.free()
 
@@ -367,11 +367,11 @@ class Unit:
         owner = self.owner and self.owner()
         return owner.pass_that_saves(self) if owner else None
 
-    def gather_for_backward(self, of: Any = None) -> None:
-        """Called when a backward reads the unit. ``of``: the pass in which what it reads was saved."""
+    def gather_for_backward(self, schedule: Any = None) -> None:
+        """Called when a backward reads the unit. ``schedule``: the pass in which what it reads was saved."""
         owner = self.owner and self.owner()
         if owner:
-            owner.gather_for_backward(self, of)
+            owner.gather_for_backward(self, schedule)
         if not self.is_gathered:
             raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
         self.finish_gather()
