@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch.torch_version import TorchVersion
 
+from deepspeed.compile.zero_1_and_2.engine import calls
 from deepspeed.compile.zero_1_and_2.engine import options as zero_options
-from deepspeed.compile.zero_1_and_2.engine import self_compile
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from support.ids import vary
@@ -116,7 +116,7 @@ def test_compiled_after_torch_failed(ranks, stage):
 @vary("stage", [1, 2])
 def test_refused_after_half_a_compile(ranks, stage):
     """A second engine.compile() would set up an engine twice that the first has left half-way."""
-    (result,) = ranks(1).run(compile_twice, self_compile.__name__, "compile_module", stage)
+    (result,) = ranks(1).run(compile_twice, calls.__name__, "compile_module", stage)
     assert result.first == "TypeError: len() takes no keyword arguments"
     assert result.second == (
         f"ValueError: DeepCompile with ZeRO stage {stage}: an earlier engine.compile() failed half-way; "

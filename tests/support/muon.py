@@ -334,7 +334,8 @@ def _train_beside(training):
         norms.append(float(engine.get_global_grad_norm()))
         if deepcompile:
             after = held(gradient_counters(engine))
-            matrices = engine.optimizer._deepcompile.transform.matrices
+            transform = engine.optimizer._deepcompile.transform
+    matrices = {} if transform is None else transform.matrices
             steps = StepOfGroups(engine.optimizer, [None] * len(engine.optimizer.bit16_groups))._steps
             owners = [len(matrix.parts) for group in matrices.values() for matrix in group]
         engine.destroy()

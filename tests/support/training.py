@@ -21,7 +21,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 from deepspeed.compile.zero_1_and_2.feature import classes, make_rules
-from deepspeed.compile.zero_1_and_2.step import ranges
+from deepspeed.compile.zero_1_and_2.step import partition_gradient, ranges
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -178,7 +178,7 @@ def updates_compiled_from(numel, large=2**22):
 
     with (
         mock.patch.object(adam, "LEAST_NUMEL", numel),
-        mock.patch.object(ranges, "IN_PLACE_NUMEL", large),
+        mock.patch.object(partition_gradient, "IN_PLACE_NUMEL", large),
         mock.patch.object(ranges, "SMALL_NUMEL", numel),
     ):
         yield
