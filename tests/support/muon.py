@@ -335,7 +335,7 @@ def _train_beside(training):
         if deepcompile:
             after = held(gradient_counters(engine))
             transform = engine.optimizer._deepcompile.transform
-    matrices = {} if transform is None else transform.matrices
+            matrices = {} if transform is None else transform.matrices
             steps = StepOfGroups(engine.optimizer, [None] * len(engine.optimizer.bit16_groups))._steps
             owners = [len(matrix.parts) for group in matrices.values() for matrix in group]
         engine.destroy()
