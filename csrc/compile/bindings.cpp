@@ -14,7 +14,7 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-// What is called from outside of C++: the two operators that a compiled backward calls, and the Python class.
+// What is called from outside of C++: the two operators that a compiled backward calls, and what Python calls.
 
 namespace py = pybind11;
 
@@ -137,7 +137,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
         .def_property_readonly("flat", &HandedOver::flat)
         .def("target", &HandedOver::target)
         .def("targets", &HandedOver::targets)
-        .def("take_targets", &HandedOver::take_targets)
         .def("are_views", &HandedOver::are_views);
 
     py::class_<Reducer, std::shared_ptr<Reducer>>(m, "Reducer")

@@ -489,12 +489,6 @@ Targets HandedOver::targets() const
     return targets_;
 }
 
-Targets HandedOver::take_targets()
-{
-    std::lock_guard lock(mutex_);
-    return std::exchange(targets_, {});
-}
-
 bool HandedOver::are_views(const std::vector<std::optional<at::Tensor>>& views) const
 {
     std::lock_guard lock(mutex_);

@@ -25,7 +25,7 @@ the flat tensor and may straddle several partitions.
                         elements is added to the target. Targets may also lie in host memory that the caller
                         owns; then a piece that has arrived is copied there.
   4. End of backward.   Reducer::end_backward() sends and waits for what is pending and gives the buckets'
-                        memory back; the graph that reduces last calls it. The optimizer calls
+                        memory back; the graph that reduces last calls it. BackwardLife in Python calls
                         Reducer::finish_backward() after every backward. That function does the same for
                         whatever is left: a turn whose gradient has not come is sent as zeros. Elements that
                         got no gradient on any rank are bound to zeros. When the step is complete it asks
@@ -40,7 +40,7 @@ rank, one UnreducedSum a parameter: in `parameter.grad` between backwards, where
 drop it, and in the reducer while a backward runs. ZeRO-2 reduces in every backward, into targets that
 live until the step.
 
-The reducer is written on ATen and c10d only, so one source serves gloo on CPU and NCCL on CUDA. All
+The reducer is written on ATen, autograd and c10d, so one source serves gloo on CPU and NCCL on CUDA. All
 device work is put on the current stream of the calling thread, except for copies to the host, which
 have a stream of their own. On a GPU the host waits for the device in Reducer::finish_backward(), and elsewhere
 only if an option for debugging asks for it or if targets lie in host memory. In the latter case the
@@ -411,8 +411,7 @@ private:
 /// Averaged gradients by their offset in a partition, in elements; each flat, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;
 
-/// What the optimizer gets of a group when a step is complete: the targets, until the optimizer takes them or the reducer
-/// forgets them. The optimizer holds no gradient memory itself, so that memory is free when a later backward raises.
+/// What the optimizer gets of a group when a step is complete: the targets, until the reducer forgets them. The optimizer holds no gradient memory itself, so that memory is free when a later backward raises.
 /// Any thread may call any method.
 class HandedOver {
 public:
@@ -423,7 +422,6 @@ public:
     /// The target at this offset; undefined if there is none.
     at::Tensor target(int64_t offset) const;
     Targets targets() const;
-    Targets take_targets();
     /// Whether each of the views, in the order of the targets, has the memory, dtype and number of elements of its
     /// target, and is contiguous. If targets lie in one tensor, they must still lie there. Empty views do not count.
     bool are_views(const std::vector<std::optional<at::Tensor>>& views) const;

@@ -78,7 +78,7 @@ class Registered:
     def finish(self, expected):
         """Ends a step's last backward; whether each element of this rank's partition is ``expected``."""
         (handed_over,) = self.reducer.finish_backward(True, True)
-        targets = handed_over.take_targets()
+        targets = handed_over.targets()
         right = all(bool((target == expected).all()) for target in targets.values())
         numel = sum(target.numel() for target in targets.values())
         self.reducer.release(0)

@@ -117,7 +117,10 @@ def announce_backward(engine: "DeepSpeedEngine") -> None:
 
 
 def note_raised_backward(engine: "DeepSpeedEngine") -> None:
-    """Called when somebody asks whether a micro-batch is a step's last: another is, if a backward has raised."""
+    """Called when somebody asks whether a micro-batch is the last of its step.
+
+    A backward that has raised since the last call restarts the count of micro-batches, so it is settled first.
+    """
     deepcompile = state_of(engine)
     if deepcompile is not None:
         deepcompile.backward.settle()

@@ -3,8 +3,9 @@
 """The optimizer step of ZeRO-1/2 on gradients that a reducer has bound.
 
 :func:`run` does what the ZeRO optimizer's own step does, in as few passes over memory as possible: one pass reads the
-gradients and computes their norm, which also says whether gradients overflowed (``norm.py``), and ``update/`` steps
-this rank's partitions, in one pass more where it can. Gradients are released as they are read.
+gradients and computes their norm, which also says whether gradients overflowed (``norm.py``), and
+``partitions.py`` steps this rank's partitions, in one pass more where a rule can. Gradients are released as they are
+read: range by range, or where no rule steps a partition, all of it at once.
 """
 
 from typing import TYPE_CHECKING
