@@ -61,7 +61,10 @@ def compose_without(names, folder):
     version, _ = setup["read_pin"]()
     setup["compose"](ARCHIVES / f"deepspeed-{version}.tar.gz", version, folder / "tree", False)
     (installed,) = importlib.util.find_spec("deepspeed").submodule_search_locations
-    package = folder / "tree" / "deepspeed"
+    # By itself: beside the package, DeepSpeed would find other copies of csrc, and compile native code of these anew.
+    package = folder / "site" / "deepspeed"
+    package.parent.mkdir()
+    (folder / "tree" / "deepspeed").rename(package)
     shutil.copy2(Path(installed, BUILT), package / BUILT)
     return package.parent
 
