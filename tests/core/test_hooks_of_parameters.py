@@ -12,7 +12,7 @@ from support.beside import Beside, Outcome, check
 from support.chunked_loss import small_chunks
 from support.ids import vary
 from support.models import CASES, BlocksWithin
-from support.training import BOUND, REGIONAL, Case, batch
+from support.training import BOUND, REGIONAL, Case, batch, device
 
 # The parameters of a model that get hooks.
 PLACES = {
@@ -101,7 +101,7 @@ def compare(pair, both, calls):
 def train(case, model, place, kind, added, removed):
     """Trains with hooks in the micro-batches from ``added`` to before ``removed``. Added at -1: before the set-up."""
     torch.manual_seed(0)
-    module = model()
+    module = model().to(device())
     both = Hooks(), Hooks()
     pair = Beside(module, case) if added >= 0 else None
     if pair is None:
@@ -209,7 +209,7 @@ def gradients_copied(hooked):
             handle.remove()
     loss = engine(batch(0, 0, dist.get_rank(), 4))
     # A look at a gradient from Python would have it copied.
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         engine.backward(loss)
     engine.destroy()
     reduced = [event for event in profile.events() if event.name == "deepcompile::reduce"]

@@ -95,10 +95,10 @@ class Cut(Branching):
             return x * (1 + int(self.branch) / 8)
 
 
-def warned_of(make, case, steps):
+def warned_of(make, case, limit, steps):
     """Takes steps with another branch each time; returns the warnings of compilations."""
     torch.manual_seed(0)
-    with warnings_logged() as warnings:
+    with warnings_logged() as warnings, torch._dynamo.config.patch(recompile_limit=limit):
         pair = Beside(make(width=4, depth=2), case)
         for step in range(steps):
             for model in (pair.module, pair.plain):
@@ -115,8 +115,8 @@ FAILED_GUARD = r"a frame of block, because this guard of Dynamo failed: .*branch
 @vary("make, limit", [(Branching, 8), (Cut, 2)], expects="limit")
 def test_warnings_say_what_dynamo_says(ranks, make, limit):
     """A warning would blame a cache or other shapes where a branch is to blame, or hide where a graph ends early."""
-    case = Case(config=REGIONAL, compile_kwargs={"recompile_limit": limit})
-    ((warning,),) = ranks(1).run(warned_of, make, case, steps=6)
+    case = Case(config=REGIONAL)
+    ((warning,),) = ranks(1).run(warned_of, make, case, limit // 2, steps=6)
     begins = "DeepCompile has compiled one frame 5 times" if limit > 2 else "rank 0 goes on without compiled code"
     assert re.search(f"{begins}: {FAILED_GUARD}", warning), warning
     assert "cache" not in warning and "shapes" not in warning, warning

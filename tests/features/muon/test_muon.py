@@ -19,6 +19,7 @@ from support.options import outcome
 from support.training import BOUND, as_traced, device, forget_autocast, relative_error
 
 LARGE = {"depth": 3, "steps": 10, "compiled": True}
+SCALE_STAYS = {"fp16": {"loss_scale_window": 1000}}
 
 
 @pytest.mark.table
@@ -39,7 +40,8 @@ LARGE = {"depth": 3, "steps": 10, "compiled": True}
                 (2, {**LARGE, "stage": 1, "accumulation": 2, "bucket": 10**6}),
                 (2, {**LARGE, "stage": 2, "per_head": True, "bucket": 2000}),
                 (3, {**LARGE, "stage": 2, "clipping": 1.0, "dtype": "bf16", "one_pass": True}),
-                (2, {**LARGE, "stage": 1, "dtype": "fp16", "clipping": 1.0}),
+                # Without DeepCompile, a step that raises the loss scale clips updates by a norm of the old scale.
+                (2, {**LARGE, "stage": 1, "dtype": "fp16", "clipping": 1.0, "config": SCALE_STAYS}),
             )
         ),
     ],
