@@ -281,6 +281,7 @@ RAISED = vary("stage, accumulation", [(1, 1), (1, 2), (2, 1)])
 
 
 @pytest.mark.sanitized
+@pytest.mark.table
 @RAISED
 def test_a_backward_that_raised_leaves_nothing(ranks, stage, accumulation):
     """Gradients would be held until the engine is called again, or the caller take the wrong one for the last."""

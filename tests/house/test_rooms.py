@@ -75,7 +75,7 @@ def test_parts_stand_behind_those_that_they_need():
         assert set(needs(name)) <= set(NAMES[:index]), name
 
 
-# The two change from day to day, so that `make test` tries each part about every second week.
+# The two change from day to day, so that `make test` tries each part about every tenth day.
 TODAY = [NAMES[(2 * datetime.date.today().toordinal() + index) % len(NAMES)] for index in (0, 1)]
 
 

@@ -6,7 +6,10 @@ Runs in the processes of ``support.pool``.
 """
 
 import contextlib
-from typing import Iterator, List, NamedTuple
+from typing import Any, Iterator, List, NamedTuple, Tuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
 
 from deepspeed.compile.features.loss import chunked_loss, find_loss
 
@@ -42,3 +45,18 @@ def small_chunks(numel: int = 1024, rows: int = 8, many: int = 1) -> Iterator[Se
     finally:
         chunked_loss.CHUNK_LOGITS, chunked_loss.ALIGNED_ROWS, find_loss.MANY_LOGITS = before
         chunked_loss.chunks, find_loss.ChunkedLoss = find_chunks, make
+
+
+def profiled_backward(engine: Any, ids: torch.Tensor) -> Tuple[int, Any]:
+    """Runs the forward and the backward of a model that returns (loss, logits), whose logits nobody keeps.
+
+    Returns:
+        the bytes of the logits, and a profile of the backward with its memory.
+    """
+    loss, logits = engine(ids)
+    size = logits.nbytes
+    del logits
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    with profile(activities=activities, profile_memory=True) as profiler:
+        engine.backward(loss)
+    return size, profiler

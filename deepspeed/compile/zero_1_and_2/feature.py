@@ -49,7 +49,7 @@ Part = TypeVar("Part", bound="Feature")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Asked:
+class Request:
     """What the user asks for, before anything is changed. One object serves all parts while an engine is set up."""
 
     engine: "DeepSpeedEngine"
@@ -68,26 +68,26 @@ class Asked:
         return not (self.compile_kwargs.get("disable") or torch._dynamo.config.disable)
 
 
-class Making(NamedTuple):
+class SetUpContext(NamedTuple):
     """What a part is made of, while an engine is set up."""
 
-    asked: Asked
+    request: Request
     features: List["Feature"]  # those that stand before this part
     undo: contextlib.ExitStack  # whose functions revert what the set-up has changed
     backend: Callable  # the backend of torch.compile that reduces the engine's gradients
 
     @property
     def engine(self) -> "DeepSpeedEngine":
-        return self.asked.engine
+        return self.request.engine
 
     @property
     def optimizer(self) -> "DeepSpeedZeroOptimizer":
         """The ZeRO-1/2 optimizer."""
-        return self.asked.engine.optimizer
+        return self.request.engine.optimizer
 
     @property
     def module(self) -> Module:
-        return self.asked.engine.module
+        return self.request.engine.module
 
     def find(self, cls: Type[Part]) -> Optional[Part]:
         """Returns the part of this class that stands before this one, if the engine has it."""
@@ -145,24 +145,24 @@ class Feature:
     # Options, before anything is changed --------------------------------------------------------------------------
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
+    def refusals(cls, request: Request) -> Iterator[str]:
         """Yields a sentence for each option of this part that cannot be honoured."""
         return iter(())
 
     @classmethod
-    def warnings(cls, asked: Asked) -> Iterator[str]:
+    def warnings(cls, request: Request) -> Iterator[str]:
         """Yields a sentence for each option of this part that will have no effect."""
         return iter(())
 
     @classmethod
-    def is_wanted(cls, asked: Asked) -> bool:
+    def is_wanted(cls, request: Request) -> bool:
         """Whether to make this part for an engine."""
         return True
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
-    def __init__(self, making: Making):
-        """Prepares the engine. What this changes, a function that it adds to ``making.undo`` reverts."""
+    def __init__(self, context: SetUpContext):
+        """Prepares the engine. What this changes, a function that it adds to ``context.undo`` reverts."""
 
     def commit(self) -> None:
         """Called when all parts are made, and before the optimizer is changed: does what cannot be reverted."""

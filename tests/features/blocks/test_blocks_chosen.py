@@ -253,7 +253,7 @@ def unlike(model):
     model.body.blocks[1] = Block(16)
 
 
-def no_blocks(model):
+def refuse_without_blocks(model):
     model.body.blocks = ModuleList([Block(8)])
 
 
@@ -266,7 +266,7 @@ def past_torch(model):
     [
         (around_is_larger, "blocks are the smaller part of ['Body']"),
         (unlike, "parameters of ['Block'] are not alike"),
-        (no_blocks, "no blocks repeat in BlocksWithin"),
+        (refuse_without_blocks, "no blocks repeat in BlocksWithin"),
         (past_torch, "CallsItself by itself, because its __call__ does not call nn.Module's"),
     ],
     expects="why",
@@ -305,14 +305,14 @@ def test_more_that_is_compiled_as_a_whole():
 def test_blocks_are_chosen_once():
     """A part would check, or wait for, other blocks than those that are compiled."""
     from deepspeed.compile.features.blocks.feature import chosen as chosen_for
-    from deepspeed.compile.zero_1_and_2.feature import Asked
+    from deepspeed.compile.zero_1_and_2.feature import Request
 
     engine = types.SimpleNamespace(module=BlocksWithin())
     engine._config = types.SimpleNamespace(compile_config=types.SimpleNamespace(regional_compilation=None))
-    asked = Asked(engine, "eager", {})
+    asked = Request(engine, "eager", {})
     blocks, _ = chosen_for(asked)
     engine.module.body.blocks = ModuleList([Block(8)])
-    assert blocks and chosen_for(asked)[0] is blocks and not chosen_for(Asked(engine, "eager", {}))[0]
+    assert blocks and chosen_for(asked)[0] is blocks and not chosen_for(Request(engine, "eager", {}))[0]
 
 
 def test_blocks_of_another_engine():

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.profiler import ProfilerActivity, profile
 
 from support.architectures import ARCHITECTURES
 from support.beside import Beside, Outcome, warnings_logged
-from support.chunked_loss import small_chunks
+from support.chunked_loss import profiled_backward, small_chunks
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, FillsPartition
 from support.options import ALSO_WARNED
@@ -240,12 +239,7 @@ def memory_of_backward(backend, wanted):
     with small_chunks(numel=512 * 512, rows=128):
         engine = make_engine(ManyLogits().to(device()), case)
         for _ in range(2):
-            loss, logits = engine(ids)
-            size = logits.nbytes
-            del logits
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-            with profile(activities=activities, profile_memory=True) as profiler:
-                engine.backward(loss)
+            size, profiler = profiled_backward(engine, ids)
             engine.step()
     engine.destroy()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.fx import Graph, GraphModule
-from torch.profiler import ProfilerActivity, profile
 
 from deepspeed.compile.features.loss import own_graph as loss_graph
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.beside import Beside
+from support.chunked_loss import profiled_backward
 from support.ids import vary
 from support.models import VOCABULARY
 from support.training import BOUND, Case, batch, build, device, make_engine
@@ -90,12 +90,7 @@ def large_allocations(case, numel):
         engine = make_engine(module, case)
         for _ in range(2):
             ids = torch.zeros(2, 4000, dtype=torch.long, device=device())
-            loss, logits = engine(ids)
-            size = logits.nbytes
-            del logits
-            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-            with profile(activities=activities, profile_memory=True) as profiler:
-                engine.backward(loss)
+            size, profiler = profiled_backward(engine, ids)
             engine.step()
     engine.destroy()
     events = profiler.profiler.kineto_results.events()

@@ -5,7 +5,7 @@
 import weakref
 from typing import Iterator, Sequence
 
-from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from .split import SplitWithin
 
 # Elements of a buffer that may be kept in a copy for each layer and forward. Statistics and scales have fewer, and
@@ -17,17 +17,17 @@ class ActivationBudget(Feature):
     """Splits joint graphs within the budget of an engine, or without one within that of the process."""
 
     @classmethod
-    def warnings(cls, asked: Asked) -> Iterator[str]:
-        budget = asked.options.activation_memory_budget
-        if budget is not None and not asked.compiles:
+    def warnings(cls, request: Request) -> Iterator[str]:
+        budget = request.options.activation_memory_budget
+        if budget is not None and not request.compiles:
             yield (
                 f"compile.activation_memory_budget={budget} has no effect, because torch.compile is switched off by "
                 "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
             )
 
-    def __init__(self, making: Making):
-        self._budget = making.asked.options.activation_memory_budget
-        self._module = weakref.ref(making.module)
+    def __init__(self, context: SetUpContext):
+        self._budget = context.request.options.activation_memory_budget
+        self._module = weakref.ref(context.module)
 
     def split(self, inputs: Sequence) -> SplitWithin:
         return SplitWithin(self._budget, self._small_buffers(inputs))

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from deepspeed.utils import logger
 
-from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from . import compile_blocks, reasons
 from .block_calls import Around
 from .choose_blocks import choose_blocks
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
     from ...zero_1_and_2.graph.frame import Frame
 
-_chosen: "weakref.WeakKeyDictionary[Asked, Tuple[List[Module], str]]" = weakref.WeakKeyDictionary()
+_chosen: "weakref.WeakKeyDictionary[Request, Tuple[List[Module], str]]" = weakref.WeakKeyDictionary()
 
 
-def chosen(asked: Asked) -> Tuple[List[Module], str]:
+def chosen_blocks(request: Request) -> Tuple[List[Module], str]:
     """Returns what :func:`choose_blocks` returns for what the user asks for. The blocks are chosen once.
 
     Raises:
         ValueError: as :func:`choose_blocks` does.
     """
-    if asked not in _chosen:
-        wanted = asked.options.regional_compilation
-        _chosen[asked] = choose_blocks(asked.engine.module, wanted, asked.compile_kwargs)
-    return _chosen[asked]
+    if request not in _chosen:
+        wanted = request.options.regional_compilation
+        _chosen[request] = choose_blocks(request.engine.module, wanted, request.compile_kwargs)
+    return _chosen[request]
 
 
-def no_blocks(asked: Asked, needs: str) -> Iterator[str]:
+def refuse_without_blocks(request: Request, needs: str) -> Iterator[str]:
     """Yields a sentence if there are no blocks. ``needs`` begins it, and says what needs them."""
-    blocks, why = chosen(asked)
+    blocks, why = chosen_blocks(request)
     if not blocks:
         yield (
             f"{needs}, and the model is compiled as a whole, because {why}; name its blocks' classes in "
@@ -56,26 +56,26 @@ class Blocks(Feature):
     compiles_module = True
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
-        if asked.options.regional_compilation and asked.compile_kwargs.get("fullgraph"):
+    def refusals(cls, request: Request) -> Iterator[str]:
+        if request.options.regional_compilation and request.compile_kwargs.get("fullgraph"):
             yield (
                 "compile_kwargs['fullgraph'] contradicts compile.regional_compilation, which makes a graph of every "
                 "block; leave one of them out"
             )
         try:
-            chosen(asked)
+            chosen_blocks(request)
         except ValueError as error:
             yield str(error)
 
     @classmethod
-    def warnings(cls, asked: Asked) -> Iterator[str]:
-        yield from _hooks_that_end_graphs(asked.engine.module, chosen(asked)[0])
+    def warnings(cls, request: Request) -> Iterator[str]:
+        yield from _hooks_that_end_graphs(request.engine.module, chosen_blocks(request)[0])
 
-    def __init__(self, making: Making):
-        module, compile_kwargs, undo = making.module, making.asked.compile_kwargs, making.undo
+    def __init__(self, context: SetUpContext):
+        module, compile_kwargs, undo = context.module, context.request.compile_kwargs, context.undo
         compile_blocks.refuse_blocks_of_others(module)
         compile_blocks.take_over_compiled(each for each in module.modules() if each is not module)
-        blocks, why_whole = chosen(making.asked)
+        blocks, why_whole = chosen_blocks(context.request)
         self._module, self._blocks = weakref.ref(module), [weakref.ref(block) for block in blocks]
         self.no_graph_is_last = bool(blocks)
         # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
@@ -84,10 +84,10 @@ class Blocks(Feature):
         if blocks:
             names = sorted({type(block).__name__ for block in blocks})
             logger.info(f"DeepCompile makes one graph for all {len(blocks)} blocks of each class of {names}")
-            compile_blocks.compile_blocks(module, blocks, making.backend, compile_kwargs, self._limit, undo)
+            compile_blocks.compile_blocks(module, blocks, context.backend, compile_kwargs, self._limit, undo)
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {why_whole}")
-        compile_blocks.compile_module(module, self._limit, undo, {**compile_kwargs, "backend": making.backend})
+        compile_blocks.compile_module(module, self._limit, undo, {**compile_kwargs, "backend": context.backend})
 
     @property
     def blocks(self) -> List[Module]:

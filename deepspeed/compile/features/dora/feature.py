@@ -11,17 +11,17 @@ import types
 
 import torch
 
-from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 
 
 class Dora(Feature):
     """Has Dynamo trace weights that are not quantized, in this process from then on, if peft has been imported."""
 
     @classmethod
-    def is_wanted(cls, asked: Asked) -> bool:
+    def is_wanted(cls, request: Request) -> bool:
         return isinstance(_function(), types.FunctionType)
 
-    def __init__(self, making: Making):
+    def __init__(self, context: SetUpContext):
         _substitute(_function())
 
 

@@ -8,7 +8,7 @@ from typing import Iterator, List
 import torch
 from torch.utils._triton import has_triton_package
 
-from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.step.rule import Partition, Rule
 from .eight_bit import EightBitAdam, problem_with
 from .states import StatesOfAdam
@@ -18,26 +18,26 @@ class EightBit(Feature):
     """Also of an engine without the option, which may load states in 8 bits: these become fp32 states."""
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
-        if asked.options.optimizer_states is not None:
-            yield from _unsupported(asked.options.optimizer_states, asked.engine.optimizer)
+    def refusals(cls, request: Request) -> Iterator[str]:
+        if request.options.optimizer_states is not None:
+            yield from _unsupported(request.options.optimizer_states, request.engine.optimizer)
 
     @classmethod
-    def warnings(cls, asked: Asked) -> Iterator[str]:
-        yield from _states_that_stay_in_fp32(asked.engine.optimizer)
+    def warnings(cls, request: Request) -> Iterator[str]:
+        yield from _states_that_stay_in_fp32(request.engine.optimizer)
 
-    def __init__(self, making: Making):
-        self._is_asked = making.asked.options.optimizer_states is not None
+    def __init__(self, context: SetUpContext):
+        self._is_asked = context.request.options.optimizer_states is not None
         self.states = StatesOfAdam(in_8_bits=self._is_asked)
 
     def rules(self, others: List[Rule]) -> List[Rule]:
-        return [EightBitAdam(), NoOther()] if self._is_asked else others
+        return [EightBitAdam(), RefuseOwnStep()] if self._is_asked else others
 
 
 FEATURE = EightBit
 
 
-class NoOther:
+class RefuseOwnStep:
     """The last rule. It raises for a partition that the optimizer, which knows no 8-bit states, would step."""
 
     def begin(self, partition: Partition) -> None:

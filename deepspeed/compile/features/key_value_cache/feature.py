@@ -17,7 +17,7 @@ from typing import List
 import torch
 from torch.nn import Module
 
-from ...zero_1_and_2.feature import Feature, Making
+from ...zero_1_and_2.feature import Feature, SetUpContext
 from ...zero_1_and_2.hooks import Hook
 from ...zero_1_and_2.messages import warn
 
@@ -25,8 +25,8 @@ from ...zero_1_and_2.messages import warn
 class TrainWithoutCache(Feature):
     """Adds hooks to the models of transformers in an engine's module."""
 
-    def __init__(self, making: Making):
-        train_without_cache(making.module, making.undo)
+    def __init__(self, context: SetUpContext):
+        train_without_cache(context.module, context.undo)
 
 
 FEATURE = TrainWithoutCache

@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.messages import warn
 
 # The autograd functions with which liger-kernel 0.8.5 and torch 2.11 go wrong in graphs, with torch.compile alone too.
@@ -27,10 +27,10 @@ class Liger(Feature):
     """Has Dynamo leave these functions out, in this process from then on, if Liger has been imported."""
 
     @classmethod
-    def is_wanted(cls, asked: Asked) -> bool:
+    def is_wanted(cls, request: Request) -> bool:
         return "liger_kernel" in sys.modules
 
-    def __init__(self, making: Making):
+    def __init__(self, context: SetUpContext):
         for file, name in _FUNCTIONS:
             _keep_out(file, name)
 

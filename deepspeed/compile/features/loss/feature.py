@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Callable, Optional
 
 import torch
 
-from ...zero_1_and_2.feature import Feature, Making
+from ...zero_1_and_2.feature import Feature, SetUpContext
 from . import own_graph
 from .find_loss import ChunkedLosses
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Loss(Feature):
     """Cuts the graph of a loss in two, for one engine."""
 
-    def __init__(self, making: Making):
-        self._chunked = ChunkedLosses(making.asked.options.chunked_loss)
+    def __init__(self, context: SetUpContext):
+        self._chunked = ChunkedLosses(context.request.options.chunked_loss)
 
     def cut(self, frame: "Frame") -> Optional[Callable]:
         if frame.block is not None or not torch.is_grad_enabled():

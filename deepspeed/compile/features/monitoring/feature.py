@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Iterator
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.engine.state import state_of
-from ...zero_1_and_2.feature import Asked, Feature
+from ...zero_1_and_2.feature import Feature, Request
 from ...zero_1_and_2.step.optimizer import reducers
 
 if TYPE_CHECKING:
@@ -25,20 +25,20 @@ class MonitorMemory(Feature):
     """Writes counters and peaks of memory to DeepSpeed's monitors."""
 
     @classmethod
-    def warnings(cls, asked: Asked) -> Iterator[str]:
-        if not asked.options.monitor_memory:
+    def warnings(cls, request: Request) -> Iterator[str]:
+        if not request.options.monitor_memory:
             return
-        if not asked.engine.monitor.enabled:
+        if not request.engine.monitor.enabled:
             yield (
                 "compile.monitor_memory=True has no effect without a monitor; enable tensorboard, csv_monitor, wandb "
                 "or comet"
             )
-        elif not asked.engine.steps_per_print():
+        elif not request.engine.steps_per_print():
             yield "compile.monitor_memory=True has no effect without steps_per_print; set steps_per_print"
 
     @classmethod
-    def is_wanted(cls, asked: Asked) -> bool:
-        return asked.options.monitor_memory and not any(cls.warnings(asked))
+    def is_wanted(cls, request: Request) -> bool:
+        return request.options.monitor_memory and not any(cls.warnings(request))
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Every ``steps_per_print`` steps, rank 0 writes its own values.

@@ -4,7 +4,7 @@
 
 from typing import Iterator, List
 
-from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.step.rule import Rule
 from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
 from .stand_in import StandIn
@@ -14,21 +14,21 @@ class Muon(Feature):
     """Orthogonalizes gradients of matrices, and has other rules step what Muon itself would step whole."""
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
-        yield from _unsupported(asked.engine.optimizer)
+    def refusals(cls, request: Request) -> Iterator[str]:
+        yield from _unsupported(request.engine.optimizer)
 
     @classmethod
-    def warnings(cls, asked: Asked) -> Iterator[str]:
-        yield from _clipped_updates(asked.engine.optimizer)
+    def warnings(cls, request: Request) -> Iterator[str]:
+        yield from _clipped_updates(request.engine.optimizer)
 
     @classmethod
-    def is_wanted(cls, asked: Asked) -> bool:
-        return is_muon(asked.engine.optimizer.optimizer)
+    def is_wanted(cls, request: Request) -> bool:
+        return is_muon(request.engine.optimizer.optimizer)
 
-    def __init__(self, making: Making):
-        optimizer, matrices = making.optimizer, matrices_of(making.optimizer)
+    def __init__(self, context: SetUpContext):
+        optimizer, matrices = context.optimizer, matrices_of(context.optimizer)
         if matrices:
-            batch_numel = min(BATCH_NUMEL, int(making.engine.zero_reduce_bucket_size()) // 2)
+            batch_numel = min(BATCH_NUMEL, int(context.engine.zero_reduce_bucket_size()) // 2)
             self.transform = Orthogonalizer(matrices, batch_numel)
         self._forget_pending = optimizer._muon_pending_momentum.clear
 

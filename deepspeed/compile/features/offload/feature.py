@@ -6,7 +6,7 @@ from typing import Iterator
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
-from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from .host_memory import HostMemory
 
 
@@ -14,29 +14,29 @@ class Offload(Feature):
     """Has gradients and new parameters written into host memory."""
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
-        if not cls.is_wanted(asked):
+    def refusals(cls, request: Request) -> Iterator[str]:
+        if not cls.is_wanted(request):
             return
-        offload = asked.engine._config.zero_config.offload_optimizer
+        offload = request.engine._config.zero_config.offload_optimizer
         if offload.device == OffloadDeviceEnum.nvme:
             yield "zero_optimization.offload_optimizer.device='nvme' is only supported in stage 3; use 'cpu'"
         if offload.super_offload:
             yield "zero_optimization.offload_optimizer.super_offload is only supported in stage 3; leave it out"
 
     @classmethod
-    def warnings(cls, asked: Asked) -> Iterator[str]:
-        if cls.is_wanted(asked) and not asked.engine._config.zero_config.ignore_unused_parameters:
+    def warnings(cls, request: Request) -> Iterator[str]:
+        if cls.is_wanted(request) and not request.engine._config.zero_config.ignore_unused_parameters:
             yield (
                 "zero_optimization.ignore_unused_parameters=False has no effect, because a parameter without a "
                 "gradient is stepped on zeros"
             )
 
     @classmethod
-    def is_wanted(cls, asked: Asked) -> bool:
-        offload = asked.engine._config.zero_config.offload_optimizer
+    def is_wanted(cls, request: Request) -> bool:
+        offload = request.engine._config.zero_config.offload_optimizer
         return offload is not None and offload.device != OffloadDeviceEnum.none
 
-    def __init__(self, making: Making):
+    def __init__(self, context: SetUpContext):
         self.placement = HostMemory()
 
 

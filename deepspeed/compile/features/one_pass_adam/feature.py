@@ -4,7 +4,7 @@
 
 from typing import List
 
-from ...zero_1_and_2.feature import Asked, Feature
+from ...zero_1_and_2.feature import Feature, Request
 from ...zero_1_and_2.step.rule import Rule
 from .adam import OnePassAdam
 
@@ -13,8 +13,8 @@ class StepsInOnePass(Feature):
     """Asks the rule for Adam before others, which take several passes over memory."""
 
     @classmethod
-    def is_wanted(cls, asked: Asked) -> bool:
-        return asked.backend == "inductor" and asked.compiles
+    def is_wanted(cls, request: Request) -> bool:
+        return request.backend == "inductor" and request.compiles
 
     def rules(self, others: List[Rule]) -> List[Rule]:
         return [OnePassAdam(), *others]

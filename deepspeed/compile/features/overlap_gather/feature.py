@@ -5,8 +5,8 @@
 import contextlib
 from typing import TYPE_CHECKING, Callable, Iterator, Optional
 
-from ...zero_1_and_2.feature import Asked, Feature, Making
-from ..blocks.feature import Blocks, no_blocks
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from ..blocks.feature import Blocks, refuse_without_blocks
 from .gather_hooks import ParameterArrivals
 
 if TYPE_CHECKING:
@@ -17,18 +17,20 @@ class OverlapGather(Feature):
     """Has the blocks of one engine wait for their parameters."""
 
     @classmethod
-    def is_wanted(cls, asked: Asked) -> bool:
-        return asked.options.overlap_param_gather
+    def is_wanted(cls, request: Request) -> bool:
+        return request.options.overlap_param_gather
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
-        if cls.is_wanted(asked):
-            yield from no_blocks(asked, "compile.overlap_param_gather needs blocks that wait for their parameters")
+    def refusals(cls, request: Request) -> Iterator[str]:
+        if cls.is_wanted(request):
+            yield from refuse_without_blocks(
+                request, "compile.overlap_param_gather needs blocks that wait for their parameters"
+            )
 
-    def __init__(self, making: Making):
-        blocks = making.get(Blocks)
-        self._waiting = ParameterArrivals(making.optimizer, making.module, blocks.blocks)
-        making.undo.callback(self._waiting.remove_hooks)
+    def __init__(self, context: SetUpContext):
+        blocks = context.get(Blocks)
+        self._waiting = ParameterArrivals(context.optimizer, context.module, blocks.blocks)
+        context.undo.callback(self._waiting.remove_hooks)
         self.gather = self._waiting.gather
         blocks.wrap_calls(self._waiting.around_call)
 

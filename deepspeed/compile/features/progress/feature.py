@@ -19,7 +19,7 @@ from tqdm import tqdm
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
-from ...zero_1_and_2.feature import Feature, Making
+from ...zero_1_and_2.feature import Feature, SetUpContext
 from ..blocks.feature import Blocks
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class Progress(Feature):
     """Names what is compiled for one engine, and counts the classes of its blocks."""
 
-    def __init__(self, making: Making):
-        model = type(making.engine.module).__name__
-        blocks = making.get(Blocks).blocks
+    def __init__(self, context: SetUpContext):
+        model = type(context.engine.module).__name__
+        blocks = context.get(Blocks).blocks
         self._layers = collections.Counter(type(block).__name__ for block in blocks)
         self._rest = f"{model} around its blocks" if blocks else model
         # Classes of blocks -> their numbers, in the order in which they are compiled.

@@ -11,10 +11,10 @@ import deepspeed.comm as dist
 
 from ...zero_1_and_2.collectives import shorten_timeout
 from ...zero_1_and_2.engine.state import state_of
-from ...zero_1_and_2.feature import Asked, Feature, Making
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.gradient.layout import registered_parameters
 from ...zero_1_and_2.messages import warn
-from ..blocks.feature import Blocks, no_blocks
+from ..blocks.feature import Blocks, refuse_without_blocks
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
@@ -28,22 +28,24 @@ class ShardFrozen(Feature):
     """Shards the frozen parameters of the blocks of one engine."""
 
     @classmethod
-    def is_wanted(cls, asked: Asked) -> bool:
-        return asked.options.shard_frozen
+    def is_wanted(cls, request: Request) -> bool:
+        return request.options.shard_frozen
 
     @classmethod
-    def refusals(cls, asked: Asked) -> Iterator[str]:
-        if cls.is_wanted(asked):
-            yield from no_blocks(asked, "compile.shard_frozen needs blocks whose parameters are gathered")
+    def refusals(cls, request: Request) -> Iterator[str]:
+        if cls.is_wanted(request):
+            yield from refuse_without_blocks(
+                request, "compile.shard_frozen needs blocks whose parameters are gathered"
+            )
 
-    def __init__(self, making: Making):
+    def __init__(self, context: SetUpContext):
         """Nothing is sharded yet."""
-        optimizer, blocks = making.optimizer, making.get(Blocks)
+        optimizer, blocks = context.optimizer, context.get(Blocks)
         group, device = _group_of_shards(optimizer.dp_process_group), optimizer.bit16_groups_flat[0].device
         shorten_timeout(group, device)
         trained = registered_parameters(optimizer)
-        self.sharded = ShardedBlocks(making.module, blocks.blocks, trained, group, device)
-        making.undo.callback(self.sharded.close)
+        self.sharded = ShardedBlocks(context.module, blocks.blocks, trained, group, device)
+        context.undo.callback(self.sharded.close)
         if not self.sharded.units:
             warn("compile.shard_frozen=True has no effect, because no block has frozen parameters of its own")
         # A graph of the code around a block has no place at which to gather the block. The backward may compute the

@@ -255,7 +255,8 @@ class Unit:
             return
         # Views have the buffer's storage too: the buffer, others of it, parameters, and what stands for these.
         views = 1 + len(self._typed) + sum(map(len, self._places.values())) + len(self._aliases)
-        was_lent, self.is_lent = self.is_lent, torch._C._storage_Use_Count(storage._cdata) > views + _uses_of_no_one()
+        was_lent, uses = self.is_lent, torch._C._storage_Use_Count(storage._cdata)
+        self.is_lent = uses > views + _baseline_use_count()
         if self.is_lent:
             return
         if was_lent:
@@ -377,7 +378,7 @@ class Unit:
         self.finish_gather()
 
 
-def _uses_of_no_one():
+def _baseline_use_count():
     """Returns how often torch counts a storage in use that one variable of Python has, beside those of its tensors."""
     tensor = torch.empty(0)
     storage = tensor.untyped_storage()

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 from ...passes import zero_1_and_2_compile
-from ..feature import Asked, classes
+from ..feature import Request, classes
 from ..messages import warn
 from .state import state_of
 
@@ -52,7 +52,7 @@ _ZERO3_ONLY: Dict[str, Dict[str, Tuple]] = {
 }
 
 
-def check_options(asked: Asked, schedule: Optional[List]) -> None:
+def check_options(request: Request, schedule: Optional[List]) -> None:
     """Checks the options of an engine, which stays as it is, and warns of each that has no effect in this stage.
 
     ``schedule``: as in ``set_up()``.
@@ -60,36 +60,36 @@ def check_options(asked: Asked, schedule: Optional[List]) -> None:
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    refuse_options(asked, schedule)
-    for ignored in itertools.chain(_without_effect(asked), *(cls.warnings(asked) for cls in classes())):
-        warn(_beginning(asked.engine) + ignored)
+    refuse_options(request, schedule)
+    for ignored in itertools.chain(_without_effect(request), *(cls.warnings(request) for cls in classes())):
+        warn(_beginning(request.engine) + ignored)
 
 
-def refuse_options(asked: Asked, schedule: Optional[List]) -> None:
+def refuse_options(request: Request, schedule: Optional[List]) -> None:
     """Checks the options of an engine. ``schedule``: as in ``set_up()``.
 
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    for problem in _problems(asked, schedule):
-        raise ValueError(_beginning(asked.engine) + problem)
+    for problem in _problems(request, schedule):
+        raise ValueError(_beginning(request.engine) + problem)
 
 
 def _beginning(engine):
     return f"DeepCompile with ZeRO stage {engine.zero_optimization_stage()}: "
 
 
-def overlaps_reduction(asked: Asked) -> bool:
+def overlaps_reduction(request: Request) -> bool:
     """Whether buckets may travel while the backward goes on: unless ``overlap_comm`` or ``double_buffer`` is false."""
     # The parsed section cannot tell "false" from "not given": its validator sets the field in both cases.
-    section = asked.engine._config._param_dict.get("zero_optimization")
+    section = request.engine._config._param_dict.get("zero_optimization")
     asked_not_to = isinstance(section, dict) and section.get("overlap_comm") is False
-    return asked.options.double_buffer and not asked_not_to
+    return request.options.double_buffer and not asked_not_to
 
 
-def _problems(asked, schedule):
+def _problems(request, schedule):
     """Yields a sentence for each option that cannot be honoured."""
-    engine = asked.engine
+    engine = request.engine
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
     if torch.nn.functional.linear is zero3_linear_wrap and TorchVersion(torch.__version__) < "2.13":
@@ -105,8 +105,8 @@ def _problems(asked, schedule):
     yield from _unsupported_engines(engine)
     yield from _unsupported_optimizers(engine)
     yield from _unsupported_reports(engine)
-    yield from itertools.chain.from_iterable(cls.refusals(asked) for cls in classes())
-    yield from _unsupported_compile_kwargs(asked.backend, asked.compile_kwargs)
+    yield from itertools.chain.from_iterable(cls.refusals(request) for cls in classes())
+    yield from _unsupported_compile_kwargs(request.backend, request.compile_kwargs)
     if engine.zero_optimization_stage() == 2:
         name, own_pass = zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce
     else:
@@ -138,9 +138,9 @@ def _unsupported_zero_options(engine):
         yield "zero_optimization.zenflow is not supported; remove it"
 
 
-def _without_effect(asked):
+def _without_effect(request):
     """Yields a sentence for each option that DeepSpeed 0.19.8 accepts in these stages and ignores."""
-    engine, compile_config, compile_kwargs = asked.engine, asked.options, asked.compile_kwargs
+    engine, compile_config, compile_kwargs = request.engine, request.options, request.compile_kwargs
     config = engine._config
     zero_config = config.zero_config
     offload = zero_config.offload_param

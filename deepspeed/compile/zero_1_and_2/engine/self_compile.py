@@ -14,7 +14,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 
-from ..feature import Asked
+from ..feature import Request
 from ..gradient.layout import holds_its_parameters
 from ..messages import inform, warn
 from .state import state_of
@@ -59,7 +59,7 @@ def _compile_before_forward(engine):
     # too late for an error: check the options now.
     from .options import refuse_options
 
-    refuse_options(Asked(engine, get_accelerator().get_compile_backend(), compile_kwargs={}), schedule=None)
+    refuse_options(Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={}), schedule=None)
 
 
 def compile_after_step(engine: "DeepSpeedEngine") -> None:

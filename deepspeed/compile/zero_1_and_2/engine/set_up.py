@@ -11,7 +11,7 @@ import torch
 import deepspeed.comm as dist
 
 from ..collectives import collective, shorten_timeouts
-from ..feature import Asked, Feature, Making, classes, only, overriding
+from ..feature import Feature, Request, SetUpContext, classes, only, overriding
 from ..gradient.layout import flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
 from ..graph.backend import Backend
@@ -51,22 +51,22 @@ def set_up(
             to do. The engine is then unchanged. Also if an optional part finds that another engine has compiled the
             module: earlier engines of this engine's own parameters have given way by then.
     """
-    asked = Asked(engine, backend, compile_kwargs)
-    check_options(asked, schedule)
+    request = Request(engine, backend, compile_kwargs)
+    check_options(request, schedule)
     optimizer = engine.optimizer
     shorten_timeouts(optimizer)
     take_over_parameters(optimizer)
 
     with contextlib.ExitStack() as undo:
-        reducer = make_reducer(asked)
+        reducer = make_reducer(request)
         undo.callback(reducer.close)
         undo.callback(_note_end, weakref.ref(engine))
         # The profiler, which one rank starts, replaces functions that the compiler traces.
         profiler = engine._config.flops_profiler_config
         undo.callback(setattr, profiler, "enabled", profiler.enabled)
         profiler.enabled = False
-        graphs = Backend(asked, registered_parameters(optimizer), reducer.identity)
-        features = make_features(Making(asked, [], undo, graphs))
+        graphs = Backend(request, registered_parameters(optimizer), reducer.identity)
+        features = make_features(SetUpContext(request, [], undo, graphs))
         graphs.use(features)
         placement = only(features, "placement") or Placement()
         register_parameters(engine, reducer, placement)
@@ -82,24 +82,24 @@ def set_up(
     return graphs
 
 
-def make_features(making: Making) -> List[Feature]:
-    """Makes the optional parts of an engine, each of which finds those before it in ``making``."""
+def make_features(context: SetUpContext) -> List[Feature]:
+    """Makes the optional parts of an engine, each of which finds those before it in ``context``."""
     for cls in classes():
-        if cls.is_wanted(making.asked):
-            making.features.append(cls(making))
-    return making.features
+        if cls.is_wanted(context.request):
+            context.features.append(cls(context))
+    return context.features
 
 
-def make_reducer(asked: Asked) -> Reducer:
+def make_reducer(request: Request) -> Reducer:
     """Creates the native reducer of an engine, which knows no parameter yet."""
-    engine, optimizer = asked.engine, asked.engine.optimizer
+    engine, optimizer = request.engine, request.engine.optimizer
     return reducer_module().Reducer(
         identity=_next_identity(optimizer),
         bucket_numel=int(engine.zero_reduce_bucket_size()),
         send_numel=send_numel(dist.get_world_size(optimizer.dp_process_group)),
-        overlap=overlaps_reduction(asked),
-        synchronize_before=asked.options.sync_before_reduce,
-        synchronize_after=asked.options.sync_after_reduce,
+        overlap=overlaps_reduction(request),
+        synchronize_before=request.options.sync_before_reduce,
+        synchronize_after=request.options.sync_after_reduce,
     )
 
 

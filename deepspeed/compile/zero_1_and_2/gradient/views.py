@@ -3,7 +3,7 @@
 """What stands in ``averaged_gradients[group]`` between the last backward of a step and the step."""
 
 import functools
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 
@@ -201,16 +201,15 @@ class PartitionViews(list):
                 target.data = flat.data.narrow(0, offset, target.numel())
         self._forget_views()
 
-    def take(self) -> Iterator[Tuple[int, torch.Tensor]]:
-        """Yields (offset in elements, 1-D target) for each target, and leaves this list empty.
+    def take(self) -> List[Tuple[int, torch.Tensor]]:
+        """Returns (offset in elements, 1-D target) for each target in ascending order, and leaves this list empty.
 
         This object and the reducer drop their references, so the memory of a target is free as soon as the caller
         drops the target.
         """
-        targets = self._targets()
+        targets = sorted(self._targets().items(), key=lambda entry: entry[0])
         self.release_grad_buffers()
-        while targets:
-            yield targets.popitem()
+        return targets
 
     def release_grad_buffers(self) -> None:
         """Makes this object and the reducer drop the gradients. Repeated calls are allowed."""

@@ -10,9 +10,9 @@ import torch
 from torch._inductor.utils import GPU_ALIGN_BYTES
 from torch.fx import GraphModule
 
-from ..feature import Asked, Feature, only, overriding
+from ..feature import Feature, Request, only, overriding
 from . import guards, lowering
-from .frame import Choices, Frame
+from .frame import CompileSettings, Frame
 from .parameter_numbers import ParameterNumbers
 
 
@@ -20,18 +20,18 @@ class Backend:
     """A ``torch.compile`` backend that reduces the gradients of parameters where they are produced.
 
     Args:
-        asked: what the user asks for.
+        request: what the user asks for.
         registered: the registered parameters, in the reducer's order, which outlive the backend's graphs.
         identity: the reducer's number.
     """
 
-    def __init__(self, asked: Asked, registered: Sequence[torch.nn.Parameter], identity: int):
+    def __init__(self, request: Request, registered: Sequence[torch.nn.Parameter], identity: int):
         lowering.register()
         # Keep no module: Dynamo's caches hold this backend after the engine is gone.
-        self._choices = Choices(
-            asked.backend,
-            asked.compile_kwargs.get("dynamic"),
-            asked.options.debug_log,
+        self._settings = CompileSettings(
+            request.backend,
+            request.compile_kwargs.get("dynamic"),
+            request.options.debug_log,
             ParameterNumbers(identity, registered),
             are_aligned=all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered),
         )
@@ -50,8 +50,8 @@ class Backend:
         self._graph, self._compiling, self._cut = (
             overriding(features, method) for method in ("graph", "compiling", "cut")
         )
-        self._choices = dataclasses.replace(
-            self._choices, rewrites=overriding(features, "rewrite"), split=only(features, "split")
+        self._settings = dataclasses.replace(
+            self._settings, rewrites=overriding(features, "rewrite"), split=only(features, "split")
         )
         self._no_graph_is_last = any(feature.no_graph_is_last for feature in features)
 
@@ -65,9 +65,9 @@ class Backend:
     ) -> Callable:
         """Compiles a frame. The arguments are those of a :class:`Frame`."""
         guards.guard_all()
-        parameters = [value for value in example_inputs if value in self._choices.numbers]
+        parameters = [value for value in example_inputs if value in self._settings.numbers]
         graph_id, is_last = self._place(parameters)
-        frame = Frame(gm, example_inputs, parameters, block, graph_id, is_last, mode, options, self._choices)
+        frame = Frame(gm, example_inputs, parameters, block, graph_id, is_last, mode, options, self._settings)
         before = [graph(frame) for graph in self._graph]
         with contextlib.ExitStack() as stack:
             for compiling in self._compiling:

@@ -16,7 +16,7 @@ from .reductions import index_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Choices:
+class CompileSettings:
     """How the graphs of an engine are compiled.
 
     Attributes:
@@ -54,7 +54,7 @@ class Frame:
         graph_id: the frame's graph id, or None if the frame reduces nothing.
         release_reduce_buckets: whether the backward of this frame is the last that reduces.
         mode, options: as in ``torch.compile``.
-        choices: those of the engine.
+        settings: those of the engine.
     """
 
     gm: GraphModule
@@ -65,12 +65,12 @@ class Frame:
     release_reduce_buckets: bool
     mode: Optional[str]
     options: Optional[Dict[str, Any]]
-    choices: Choices
+    settings: CompileSettings
 
     @property
     def numbers(self) -> ParameterNumbers:
         """Says which inputs are registered parameters, and numbers them."""
-        return self.choices.numbers
+        return self.settings.numbers
 
     def compile_graph(self, gm: GraphModule, inputs: Sequence) -> Callable:
         """Compiles the frame's graph, or a part of it, with reductions in its backward.
@@ -80,17 +80,17 @@ class Frame:
         """
         numbers = self.numbers
         reduced = [index for index, value in enumerate(inputs) if self.graph_id is not None and value in numbers]
-        rewrites = (rewrite(inputs) for rewrite in self.choices.rewrites)
+        rewrites = (rewrite(inputs) for rewrite in self.settings.rewrites)
         partitioner = ReduceGradPartitioner(
             {index: slot for slot, index in enumerate(reduced, start=1)},
             self.graph_id,
             self.release_reduce_buckets,
-            self.choices.debug_log,
-            [not self.choices.are_aligned and value in numbers for value in inputs],
+            self.settings.debug_log,
+            [not self.settings.are_aligned and value in numbers for value in inputs],
             [rewrite for rewrite in rewrites if rewrite is not None],
-            self.choices.split and self.choices.split(inputs),
+            self.settings.split and self.settings.split(inputs),
             # Inductor rearranges a graph, so lowering.py decides there.
-            donates=not self.choices.generates_code,
+            donates=not self.settings.generates_code,
         )
         if not reduced:
             return self._compile(gm, inputs, partitioner)
@@ -103,21 +103,21 @@ class Frame:
         return lambda *args: compiled(*args, tensor_for([args[index] for index in reduced]))
 
     def _compile(self, gm, inputs, partitioner):
-        if self.choices.generates_code:
+        if self.settings.generates_code:
             return _generate_code(gm, inputs, partitioner, self.mode, self.options)
         return run_as_traced(gm, inputs, partitioner)
 
     def compile_part(self, part: Callable) -> Callable:
         """Returns a part of the frame that has no registered parameters, to be compiled when it is called."""
-        if not self.choices.generates_code:
+        if not self.settings.generates_code:
             return part
 
         # torch 2.11 does not compile a graph module that Dynamo has made, but compiles a function that calls one.
         def run_part(*args):
             return part(*args)
 
-        arguments = {"mode": self.mode, "options": self.options, "dynamic": self.choices.dynamic}
-        return torch.compile(own_code(run_part), backend=self.choices.compiler, **arguments)
+        arguments = {"mode": self.mode, "options": self.options, "dynamic": self.settings.dynamic}
+        return torch.compile(own_code(run_part), backend=self.settings.compiler, **arguments)
 
 
 def own_code(function: Callable) -> types.FunctionType:

@@ -43,7 +43,7 @@ class PartitionGradient:
     ):
         # The tensor in which all gradients lie, if it is in the dtype of the master weights: scaled and read in place.
         self._flat = views.flat_partition
-        taken = sorted(views.take(), key=lambda entry: entry[0])
+        taken = views.take()
         # (offset, offset behind it, gradient), in ascending order.
         self._rest: List[Tuple[int, int, torch.Tensor]] = []
         if self._flat is None:
