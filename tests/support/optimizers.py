@@ -108,5 +108,6 @@ class Views(dict):
     flat_partition = None
 
     def take(self):
-        while self:
-            yield self.popitem()
+        taken = sorted(self.items())
+        self.clear()
+        return taken

@@ -136,7 +136,7 @@ FAULTS = {
     "overlap_comm ignored": Fault(
         "reductions run while the backward goes on, although overlap_comm is false",
         CORE + "engine/set_up.py",
-        {"overlap=overlaps_reduction(asked),": "overlap=True,"},
+        {"overlap=overlaps_reduction(request),": "overlap=True,"},
         ("core/test_options_honoured.py",),
     ),
     "no warning of an option without effect": Fault(

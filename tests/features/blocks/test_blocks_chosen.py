@@ -304,15 +304,15 @@ def test_more_that_is_compiled_as_a_whole():
 @pytest.mark.quick
 def test_blocks_are_chosen_once():
     """A part would check, or wait for, other blocks than those that are compiled."""
-    from deepspeed.compile.features.blocks.feature import chosen as chosen_for
+    from deepspeed.compile.features.blocks.feature import chosen_blocks
     from deepspeed.compile.zero_1_and_2.feature import Request
 
     engine = types.SimpleNamespace(module=BlocksWithin())
     engine._config = types.SimpleNamespace(compile_config=types.SimpleNamespace(regional_compilation=None))
-    asked = Request(engine, "eager", {})
-    blocks, _ = chosen_for(asked)
+    request = Request(engine, "eager", {})
+    blocks, _ = chosen_blocks(request)
     engine.module.body.blocks = ModuleList([Block(8)])
-    assert blocks and chosen_for(asked)[0] is blocks and not chosen_for(Request(engine, "eager", {}))[0]
+    assert blocks and chosen_blocks(request)[0] is blocks and not chosen_blocks(Request(engine, "eager", {}))[0]
 
 
 def test_blocks_of_another_engine():
