@@ -35,6 +35,7 @@ class Build:
 
     def __init__(self, name, folder, cxx, number):
         self._folder, self._name, self.printed = folder, name, folder / f"{number}.log"
+        self._runs = cxx.with_suffix(".runs")
         environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(folder), "CXX": str(cxx)}
         with open(self.printed, "w") as output:
             self.process = subprocess.Popen(
@@ -47,8 +48,8 @@ class Build:
             )
 
     def locks(self):
-        """Lists torch's own locks."""
-        return list(self._folder.glob(f"{self._name}-*/*/lock"))
+        """Lists torch's own locks, once a compiler runs: torch gives its lock back where none can be started."""
+        return list(self._folder.glob(f"{self._name}-*/*/lock")) if self._runs.exists() else []
 
     def wait_for(self, happened):
         """Waits until ``happened()``, as long as the process runs."""
@@ -75,7 +76,7 @@ def start(tmp_path):
     def begin(name, compiler=None):
         cxx.unlink(missing_ok=True)
         if compiler is not None:
-            cxx.write_text(f"#!/bin/sh\n{compiler}\n")
+            cxx.write_text(f'#!/bin/sh\ntouch "$0.runs"\n{compiler}\n')
             cxx.chmod(0o700)
         builds.append(Build(name, tmp_path, cxx, len(builds)))
         return builds[-1]
