@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.callback import CallbackTrigger, callback_handler
+from torch.torch_version import TorchVersion
 
 from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
@@ -277,9 +278,19 @@ def test_full_backward_hooks(ranks, place, regional, named):
 
 
 def train_with_hooks_of_tensors(place, regional):
-    """As the warning advises, a forward hook gives the output a hook, which changes gradients and notes norms."""
+    """As the warning advises, a forward hook gives the output a hook, which changes gradients and notes norms.
+
+    Returns what came of it, how many gradients graphs should reduce, the norms and the warnings.
+    """
     torch.manual_seed(0)
     module, seen = BlocksWithin(), []
+    expected = len([*module.parameters()])
+    if regional:
+        # Embeddings are outside the blocks.
+        expected -= 1
+    if TorchVersion(torch.__version__) < "2.13":
+        # Graphs end at hooks that note something, around the modules that have them.
+        expected -= sum(len([*each.parameters()]) for each in PLACES[place](module))
 
     def change(gradient):
         seen.append(float(gradient.norm()))
@@ -293,15 +304,14 @@ def train_with_hooks_of_tensors(place, regional):
     with warnings_logged() as warnings:
         beside = Beside(module, Case(config={"compile": {"regional_compilation": regional}}))
         beside.step(batch(0, 0, dist.get_rank(), 4))
-    parameters = len([*module.parameters()])
-    return beside.end(), parameters, seen, [warning for warning in warnings if "hooks" in warning]
+    return beside.end(), expected, seen, [warning for warning in warnings if "hooks" in warning]
 
 
 @vary("place, regional", [("in a block", True), ("head", False)])
 def test_hooks_of_tensors_instead(ranks, place, regional):
     """What the warning advises would end graphs as well, or see and change nothing."""
-    ((outcome, parameters, seen, warnings),) = ranks(1).run(train_with_hooks_of_tensors, place, regional)
+    ((outcome, expected, seen, warnings),) = ranks(1).run(train_with_hooks_of_tensors, place, regional)
     check([outcome])
-    assert warnings == [] and outcome.from_graphs[0] >= parameters - 1
+    assert warnings == [] and outcome.from_graphs[0] >= expected
     of_engine, of_plain = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert len(of_engine) > 0 and relative_error([torch.tensor(of_engine)], [torch.tensor(of_plain)]) < BOUND
