@@ -11,6 +11,7 @@ stays as it is, and the values there remain those of the parameters.
 import bisect
 import dataclasses
 import itertools
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Protocol, Tuple
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 # Generated code takes for granted that parameters are aligned to 16 bytes; torch's allocators align to 64 or more.
 ALIGN_BYTES = 64
+# For which a thread of gloo's may keep the memory of a gather that is done. It takes longer only on a busy machine.
+LONGEST_HELD = 1.0  # seconds
 PURPOSE = "gather frozen parameters"
 ANOTHER_KIND = (
     "parameter {} was given another dtype or shape, so compile.shard_frozen no longer shards it: it stays whole on "
@@ -228,7 +231,14 @@ class Unit:
         if not self._target.is_cpu:
             # Only this stream waits for the gather, which writes into memory of the stream that began it.
             self._target.record_stream(get_accelerator().current_stream())
+        is_by_thread = self._target is self._buffer and self._target.is_cpu
         self._work = self._target = None
+        if is_by_thread:
+            # Gloo says that the gather is done a moment before its thread lets go of the memory. Until then, free()
+            # would take the thread for someone who has a view.
+            storage, until = self._buffer.untyped_storage(), time.monotonic() + LONGEST_HELD
+            while self._others_have_views(storage) and time.monotonic() < until:
+                time.sleep(0.0001)
 
     def reshard(self) -> None:
         """Frees the memory of the unit. What this stream was told to compute with it is computed before.
@@ -253,15 +263,17 @@ class Unit:
         storage = self._buffer.untyped_storage()
         if self.is_gathered or self._work is not None or not storage.nbytes():
             return
-        # Views have the buffer's storage too: the buffer, others of it, parameters, and what stands for these.
-        views = 1 + len(self._typed) + sum(map(len, self._places.values())) + len(self._aliases)
-        was_lent, uses = self.is_lent, torch._C._storage_Use_Count(storage._cdata)
-        self.is_lent = uses > views + _baseline_use_count()
+        was_lent, self.is_lent = self.is_lent, self._others_have_views(storage)
         if self.is_lent:
             return
         if was_lent:
             self._keep_own_part()
         self._give_back(storage)
+
+    def _others_have_views(self, storage):
+        # Views have the buffer's storage too: the buffer, others of it, parameters, and what stands for these.
+        views = 1 + len(self._typed) + sum(map(len, self._places.values())) + len(self._aliases)
+        return torch._C._storage_Use_Count(storage._cdata) > views + _baseline_use_count()
 
     def _give_back(self, storage):
         if storage.resizable():
