@@ -20,7 +20,6 @@ from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
 from deepspeed.compile.features.shard_frozen import calls, feature, sharded_blocks, unit, unsharded_parameters
 from deepspeed.compile.features.shard_frozen.at_rest import Resharded
 from deepspeed.compile.features.shard_frozen.saved_tensors import saving_handles
-from deepspeed.compile.features.shard_frozen.unit import Unit
 from deepspeed.compile.features.subclasses.calls import BROADCAST_LATER
 from deepspeed.compile.features.subclasses.tensors import plain_tensors
 from deepspeed.compile.zero_1_and_2.collectives import collective
@@ -67,18 +66,21 @@ class Trained(NamedTuple):
 @contextlib.contextmanager
 def watched(engine):
     """Yields a list to which it appends how many units are whole or on their way whenever one is begun."""
-    counts, start = [], Unit.start_gather
-    sharded = feature.sharded_blocks(engine)
+    counts, sharded = [], feature.sharded_blocks(engine)
+    units = [] if sharded is None else sharded.units
 
-    def counted(self):
-        start(self)
-        counts.append(sum(unit.is_gathered or unit._work is not None for unit in sharded.units))
+    def counted(start):
+        start()
+        counts.append(sum(unit.is_gathered or unit._work is not None for unit in units))
 
-    Unit.start_gather = counted
+    # Not of the class, because ranks look for no graphs in torch's cache where a class was changed.
+    for each in units:
+        each.start_gather = functools.partial(counted, each.start_gather)
     try:
         yield counts
     finally:
-        Unit.start_gather = start
+        for each in units:
+            del each.start_gather
 
 
 def train(model, config, steps=3, skips=False, evaluates=False, direct=False, **case):
