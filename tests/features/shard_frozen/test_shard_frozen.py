@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
@@ -1036,10 +1037,13 @@ def hidden(self, ids, skip=False):
     return Output(Body.forward(self, ids, skip))
 
 
+HidingBody = type("Body", (Body,), {"run": without_blocks, "forward": hidden})
+
+
 class HiddenFromHead(TrainedHead):
     """What the module around the blocks returns hides its tensors."""
 
-    of_body = type("Body", (Body,), {"run": without_blocks, "forward": hidden})
+    of_body = HidingBody
 
     def forward(self, ids, skip=False):
         return F.cross_entropy(self.head(self.body(ids, skip).inner.hidden).flatten(0, 1), ids.flatten())
@@ -1065,12 +1069,31 @@ class FrozenBlocks(EmbeddingBefore):
         self.body.requires_grad_(False)
 
 
+class HidesOneOfTwo(TrainedHead):
+    """Two modules call blocks. What one of them returns hides its tensors, and this one may run no block."""
+
+    def __init__(self, hides_first):
+        super().__init__()
+        self.embedding = self.body.embedding
+        other = HidingBody(2)
+        self.first, self.second = (other, self.body) if hides_first else (self.body, other)
+        self.body, self.first.embedding, self.second.embedding = None, nn.Identity(), nn.Identity()
+
+    def forward(self, ids, skip=False):
+        x = self.embedding(ids)
+        for body in (self.first, self.second):
+            x = body(x, skip).inner.hidden if isinstance(body, HidingBody) else body(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
 WITHOUT_BLOCKS = {
     "nothing before": type("Model", (TrainedHead,), {"of_body": type("Body", (Body,), {"run": without_blocks})}),
     "trained before": EmbeddingBefore,
     "frozen before": functools.partial(EmbeddingBefore, trained=False),
     "frozen blocks": FrozenBlocks,
     "hidden": HiddenFromHead,
+    "first hidden": functools.partial(HidesOneOfTwo, True),
+    "second hidden": functools.partial(HidesOneOfTwo, False),
 }
 
 
@@ -1096,16 +1119,10 @@ def train_without_blocks(model, all_skip):
     return same(*results), lines
 
 
-@vary("model", [model for model in WITHOUT_BLOCKS if model != "hidden"])
-def test_a_rank_that_runs_no_block(ranks, model):
+@vary("model, all_skip", [*((model, False) for model in WITHOUT_BLOCKS), ("hidden", True)])
+def test_a_rank_that_runs_no_block(ranks, model, all_skip):
     """Other ranks would wait in the backward for a rank to which no backward comes."""
-    assert ranks(2).run(train_without_blocks, model, False, timeout=60) == [(True, [])] * 2
-
-
-def test_a_rank_that_hides_that_it_runs_no_block(ranks):
-    """Nobody would say for which rank the others wait, if there are others that run blocks."""
-    said = [sharded_blocks.UNSEEN.format(rank, "Body") for rank in range(2)]
-    assert ranks(2).run(train_without_blocks, "hidden", True) == [(True, [said[0]]), (True, [said[1]])]
+    assert ranks(2).run(train_without_blocks, model, all_skip, timeout=60) == [(True, [])] * 2
 
 
 def test_a_forward_that_comes_back_to_earlier_blocks(ranks):

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps a part of the blocks' frozen parameters on each rank (``compile.shard_frozen``)."""
 
+import contextlib
 import weakref
-from typing import TYPE_CHECKING, Iterator, Optional, Sequence
+from typing import TYPE_CHECKING, ContextManager, Iterator, Optional, Sequence
 
 import torch
 
@@ -64,9 +65,15 @@ class ShardFrozen(Feature):
     def rewrite(inputs: Sequence) -> SaveByHooks:
         return SaveByHooks.of_frozen(inputs)
 
+    def around_forward(self, training: bool) -> ContextManager:
+        if training and torch.is_grad_enabled():
+            self.sharded.forget_skipped()
+        return contextlib.nullcontext()
+
     def backward_ends(self) -> None:
         # Other ranks may wait for this rank's part of a block that this rank has skipped.
         self.sharded.end_backward()
+        self.sharded.join_skipped()
 
 
 FEATURE = ShardFrozen

@@ -10,6 +10,7 @@ again within a pass is gathered once more, out of order. That happens if a pass 
 checkpointing spans several blocks. All ranks must then do the same.
 """
 
+import itertools
 from typing import Any, Iterator, List, Optional, Protocol
 
 import torch
@@ -28,6 +29,9 @@ class Gatherer(Protocol):
         """Reshards a unit, unless it is in use."""
 
 
+_numbers = itertools.count()
+
+
 class GatherOrder:
     """The order in which a pass, or a backward through it, gathers units.
 
@@ -37,12 +41,15 @@ class GatherOrder:
         needed_from: the place of the first unit whose block, or a block before it, has a trained parameter. The
             backward ends there unless a gradient flows on into what is before the blocks.
         forward: None, or the pass through which this backward goes.
+
+    Attributes:
+        number: a later pass has a larger one.
     """
 
     def __init__(
         self, owner: Gatherer, units: List[Unit], needed_from: int = 0, forward: Optional["GatherOrder"] = None
     ):
-        self.units = units
+        self.units, self.number = units, next(_numbers)
         self._owner = owner
         self._forward = forward
         self._needed_from = needed_from
@@ -83,7 +90,9 @@ class GatherOrder:
             self._needed_from = 0
 
     def note_output(self, from_inputs: bool) -> None:
-        """Called if a backward comes to this pass, in which this rank has run no block, and flows on as on others.
+        """Called if a backward comes to this pass, or is taken to, in which this rank has run no block.
+
+        The backward flows on as on other ranks.
 
         ``from_inputs``: whether an input of the pass needs a gradient.
         """

@@ -34,11 +34,6 @@ LENT = (
     "sharded by compile.shard_frozen"
 )
 
-UNSEEN = (
-    "rank {} ran no block in a call of {}, and no backward comes to that call; ranks that ran blocks gather frozen "
-    "parameters in it, and wait for this rank until the time-out: run a block on every rank, or on none"
-)
-
 
 class ShardedBlocks:
     """Shards the frozen parameters of blocks over ranks, and gathers them block by block.
@@ -72,6 +67,8 @@ class ShardedBlocks:
             unit.owner = weakref.ref(self)
         # The passes that are under way: one calls blocks that call others in turn.
         self._passes: List[GatherOrder] = []
+        # Passes of the last forward in which this rank ran no block, and to which it sees no backward come.
+        self._skipped: List[GatherOrder] = []
         # The order of the backward that is under way.
         self._backward: Optional[GatherOrder] = None
         self._read_last: Optional[Unit] = None
@@ -81,7 +78,7 @@ class ShardedBlocks:
         self._in_use: collections.Counter = collections.Counter()
         # Units whose memory others have, and whether the caller has been told.
         self._lent: List[Unit] = []
-        self._has_warned = self._has_warned_of_unseen = False
+        self._has_warned = False
         self._all_gathered = 0
         self._is_closed = False
 
@@ -148,10 +145,9 @@ class ShardedBlocks:
     def _call_caller(self, order, call, caller, /, *args, **kwargs):
         current = GatherOrder(self, *order)
         output = self._call(current, None, functools.partial(call, caller), args, kwargs)
-        if torch.is_grad_enabled() and current.is_unseen and not self._has_warned_of_unseen:
-            self._has_warned_of_unseen = True
-            # The other ranks have no reason to say it.
-            logger.warning(UNSEEN.format(torch.distributed.get_rank(), type(caller).__name__))
+        if current.is_unseen and torch.is_grad_enabled() and not (in_backward() or self._all_gathered):
+            current.note_output(_any_requires_grad(args, kwargs))
+            self._skipped.append(current)
         return output
 
     def _call_block(self, unit, call, block, /, *args, **kwargs):
@@ -221,7 +217,7 @@ class ShardedBlocks:
                 return value
             made = value + torch.zeros((), dtype=value.dtype, device=value.device, requires_grad=True)
             made.register_hook(lambda _: self._backward_reaches(schedule))
-            schedule.note_output(any(each.requires_grad for each in tensors_in((args, kwargs))))
+            schedule.note_output(_any_requires_grad(args, kwargs))
             return made
 
         # The outputs of ranks that have run blocks need gradients. So must this one's, or no backward comes here.
@@ -259,6 +255,7 @@ class ShardedBlocks:
         if self._backward is None or self._backward.forward is not schedule:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
             self.end_backward()
+            self.join_skipped(schedule)
             self._backward = schedule.reversed()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(schedule))
 
@@ -268,6 +265,22 @@ class ShardedBlocks:
             backward, self._backward, self._read_last = self._backward, None, None
             backward.end()
             self._free_lent()
+
+    def forget_skipped(self) -> None:
+        """Called when a forward begins to which a backward may come."""
+        self._skipped.clear()
+
+    def join_skipped(self, earlier: Optional[GatherOrder] = None) -> None:
+        """Gathers what other ranks gather in a backward through passes to which this rank sees none come.
+
+        Such a pass has returned tensors that nobody finds, so nothing says whether a backward comes to it on other
+        ranks. They ran blocks there, and what blocks compute is taken to be used.
+
+        Args:
+            earlier: the pass to which the backward comes now, so that it is through later ones; None: it is over.
+        """
+        while self._skipped and (earlier is None or self._skipped[-1].number > earlier.number):
+            self._skipped.pop().reversed().end()
 
     # Whole ---------------------------------------------------------------------------------------------------------
 
@@ -310,6 +323,10 @@ class ShardedBlocks:
                 "The engine is destroyed, and frozen parameters stay sharded, so the model cannot be used; destroy "
                 "the engine within `with unsharded_parameters(engine):` to use it"
             )
+
+
+def _any_requires_grad(args, kwargs):
+    return any(each.requires_grad for each in tensors_in((args, kwargs)))
 
 
 def frozen_of_blocks(module: Module, blocks: List[Module], trained: List[Parameter]) -> List[List[Parameter]]:
