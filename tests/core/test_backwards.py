@@ -61,22 +61,23 @@ def test_full_gradients_between_backward_and_step(ranks, stage, model):
     assert max(ranks(2).run(full_gradients, Case(stage=stage, model=model))) < BOUND
 
 
-def swap_parameters(case):
-    """Gives parameters other memory between steps, as code that averages weights does."""
+def swap_parameters(case, swapped):
+    """Gives parameters other memory between steps, as code that averages weights does: all, or the first alone."""
     pair = Beside(build(case), case)
     for step in range(3):
         pair.step(batch(step, 0, dist.get_rank(), 4))
-        for parameter in pair.module.parameters():
+        for parameter in [*pair.module.parameters()][: 1 if swapped == "one" else None]:
             parameter.data = parameter.data.clone()
     pair.step(batch(3, 0, dist.get_rank(), 4))
     return pair.end()
 
 
 @pytest.mark.sanitized
+@vary("swapped", ["all", "one"])
 @vary("stage", [1, 2])
-def test_parameters_that_were_given_other_memory(ranks, stage):
-    """The step would write into memory that a parameter has left, and gather what lies there."""
-    check(ranks(2).run(swap_parameters, Case(stage=stage)))
+def test_parameters_that_were_given_other_memory(ranks, stage, swapped):
+    """The step would write into memory that a parameter has left, also where others lie as the optimizer put them."""
+    check(ranks(2).run(swap_parameters, Case(stage=stage), swapped))
 
 
 def synchronizations(case):
@@ -289,6 +290,27 @@ def test_a_backward_that_raised_leaves_nothing(ranks, stage, accumulation):
         assert raised.held == NOTHING and raised.alive == 0
         assert raised.is_boundary == (accumulation == 1)
         assert raised.error < BOUND
+
+
+def raise_after_two_forwards(case):
+    """The backward of one of two forwards raises. Trains on the other's, and returns the error of the parameters."""
+    module, engine, plain, optimizer = fragile(case)
+    raises, loss = (engine(batch(step, 0, dist.get_rank(), 4)) for step in (9, 0))
+    in_backward.happen = raise_injected
+    with pytest.raises(Injected):
+        raises.backward()
+    loss.backward()
+    engine.step()
+    train_plain(plain, optimizer, 0)
+    error = relative_error(module.parameters(), plain.parameters())
+    engine.destroy()
+    return error
+
+
+@pytest.mark.core
+def test_a_backward_after_one_that_raised_without_a_forward_between(ranks):
+    """DeepSpeed would take the backward for a part of the one that raised, and never end it."""
+    assert max(ranks(2).run(raise_after_two_forwards, Case(stage=2, bucket=50))) < BOUND
 
 
 def begin_while_another_is_dropped(case):
