@@ -86,8 +86,8 @@ def step_partition(
         written: what is called with (first, last) when the parameters [first, last) are there.
     """
     from deepspeed.compile.features.ranges.own_step import OwnStep
+    from deepspeed.compile.features.ranges.ranges import Ranges
     from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
-    from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
     from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
     (master,) = adam.param_groups[0]["params"]

@@ -254,7 +254,7 @@ FAULTS = {
     ),
     "range left out of the update": Fault(
         "of the ranges that are stepped after the parameters that the next forward needs first, only one is stepped",
-        CORE + "step/ranges.py",
+        FEATURES + "ranges/ranges.py",
         {"self._run(self._spans)": "self._run(self._spans[:1])"},
         ("features/one_pass_adam/test_one_pass_adam_in_engine.py", "features/overlap_gather/test_parameter_gather.py"),
     ),

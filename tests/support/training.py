@@ -20,8 +20,8 @@ import deepspeed
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero_1_and_2.feature import classes, make_rules
-from deepspeed.compile.zero_1_and_2.step import partition_gradient, ranges
+from deepspeed.compile.zero_1_and_2.feature import classes
+from deepspeed.compile.zero_1_and_2.step import partition_gradient
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -162,6 +162,9 @@ class Pair(NamedTuple):
 @contextlib.contextmanager
 def ranges_of(numel):
     """Within it an optimizer is stepped in ranges of so many elements, on any device."""
+    # Here, because the core's tests run where this part was removed.
+    from deepspeed.compile.features.ranges import ranges
+
     before = ranges.RANGE_NUMEL, ranges.RANGE_NUMEL_ON_HOST
     ranges.RANGE_NUMEL = ranges.RANGE_NUMEL_ON_HOST = numel
     try:
@@ -173,8 +176,9 @@ def ranges_of(numel):
 @contextlib.contextmanager
 def updates_compiled_from(numel, large=2**22):
     """Within it, Adam steps partitions of so many elements in one pass, which reads ``large`` gradients in place."""
-    # Here, because the core's tests run where this part was removed.
+    # Here, because the core's tests run where these parts were removed.
     from deepspeed.compile.features.one_pass_adam import adam
+    from deepspeed.compile.features.ranges import ranges
 
     with (
         mock.patch.object(adam, "LEAST_NUMEL", numel),
@@ -187,11 +191,12 @@ def updates_compiled_from(numel, large=2**22):
 def step_in_one_pass(engine):
     """Has an engine step Adam as with the backend "inductor", which would take long to compile the model."""
     from deepspeed.compile.features.one_pass_adam.feature import StepsInOnePass
+    from deepspeed.compile.features.ranges.feature import StepsInRanges, make_rules
 
     deepcompile, names = engine.optimizer._deepcompile, [cls.__name__ for cls in classes()]
     others = [feature for feature in deepcompile.features if not isinstance(feature, StepsInOnePass)]
     features = sorted([*others, StepsInOnePass(None)], key=lambda feature: names.index(type(feature).__name__))
-    deepcompile.rules = make_rules(features)
+    deepcompile.find(StepsInRanges).all_rules = make_rules(features)
 
 
 def as_traced(runs):

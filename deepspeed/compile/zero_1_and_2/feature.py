@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .graph.partitioner import Rewrite, Split
     from .parameter.gather import AllGather
     from .parameter.placement import Placement
+    from .step.partitions import StepOfGroups
     from .step.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
@@ -215,6 +216,8 @@ class Feature:
 
     # Gathers the stepped parameters in place of the core's AllGather, if this part does it.
     gather: Optional["AllGather"] = None
+    # Makes one step of all partitions in place of the core's StepOfGroups, if this part does it.
+    step_of_groups: "Optional[Callable[[DeepSpeedZeroOptimizer, List[Optional[torch.Tensor]]], StepOfGroups]]" = None
     # Makes other gradients of some groups' gradients, if this part does it.
     transform: Optional[Transform] = None
     # Places gradients and new parameters elsewhere than the core's Placement, if this part does it.
@@ -223,7 +226,8 @@ class Feature:
     states: Optional[StateFormat] = None
 
     def rules(self, others: List["Rule"]) -> List["Rule"]:
-        """Returns what steps partitions, in the order in which it is asked. Called once.
+        """Returns what steps partitions, in the order in which it is asked. Called once, by the part that makes
+        steps of rules.
 
         Args:
             others: the rules of the parts that stand before this one.
@@ -254,14 +258,6 @@ def overriding(features: Iterable[Feature], method: str) -> List[Callable]:
         for feature in features
         if getattr(type(feature), method) is not getattr(Feature, method)
     ]
-
-
-def make_rules(features: Iterable[Feature]) -> List["Rule"]:
-    """Returns what steps the partitions of one engine. The optimizer steps whole what is left."""
-    rules: List[Rule] = []
-    for rules_with in overriding(features, "rules"):
-        rules = rules_with(rules)
-    return rules
 
 
 def only(features: Iterable[Feature], slot: str) -> Any:

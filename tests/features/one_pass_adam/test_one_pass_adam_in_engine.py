@@ -15,6 +15,7 @@ from deepspeed.compile.features.one_pass_adam import adam
 from deepspeed.compile.features.one_pass_adam.adam import AdamStep, OnePassAdam
 from deepspeed.compile.features.overlap_gather import gather
 from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
+from deepspeed.compile.features.ranges.feature import make_rules
 from deepspeed.compile.features.ranges.own_step import OwnRanges
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
@@ -206,7 +207,7 @@ def kinds_of_rules():
 
     def rules(backend, **compile_kwargs):
         engine = start(Case("FillsPartition", backend=backend, compile_kwargs=compile_kwargs)).engine
-        found = [type(rule) for rule in engine.optimizer._deepcompile.rules]
+        found = [type(rule) for rule in make_rules(engine.optimizer._deepcompile.features)]
         engine.destroy()
         return found
 

@@ -19,8 +19,8 @@ from deepspeed.utils import logger
 
 from ...zero_1_and_2.messages import inform
 from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from ...zero_1_and_2.step.ranges import end_of_range
 from ...zero_1_and_2.step.rule import Partition
+from ..ranges.ranges import end_of_range
 from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)

@@ -7,13 +7,14 @@ import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Collection, Dict, List, Optional, Tuple, Type
 
-from ..feature import Feature, Part, StateFormat, Transform, find, make_rules, only, overriding
+from ..feature import Feature, Part, StateFormat, Transform, find, only, overriding
 from ..gradient.backward import BackwardLife
 from ..gradient.layout import registered_parameters
 from ..gradient.native import Reducer
 from ..parameter.gather import AllGather
 from ..parameter.placement import Placement
 from ..step.interrupted import InterruptedStep
+from ..step.partitions import StepOfGroups
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -35,8 +36,8 @@ class EngineState:
         self.backward = BackwardLife(owner, self.reducer, self.placement)
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
-        # What steps partitions, in the order in which it is asked.
-        self.rules = make_rules(self.features)
+        # Makes the step of the partitions.
+        self.step_of_groups = only(self.features, "step_of_groups") or StepOfGroups
         self.transform: Optional[Transform] = only(self.features, "transform")
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups

@@ -2,5 +2,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a step: norm, overflow, this rank's partitions, and the gather.
 
-The optimizer steps a partition whole, unless a rule steps it. Rules are optional parts (``Feature.rules()``).
+The optimizer steps each partition whole, unless an optional part steps partitions otherwise.
 """

@@ -28,8 +28,8 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 class PartitionGradient:
     """The gradient of a partition, of which each range can be had once, in any order.
 
-    A parameter's gradient is dropped as soon as all its elements have been taken. Ranges within one gradient must
-    ascend.
+    A parameter's gradient is dropped as soon as all its elements have been taken. Within one gradient, ranges
+    must ascend.
 
     Args:
         views: the PartitionViews of the partition. This object takes the gradients out of them.

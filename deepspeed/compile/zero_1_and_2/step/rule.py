@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is: a way to step the elements of a partition."""
+"""What a rule is: a way to step the elements of a partition. Optional parts have rules (``Feature.rules()``)."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Protocol

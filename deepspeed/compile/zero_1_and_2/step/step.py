@@ -4,8 +4,7 @@
 
 :func:`run` does what the ZeRO optimizer's own step does, in as few passes over memory as possible: one pass reads the
 gradients and computes their norm, which also says whether gradients overflowed (``norm.py``), and
-``partitions.py`` steps this rank's partitions, in one pass more where a rule can. Gradients are released as they are
-read: range by range, or where no rule steps a partition, all of it at once.
+``partitions.py`` steps this rank's partitions. Gradients are released as they are read.
 """
 
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 from ..gradient.layout import lies_in_flat_tensor
 from ..timers import timed
 from .norm import factors_of, global_norm, overflowed
-from .partitions import StepOfGroups
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -59,7 +57,7 @@ def _run(optimizer):
     transform = deepcompile.transform
 
     def begin():
-        return StepOfGroups(optimizer, factors_of(optimizer, norm, scale, deepcompile.transformed))
+        return deepcompile.step_of_groups(optimizer, factors_of(optimizer, norm, scale, deepcompile.transformed))
 
     # What the device can compute before the host has waited for the norm, it computes in that time. A transform of
     # gradients changes states, so it waits for the answer, and clipping takes the norm of what it makes of gradients.

@@ -1,0 +1,77 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Steps this rank's partitions of all parameter groups, each by the first rule that serves it."""
+
+import functools
+from typing import TYPE_CHECKING, Dict, List, Optional
+
+import torch
+
+from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER
+
+from ...zero_1_and_2.gradient.layout import partition_offset
+from ...zero_1_and_2.step.partitions import StepOfGroups
+from ...zero_1_and_2.step.rule import Partition, Rule, first_step
+from ...zero_1_and_2.timers import timed
+from .authors import is_replaced, steps_as_written
+from .ranges import Ranges
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+
+class StepInRanges(StepOfGroups):
+    """One step of all parameter groups, range by range where a rule serves a partition, otherwise whole.
+
+    Args:
+        rules: in the order in which they are asked.
+    """
+
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", factors: List[Optional[torch.Tensor]], rules: List[Rule]):
+        super().__init__(optimizer, factors)
+        # What others have added to a step, only the whole step of the optimizer does.
+        as_written = (
+            not optimizer.torch_autocast_gradscaler
+            and not is_replaced(optimizer._optimizer_step)
+            and steps_as_written(optimizer.optimizer)
+        )
+        groups = range(len(optimizer.bit16_groups))
+        self._steps = [first_step(rules, self._partition(group, as_written)) for group in groups]
+        # Those of partitions that a rule serves.
+        self._ranges: Dict[int, Ranges] = {}
+
+    def _partition(self, group, as_written):
+        optimizer = self.optimizer
+        return Partition(
+            optimizer.optimizer,
+            group,
+            partition_offset(optimizer, group),
+            self.factors[group],
+            optimizer.gradient_accumulation_dtype,
+            optimizer._deepcompile.placement.new_parameters(optimizer, group),
+            as_written and len(optimizer.optimizer.param_groups[group]["params"]) == 1,
+        )
+
+    def run(self) -> None:
+        optimizer = self.optimizer
+        gather, placement = optimizer._deepcompile.gather, optimizer._deepcompile.placement
+        for group, step in enumerate(self._steps):
+            if step is not None:
+                numel = optimizer.single_partition_of_fp32_groups[group].numel()
+                written = functools.partial(placement.send, optimizer, group)
+                self._ranges[group] = Ranges(step, numel, self.take_gradient(group), written)
+        # From the host, new values are still on their way to the device when they are written.
+        if len(self._ranges) == len(self._steps) and not placement.on_host:
+            with timed(optimizer, OPTIMIZER_STEP_TIMER):
+                for group in self._ranges:
+                    self._ranges[group].step_first(gather.first_spans(group))
+            gather.start_first()
+        super().run()
+
+    def step_group(self, group: int) -> None:
+        if group not in self._ranges:
+            super().step_group(group)
+            return
+        with timed(self.optimizer, OPTIMIZER_STEP_TIMER):
+            # Drop the ranges of a group when it is stepped, because they hold memory for gradients.
+            self._ranges.pop(group).step_rest()
