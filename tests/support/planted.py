@@ -141,7 +141,7 @@ FAULTS = {
     ),
     "no warning of an option without effect": Fault(
         "gradient_predivide_factor is ignored without a word",
-        CORE + "engine/options.py",
+        FEATURES + "unsupported_options/ignored.py",
         {"!= 1.0 and not config.prescale_gradients:": "!= 1.0 and config.prescale_gradients:"},
         ("core/test_options_warned.py",),
     ),
