@@ -36,11 +36,8 @@ def should_release_reduce_buckets(graph_order: Iterable[Tuple[int, bool]], graph
     """Whether the backward of ``graph_id`` is the last one that reduces. ZeRO-3's passes ask it.
 
     Backwards run in the reverse of forward order, so the last backward that reduces belongs to the first forward graph
-    that reduces. All forward graphs of a step are known when the first backward is compiled.
-
-    Args:
-        graph_order: (graph id, whether it needs a backward) of each forward graph, in forward order.
-        graph_id: one of these ids.
+    that reduces. All forward graphs of a step are known when the first backward is compiled. ``graph_order`` has
+    (graph id, whether it needs a backward) of each forward graph, in forward order.
     """
     from .backend import param_manager
 

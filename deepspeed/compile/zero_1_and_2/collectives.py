@@ -24,12 +24,11 @@ _OF_GLOO = ("gloo/", "Application timeout caused pair closure")
 def collective(purpose: str) -> Iterator[None]:
     """Context of a collective that raises the collective's error again, as DistBackendError, with its purpose.
 
+    The message says "DeepCompile could not" and the purpose.
+
     Errors of other ranks arrive as torch's DistError from NCCL, and from gloo as plain RuntimeErrors, which only their
     text tells from others. Any other error is this rank's own and stays as it is. The native code does the same around
     its own collectives (``throw_for_other_ranks()``).
-
-    Args:
-        purpose: what completes "DeepCompile could not" in the message.
 
     Raises:
         DistBackendError: if the collective raised.
@@ -54,7 +53,7 @@ def shorten_timeouts(optimizer: "DeepSpeedZeroOptimizer") -> None:
 
 def shorten_timeout(group: "ProcessGroup", device: torch.device) -> None:
     """Shortens the timeout of a process group to the timeout of the world's. ``device``: of what the group sends."""
-    world, backend = (_communicating_backend(each, device) for each in (dist.get_world_group(), group))
+    world, backend = _communicating_backend(dist.get_world_group(), device), _communicating_backend(group, device)
     if {world.name(), backend.name()} <= {"gloo", "nccl"} and world.options._timeout < backend.options._timeout:
         backend.set_timeout(world.options._timeout)
 

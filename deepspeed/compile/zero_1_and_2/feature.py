@@ -202,11 +202,7 @@ class Feature:
     # Forwards and backwards -----------------------------------------------------------------------------------------
 
     def around_forward(self, training: bool) -> ContextManager:
-        """Returns a context of each forward of the engine.
-
-        Args:
-            training: whether the engine's module is in training mode.
-        """
+        """Returns a context of each forward of the engine. ``training``: whether its module is in training mode."""
         return contextlib.nullcontext()
 
     def backward_ends(self) -> None:
@@ -227,11 +223,7 @@ class Feature:
 
     def rules(self, others: List["Rule"]) -> List["Rule"]:
         """Returns what steps partitions, in the order in which it is asked. Called once, by the part that makes
-        steps of rules.
-
-        Args:
-            others: the rules of the parts that stand before this one.
-        """
+        steps of rules. ``others`` are the rules of the parts that stand before this one."""
         return others
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:

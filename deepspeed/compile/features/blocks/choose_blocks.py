@@ -64,17 +64,19 @@ def _reason_for_whole(module, blocks):
         return f"{type(module).__name__} calls its blocks itself, so all around them would run uncompiled"
     kinds = defaultdict(set)
     for block in blocks:
-        kinds[type(block)].add(tuple((name, each.shape, each.dtype) for name, each in block.named_parameters()))
+        kinds[type(block)].add(
+            tuple((name, parameter.shape, parameter.dtype) for name, parameter in block.named_parameters())
+        )
     differing = sorted(kind.__name__ for kind, alike in kinds.items() if len(alike) > 1)
     if differing:
         return f"parameters of {differing} are not alike"
     inside = {parameter: parameter.numel() for block in blocks for parameter in block.parameters()}
     around = {
         parameter: parameter.numel()
-        for each in {part for parent in parents for part in parent.modules()}
+        for submodule in {part for parent in parents for part in parent.modules()}
         # Do not count embeddings: they only look rows up, so compiling them gains nothing.
-        if not isinstance(each, Embedding)
-        for parameter in each.parameters(recurse=False)
+        if not isinstance(submodule, Embedding)
+        for parameter in submodule.parameters(recurse=False)
         if parameter not in inside
     }
     if sum(around.values()) > sum(inside.values()):

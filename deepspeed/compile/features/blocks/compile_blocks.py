@@ -128,22 +128,22 @@ def take_over_compiled(modules: Iterable[Module]) -> None:
 
     Modules that another engine has compiled stay as they are.
     """
-    compiled = [each for each in modules if is_compiled(each)]
+    compiled = [submodule for submodule in modules if is_compiled(submodule)]
     if compiled:
-        names = sorted({type(each).__name__ for each in compiled})
+        names = sorted({type(submodule).__name__ for submodule in compiled})
         warn(
             f"DeepCompile compiles {len(compiled)} modules of {names} itself that were compiled before; what their "
             "compile() was given has no effect, so give it to engine.compile()"
         )
-    for each in compiled:
-        each._compiled_call_impl = None
+    for submodule in compiled:
+        submodule._compiled_call_impl = None
 
 
 def refuse_blocks_of_others(module: Module) -> None:
     """Raises ValueError if an engine that trains other parameters has compiled parts of this model."""
-    for each in module.modules():
-        if isinstance(each._compiled_call_impl, (BlockCall, BlockParentCall)):
+    for submodule in module.modules():
+        if isinstance(submodule._compiled_call_impl, (BlockCall, BlockParentCall)):
             raise ValueError(
-                f"{type(each).__name__} is compiled by another engine, which trains other parameters of this model; "
-                "destroy that engine, or set compile.regional_compilation to false for that engine"
+                f"{type(submodule).__name__} is compiled by another engine, which trains other parameters of this "
+                "model; destroy that engine, or set compile.regional_compilation to false for that engine"
             )

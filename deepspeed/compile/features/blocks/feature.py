@@ -74,7 +74,7 @@ class Blocks(Feature):
     def __init__(self, context: SetUpContext):
         module, compile_kwargs, undo = context.module, context.request.compile_kwargs, context.undo
         compile_blocks.refuse_blocks_of_others(module)
-        compile_blocks.take_over_compiled(each for each in module.modules() if each is not module)
+        compile_blocks.take_over_compiled(submodule for submodule in module.modules() if submodule is not module)
         blocks, why_whole = chosen_blocks(context.request)
         self._module, self._blocks = weakref.ref(module), [weakref.ref(block) for block in blocks]
         self.no_graph_is_last = bool(blocks)
@@ -123,11 +123,13 @@ def _hooks_that_end_graphs(module, blocks):
     if torch._dynamo.config.compiled_autograd:
         return
     # Hooks of a block itself run outside of the block's graph.
-    traced = {id(each) for top in blocks or [module] for each in top.modules()} - {id(block) for block in blocks}
+    traced = {id(submodule) for top in blocks or [module] for submodule in top.modules()} - {
+        id(block) for block in blocks
+    }
     hooked = [
-        name or type(each).__name__
-        for name, each in module.named_modules()
-        if id(each) in traced and (each._backward_hooks or each._backward_pre_hooks)
+        name or type(submodule).__name__
+        for name, submodule in module.named_modules()
+        if id(submodule) in traced and (submodule._backward_hooks or submodule._backward_pre_hooks)
     ]
     if hooked:
         yield (

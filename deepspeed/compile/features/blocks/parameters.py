@@ -10,8 +10,8 @@ from torch.nn import Module, Parameter
 
 def modules_outside(module: Module, blocks: List[Module]) -> List[Module]:
     """Lists the modules that lie in no block."""
-    inside = {id(each) for block in blocks for each in block.modules()}
-    return [each for each in module.modules() if id(each) not in inside]
+    inside = {id(submodule) for block in blocks for submodule in block.modules()}
+    return [submodule for submodule in module.modules() if id(submodule) not in inside]
 
 
 def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:
@@ -20,7 +20,9 @@ def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Modul
     ``parameters`` may hold others than those of the module, as an optimizer may.
     """
     outside = {
-        id(parameter) for each in modules_outside(module, blocks) for parameter in each.parameters(recurse=False)
+        id(parameter)
+        for submodule in modules_outside(module, blocks)
+        for parameter in submodule.parameters(recurse=False)
     }
     holders: Dict[int, Set[int]] = defaultdict(set)
     for index, block in enumerate(blocks):

@@ -43,7 +43,7 @@ def train_without_cache(module: Module, undo: contextlib.ExitStack) -> None:
     chosen. In a model inside ``module``, the hook does so only for calls with labels: without labels, the code around
     the model may want the cache.
     """
-    models = [each for each in _outermost(module) if _has_switch(each)]
+    models = [model for model in _outermost(module) if _has_switch(model)]
     if models:
         names = sorted({type(model).__name__ for model in models})
         warn(
@@ -69,10 +69,14 @@ def _outermost(module) -> List[Module]:
 
 def _has_switch(model):
     """Whether a model's forward keeps a cache by default, and takes the argument ``use_cache``."""
-    keeps = any(getattr(getattr(each, "config", None), "use_cache", None) is True for each in model.modules())
+    keeps = any(
+        getattr(getattr(submodule, "config", None), "use_cache", None) is True for submodule in model.modules()
+    )
     parameters = inspect.signature(model.forward).parameters
     # Models that generate pass unknown keyword arguments on to their inner model, which has the layers.
-    hands_on = model.can_generate() and any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    hands_on = model.can_generate() and any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
     return keeps and ("use_cache" in parameters or hands_on)
 
 

@@ -81,8 +81,8 @@ def prepare(engine: "DeepSpeedEngine") -> None:
     # All ranks raise if one cannot write: otherwise the others would wait for that one in their next collective.
     why_not_of_all = [""] * world
     dist.all_gather_object(why_not_of_all, why_not)
-    for each in filter(None, why_not_of_all):
-        raise ValueError(f"{OPTION}.folder: {each}; name another folder")
+    for reason in filter(None, why_not_of_all):
+        raise ValueError(f"{OPTION}.folder: {reason}; name another folder")
     if records:
         engine._memory_recorder = Recorder(engine, Path(option.folder), option.step)
 
@@ -254,7 +254,7 @@ class Recorder:
         except Exception as error:
             logger.warning(f"{OPTION}: the step's memory was recorded, but not all of it written: {_told(error)}")
             return
-        names = ", ".join(str(each) for each in [*pictures, file])
+        names = ", ".join(str(path) for path in [*pictures, file])
         # DeepSpeed shows nothing below a warning by default, and the user has asked for these files.
         logger.warning(f"{OPTION}: {data.headline(step)}; see {names}")
 

@@ -63,7 +63,8 @@ def another_profiler_runs() -> bool:
     """Whether a profiler of torch runs or warms up. It takes as long as going through all objects of the process."""
     # While it warms up, torch does not count it as enabled, and a second profiler would still end it.
     return torch.autograd._profiler_enabled() or any(
-        issubclass(type(each), profile) and each.current_action is ProfilerAction.WARMUP for each in gc.get_objects()
+        issubclass(type(value), profile) and value.current_action is ProfilerAction.WARMUP
+        for value in gc.get_objects()
     )
 
 

@@ -54,17 +54,17 @@ class ParameterArrivals:
         self._called: Set[int] = set()
         self._called_last: Dict[Tuple[bool, bool], Set[int]] = {}
         self._first = [OUTSIDE, *range(1, 1 + len(blocks))]
-        outside = {id(each) for each in modules_outside(module, blocks)}
-        for each in module.modules():
-            if isinstance(each, torch.jit.ScriptModule):
+        outside = {id(submodule) for submodule in modules_outside(module, blocks)}
+        for submodule in module.modules():
+            if isinstance(submodule, torch.jit.ScriptModule):
                 # A ScriptModule takes no hooks. The engine's forward and the modules around the ScriptModule wait too.
                 continue
-            self._hooks.append(each.register_state_dict_pre_hook(_outside_graphs(self.leave)))
-            self._hooks.append(each.register_load_state_dict_pre_hook(_outside_graphs(self.leave)))
-            own = self.gather.units_of(each.parameters(recurse=False))
-            if id(each) in outside and (own or each is module):
+            self._hooks.append(submodule.register_state_dict_pre_hook(_outside_graphs(self.leave)))
+            self._hooks.append(submodule.register_load_state_dict_pre_hook(_outside_graphs(self.leave)))
+            own = self.gather.units_of(submodule.parameters(recurse=False))
+            if id(submodule) in outside and (own or submodule is module):
                 # Run before other hooks: they may compute with parameters, as the hook of weight_norm() does.
-                self._hooks.append(each.register_forward_pre_hook(_outside_graphs(self.begin), prepend=True))
+                self._hooks.append(submodule.register_forward_pre_hook(_outside_graphs(self.begin), prepend=True))
 
     def forward_begins(self, training: bool) -> None:
         """Called before a forward of the engine: waits as :meth:`begin`, and for all blocks that may not wait.

@@ -64,6 +64,6 @@ def _schedulers_of(optimizer: Optimizer, given: Any) -> Iterator[Any]:
     # The engine knows only the scheduler that deepspeed.initialize() was given. Accelerate gives it none of torch's,
     # and a scheduler may be made of others. No optimizer knows its schedulers, so ask Python for all objects, which
     # are those that are not behind gc.freeze().
-    for each in (given, *gc.get_objects()):
-        if issubclass(type(each), _KINDS) and getattr(each, "optimizer", None) is optimizer:
-            yield each
+    for value in (given, *gc.get_objects()):
+        if issubclass(type(value), _KINDS) and getattr(value, "optimizer", None) is optimizer:
+            yield value

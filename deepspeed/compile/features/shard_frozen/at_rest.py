@@ -168,39 +168,39 @@ class Resharded(_NextClass):
             if name == "copy_" and not isinstance(args[1], Resharded):
                 share.write(args[1].detach())
                 return first
-        at_rest = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Resharded))
+        at_rest = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Resharded))
         raise vars(at_rest)[_SHARE].refusal(f"read or changed ({name})")
 
 
 def _values(arguments):
     """Returns {id: values} of the tensors at rest in arguments, or None if some have no values now."""
     values = {}
-    for each in tree_leaves(arguments):
-        if isinstance(each, Resharded):
-            of_each = vars(each)[_SHARE].values()
-            if of_each is None:
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, Resharded):
+            its_values = vars(leaf)[_SHARE].values()
+            if its_values is None:
                 return None
-            values[id(each)] = each if not isinstance(each, Resharded) else of_each
+            values[id(leaf)] = leaf if not isinstance(leaf, Resharded) else its_values
     return values
 
 
 def _call_with_values(function, arguments, values):
     """Calls a function with values in place of tensors at rest."""
-    before = {key: _memory_of(each) for key, each in values.items()}
-    args, kwargs = tree_map(lambda each: values.get(id(each), each), arguments)
+    before = {key: _memory_of(value) for key, value in values.items()}
+    args, kwargs = tree_map(lambda value: values.get(id(value), value), arguments)
     result = function(*args, **kwargs)
-    for each in tree_leaves(arguments):
-        if isinstance(each, Resharded) and _memory_of(values[id(each)]) != before[id(each)]:
+    for leaf in tree_leaves(arguments):
+        if isinstance(leaf, Resharded) and _memory_of(values[id(leaf)]) != before[id(leaf)]:
             # Such as by assigning to `data`: it stands for the parameter no longer.
-            _replace(each, values[id(each)])
+            _replace(leaf, values[id(leaf)])
     return result
 
 
 def _memory_of(tensor):
     """Says where and how the values of a tensor lie."""
     return [
-        (each.untyped_storage()._cdata, each.storage_offset(), each.shape, each.stride(), each.dtype)
-        for each in plain_tensors([tensor])
+        (plain.untyped_storage()._cdata, plain.storage_offset(), plain.shape, plain.stride(), plain.dtype)
+        for plain in plain_tensors([tensor])
     ]
 
 

@@ -78,7 +78,7 @@ class GatherOrder:
         """
         if not self._has_block_run:
             self._has_block_run = True
-            if any(each.requires_grad for each in tensors_in(inputs)):
+            if any(tensor.requires_grad for tensor in tensors_in(inputs)):
                 self._needed_from = 0
 
     def note_gradient(self, unit: Optional[Unit]) -> None:
@@ -134,4 +134,4 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
         if isinstance(leaf, torch.Tensor):
             yield leaf
         elif hasattr(leaf, "__dict__"):
-            yield from (each for each in tree_leaves(vars(leaf)) if isinstance(each, torch.Tensor))
+            yield from (value for value in tree_leaves(vars(leaf)) if isinstance(value, torch.Tensor))

@@ -89,10 +89,10 @@ def _stand_in(tensor, compares=True):
 def _wrapper(tensor, compares):
     names, context = tensor.__tensor_flatten__()
     tensors = {name: getattr(tensor, name) for name in names}
-    stand_ins = {name: _stand_in(each, compares) for name, each in tensors.items()}
-    if all(each is None for each in stand_ins.values()):
+    stand_ins = {name: _stand_in(part, compares) for name, part in tensors.items()}
+    if all(stand_in is None for stand_in in stand_ins.values()):
         return None
-    inner = {name: _pack(each) if stand_ins[name] is None else stand_ins[name] for name, each in tensors.items()}
+    inner = {name: _pack(part) if stand_ins[name] is None else stand_ins[name] for name, part in tensors.items()}
     return _Wrapper(type(tensor), context, tensor.size(), tensor.stride(), inner)
 
 

@@ -60,7 +60,10 @@ class ShardedBlocks:
         for block, parameters in zip(blocks, frozen_of_blocks(module, blocks, trained), strict=True):
             if parameters:
                 self._unit_of[id(block)] = Unit(
-                    {names[each]: each for each in parameters}, process_group, device, number=len(self._unit_of)
+                    {names[parameter]: parameter for parameter in parameters},
+                    process_group,
+                    device,
+                    number=len(self._unit_of),
                 )
         self.units = list(self._unit_of.values())
         for unit in self.units:
@@ -85,9 +88,11 @@ class ShardedBlocks:
     def _units_without_gradient(self, caller, called):
         """Counts the units of blocks before the first trained parameter of a module that calls blocks."""
         inside = {id(parameter) for block in called for parameter in block.parameters()}
-        if any(each.requires_grad and id(each) not in inside for each in caller.parameters()):
+        if any(parameter.requires_grad and id(parameter) not in inside for parameter in caller.parameters()):
             return 0
-        frozen = itertools.takewhile(lambda block: not any(each.requires_grad for each in block.parameters()), called)
+        frozen = itertools.takewhile(
+            lambda block: not any(parameter.requires_grad for parameter in block.parameters()), called
+        )
         return sum(id(block) in self._unit_of for block in frozen)
 
     @property
@@ -106,7 +111,7 @@ class ShardedBlocks:
         """Begins to gather a unit, unless it is gathered or on its way, and reshards others for it."""
         if self._all_gathered or unit in self._gathered:
             return
-        idle = [each for each in self._gathered if not self._in_use[each]]
+        idle = [other for other in self._gathered if not self._in_use[other]]
         while idle and len(self._gathered) >= MOST_GATHERED:
             self.reshard(idle.pop(0))
         self._free_lent()
@@ -204,11 +209,11 @@ class ShardedBlocks:
         Returns the output.
         """
         # An input that is handed on is an output of another module, which is reached through it.
-        inputs = {id(each) for each in tree_leaves((args, kwargs))}
-        for each in tensors_in(output):
-            if each.grad_fn is not None and id(each) not in inputs:
+        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs))}
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None and id(tensor) not in inputs:
                 schedule.note_gradient(None)
-                each.register_hook(lambda _: self._backward_reaches(schedule))
+                tensor.register_hook(lambda _: self._backward_reaches(schedule))
         if not schedule.is_unseen:
             return output
 
@@ -326,13 +331,15 @@ class ShardedBlocks:
 
 
 def _any_requires_grad(args, kwargs):
-    return any(each.requires_grad for each in tensors_in((args, kwargs)))
+    return any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
 
 def frozen_of_blocks(module: Module, blocks: List[Module], trained: List[Parameter]) -> List[List[Parameter]]:
     """Lists for each block the parameters that are sharded. ``trained``: the parameters that an optimizer has."""
     kept = {id(parameter) for parameter in trained}
-    frozen = [each for each in module.parameters() if id(each) not in kept and _can_be_sharded(each)]
+    frozen = [
+        parameter for parameter in module.parameters() if id(parameter) not in kept and _can_be_sharded(parameter)
+    ]
     return by_block(frozen, module, blocks)[1:]
 
 

@@ -45,4 +45,4 @@ def named_parameters(module: Module) -> Iterator[Tuple[str, Parameter]]:
     DeepSpeed keeps these to name parameters in messages. Torch cannot move a parameter that is made of other tensors
     while anybody has a weak reference to it.
     """
-    return (each for each in module.named_parameters() if not is_traceable_wrapper_subclass(each[1]))
+    return (entry for entry in module.named_parameters() if not is_traceable_wrapper_subclass(entry[1]))

@@ -40,11 +40,8 @@ def set_up(
     later step raises, these functions run at once, and the engine trains as it did before; otherwise they run at the
     engine's end. An earlier ``compile()`` of a part of the module is not restored.
 
-    Args:
-        engine: a DeepSpeedEngine of ZeRO stage 1 or 2.
-        backend: "inductor" or "eager".
-        compile_kwargs: what ``engine.compile()`` passes on to ``module.compile()``.
-        schedule: None, or the default schedule, which runs this stage's own pass at step 0.
+    ``backend`` is "inductor" or "eager". ``schedule`` is None, or the default schedule, which runs this stage's own
+    pass at step 0.
 
     Raises:
         ValueError: if ZeRO-1/2 under DeepCompile cannot honour an option. The message names the option and says what

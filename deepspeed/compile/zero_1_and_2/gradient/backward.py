@@ -46,11 +46,6 @@ class BackwardLife:
 
     As in DeepSpeed, one thread at a time uses an engine. When a backward raises, only the reducer learns of it, in the
     thread of autograd that drops the backward's graph. This object asks the reducer whenever the engine is called.
-
-    Args:
-        engine: the DeepSpeedEngine. Its optimizer is the ZeRO-1/2 optimizer.
-        reducer: the engine's native reducer.
-        placement: where gradients lie.
     """
 
     def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement):
@@ -92,23 +87,22 @@ class BackwardLife:
 
     def forward_begins(self) -> None:
         """Called before a forward for which gradients are enabled."""
+        # The next `loss.backward()` starts DeepSpeed's timers before begin(), so the timers of a backward that raised
+        # must have been reset.
         self.settle()
         self._step.forward_since_hand_over = True
 
-    def enter(self, enter_backward: Callable[[], None]) -> None:
-        """Called for each output through which autograd enters a backward.
+    def enter(self, base_enter: Callable[[], None]) -> None:
+        """Called for each output through which autograd enters a backward, in place of the base's ``enter_backward``.
 
         A backward of several outputs enters once for each output, but leaves only once. So only the first entry
         counts.
-
-        Args:
-            enter_backward: the base optimizer's own ``enter_backward``.
         """
         optimizer = self._optimizer()
         if optimizer._backward_active_depth == 0:
             # The previous backward's callback already ran. DeepSpeed clears this flag only in a forward.
             optimizer._backward_hook_state.post_backward_callback_queued = False
-            enter_backward()
+            base_enter()
 
     def begin_unannounced(self) -> bool:
         """Called when a gradient arrives and no backward has begun. Returns whether the gradient begins one.
@@ -126,11 +120,8 @@ class BackwardLife:
         return False
 
     def begin(self, base_prologue: Callable[[], None]) -> None:
-        """Called before the first gradient of a backward, and once more for each further loss of the same backward.
-
-        Args:
-            base_prologue: the base optimizer's own ``backward_prologue``.
-        """
+        """Called before the first gradient of a backward, in place of the base's ``backward_prologue``, and once more
+        for each further loss of the same backward."""
         engine = self._engine()
         # Within engine.backward(), another graph task belongs to the same backward: checkpointing with
         # use_reentrant=True runs one for each output that it recomputes.
@@ -254,10 +245,7 @@ class BackwardLife:
         """Abandons the last backward if its epilogue has not run and will not.
 
         Either the backward raised and autograd's device thread still holds its graph task, or the backward was
-        interrupted after its last gradient.
-
-        Args:
-            may_enclose: whether a backward begins, which the last one may enclose. False between backwards.
+        interrupted after its last gradient. ``may_enclose``: whether a backward begins, which it may enclose.
         """
         self._settle(self._reducer.abandon_unfinished(may_enclose))
 

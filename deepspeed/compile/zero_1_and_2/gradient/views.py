@@ -137,9 +137,8 @@ class PartitionViews(list):
     def read(self, entries: Any, name: str) -> None:
         """Makes each entry whose memory is not its target's the new target. Called before a step.
 
-        Args:
-            entries: this list, to which the caller may have assigned, or what the caller has put in its place.
-            name: of the list, for an error.
+        ``entries`` is this list, to which the caller may have assigned, or what the caller has put in its place.
+        ``name`` is for an error.
 
         Raises:
             ValueError: if this is no list with a tensor, of as many elements as the target, for each entry.

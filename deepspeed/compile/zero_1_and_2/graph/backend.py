@@ -19,10 +19,7 @@ from .parameter_numbers import ParameterNumbers
 class Backend:
     """A ``torch.compile`` backend that reduces the gradients of parameters where they are produced.
 
-    Args:
-        request: what the user asks for.
-        registered: the registered parameters, in the reducer's order, which outlive the backend's graphs.
-        identity: the reducer's number.
+    ``registered`` are the registered parameters, in the reducer's order. ``identity`` is the reducer's number.
     """
 
     def __init__(self, request: Request, registered: Sequence[torch.nn.Parameter], identity: int):
@@ -63,7 +60,7 @@ class Backend:
         mode: Optional[str] = None,
         options: Optional[Dict[str, Any]] = None,
     ) -> Callable:
-        """Compiles a frame. The arguments are those of a :class:`Frame`."""
+        """Compiles a :class:`Frame`."""
         guards.guard_all()
         parameters = [value for value in example_inputs if value in self._settings.numbers]
         graph_id, is_last = self._place(parameters)

@@ -17,23 +17,14 @@ from .reductions import index_of
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CompileSettings:
-    """How the graphs of an engine are compiled.
+    """How the graphs of an engine are compiled."""
 
-    Attributes:
-        compiler: "inductor", or "eager", with which graphs run as they are traced.
-        dynamic: as in ``torch.compile``.
-        debug_log: whether rewritten graphs are logged.
-        numbers: of the registered parameters.
-        are_aligned: whether all of these lie at addresses that Inductor takes for aligned.
-        rewrites: the methods ``rewrite`` of the engine's optional parts.
-        split: the method ``split`` of the part that has one, or None.
-    """
-
-    compiler: str
-    dynamic: Optional[bool]
-    debug_log: bool
-    numbers: ParameterNumbers
-    are_aligned: bool
+    compiler: str  # "inductor", or "eager", with which graphs run as they are traced
+    dynamic: Optional[bool]  # as in torch.compile
+    debug_log: bool  # whether rewritten graphs are logged
+    numbers: ParameterNumbers  # of the registered parameters
+    are_aligned: bool  # whether all of these lie at addresses that Inductor takes for aligned
+    # Methods of the engine's optional parts.
     rewrites: Sequence[Callable[[Sequence], Optional[Rewrite]]] = ()
     split: Optional[Callable[[Sequence], Split]] = None
 
@@ -44,27 +35,16 @@ class CompileSettings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Frame:
-    """A frame that Dynamo has traced, while its graph is compiled.
+    """A frame that Dynamo has traced, while its graph is compiled."""
 
-    Attributes:
-        gm, inputs: the frame's graph as Dynamo traced it, and examples of its inputs.
-        parameters: those inputs that are registered parameters.
-        block: the name of the block's class if the frame is a block's, or None. One graph may then serve several
-            layers.
-        graph_id: the frame's graph id, or None if the frame reduces nothing.
-        release_reduce_buckets: whether the backward of this frame is the last that reduces.
-        mode, options: as in ``torch.compile``.
-        settings: those of the engine.
-    """
-
-    gm: GraphModule
-    inputs: Sequence
-    parameters: Sequence[torch.Tensor]
-    block: Optional[str]
-    graph_id: Optional[int]
-    release_reduce_buckets: bool
-    mode: Optional[str]
-    options: Optional[Dict[str, Any]]
+    gm: GraphModule  # the frame's graph as Dynamo traced it
+    inputs: Sequence  # examples of the graph's inputs
+    parameters: Sequence[torch.Tensor]  # those inputs that are registered parameters
+    block: Optional[str]  # the name of the block's class if the frame is a block's: one graph may serve several layers
+    graph_id: Optional[int]  # None if the frame reduces nothing
+    release_reduce_buckets: bool  # whether the backward of this frame is the last that reduces
+    mode: Optional[str]  # as in torch.compile
+    options: Optional[Dict[str, Any]]  # as in torch.compile
     settings: CompileSettings
 
     @property
@@ -73,11 +53,7 @@ class Frame:
         return self.settings.numbers
 
     def compile_graph(self, gm: GraphModule, inputs: Sequence) -> Callable:
-        """Compiles the frame's graph, or a part of it, with reductions in its backward.
-
-        Args:
-            gm, inputs: the graph, and examples of its inputs.
-        """
+        """Compiles the frame's graph, or a part of it, with reductions in its backward."""
         numbers = self.numbers
         reduced = [index for index, value in enumerate(inputs) if self.graph_id is not None and value in numbers]
         rewrites = (rewrite(inputs) for rewrite in self.settings.rewrites)

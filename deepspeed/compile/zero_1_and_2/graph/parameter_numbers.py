@@ -17,9 +17,7 @@ class ParameterNumbers:
     parameter itself: Inductor may give the backward a copy of a parameter in another layout, and a parameter that is
     saved for the backward must not be changed in between.
 
-    Args:
-        identity: the engine's number.
-        parameters: the registered parameters, in the reducer's order, which outlive the engine's graphs.
+    ``identity`` is the engine's number. ``parameters``, in the reducer's order, must outlive the engine's graphs.
     """
 
     def __init__(self, identity: int, parameters: Iterable[torch.Tensor]):

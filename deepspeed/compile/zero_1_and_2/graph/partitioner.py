@@ -40,27 +40,16 @@ class Split(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReduceGradPartitioner(CustomPartitionerFn):
-    """Inserts the reductions, then splits the joint graph as torch would, or as an optional part does.
+    """Inserts the reductions, then splits the joint graph as torch would, or as an optional part does."""
 
-    Attributes:
-        slots: index of a graph's input that is reduced -> its slot in the registrations.
-        graph_id: the frame's graph id, or None if the frame reduces nothing.
-        release_reduce_buckets: whether the backward of this graph is the last that reduces.
-        debug_log: whether to log the split graphs.
-        lies_anywhere: for each input of the graph, whether it may lie at an address of any alignment.
-        rewrites: change the graph before it is split.
-        split: splits the graph, or None.
-        donates: whether to mark gradients that the reducer may keep, because the graphs run as split.
-    """
-
-    slots: Mapping[int, int]
-    graph_id: Optional[int]
-    release_reduce_buckets: bool
-    debug_log: bool
-    lies_anywhere: Sequence[bool]
+    slots: Mapping[int, int]  # index of a graph's input that is reduced -> its slot in the registrations
+    graph_id: Optional[int]  # None if the frame reduces nothing
+    release_reduce_buckets: bool  # whether the backward of this graph is the last that reduces
+    debug_log: bool  # whether to log the split graphs
+    lies_anywhere: Sequence[bool]  # for each input of the graph, whether it may lie at an address of any alignment
     rewrites: Sequence[Rewrite] = ()
     split: Optional[Split] = None
-    donates: bool = False
+    donates: bool = False  # whether to mark gradients that the reducer may keep, because the graphs run as split
 
     def uuid(self) -> bytes:
         """Identifies this partitioner in the keys of torch's caches."""

@@ -25,10 +25,8 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> None:
 
     The registrations tell the graph in each call which parameters it was given, so one graph serves several layers.
 
-    Args:
-        joint: forward and backward in one graph, as AOTAutograd traces them, with descriptors.
-        slots: index of a frame's input that is a registered parameter -> slot in the registrations, which are the
-            frame's last input.
+    ``joint`` is forward and backward in one graph, as AOTAutograd traces them, with descriptors. ``slots`` leads from
+    the index of a frame's input to a slot in the registrations, which are the frame's last input.
     """
     graph = joint.graph
     output = graph.output_node()

@@ -25,10 +25,8 @@ class InterruptedStep:
     def changing_parameters(self, engine: Optional["DeepSpeedEngine"]) -> Iterator[None]:
         """Context of the code that changes parameters.
 
-        After an exception in this context, calls of the engine and state dicts of its module raise RuntimeError.
-
-        Args:
-            engine: the engine, or None if only its optimizer still exists: the optimizer's steps raise RuntimeError.
+        After an exception in this context, calls of the engine and state dicts of its module raise RuntimeError. If
+        only the engine's optimizer still exists, its steps do.
         """
         try:
             yield

@@ -28,10 +28,7 @@ def global_norm(
 ) -> torch.Tensor:
     """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid.
 
-    Args:
-        optimizer: the ZeRO-1/2 optimizer.
-        scale: the loss scale.
-        unscaled_groups: indices of the parameter groups whose gradients lack the loss scale. The norm counts it.
+    ``unscaled_groups`` are indices of the parameter groups whose gradients lack the loss scale. The norm counts it.
     """
     norms = [_group_norm(optimizer, group) for group in range(len(optimizer.bit16_groups))]
     norms = [norm * scale if group in unscaled_groups else norm for group, norm in enumerate(norms)]

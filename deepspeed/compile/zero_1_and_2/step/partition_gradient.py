@@ -32,10 +32,10 @@ class PartitionGradient:
     must ascend.
 
     Args:
-        views: the PartitionViews of the partition. This object takes the gradients out of them.
+        views: of the partition. This object takes the gradients out of them.
         factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
         like: a tensor of the dtype and on the device of the master weights.
-        dtype: the dtype of the gradients.
+        dtype: of the gradients.
     """
 
     def __init__(
@@ -76,13 +76,9 @@ class PartitionGradient:
     def unscaled(self, first: int, limit: int, multiple: int = ALIGN_NUMEL) -> torch.Tensor:
         """Returns elements from ``first`` on, 1-D, not scaled, and in their own dtype. Padding is zero.
 
-        They begin at a multiple of 16 bytes, and are a multiple of ``multiple``. They may lie in the memory of a
+        They begin at a multiple of 16 bytes, are a multiple of ``multiple``, which is one of ``ALIGN_NUMEL``, and end
+        at ``limit`` at the latest, at least ``multiple`` elements behind ``first``. They may lie in the memory of a
         gradient, or in memory that the next call overwrites: so few are returned that little is copied.
-
-        Args:
-            first: where to begin.
-            limit: where to end at the latest, at least ``multiple`` elements behind ``first``.
-            multiple: a multiple of ``ALIGN_NUMEL``.
         """
         if self._flat is not None:
             gradient = self._flat[first : limit - (limit - first) % multiple]

@@ -21,9 +21,7 @@ class StepOfGroups:
 
     The optimizer steps each partition whole. An optional part may have a subclass that steps partitions otherwise.
 
-    Args:
-        optimizer: the ZeRO-1/2 optimizer.
-        factors: for each parameter group an fp32 tensor [1] with which to multiply gradients, or None for 1.
+    ``factors``: for each parameter group an fp32 tensor [1] with which to multiply gradients, or None for 1.
     """
 
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer", factors: List[Optional[torch.Tensor]]):

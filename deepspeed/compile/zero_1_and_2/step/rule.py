@@ -50,15 +50,10 @@ class Step(Protocol):
     """One step of one partition, made range by range, in any order."""
 
     def run(self, gradient: "PartitionGradient", first: int, limit: int) -> int:
-        """Steps elements from ``first`` on, and writes their new values. Every element is stepped once.
+        """Steps elements from the offset ``first`` on, to ``limit`` at the latest, and writes their new values.
 
-        Args:
-            gradient: the gradient of the partition, from which this method takes that of the elements it steps.
-            first: the offset in the partition.
-            limit: where to end at the latest.
-
-        Returns:
-            the offset behind the last element that was stepped, greater than ``first``.
+        Takes the gradient of these elements out of that of the partition. Every element is stepped once. Returns the
+        offset behind the last element that was stepped, greater than ``first``.
         """
 
     def finish(self) -> None:
