@@ -66,12 +66,6 @@ EDITS = (
     ),
     (
         ENGINE,
-        "warning in forward()",
-        "if self.is_deepcompile_enabled() and not self.is_deepcompile_active() and not self.is_compiled:",
-        "if deepcompile.awaits_its_user(self):",
-    ),
-    (
-        ENGINE,
         "call of the module in forward()",
         "        with deepcompile_z3_forward_context(self) as",
         "        around = deepcompile.around_forward(self, inputs, kwargs)\n"
@@ -113,13 +107,6 @@ EDITS = (
         "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n\n",
         "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n"
         "        deepcompile.drop_gradients(self)\n\n",
-    ),
-    (
-        ENGINE,
-        "beginning of compile()",
-        "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
-        "        deepcompile.note_arguments(self, backend, compile_kwargs, schedule)\n"
-        "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
     ),
     (
         ENGINE,

@@ -15,6 +15,7 @@ needs:
 # In the order in which an engine's parts are made and called: a part stands behind those that it needs.
 NAMES = (
     "unsupported_options",
+    "self_compile",
     "report",
     "schedulers",
     "subclasses",

@@ -11,23 +11,10 @@ from typing import TYPE_CHECKING, Any, ContextManager, Dict, Tuple
 import torch
 
 from ..gradient.native import reducer_module
-from .self_compile import awaits_its_user, compile_after_step, compile_before_forward, compile_module, note_arguments
 from .state import state_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
-
-__all__ = [
-    "after_step",
-    "announce_backward",
-    "around_forward",
-    "awaits_its_user",
-    "compile_module",
-    "drop_gradients",
-    "is_own_backward",
-    "note_arguments",
-    "note_raised_backward",
-]
 
 
 def around_forward(
@@ -37,15 +24,7 @@ def around_forward(
 
     Without DeepCompile, DeepSpeed does a part of this in hooks of the module. With DeepCompile, DeepSpeed removes
     these hooks, because the compiler would compile them with the module.
-
-    Before its first training forward, an engine with DeepCompile compiles itself here.
-
-    Raises:
-        ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.
     """
-    if engine.is_deepcompile_enabled() and not engine.is_compiled:
-        if torch.is_grad_enabled() or engine._config.compile_config.compiles_before_any_forward():
-            compile_before_forward(engine)
     deepcompile = state_of(engine)
     if deepcompile is None:
         return contextlib.nullcontext((inputs, kwargs))
@@ -133,9 +112,21 @@ def drop_gradients(engine: "DeepSpeedEngine") -> None:
 
 
 def after_step(engine: "DeepSpeedEngine") -> None:
-    """Called on all ranks after an optimizer step. Before DeepCompile is active, it may become active now."""
+    """Called on all ranks after an optimizer step."""
     deepcompile = state_of(engine)
     if deepcompile is not None:
         for call in deepcompile.after_step:
             call(engine)
-    compile_after_step(engine)
+
+
+def compile_module(engine: "DeepSpeedEngine", **compile_kwargs: Any) -> None:
+    """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does.
+
+    Under ZeRO-1/2 until the engine ends, unless an optional part has compiled the module already.
+    """
+    module, deepcompile = engine.module, state_of(engine)
+    if engine.is_deepcompile_active() and deepcompile is not None:
+        if any(part.compiles_module for part in deepcompile.features):
+            return
+        deepcompile.undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
+    module.compile(**compile_kwargs)

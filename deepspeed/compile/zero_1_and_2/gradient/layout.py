@@ -109,17 +109,3 @@ def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:
             for parameter, offset in flat_layout(optimizer, group)
         ]
     )
-
-
-def holds_its_parameters(optimizer: DeepSpeedZeroOptimizer) -> bool:
-    """Whether an optimizer's parameters lie in its own flat tensors, and not in those of a later ZeRO-1/2 optimizer.
-
-    True for an optimizer other than the ZeRO-1/2 optimizer.
-    """
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return True
-    return all(
-        parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-        for flat, group in zip(optimizer.bit16_groups_flat, optimizer.bit16_groups)
-        for parameter in group[:1]
-    )

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""When an engine compiles itself, and what ``engine.compile()`` does differently under ZeRO-1/2.
+"""When an engine compiles itself. DeepSpeed's engine calls these functions in lines that ``edits.py`` adds to it.
 
 An engine with ZeRO-1 or ZeRO-2 whose configuration says ``compile.deepcompile`` compiles itself, so that no trainer
 has to call ``engine.compile()``. All ranks must compile at the same time, so an engine compiles itself only in calls
@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ..feature import Request
-from ..gradient.layout import holds_its_parameters
-from ..messages import inform, warn
-from .state import state_of
+from ...zero_1_and_2.engine.state import state_of
+from ...zero_1_and_2.feature import Request
+from ...zero_1_and_2.messages import inform, warn
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -31,22 +31,26 @@ def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
     return engine.optimizer is not None and not _compiles_itself(engine)
 
 
-def compile_before_forward(engine: "DeepSpeedEngine") -> None:
-    """Called before a forward for which gradients are enabled. Compiles the engine before its first training forward.
+def before_forward(engine: "DeepSpeedEngine") -> None:
+    """Compiles an engine before its first training forward, which has gradients enabled.
 
-    Where an option has all ranks make every forward together, it is called before every forward, and compiles the
-    engine before the first of all. Otherwise a forward in evaluation mode does not count as a training forward,
-    because a rank may evaluate alone, even with gradients.
+    Where an option has all ranks make every forward together, compiles the engine before the first of all. Otherwise a
+    forward in evaluation mode does not count as a training forward, because a rank may evaluate alone, even with
+    gradients.
 
     Raises:
         ValueError: if DeepCompile cannot honour an option, as ``engine.compile()`` does.
     """
+    if not engine.is_deepcompile_enabled() or engine.is_compiled:
+        return
+    if not (torch.is_grad_enabled() or engine._config.compile_config.compiles_before_any_forward()):
+        return
     # Otherwise a caller's torch.compile would trace this call, and the compiled module would become part of the
     # caller's graph. As a decorator, disable() would import torch._dynamo with DeepSpeed, which takes a second.
-    torch.compiler.disable(_compile_before_forward)(engine)
+    torch.compiler.disable(_before_forward)(engine)
 
 
-def _compile_before_forward(engine):
+def _before_forward(engine):
     if not _is_due(engine):
         return
     if engine.module.training and torch.is_grad_enabled():
@@ -57,12 +61,12 @@ def _compile_before_forward(engine):
         return
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
     # too late for an error: check the options now.
-    from .options import refuse_options
+    from ...zero_1_and_2.engine.options import refuse_options
 
     refuse_options(Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={}), schedule=None)
 
 
-def compile_after_step(engine: "DeepSpeedEngine") -> None:
+def after_step(engine: "DeepSpeedEngine") -> None:
     """Called on all ranks after an optimizer step. Compiles an engine that no training forward has compiled.
 
     A forward does not compile the engine if the module was in evaluation mode, if the module was called without the
@@ -89,19 +93,6 @@ def note_arguments(
         )
 
 
-def compile_module(engine: "DeepSpeedEngine", **compile_kwargs: Any) -> None:
-    """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does.
-
-    Under ZeRO-1/2 until the engine ends, unless an optional part has compiled the module already.
-    """
-    module, deepcompile = engine.module, state_of(engine)
-    if engine.is_deepcompile_active() and deepcompile is not None:
-        if any(part.compiles_module for part in deepcompile.features):
-            return
-        deepcompile.undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
-    module.compile(**compile_kwargs)
-
-
 def _compiles_itself(engine):
     return (
         engine.is_deepcompile_enabled()
@@ -118,11 +109,25 @@ def _is_due(engine):
         # decided to train without DeepCompile.
         return False
     # Imported here, because it takes a second, for which training without DeepCompile need not wait.
-    from .options import has_gradients
+    from ...zero_1_and_2.engine.options import has_gradients
 
     # Compiling would lose gradients that no step has used, so wait for a step. And leave parameters that a later
     # engine has taken over to that engine.
-    return not has_gradients(engine) and holds_its_parameters(engine.optimizer)
+    return not has_gradients(engine) and _holds_its_parameters(engine.optimizer)
+
+
+def _holds_its_parameters(optimizer):
+    """Whether an optimizer's parameters lie in its own flat tensors, and not in those of a later ZeRO-1/2 optimizer.
+
+    True for an optimizer other than the ZeRO-1/2 optimizer.
+    """
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return True
+    return all(
+        parameter.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        for flat, group in zip(optimizer.bit16_groups_flat, optimizer.bit16_groups)
+        for parameter in group[:1]
+    )
 
 
 def _compile(engine, when):
