@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.torch_version import TorchVersion
 
 from deepspeed.compile.features.activation_budget import split as split_file
 from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters, wait_for_parameters
@@ -305,6 +306,8 @@ def parts_kept(model, recipe):
 @vary("model", ["OneGraph", pytest.param("Qwen3", marks=pytest.mark.slow)])
 def test_forward_keeps_no_copy_of_a_weight(ranks, model, recipe):
     """A copy of a weight in float8, which is smaller, would be kept for the backward though the weight stays too."""
+    if recipe != "tensorwise" and not torch.cuda.is_available() and TorchVersion(torch.__version__) < "2.13":
+        pytest.skip("torch before 2.13 multiplies in float8 on a CPU with one scale for a tensor only")
     (kept,) = ranks(1).run(parts_kept, model, recipe)
     assert all(2 * 8 * LENGTH in shape for shape in kept), kept
     assert bool(kept) == (recipe != "rowwise_with_gw_hp")
