@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 BYTES_OF_AN_UPDATE = 28  # a bf16 gradient and parameter, and three fp32 tensors that are read and written
 BYTES_WITH_8_BITS = 16  # the same with two states of a byte each
+BYTES_LESS = 2  # with master weights as remainders, whose parameters are read too
 
 
 def seconds(function: Callable[[], object], repetitions: int) -> float:
@@ -62,9 +63,10 @@ class _Views(dict):
 
     flat_partition = None
 
-    def take(self) -> Iterator[tuple[int, torch.Tensor]]:
-        while self:
-            yield self.popitem()
+    def take(self) -> list[tuple[int, torch.Tensor]]:
+        taken = sorted(self.items())
+        self.clear()
+        return taken
 
 
 def step_partition(
@@ -113,6 +115,8 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
     """
     from deepspeed.compile.features.eight_bit.eight_bit import EightBitAdam
     from deepspeed.compile.features.one_pass_adam import adam as one_pass
+    from deepspeed.compile.features.one_pass_adam.remainders import split
+    from deepspeed.compile.features.remainders.rule import EveryStepAdam, RemaindersAdam
     from deepspeed.compile.zero_1_and_2.step.norm import sum_of_squares
 
     with torch.device("meta"):
@@ -145,6 +149,16 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
     print(
         f"AdamW, 8-bit states        {1e3 * took:8.2f} ms, {took / floor:.3f} of {1e3 * floor:.2f}{most_memory(run)}"
     )
+    for name, states, size in (
+        ("fp32 states", EveryStepAdam, BYTES_OF_AN_UPDATE),
+        ("8-bit states", EightBitAdam, BYTES_WITH_8_BITS),
+    ):
+        parameters, remainders = split(master.data)
+        new.copy_(parameters)
+        rule = RemaindersAdam([remainders], [states()])
+        run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), rule)
+        took, floor = seconds(run, repetitions), (size - BYTES_LESS) * numel / rate
+        print(f"remainders, {name:14} {1e3 * took:8.2f} ms, {took / floor:.3f} of {1e3 * floor:.2f}{most_memory(run)}")
     took = seconds(lambda: sum_of_squares([*gradients.values()]), repetitions)
     print(f"norm                       {1e3 * took:8.2f} ms, {took / (2 * numel / rate):.3f} of 2 bytes an element")
     return update

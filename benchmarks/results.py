@@ -137,6 +137,7 @@ def describe(result: Result, with_kept: bool = True) -> str:
     if run.get("float8"):
         kept += f", float8 {run['float8']} by torchao {where['torchao']}"
     adam = f"with {run['states']} states" if run.get("states") else adam
+    adam += ", masters as remainders" if run.get("remainders") else ""
     devices = f"{where['world']} x {where['device']}"
     if share_gpus(result):
         devices = f"{where['world']} ranks that share {where['gpus']} x {where['device']}"

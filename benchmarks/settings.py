@@ -48,6 +48,7 @@ class Settings:
             trains without clipping, which would divide its learning rates by the norm of its updates.
         states: the format of AdamW's states, None for fp32 or "8bit": ``compile.optimizer_states`` of this fork,
             bitsandbytes' AdamW8bit with ZeRO without DeepCompile, and torchao's AdamW8bit with FSDP2.
+        remainders: whether DeepCompile keeps master weights as remainders (``store_param_remainders``).
         backend: "inductor", or "eager" for graphs without generated code.
         bucket: ZeRO's ``reduce_bucket_size``, in elements. FSDP2 reduces whole blocks instead.
         learning_rate: of AdamW.
@@ -76,6 +77,7 @@ class Settings:
     adam: str = "foreach"
     optimizer: str = "adamw"
     states: str | None = None
+    remainders: bool = False
     backend: str = "inductor"
     bucket: int = 500_000_000
     learning_rate: float = 1e-5
@@ -133,6 +135,7 @@ def parse_command_line(description: str) -> CommandLine:
     parser.add_argument("--adam", choices=("foreach", "fused"), help="which implementation of torch's AdamW")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), help="muon: DeepSpeed's own, without clipping")
     parser.add_argument("--states", choices=("8bit",), help="the format of AdamW's states; fp32 if not given")
+    parser.add_argument("--remainders", action="store_true", default=None, help="DeepCompile's store_param_remainders")
     parser.add_argument("--backend", choices=("inductor", "eager"), help="eager: graphs, but no generated code")
     parser.add_argument("--bucket", type=int, help="ZeRO's reduce_bucket_size, elements; FSDP2 sends blocks")
     parser.add_argument("--learning-rate", type=float)
@@ -166,6 +169,8 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--activation-budget must be from 0 to 1")
     if settings.states and settings.offload:
         parser.error("--states 8bit is for states on the device; leave --offload out")
+    if settings.remainders and (settings.system != "deepcompile" or settings.dtype != "bf16" or settings.offload):
+        parser.error("--remainders goes with --system deepcompile and --dtype bf16, without --offload")
     if settings.optimizer == "muon" and (settings.system == "fsdp2" or settings.offload or settings.states):
         parser.error("--optimizer muon goes with DeepSpeed, without --offload and --states")
     if settings.float8_gather and (settings.system, settings.float8) != ("fsdp2", "tensorwise"):

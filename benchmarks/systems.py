@@ -117,6 +117,7 @@ class DeepSpeed:
                     **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
                     **({"activation_memory_budget": budget} if budget is not None else {}),
                     **({"optimizer_states": settings.states} if in_engine else {}),
+                    **({"store_param_remainders": True} if settings.remainders else {}),
                 },
                 "zero_allow_untested_optimizer": True,
                 "log_level": "warning",

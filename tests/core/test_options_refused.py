@@ -130,6 +130,12 @@ REFUSED = {
         config={"compile": {"optimizer_states": "8bit"}},
         amends={"optimizer_states": None},
     ),
+    "compile.store_param_remainders": Refusal(
+        "compile.store_param_remainders is for Adam and AdamW of torch and DeepSpeed, not for SGD; use one of these, "
+        "or leave compile.store_param_remainders out",
+        config={"compile": {"store_param_remainders": True}},
+        amends={"store_param_remainders": False},
+    ),
     "compile_kwargs.mode": of_compile_kwargs(
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",

@@ -82,6 +82,7 @@ class Recipe:
         activation_budget: None, or how much of their activations graphs may keep, from 0 to 1.
         adam: whether the optimizer is AdamW instead of SGD.
         eight_bits: whether the optimizer's states are in 8 bits.
+        remainders: whether master weights are kept as remainders of the parameters.
         rests: whether the learning rate of the second step is zero, as where a warm-up begins or a decay ends.
         penalized: whether a penalty on parameters has a backward of its own before that of each micro-batch.
         freezes: whether the first parameter is frozen between forward and backward in odd steps.
@@ -125,6 +126,7 @@ class Recipe:
     activation_budget: Optional[float] = None
     adam: bool = False
     eight_bits: bool = False
+    remainders: bool = False
     rests: bool = False
     penalized: bool = False
     freezes: bool = False

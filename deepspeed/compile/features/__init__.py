@@ -33,6 +33,7 @@ NAMES = (
     "ranges",
     "one_pass_adam",
     "eight_bit",
+    "remainders",
     "muon",
     "offload",
 )

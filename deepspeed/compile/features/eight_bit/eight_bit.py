@@ -10,29 +10,22 @@ from typing import Any, Dict, Optional, Tuple
 
 import torch
 
-from ...zero_1_and_2.step.partition_gradient import PartitionGradient
 from ...zero_1_and_2.step.rule import Partition
-from ..one_pass_adam.adam import AdamStep, StepRows, is_adam, is_of_deepspeed, kernel
+from ..one_pass_adam import adam
+from ..one_pass_adam.adam import EAGER_NUMEL, AdamStep, ReplacesOwnStep, StepRows, kernel, new_state
 from ..one_pass_adam.adam_operators import Elements, Settings, step_rows
 from ..one_pass_adam.dynamic_map import BLOCK
 from .blockwise import SIGNED, has_moments, map_of, names_of, to_blocks, zeros
 
-# Elements that are stepped at once where each operator writes its result to memory.
-EAGER_NUMEL = 2**22
-
 
 def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
     """Returns why an optimizer cannot have 8-bit states, with a remedy, or None if it can."""
-    if not is_adam(optimizer):
-        return f"is for Adam and AdamW of torch and DeepSpeed, not for {type(optimizer).__name__}; use one of these"
-    if any(group.get("amsgrad") for group in optimizer.param_groups):
+    if any(group.get("amsgrad") for group in optimizer.param_groups) and adam.is_adam(optimizer):
         return "has no form for the third state of amsgrad=true; set amsgrad to false"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return "cannot be differentiated; set the optimizer's differentiable to false"
-    return None
+    return adam.problem_with(optimizer)
 
 
-class EightBitAdam:
+class EightBitAdam(ReplacesOwnStep):
     """The rule for all partitions of an engine."""
 
     def begin(self, partition: Partition) -> Optional["EightBitStep"]:
@@ -49,14 +42,12 @@ class EightBitStep(AdamStep):
     """One step of one partition."""
 
     columns = BLOCK
+    numel_on_host = EAGER_NUMEL
 
     def __init__(self, partition: Partition, step_rows: StepRows):
         super().__init__(partition, step_rows)
         self.lead = partition.offset % BLOCK
         self._cut: Dict[int, _CutBlock] = {}
-
-    def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
-        return super().run(gradient, first, limit if self.master.is_cuda else min(limit, first + EAGER_NUMEL))
 
     def begin(self) -> Dict[str, Any]:
         """Makes the states in the first step, and those that were loaded what this rule needs."""
@@ -65,7 +56,7 @@ class EightBitStep(AdamStep):
         if state:
             to_blocks(state, partition.offset, master)
         else:
-            state = {**_new_state(partition), **zeros(partition.offset, master)}
+            state = {**new_state(partition), **zeros(partition.offset, master)}
         partition.keep_state(state)
         return state
 
@@ -87,10 +78,11 @@ class EightBitStep(AdamStep):
         block = (self.lead + first) // BLOCK
         begin = block * BLOCK - self.lead
         if block not in self._cut:
-            self._cut[block] = _CutBlock(self.master[max(begin, 0) : begin + BLOCK], max(-begin, 0))
+            there = slice(max(begin, 0), begin + BLOCK)
+            self._cut[block] = _CutBlock(self.master[there], self.new[there], max(-begin, 0))
         cut, part = self._cut[block], slice(first - begin, last - begin)
         cut.take(part, gradient)
-        master, new = cut.master.clone(), torch.empty_like(cut.master, dtype=self.new.dtype)
+        master, new = cut.master.clone(), cut.new.clone()
         states = self.states(self._state, first, last)
         if cut.missing == 0:
             del self._cut[block]
@@ -105,15 +97,20 @@ class _CutBlock:
     """A block of which parts are stepped one by one: what it had before the step. All tensors are [1, BLOCK].
 
     Args:
-        master: the master weights of the block that lie in the partition.
+        master: the master weights, or their remainders, of the elements of the block that lie in the partition.
+        parameters: the parameters of these elements.
         before: how many elements of the block lie before the partition.
     """
 
-    def __init__(self, master: torch.Tensor, before: int):
+    def __init__(self, master: torch.Tensor, parameters: torch.Tensor, before: int):
         self.missing = master.numel()  # elements whose gradient is not known yet
-        self.master = master.new_zeros(1, BLOCK)
-        self.master[0, before : before + master.numel()] = master
+        self.master, self.new = (self._block(part, before) for part in (master, parameters))
         self.gradient = master.new_empty(0)
+
+    def _block(self, part, before):
+        block = part.new_zeros(1, BLOCK)
+        block[0, before : before + part.numel()] = part
+        return block
 
     def take(self, part: slice, gradient: torch.Tensor) -> None:
         """Takes the gradient of some elements."""
@@ -121,10 +118,3 @@ class _CutBlock:
             self.gradient = torch.zeros_like(self.master, dtype=gradient.dtype)
         self.gradient[0, part] = gradient
         self.missing -= gradient.numel()
-
-
-def _new_state(partition):
-    """Returns the state before the first step, with the count of steps as the optimizer itself has it."""
-    if is_of_deepspeed(partition.optimizer):
-        return {"step": partition.group.get("step", 0)}
-    return {"step": torch.zeros((), dtype=torch.float32, device="cpu")}

@@ -9,7 +9,8 @@ import torch
 from torch.utils._triton import has_triton_package
 
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
-from ...zero_1_and_2.step.rule import Partition, Rule
+from ...zero_1_and_2.step.rule import Rule
+from ..one_pass_adam.adam import RefuseOwnStep
 from .eight_bit import EightBitAdam, problem_with
 from .states import StatesOfAdam
 
@@ -31,21 +32,10 @@ class EightBit(Feature):
         self.states = StatesOfAdam(in_8_bits=self._is_asked)
 
     def rules(self, others: List[Rule]) -> List[Rule]:
-        return [EightBitAdam(), RefuseOwnStep()] if self._is_asked else others
+        return [EightBitAdam(), RefuseOwnStep("optimizer_states='8bit'")] if self._is_asked else others
 
 
 FEATURE = EightBit
-
-
-class RefuseOwnStep:
-    """The last rule. It raises for a partition that the optimizer, which knows no 8-bit states, would step."""
-
-    def begin(self, partition: Partition) -> None:
-        raise RuntimeError(
-            "compile.optimizer_states='8bit' leaves the optimizer's own step() out, which has hooks, was replaced, "
-            f"has options or states of parameter group {partition.index} that have no such form, or works with a "
-            "gradient scaler; undo that, or leave compile.optimizer_states out"
-        )
 
 
 def _unsupported(wanted, optimizer):

@@ -19,7 +19,7 @@ from deepspeed.utils import logger
 
 from ...zero_1_and_2.messages import inform
 from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from ...zero_1_and_2.step.rule import Partition
+from ...zero_1_and_2.step.rule import Partition, Rule
 from ..ranges.ranges import end_of_range
 from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
 
@@ -27,6 +27,8 @@ _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OF_DEEPSPEED = (FusedAdam, DeepSpeedCPUAdam)
 # With fewer elements, a step saves less time than compiling takes in any training.
 LEAST_NUMEL = 2**24
+# Elements that are stepped at once where each operator writes its result to memory.
+EAGER_NUMEL = 2**22
 
 StepRows = Callable[[Elements, Settings], None]
 
@@ -39,6 +41,51 @@ def is_adam(optimizer: torch.optim.Optimizer) -> bool:
 def is_of_deepspeed(optimizer: torch.optim.Optimizer) -> bool:
     """Whether this is an Adam of DeepSpeed, in C++."""
     return type(optimizer) in _OF_DEEPSPEED
+
+
+def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
+    """Returns why an optimizer's step cannot be made here in every case, with a remedy, or None if it can."""
+    if not is_adam(optimizer):
+        return f"is for Adam and AdamW of torch and DeepSpeed, not for {type(optimizer).__name__}; use one of these"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "cannot be differentiated; set the optimizer's differentiable to false"
+    return None
+
+
+def new_state(partition: Partition) -> Dict[str, Any]:
+    """Returns the state before the first step, with the count of steps alone, as the optimizer itself has it."""
+    if is_of_deepspeed(partition.optimizer):
+        return {"step": partition.group.get("step", 0)}
+    return {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+
+
+class ReplacesOwnStep(Rule):
+    """A rule that makes every step of Adam, the first one too, because the optimizer's own ``step()`` could not.
+
+    Its states, or the master weights, have a form of their own.
+    """
+
+    def begin(self, partition: Partition) -> Optional["AdamStep"]:
+        raise NotImplementedError
+
+
+class RefuseOwnStep:
+    """The last rule. It raises, because the optimizer's own ``step()`` cannot step what no other rule steps.
+
+    Args:
+        option: the option of the section ``compile`` that asks for the form, as the user writes it.
+    """
+
+    def __init__(self, option: str):
+        self._option = option
+
+    def begin(self, partition: Partition) -> None:
+        name = self._option.partition("=")[0]
+        raise RuntimeError(
+            f"compile.{self._option} leaves the optimizer's own step() out, which has hooks, was replaced, has "
+            f"options or states of parameter group {partition.index} that have no such form, or works with a gradient "
+            f"scaler; undo that, or leave compile.{name} out"
+        )
 
 
 class OnePassAdam:
@@ -64,9 +111,7 @@ class OnePassAdam:
             or partition.group.get("differentiable")
             or master.numel() < LEAST_NUMEL
             or "step" not in state
-            or not all(
-                _is_fp32(tensor, master) for tensor in (master, *(state.get(name) for name in _names(partition)))
-            )
+            or not all(is_fp32(tensor, master) for tensor in (master, *map(state.get, names_of_states(partition))))
         ):
             return None
         step_rows = self._pass(partition)
@@ -74,7 +119,7 @@ class OnePassAdam:
 
     def _pass(self, partition):
         """Returns the pass for a partition, compiled before anything is changed, or None if that is not possible."""
-        shape, states, master = (1, ALIGN_NUMEL), len(_names(partition)), partition.master
+        shape, states, master = (1, ALIGN_NUMEL), len(names_of_states(partition)), partition.master
         kind = (partition.gradient_dtype, partition.new.dtype, states, master.device)
         if kind not in self._passes:
             name = type(partition.optimizer).__name__
@@ -105,13 +150,14 @@ def _kernel(like):
     return step_rows
 
 
-def _names(partition):
+def names_of_states(partition: Partition) -> Tuple[str, ...]:
     """Returns the names of the states that are kept for each element, in the order of ``Elements.states``."""
     # DeepSpeed's Adam refuses amsgrad.
     return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if partition.group.get("amsgrad") else ("exp_avg", "exp_avg_sq")
 
 
-def _is_fp32(value, master):
+def is_fp32(value: Any, master: torch.Tensor) -> bool:
+    """Whether a state has an fp32 value for each element of the master weights."""
     return torch.is_tensor(value) and value.dtype == torch.float32 and value.shape == master.shape
 
 
@@ -119,10 +165,16 @@ class AdamStep:
     """One step of one partition, whose states are in fp32. The public methods are those of ``Step`` in ``rule.py``.
 
     Elements are stepped in rows. A subclass for states of another form says how many columns a row has.
+
+    Attributes:
+        master: the master weights, 1-D. The caller may replace them by their remainders.
     """
 
     columns = ALIGN_NUMEL
     lead = 0  # elements of the first row that lie before the partition
+    # How many elements are stepped at once on the host, if less than a range: where each operator writes its result to
+    # memory.
+    numel_on_host: Optional[int] = None
 
     def __init__(self, partition: Partition, step_rows: StepRows):
         self.partition, self.master, self.new = partition, partition.master.data, partition.new
@@ -140,6 +192,8 @@ class AdamStep:
             last = min(first + self.columns - inside, limit)
             self.step_part(gradient.as_it_is(first, last), first, last)
             return last
+        if self.master.is_cpu and self.numel_on_host is not None:
+            limit = min(limit, first + self.numel_on_host)
         elements = gradient.unscaled(first, end_of_range(self.master, first, limit), self.columns)
         last = first + elements.numel()
         rows = (tensor.view(-1, self.columns) for tensor in (elements, self.master[first:last], self.new[first:last]))
@@ -155,11 +209,11 @@ class AdamStep:
 
     def states(self, state: Dict[str, Any], first: int, last: int) -> Tuple[Tuple[torch.Tensor, ...], ...]:
         """Returns ``Elements.states`` of whole rows, and ``Elements.scales`` if there are any."""
-        return (tuple(state[name][first:last].view(-1, self.columns) for name in _names(self.partition)),)
+        return (tuple(state[name][first:last].view(-1, self.columns) for name in names_of_states(self.partition)),)
 
     def step_part(self, gradient: torch.Tensor, first: int, last: int) -> None:
         """Steps some elements of one row, which may lie anywhere in memory."""
-        states = tuple(self._state[name][first:last] for name in _names(self.partition))
+        states = tuple(self._state[name][first:last] for name in names_of_states(self.partition))
         step_rows(Elements(gradient, self.master[first:last], self.new[first:last], states), self.settings)
 
     def finish(self) -> None:

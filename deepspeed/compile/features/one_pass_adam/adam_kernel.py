@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adam over rows of elements as one kernel, in Triton: what :func:`.adam_operators.step_rows` does.
 
-Formats are constants of the kernel: the dtypes of gradients and new parameters, and states in fp32 or in 8 bits. With
-8 bits, Inductor's kernel takes twice the time of the memory that it moves: it keeps the maps' tables in global memory,
-and gives one block to few threads. This kernel keeps the tables in registers and shared memory (``tl.gather``), and
-multiplies by 1 / scale: what lies in the middle of two codes may be rounded otherwise than by torch's operators.
+Formats are constants of the kernel: the dtypes of gradients and new parameters, master weights in fp32 or as their
+remainders (``remainders.py``), and states in fp32 or in 8 bits. With 8 bits, Inductor's kernel takes twice the time of
+the memory that it moves: it keeps the maps' tables in global memory, and gives one block to few threads. This kernel
+keeps the tables in registers and shared memory (``tl.gather``), and multiplies by 1 / scale, so that ties may round
+otherwise than by torch's operators.
 """
 
 import torch
@@ -70,7 +71,10 @@ def _step(
     inverse_root = 1.0 / tl.load(scalars + 7)
 
     gradient = tl.load(gradients + places, mask=there, other=0.0).to(tl.float32) * factor
-    master = tl.load(masters + places, mask=there, other=0.0)
+    if masters.dtype.element_ty == tl.int16:
+        master = _join(tl.load(news + places, mask=there, other=0.0), tl.load(masters + places, mask=there, other=0))
+    else:
+        master = tl.load(masters + places, mask=there, other=0.0)
     gradient = gradient + decay_of_gradient * master
     master = master - decay * master
     if scales is None:
@@ -87,8 +91,12 @@ def _step(
         divisor = tl.maximum(most_sq, mean_sq, propagate_nan=tl.PropagateNan.ALL)
         tl.store(mosts_sq + places, divisor, mask=there)
     master = master - rate * mean / (tl.sqrt(divisor) * inverse_root + epsilon)
+    if masters.dtype.element_ty == tl.int16:
+        new, master = _split(master)
+    else:
+        new = master.to(news.dtype.element_ty)
     tl.store(masters + places, master, mask=there)
-    tl.store(news + places, master.to(news.dtype.element_ty), mask=there)
+    tl.store(news + places, new, mask=there)
     if scales is None:
         tl.store(means + places, mean, mask=there)
         tl.store(means_sq + places, mean_sq, mask=there)
@@ -104,6 +112,24 @@ def _step(
         above_sq = mean_sq >= _look_up(tl.load(thresholds_sq + 1 + entries), lower_sq, BLOCKS)
         tl.store(means + places, (lower + above.to(tl.int32)).to(tl.uint8), mask=there)
         tl.store(means_sq + places, (lower_sq + above_sq.to(tl.int32)).to(tl.uint8), mask=there)
+
+
+@triton.jit
+def _join(parameter, remainder):
+    """Returns what :func:`.remainders.join` returns."""
+    parameter, remainder = parameter.to(tl.int16, bitcast=True).to(tl.int32), remainder.to(tl.int32)
+    magnitude = parameter & 0x7FFF
+    is_changed = ((magnitude == 0) & (remainder < 0)) | ((magnitude == 0x7F80) & (remainder > 0))
+    return ((parameter << 16) + tl.where(is_changed, 0, remainder)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(master):
+    """Returns what :func:`.remainders.split` returns."""
+    bits = master.to(tl.int32, bitcast=True)
+    parameter = tl.where(master == master, (bits + 0x8000) >> 16, 0x7FC0)
+    remainder = tl.where(master == master, bits - (parameter << 16), 0)
+    return parameter.to(tl.int16).to(tl.bfloat16, bitcast=True), remainder.to(tl.int16)
 
 
 @triton.jit

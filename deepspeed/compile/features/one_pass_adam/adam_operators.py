@@ -11,6 +11,7 @@ import torch
 from torch.export import Dim
 
 from .dynamic_map import Map, decode, encode
+from .remainders import join, split
 
 # Rows of the example with which a pass is compiled. The pass takes any number of rows, but Inductor uses threads only
 # where the example has work for them. Nothing is written to the example, so it takes no memory of the host.
@@ -21,8 +22,10 @@ class Elements(NamedTuple):
     """Rows of a partition. Tensors but scales are [rows, columns]. A step changes all of them but the gradient."""
 
     gradient: torch.Tensor  # in any dtype
-    master: torch.Tensor  # fp32
-    new: torch.Tensor  # the memory for the new parameters, in any dtype. The gradient may lie there too.
+    master: torch.Tensor  # fp32, or int16: remainders of the parameters in `new` (`remainders.py`)
+    # The memory for the new parameters, in any dtype. The gradient may lie there too. With remainders it is bf16 and
+    # holds the parameters.
+    new: torch.Tensor
     # exp_avg, exp_avg_sq and, with amsgrad, max_exp_avg_sq. In fp32, or two of them as codes in uint8.
     states: Tuple[torch.Tensor, ...]
     scales: Tuple[torch.Tensor, ...] = ()  # of codes, each fp32 [rows]; a row is a block. Empty: states are in fp32.
@@ -55,8 +58,10 @@ def step_rows(elements: Elements, settings: Settings) -> None:
     The arithmetic is torchao's, in its order, so that codes have the bits of torchao's optimizer on the same device.
     """
     s = Scalars(*settings.scalars.unbind())
-    gradient = elements.gradient.to(torch.float32) * s.factor + s.decay_of_gradient * elements.master
-    weights = elements.master - s.decay * elements.master
+    has_remainders = elements.master.dtype == torch.int16
+    weights = join(elements.new, elements.master) if has_remainders else elements.master
+    gradient = elements.gradient.to(torch.float32) * s.factor + s.decay_of_gradient * weights
+    weights = weights - s.decay * weights
     mean, mean_sq, most_sq = _read_states(elements, settings)
     mean = mean + s.weight * (gradient - mean)
     mean_sq = mean_sq + s.weight_sq * (gradient * gradient - mean_sq)
@@ -65,8 +70,9 @@ def step_rows(elements: Elements, settings: Settings) -> None:
         divisor = torch.maximum(most_sq, mean_sq)
         states.append(divisor)
     weights = weights - s.rate * (mean / s.correction) / (divisor.sqrt() / s.root_of_correction_sq + s.epsilon)
-    elements.master.copy_(weights)
-    elements.new.copy_(weights)
+    new, master = split(weights) if has_remainders else (weights, weights)
+    elements.master.copy_(master)
+    elements.new.copy_(new)
     _write_states(elements, settings, states)
 
 

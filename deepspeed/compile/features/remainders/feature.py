@@ -1,0 +1,70 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Remainders in an engine: what is refused, and the rule that steps all partitions."""
+
+from typing import Iterator, List, Sequence
+
+import torch
+from torch.utils._triton import has_triton_package
+
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from ...zero_1_and_2.step.rule import Rule
+from ..one_pass_adam.adam import RefuseOwnStep, problem_with
+from .masters import Masters
+from .optimizer import use_remainders
+from .rule import RemaindersAdam
+
+OPTION = "store_param_remainders"
+
+
+class Remainders(Feature):
+    """Keeps remainders in place of the master weights, and makes every step."""
+
+    @classmethod
+    def is_wanted(cls, request: Request) -> bool:
+        return request.options.store_param_remainders
+
+    @classmethod
+    def refusals(cls, request: Request) -> Iterator[str]:
+        if cls.is_wanted(request):
+            yield from _unsupported(request.engine.optimizer)
+
+    def __init__(self, context: SetUpContext):
+        self._masters, self._optimizer = Masters(context.optimizer), context.optimizer
+
+    def commit(self) -> None:
+        use_remainders(self._optimizer, self._masters)
+        del self._optimizer
+
+    def rules(self, others: List[Rule]) -> List[Rule]:
+        return [RemaindersAdam(self._masters.remainders, others), RefuseOwnStep(OPTION)]
+
+    @property
+    def shares(self) -> Sequence[torch.Tensor]:
+        return self._masters.remainders
+
+
+FEATURE = Remainders
+
+
+def _unsupported(optimizer):
+    """Yields a sentence for each reason why an optimizer's master weights cannot be remainders."""
+    option = f"compile.{OPTION}"
+    problem = problem_with(optimizer.optimizer)
+    if problem is not None:
+        yield f"{option} {problem}, or leave {option} out"
+    dtypes = {flat.dtype for flat in optimizer.bit16_groups_flat} - {torch.bfloat16}
+    if dtypes:
+        yield (
+            f"{option} needs parameters in bf16, and there are some in {dtypes.pop()}; set bf16.enabled, or leave it "
+            "out"
+        )
+    if any(master.dtype != torch.float32 for master in optimizer.single_partition_of_fp32_groups):
+        yield f"{option} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
+    if optimizer.cpu_offload:
+        yield (
+            f"{option} saves memory of the device, where zero_optimization.offload_optimizer keeps no master weights; "
+            "leave one of them out"
+        )
+    if torch.cuda.is_available() and not has_triton_package():
+        yield f"{option} needs Triton on a GPU; install triton, or leave {option} out"

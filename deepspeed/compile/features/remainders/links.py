@@ -1,0 +1,78 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Links parameters with their master weights, for ``safe_get_full_fp32_param()`` and its counterpart that sets."""
+
+import functools
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from deepspeed.utils.tensor_fragment import tensor_fragment
+
+from ..one_pass_adam.remainders import split
+from .masters import Masters
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+
+class Fragment(tensor_fragment):
+    """The part of a parameter in this rank's partition. Its master weights are computed when they are asked for."""
+
+    masters: Masters
+
+    @property
+    def hp_fragment(self) -> torch.Tensor:
+        address = self.hp_fragment_address
+        return self.masters.get(self.param_group_index, address.start, address.start + address.numel)
+
+    @hp_fragment.setter
+    def hp_fragment(self, value: None) -> None:
+        """Does nothing. The base sets None when states move, to give memory back."""
+
+    def update_hp(self) -> None:
+        self.masters.set(self.param_group_index, self.hp_fragment_address.start, self.lp_fragment.float())
+
+    def update_lp(self) -> None:
+        """Does nothing: the parameter is a part of its master weight."""
+
+
+def link(optimizer: "DeepSpeedZeroOptimizer", masters: Masters) -> None:
+    """Called when the base has linked parameters with its own tensors. Links them with the master weights."""
+    reference = weakref.ref(optimizer)
+    for group in optimizer.bit16_groups:
+        for parameter in group:
+            if parameter._hp_mapping is not None:
+                # The base's view would keep the memory that it sees.
+                vars(parameter._hp_mapping).pop("hp_fragment", None)
+                parameter._hp_mapping.__class__ = Fragment
+                parameter._hp_mapping.masters = masters
+            parameter.set_full_hp_param = functools.partial(_set, reference, parameter.set_full_hp_param)
+
+
+def _set(reference, function, value, optim_state_key=None):
+    """Sets what the base's ``function``, a method of a parameter, sets. Every rank is given the whole value.
+
+    The parameter is a part of its master weights here. So it has its new value at once, on all ranks, and not only
+    after the next step.
+    """
+    if optim_state_key is not None:
+        function(value, optim_state_key)
+        return
+    parameter = function.__self__
+    optimizer = reference()
+    deepcompile = getattr(optimizer, "_deepcompile", None)
+    if deepcompile is None:
+        # The engine was destroyed, and nothing trains its master weights.
+        return
+    optimizer.masters_as_remainders.refuse_offloaded("set a master weight")
+    # Parameters may still be on their way from the ranks that have stepped them.
+    deepcompile.gather.wait_all()
+    values = value.detach().to(parameter.device, torch.float32).flatten()
+    parameter.data.copy_(split(values)[0].view_as(parameter))
+    mapping = parameter._hp_mapping
+    if mapping is not None:
+        there = mapping.lp_fragment_address
+        own = values[there.start : there.start + there.numel]
+        mapping.masters.set(mapping.param_group_index, mapping.hp_fragment_address.start, own)

@@ -1,0 +1,88 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What DeepSpeed's ZeRO-1/2 optimizer does differently while its master weights are remainders."""
+
+import functools
+from typing import TYPE_CHECKING, Any, Container, Dict, Optional, Type
+
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ...zero_1_and_2.parameter.gather import AllGather
+from .links import link
+from .masters import Masters
+
+if TYPE_CHECKING:
+    # use_remainders() puts the mixin before this class at run time.
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
+else:
+    _NextClass = object
+
+_HP_PARAMS = OffloadStateTypeEnum.hp_params
+
+
+class RemaindersOfParameters(_NextClass):
+    """The methods of the base's ZeRO-1/2 optimizer that read or write master weights."""
+
+    masters_as_remainders: Masters
+
+    def state_dict(self) -> Dict[str, Any]:
+        with self.masters_as_remainders.read_on_host():
+            return super().state_dict()
+
+    def load_state_dict(self, *args, **kwargs) -> None:
+        with self.masters_as_remainders.written_on_host():
+            super().load_state_dict(*args, **kwargs)
+
+    def load_hp_checkpoint_state_from_checkpoint_dir(self, *args, **kwargs) -> None:
+        # A universal checkpoint is written into what parameters are linked with, here with the memory of the host.
+        super()._link_all_hp_params()
+        try:
+            super().load_hp_checkpoint_state_from_checkpoint_dir(*args, **kwargs)
+        finally:
+            link(self, self.masters_as_remainders)
+
+    def _restore_from_bit16_weights(self) -> None:
+        if self.masters_as_remainders.on_host:
+            super()._restore_from_bit16_weights()
+        else:
+            self.masters_as_remainders.take_parameters()
+
+    def update_lp_params(self) -> None:
+        # The parameters of this rank's partition are a part of its master weights.
+        AllGather(self).start()
+
+    def _link_all_hp_params(self) -> None:
+        super()._link_all_hp_params()
+        link(self, self.masters_as_remainders)
+
+    def offload_states(
+        self,
+        include: Optional[Container[OffloadStateTypeEnum]] = None,
+        device: OffloadDeviceEnum = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        if _HP_PARAMS not in self.offloaded_states and (include is None or _HP_PARAMS in include):
+            self.masters_as_remainders.offload(pin_memory, non_blocking)
+            # The base offloads what is not in this set.
+            self.offloaded_states.add(_HP_PARAMS)
+        super().offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        if _HP_PARAMS in self.offloaded_states:
+            self.masters_as_remainders.reload(non_blocking)
+        super().reload_states(non_blocking)
+
+
+@functools.cache
+def _with_remainders(cls: Type[DeepSpeedZeroOptimizer]) -> Type[DeepSpeedZeroOptimizer]:
+    return type(f"Remainders{cls.__name__}", (RemaindersOfParameters, cls), {})
+
+
+def use_remainders(optimizer: DeepSpeedZeroOptimizer, masters: Masters) -> None:
+    """Gives the memory of an optimizer's master weights up. Called on all ranks together."""
+    masters.give_up()
+    optimizer.masters_as_remainders = masters  # type: ignore[attr-defined]
+    optimizer.__class__ = _with_remainders(type(optimizer))  # type: ignore[arg-type]
+    link(optimizer, masters)
