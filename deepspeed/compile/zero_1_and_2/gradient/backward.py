@@ -87,6 +87,9 @@ class BackwardLife:
 
     def forward_begins(self) -> None:
         """Called before a forward for which gradients are enabled."""
+        # The next `loss.backward()` starts DeepSpeed's timers before begin(), so the timers of a backward that raised
+        # must have been reset.
+        self.settle()
         self._step.forward_since_hand_over = True
 
     def enter(self, base_enter: Callable[[], None]) -> None:
