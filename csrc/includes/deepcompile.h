@@ -411,8 +411,9 @@ private:
 /// Averaged gradients by their offset in a partition, in elements; each flat, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;
 
-/// What the optimizer gets of a group when a step is complete: the targets, until the reducer forgets them. The optimizer holds no gradient memory itself, so that memory is free when a later backward raises.
-/// Any thread may call any method.
+/// What the optimizer gets of a group when a step is complete: the targets, until the reducer forgets them. Until
+/// somebody looks at a view, the optimizer holds no gradient memory itself, so that memory is free when a later backward
+/// raises. Any thread may call any method.
 class HandedOver {
 public:
     HandedOver(Targets targets, at::Tensor flat) : targets_(std::move(targets)), flat_(std::move(flat)) {}

@@ -22,7 +22,7 @@ HOLDERS = {
     "optimizer": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
 }
 # What the fork itself adds to such instances.
-OWN = {"_deepcompile", "_compile_arguments", "_memory_recorder", "plain_class"}
+OWN = {"_deepcompile", "_compile_arguments", "_memory_recorder", "masters_as_remainders", "plain_class"}
 # Attributes of `optimizer` where that is torch's, in the step over chunks.
 HOOKS_OF_TORCH = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_step_code"}
 OF_TORCH = {"state", "param_groups", *HOOKS_OF_TORCH}
@@ -244,12 +244,13 @@ def test_instances_have_the_attributes():
     assert [each for each in (*attributes_used(), *of_others) if not has(*each)] == [], "gone"
 
 
-def test_methods_of_the_mixin_override_some_of_the_base():
+def test_methods_of_the_mixins_override_some_of_the_base():
     """The base would call a method under a new name, and ours would not run."""
+    from deepspeed.compile.features.remainders.optimizer import RemaindersOfParameters
     from deepspeed.compile.zero_1_and_2.step.optimizer import StepLocalGradients
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    for name in vars(StepLocalGradients):
+    for name in (*vars(StepLocalGradients), *vars(RemaindersOfParameters)):
         assert name.startswith("__") or hasattr(DeepSpeedZeroOptimizer, name), f"the base no longer has {name}"
 
 

@@ -34,6 +34,12 @@ LENT = (
     "sharded by compile.shard_frozen"
 )
 
+HIDDEN = (
+    "rank {} ran no block in a call of {} whose output hides its tensors from torch; where other ranks ran blocks in "
+    "that call, they wait in its backward until this rank's backward ends, or to the time-out if it has none: return "
+    "tensors, or lists and dicts of tensors, or run a block on every rank"
+)
+
 
 class ShardedBlocks:
     """Shards the frozen parameters of blocks over ranks, and gathers them block by block.
@@ -81,7 +87,7 @@ class ShardedBlocks:
         self._in_use: collections.Counter = collections.Counter()
         # Units whose memory others have, and whether the caller has been told.
         self._lent: List[Unit] = []
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_hidden = False
         self._all_gathered = 0
         self._is_closed = False
 
@@ -153,6 +159,10 @@ class ShardedBlocks:
         if current.is_unseen and torch.is_grad_enabled() and not (in_backward() or self._all_gathered):
             current.note_output(_any_requires_grad(args, kwargs))
             self._skipped.append(current)
+            if not self._has_warned_of_hidden:
+                self._has_warned_of_hidden = True
+                # The other ranks have no reason to say it.
+                logger.warning(HIDDEN.format(torch.distributed.get_rank(), type(caller).__name__))
         return output
 
     def _call_block(self, unit, call, block, /, *args, **kwargs):

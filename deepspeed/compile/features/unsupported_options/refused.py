@@ -6,24 +6,12 @@ import inspect
 from typing import Iterator
 
 import torch
-from torch.torch_version import TorchVersion
-
-from deepspeed.moe.utils import is_moe_param
-from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from ...zero_1_and_2.feature import Request
 
 
 def refused(request: Request) -> Iterator[str]:
     """Yields a sentence for each option that cannot be honoured."""
-    if torch.nn.functional.linear is zero3_linear_wrap and TorchVersion(torch.__version__) < "2.13":
-        # ZeRO-3 puts it there for the life of a process.
-        yield (
-            "an engine of ZeRO-3 in this process has replaced torch.nn.functional.linear, and torch "
-            f"{torch.__version__} compiles the replacement to gradients of zero; set zero_optimization."
-            "memory_efficient_linear to false for that engine, or torch.nn.functional.linear to torch._C._nn.linear "
-            "before this one compiles, or install torch 2.13 or newer"
-        )
     yield from _unsupported_parameters(request.engine.module)
     yield from _unsupported_engines(request.engine)
     yield from _unsupported_compile_kwargs(request.backend, request.compile_kwargs)
@@ -39,26 +27,7 @@ def _unsupported_parameters(module):
 
 
 def _unsupported_engines(engine):
-    config = engine._config
-    if getattr(engine, "pipeline_parallelism", False):
-        yield "pipeline parallelism is not supported; set compile.deepcompile to false"
-    marked = any(group.get("moe") for group in getattr(engine.optimizer, "param_groups", ()))
-    if engine.has_moe_layers or marked or any(map(is_moe_param, engine.module.parameters())):
-        yield (
-            "mixture-of-experts layers, whose experts have process groups of their own, are not supported; "
-            "set compile.deepcompile to false"
-        )
-    if engine.autotp_size() > 1:
-        yield (
-            f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
-            "compile.passes to ['autotp']"
-        )
-    if engine.sequence_parallel_size > 1:
-        yield (
-            f"sequence parallelism over {engine.sequence_parallel_size} ranks is only supported with the pass "
-            "'autosp'; set compile.passes to ['autosp'] and use stage 1"
-        )
-    if config.hybrid_engine.enabled:
+    if engine._config.hybrid_engine.enabled:
         yield (
             "hybrid_engine.enabled=true is not supported, because generation swaps the modules that were compiled; "
             "set it to false"
@@ -99,19 +68,3 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
     for name in options:
         if name not in config.get_config_copy():
             yield f"compile_kwargs['options'] holds '{name}', which is not an option of this torch; remove it"
-    patches = {**(list_mode_options(mode) if mode else {}), **options}
-    if patches.get("triton.cudagraphs", config.triton.cudagraphs):
-        yield (
-            "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) "
-            "cannot record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none"
-        )
-    if patches.get("selective_decompose", getattr(config, "selective_decompose", False)):
-        yield (
-            "the option selective_decompose of torch.compile (which compile_kwargs mode 'lite' sets) drops the notes "
-            "that say which gradient is whose; remove it or use another mode"
-        )
-    if patches.get("custom_partitioner_fn", config.custom_partitioner_fn) is not None:
-        yield (
-            "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
-            "reductions; remove it"
-        )

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, List, Optional
 import torch
 from torch.torch_version import TorchVersion
 
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 from ...passes import zero_1_and_2_compile
@@ -66,7 +68,9 @@ def _problems(request, schedule):
     engine = request.engine
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
+    yield from _unsupported_engines(engine)
     yield from _unsupported_optimizers(engine)
+    yield from _unsupported_graphs(request)
     yield from itertools.chain.from_iterable(cls.refusals(request) for cls in classes())
     if engine.zero_optimization_stage() == 2:
         name, own_pass = zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce
@@ -81,6 +85,61 @@ def _problems(request, schedule):
         yield (
             "gradients computed before engine.compile() would be lost; call it before the first backward or after "
             "engine.step() at the gradient accumulation boundary"
+        )
+
+
+def _unsupported_engines(engine):
+    """Yields a sentence for each kind of parallelism that reduces gradients otherwise."""
+    if getattr(engine, "pipeline_parallelism", False):
+        yield "pipeline parallelism is not supported; set compile.deepcompile to false"
+    marked = any(group.get("moe") for group in getattr(engine.optimizer, "param_groups", ()))
+    if engine.has_moe_layers or marked or any(map(is_moe_param, engine.module.parameters())):
+        yield (
+            "mixture-of-experts layers, whose experts have process groups of their own, are not supported; "
+            "set compile.deepcompile to false"
+        )
+    if engine.autotp_size() > 1:
+        yield (
+            f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
+            "compile.passes to ['autotp']"
+        )
+    if engine.sequence_parallel_size > 1:
+        yield (
+            f"sequence parallelism over {engine.sequence_parallel_size} ranks is only supported with the pass "
+            "'autosp'; set compile.passes to ['autosp'] and use stage 1"
+        )
+
+
+def _unsupported_graphs(request):
+    """Yields a sentence for each option with which graphs would reduce no gradients, or wrong ones."""
+    from torch._inductor import config, list_mode_options
+
+    if torch.nn.functional.linear is zero3_linear_wrap and TorchVersion(torch.__version__) < "2.13":
+        # ZeRO-3 puts it there for the life of a process.
+        yield (
+            "an engine of ZeRO-3 in this process has replaced torch.nn.functional.linear, and torch "
+            f"{torch.__version__} compiles the replacement to gradients of zero; set zero_optimization."
+            "memory_efficient_linear to false for that engine, or torch.nn.functional.linear to torch._C._nn.linear "
+            "before this one compiles, or install torch 2.13 or newer"
+        )
+    if request.backend == "eager":
+        return
+    mode, options = request.compile_kwargs.get("mode"), request.compile_kwargs.get("options") or {}
+    patches = {**list_mode_options().get(mode, {}), **options}
+    if patches.get("triton.cudagraphs", config.triton.cudagraphs):
+        yield (
+            "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) "
+            "cannot record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none"
+        )
+    if patches.get("selective_decompose", getattr(config, "selective_decompose", False)):
+        yield (
+            "the option selective_decompose of torch.compile (which compile_kwargs mode 'lite' sets) drops the notes "
+            "that say which gradient is whose; remove it or use another mode"
+        )
+    if patches.get("custom_partitioner_fn", config.custom_partitioner_fn) is not None:
+        yield (
+            "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
+            "reductions; remove it"
         )
 
 
