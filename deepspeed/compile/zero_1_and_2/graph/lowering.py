@@ -52,6 +52,9 @@ class ReduceGradKernel(ir.FallbackKernel):
             # Mark the buffer as freed, so that Inductor neither frees it again nor reuses its memory.
             wrapper.freed.add(name)
 
+    def codegen_size_asserts(self, wrapper: "PythonWrapperCodegen") -> None:
+        """Does nothing: the function returns no tensor of the operator's shape and dtype, and nothing reads it."""
+
     def _may_donate_gradient(self):
         gradient = self.inputs[0]
         # With memory planning, buffers are parts of a pool, so donating one would donate its neighbours' memory too.
