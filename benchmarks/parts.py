@@ -29,7 +29,7 @@ from .devices import on_gpus, synchronize
 from .workload import SHAPES, Batches, Shape, build_model
 
 if TYPE_CHECKING:
-    from deepspeed.compile.zero_1_and_2.step.rule import Rule
+    from deepspeed.compile.features.ranges.rule import Rule
 
 BYTES_OF_AN_UPDATE = 28  # a bf16 gradient and parameter, and three fp32 tensors that are read and written
 BYTES_WITH_8_BITS = 16  # the same with two states of a byte each
@@ -89,11 +89,11 @@ def step_partition(
     """
     from deepspeed.compile.features.ranges.own_step import OwnStep
     from deepspeed.compile.features.ranges.ranges import Ranges
+    from deepspeed.compile.features.ranges.rule import Partition
     from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
-    from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
     (master,) = adam.param_groups[0]["params"]
-    partition = Partition(adam, 0, 0, factor, new.dtype, new)
+    partition = Partition(adam, 0, 0, factor, new.dtype, new, as_written=True)
     update = (updates and updates.begin(partition)) or OwnStep(partition)
     # Each step is given the gradients anew.
     given = PartitionGradient(_Views(gradients), factor, master.data, new.dtype)

@@ -200,7 +200,8 @@ def step_in_one_pass(engine):
     if "one_pass_adam" not in NAMES:
         return
     from deepspeed.compile.features.one_pass_adam.feature import StepsInOnePass
-    from deepspeed.compile.features.ranges.feature import StepsInRanges, make_rules
+    from deepspeed.compile.features.ranges.feature import StepsInRanges
+    from deepspeed.compile.features.ranges.rule import make_rules
 
     deepcompile, names = engine.optimizer._deepcompile, [cls.__name__ for cls in classes()]
     others = [feature for feature in deepcompile.features if not isinstance(feature, StepsInOnePass)]

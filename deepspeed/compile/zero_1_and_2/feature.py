@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from .parameter.gather import AllGather
     from .parameter.placement import Placement
     from .step.partitions import StepOfGroups
-    from .step.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
 
@@ -220,11 +219,6 @@ class Feature:
     placement: Optional["Placement"] = None
     # Keeps optimizer states in another form, if this part does it.
     states: Optional[StateFormat] = None
-
-    def rules(self, others: List["Rule"]) -> List["Rule"]:
-        """Returns what steps partitions, in the order in which it is asked. Called once, by the part that makes
-        steps of rules. ``others`` are the rules of the parts that stand before this one."""
-        return others
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""

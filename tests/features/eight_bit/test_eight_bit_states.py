@@ -25,9 +25,9 @@ from deepspeed.compile.features.one_pass_adam.adam_operators import Elements, Se
 from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK, codes_of, decode, encode, make_map, zero_code
 from deepspeed.compile.features.ranges import ranges as of_partition
 from deepspeed.compile.features.ranges.ranges import Ranges
+from deepspeed.compile.features.ranges.rule import Partition
 from deepspeed.compile.zero_1_and_2.step import partition_gradient
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
-from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
 from support.ids import vary
 from support.optimizers import Views, deepspeed_adam, skip_without_kernel
@@ -138,7 +138,7 @@ class OneRank:
 
     def step(self, gradient, factor=None, spans=(), cuts=(3 * BLOCK, 1000, 1500, 2000)):
         """Steps on the whole flat tensor's gradient, ``spans`` of the flat tensor first."""
-        partition = Partition(self.optimizer, 0, self.first, factor, gradient.dtype, self.new)
+        partition = Partition(self.optimizer, 0, self.first, factor, gradient.dtype, self.new, as_written=True)
         step = self.rule.begin(partition)
         views = views_of(gradient[self.first : self.last], [cut - self.first for cut in cuts if cut > self.first])
         views = Views({offset: view for offset, view in views.items() if view.numel()})

@@ -26,6 +26,7 @@ from deepspeed.compile.features.ranges import ranges
 from deepspeed.compile.features.ranges.authors import steps_as_written
 from deepspeed.compile.features.ranges.own_step import OwnRanges, OwnStep
 from deepspeed.compile.features.ranges.ranges import Ranges
+from deepspeed.compile.features.ranges.rule import Partition
 from deepspeed.compile.zero_1_and_2.parameter.gather import AllGather
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -51,6 +52,13 @@ NUMEL = 50
 def may_be_cut(optimizer):
     """Whether ranges of an optimizer's only parameter are stepped."""
     return steps_as_written(optimizer) and OwnRanges().begin(partition_of(optimizer)) is not None
+
+
+@pytest.mark.quick
+def test_a_partition_says_whether_the_optimizer_steps_as_written():
+    """A rule that makes a partition and forgets it would step in place of an optimizer that users have hooked."""
+    (written,) = [field for field in dataclasses.fields(Partition) if field.name == "as_written"]
+    assert written.default is dataclasses.MISSING
 
 
 class Gradients(NamedTuple):

@@ -13,9 +13,9 @@ from deepspeed.compile.features.one_pass_adam import adam_operators
 from deepspeed.compile.features.one_pass_adam.adam_operators import Elements, Scalars, Settings
 from deepspeed.compile.features.one_pass_adam.remainders import join, split
 from deepspeed.compile.features.ranges.ranges import Ranges
+from deepspeed.compile.features.ranges.rule import Partition
 from deepspeed.compile.features.remainders.rule import EveryStepAdam, RemaindersAdam
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
-from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
 from support.ids import vary
 from support.optimizers import Views, skip_without_kernel
@@ -93,7 +93,7 @@ class Beside:
 
     def step(self, gradient, spans=()):
         for optimizer, rule, new, _ in self.sides:
-            partition = Partition(optimizer, 0, self.offset, None, torch.bfloat16, new)
+            partition = Partition(optimizer, 0, self.offset, None, torch.bfloat16, new, as_written=True)
             given = PartitionGradient(
                 Views({0: gradient.clone()}), None, torch.empty(0, device=device()), torch.bfloat16
             )
@@ -143,7 +143,7 @@ def test_states_come_back_from_other_states():
     optimizer, rule, new, _ = beside.sides[1]
     (state,) = optimizer.state.values()
     state["exp_avg"] = state["exp_avg"].half()
-    assert rule.begin(Partition(optimizer, 0, 0, None, torch.bfloat16, new)) is None
+    assert rule.begin(Partition(optimizer, 0, 0, None, torch.bfloat16, new, as_written=True)) is None
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True], ids=["fp32", "8bit"])

@@ -8,14 +8,14 @@ from typing import Iterator, List
 import torch
 from torch.utils._triton import has_triton_package
 
-from ...zero_1_and_2.feature import Feature, Request, SetUpContext
-from ...zero_1_and_2.step.rule import Rule
+from ...zero_1_and_2.feature import Request, SetUpContext
 from ..one_pass_adam.adam import RefuseOwnStep
+from ..ranges.rule import HasRules, Rule
 from .eight_bit import EightBitAdam, problem_with
 from .states import StatesOfAdam
 
 
-class EightBit(Feature):
+class EightBit(HasRules):
     """Also of an engine without the option, which may load states in 8 bits: these become fp32 states."""
 
     @classmethod

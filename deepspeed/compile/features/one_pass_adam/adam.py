@@ -19,8 +19,8 @@ from deepspeed.utils import logger
 
 from ...zero_1_and_2.messages import inform
 from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from ...zero_1_and_2.step.rule import Partition, Rule
 from ..ranges.ranges import end_of_range
+from ..ranges.rule import Partition, Rule
 from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
@@ -162,7 +162,7 @@ def is_fp32(value: Any, master: torch.Tensor) -> bool:
 
 
 class AdamStep:
-    """One step of one partition, whose states are in fp32. The public methods are those of ``Step`` in ``rule.py``.
+    """One step of one partition, whose states are in fp32. The public methods are those of ``ranges/``'s ``Step``.
 
     Elements are stepped in rows. A subclass for states of another form says how many columns a row has.
 

@@ -2,21 +2,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Has rules step the partitions of one engine: those of other parts, and one by which the optimizer itself steps."""
 
-from typing import TYPE_CHECKING, Iterable, List, Optional
+from typing import TYPE_CHECKING, List, Optional
 
 import torch
 
-from ...zero_1_and_2.feature import Feature, SetUpContext, overriding
+from ...zero_1_and_2.feature import SetUpContext
 from ...zero_1_and_2.step.partitions import StepOfGroups
-from ...zero_1_and_2.step.rule import Rule
 from .own_step import OwnRanges
+from .rule import HasRules, Rule, make_rules
 from .step_in_ranges import StepInRanges
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
-class StepsInRanges(Feature):
+class StepsInRanges(HasRules):
     """Has the optimizer step in ranges what no other rule steps."""
 
     def __init__(self, context: SetUpContext):
@@ -33,14 +33,6 @@ class StepsInRanges(Feature):
         if self.all_rules is None:
             self.all_rules = make_rules(optimizer._deepcompile.features)
         return StepInRanges(optimizer, factors, self.all_rules)
-
-
-def make_rules(features: Iterable[Feature]) -> List[Rule]:
-    """Returns what steps the partitions of one engine. The optimizer steps whole what is left."""
-    rules: List[Rule] = []
-    for rules_with in overriding(features, "rules"):
-        rules = rules_with(rules)
-    return rules
 
 
 FEATURE = StepsInRanges

@@ -10,8 +10,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from ...zero_1_and_2.step.partition_gradient import PartitionGradient
 from ...zero_1_and_2.step.partitions import with_groups
-from ...zero_1_and_2.step.rule import Partition
 from .ranges import end_of_range
+from .rule import Partition
 
 # Optimizers that treat each element by itself.
 _ELEMENTWISE = (

@@ -12,7 +12,7 @@ from typing import Callable, List, Tuple
 import torch
 
 from ...zero_1_and_2.step.partition_gradient import PartitionGradient
-from ...zero_1_and_2.step.rule import Step
+from .rule import Step
 
 # Elements of a range: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 RANGE_NUMEL = 2**27

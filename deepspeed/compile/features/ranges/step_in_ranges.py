@@ -11,10 +11,10 @@ from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER
 
 from ...zero_1_and_2.gradient.layout import partition_offset
 from ...zero_1_and_2.step.partitions import StepOfGroups
-from ...zero_1_and_2.step.rule import Partition, Rule, first_step
 from ...zero_1_and_2.timers import timed
 from .authors import is_replaced, steps_as_written
 from .ranges import Ranges
+from .rule import Partition, Rule, first_step
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

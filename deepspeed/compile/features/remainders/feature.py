@@ -7,9 +7,9 @@ from typing import Iterator, List, Sequence
 import torch
 from torch.utils._triton import has_triton_package
 
-from ...zero_1_and_2.feature import Feature, Request, SetUpContext
-from ...zero_1_and_2.step.rule import Rule
+from ...zero_1_and_2.feature import Request, SetUpContext
 from ..one_pass_adam.adam import RefuseOwnStep, problem_with
+from ..ranges.rule import HasRules, Rule
 from .masters import Masters
 from .optimizer import use_remainders
 from .rule import RemaindersAdam
@@ -17,7 +17,7 @@ from .rule import RemaindersAdam
 OPTION = "store_param_remainders"
 
 
-class Remainders(Feature):
+class Remainders(HasRules):
     """Keeps remainders in place of the master weights, and makes every step."""
 
     @classmethod

@@ -70,7 +70,7 @@ class StepLocalGradients(_NextClass):
     def reduce_ready_partitions_and_remove_grads(self, *_) -> None:
         """Does nothing: when a region ends, the reducer takes the gradients that parameters hold."""
 
-    # Step --------------------------------------------------------------------------------------------------------
+    # Steps -------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Optional[Callable] = None) -> None:
         self._deepcompile.refuse()

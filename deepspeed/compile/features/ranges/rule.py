@@ -1,14 +1,17 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is: a way to step the elements of a partition. Optional parts have rules (``Feature.rules()``)."""
+"""What a rule is: a way to step the elements of a partition. Parts that have rules are a :class:`HasRules`."""
 
+import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Protocol
 
 import torch
 
+from ...zero_1_and_2.feature import Feature
+
 if TYPE_CHECKING:
-    from .partition_gradient import PartitionGradient
+    from ...zero_1_and_2.step.partition_gradient import PartitionGradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Partition:
     # is written.
     new: torch.Tensor
     # Whether the optimizer's step() is as its authors have written it. Otherwise, no rule may step in its place.
-    as_written: bool = True
+    as_written: bool
 
     @property
     def group(self) -> Dict[str, Any]:
@@ -69,6 +72,26 @@ class Rule(Protocol):
         This may compile code, but changes nothing of the optimizer: an overflow may end the step before its first
         range. A rule serves no partition that is not ``as_written``.
         """
+
+
+class HasRules(Feature, abc.ABC):
+    """A part of an engine that has rules."""
+
+    @abc.abstractmethod
+    def rules(self, others: List[Rule]) -> List[Rule]:
+        """Returns what steps partitions, in the order in which it is asked. Called once, in the first step.
+
+        ``others`` are the rules of the parts that stand before this one.
+        """
+
+
+def make_rules(features: Iterable[Feature]) -> List[Rule]:
+    """Returns what steps the partitions of one engine. The optimizer steps whole what is left."""
+    rules: List[Rule] = []
+    for feature in features:
+        if isinstance(feature, HasRules):
+            rules = feature.rules(rules)
+    return rules
 
 
 def first_step(rules: Iterable[Rule], partition: Partition) -> Optional[Step]:
