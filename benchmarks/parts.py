@@ -88,9 +88,9 @@ def step_partition(
         written: what is called with (first, last) when the parameters [first, last) are there.
     """
     from deepspeed.compile.features.ranges.own_step import OwnStep
+    from deepspeed.compile.features.ranges.partition_gradient import PartitionGradient
     from deepspeed.compile.features.ranges.ranges import Ranges
     from deepspeed.compile.features.ranges.rule import Partition
-    from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
 
     (master,) = adam.param_groups[0]["params"]
     partition = Partition(adam, 0, 0, factor, new.dtype, new, as_written=True)

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from deepspeed.compile.features.blocks.block_calls import BlockParentCall
 from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK
+from deepspeed.compile.features.ranges.partition_gradient import ALIGN_NUMEL
 from deepspeed.compile.features.shard_frozen import unsharded_parameters
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.chunked_loss import small_chunks

@@ -260,7 +260,7 @@ FAULTS = {
     ),
     "gradients held while they are read": Fault(
         "a gradient is kept until the whole partition is stepped",
-        CORE + "step/partition_gradient.py",
+        FEATURES + "ranges/partition_gradient.py",
         {"        del self._rest[index : index + behind]\n": ""},
         ("features/ranges/test_ranges.py",),
     ),

@@ -22,7 +22,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.features import NAMES
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 from deepspeed.compile.zero_1_and_2.feature import classes
-from deepspeed.compile.zero_1_and_2.step import partition_gradient
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -185,7 +184,7 @@ def updates_compiled_from(numel, large=2**22):
         yield
         return
     from deepspeed.compile.features.one_pass_adam import adam
-    from deepspeed.compile.features.ranges import ranges
+    from deepspeed.compile.features.ranges import partition_gradient, ranges
 
     with (
         mock.patch.object(adam, "LEAST_NUMEL", numel),

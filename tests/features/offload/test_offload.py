@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.compile.features.ranges.partition_gradient import PartitionGradient
 from deepspeed.compile.zero_1_and_2 import gradient_counters
-from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.faults import half_a_step, on_every_rank

@@ -16,9 +16,9 @@ from deepspeed.compile.features.one_pass_adam.adam import AdamStep, OnePassAdam
 from deepspeed.compile.features.overlap_gather import gather
 from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
 from deepspeed.compile.features.ranges.own_step import OwnRanges
+from deepspeed.compile.features.ranges.partition_gradient import ALIGN_NUMEL
 from deepspeed.compile.features.ranges.rule import make_rules
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
-from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary

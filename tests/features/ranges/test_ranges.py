@@ -25,10 +25,10 @@ from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
 from deepspeed.compile.features.ranges import ranges
 from deepspeed.compile.features.ranges.authors import steps_as_written
 from deepspeed.compile.features.ranges.own_step import OwnRanges, OwnStep
+from deepspeed.compile.features.ranges.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from deepspeed.compile.features.ranges.ranges import Ranges
 from deepspeed.compile.features.ranges.rule import Partition
 from deepspeed.compile.zero_1_and_2.parameter.gather import AllGather
-from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary

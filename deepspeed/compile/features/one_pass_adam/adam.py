@@ -18,7 +18,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.messages import inform
-from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
+from ..ranges.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from ..ranges.ranges import end_of_range
 from ..ranges.rule import Partition, Rule
 from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows

@@ -8,8 +8,8 @@ import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-from ...zero_1_and_2.step.partition_gradient import PartitionGradient
 from ...zero_1_and_2.step.partitions import with_groups
+from .partition_gradient import PartitionGradient
 from .ranges import end_of_range
 from .rule import Partition
 

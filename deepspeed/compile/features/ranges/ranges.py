@@ -11,7 +11,7 @@ from typing import Callable, List, Tuple
 
 import torch
 
-from ...zero_1_and_2.step.partition_gradient import PartitionGradient
+from .partition_gradient import PartitionGradient
 from .rule import Step
 
 # Elements of a range: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.

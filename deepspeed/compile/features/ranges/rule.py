@@ -11,7 +11,7 @@ import torch
 from ...zero_1_and_2.feature import Feature
 
 if TYPE_CHECKING:
-    from ...zero_1_and_2.step.partition_gradient import PartitionGradient
+    from .partition_gradient import PartitionGradient
 
 
 @dataclasses.dataclass(frozen=True)

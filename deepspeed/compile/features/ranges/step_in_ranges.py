@@ -13,6 +13,7 @@ from ...zero_1_and_2.gradient.layout import partition_offset
 from ...zero_1_and_2.step.partitions import StepOfGroups
 from ...zero_1_and_2.timers import timed
 from .authors import is_replaced, steps_as_written
+from .partition_gradient import PartitionGradient
 from .ranges import Ranges
 from .rule import Partition, Rule, first_step
 
@@ -57,9 +58,12 @@ class StepInRanges(StepOfGroups):
         gather, placement = optimizer._deepcompile.gather, optimizer._deepcompile.placement
         for group, step in enumerate(self._steps):
             if step is not None:
-                numel = optimizer.single_partition_of_fp32_groups[group].numel()
+                master = optimizer.single_partition_of_fp32_groups[group].data
+                gradient = PartitionGradient(
+                    self.take_views(group), self.factors[group], master, optimizer.gradient_accumulation_dtype
+                )
                 written = functools.partial(placement.send, optimizer, group)
-                self._ranges[group] = Ranges(step, numel, self.take_gradient(group), written)
+                self._ranges[group] = Ranges(step, master.numel(), gradient, written)
         # From the host, new values are still on their way to the device when they are written.
         if len(self._ranges) == len(self._steps) and not placement.on_host:
             with timed(optimizer, OPTIMIZER_STEP_TIMER):

@@ -10,10 +10,12 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
 
 from ..timers import timed
-from .partition_gradient import PartitionGradient
+from .scaling import take_scaled
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from ..gradient.views import PartitionViews
 
 
 class StepOfGroups:
@@ -33,19 +35,18 @@ class StepOfGroups:
             self.step_group(group)
         note_step(self.optimizer.optimizer)
 
-    def take_gradient(self, group: int) -> PartitionGradient:
-        """Takes the gradient of a partition out of ``averaged_gradients``."""
-        optimizer = self.optimizer
-        views, optimizer.averaged_gradients[group] = optimizer.averaged_gradients[group], None
-        like = optimizer.single_partition_of_fp32_groups[group].data
-        return PartitionGradient(views, self.factors[group], like, optimizer.gradient_accumulation_dtype)
+    def take_views(self, group: int) -> "PartitionViews":
+        """Takes the gradients of a partition out of ``averaged_gradients``."""
+        gradients = self.optimizer.averaged_gradients
+        views, gradients[group] = gradients[group], None
+        return views
 
     def step_group(self, group: int) -> None:
         """Has the optimizer step the master weights of a group at once, and writes them into this rank's partition."""
         optimizer = self.optimizer
         master = optimizer.single_partition_of_fp32_groups[group]
         with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
-            master.grad = self.take_gradient(group).scaled(0, master.numel())
+            master.grad = take_scaled(self.take_views(group), self.factors[group], master.data)
         try:
             # _optimizer_step() hides the other groups, and leaves them hidden if it raises. A checkpoint that is
             # loaded then needs all groups.

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import torch
 
+from ...zero_1_and_2.step.scaling import at_least, scale_into
+
 if TYPE_CHECKING:
-    from ..gradient.views import PartitionViews
+    from ...zero_1_and_2.gradient.views import PartitionViews
 
 # A range that is read where it lies has a multiple of so many elements, so that a kernel reads 16 bytes at a time in
 # every dtype.
@@ -60,17 +62,9 @@ class PartitionGradient:
         if self._flat is not None:
             gradient = self._flat[first:last]
             return gradient if self._factor is None else gradient.mul_(self._factor)
-        self._memory = _at_least(last - first, self._memory)
+        self._memory = at_least(last - first, self._memory)
         gradient = self._memory[: last - first]
-        laid_out = _laid_out(self._parts(first, last), gradient, first)
-        if self._factor is None or gradient.is_cpu:
-            # On a CPU, a product of two dtypes takes several times as long as a cast and a product of one dtype.
-            _copy(laid_out)
-            return gradient if self._factor is None else gradient.mul_(self._factor)
-        for part, place in laid_out:
-            # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
-            # dimensions, torch would compute in the dtype of `part`.
-            torch.mul(part, self._factor, out=place)
+        scale_into(gradient, self._parts(first, last), first, self._factor)
         return gradient
 
     def unscaled(self, first: int, limit: int, multiple: int = ALIGN_NUMEL) -> torch.Tensor:
@@ -103,9 +97,9 @@ class PartitionGradient:
 
     def _gather(self, parts, first, last):
         """Copies parts together that lie in [first, last)."""
-        self._gathered = _at_least(last - first, self._gathered)
+        self._gathered = at_least(last - first, self._gathered)
         gradient = self._gathered[: last - first]
-        _copy(_laid_out(parts, gradient, first))
+        scale_into(gradient, parts, first, None)
         return gradient
 
     def give_memory_back(self) -> None:
@@ -147,40 +141,3 @@ class PartitionGradient:
     def _index(self, first):
         """Returns the index of the first gradient that ends behind the element ``first``."""
         return bisect.bisect_right(self._rest, first, key=lambda entry: entry[1])
-
-
-def _copy(laid_out):
-    """Copies each part to its place."""
-    if laid_out:
-        torch._foreach_copy_([place for _, place in laid_out], [part for part, _ in laid_out])
-
-
-def _at_least(numel, memory):
-    """Returns ``memory``, or new memory if it has fewer than ``numel`` elements. Pictures show it with gradients."""
-    if memory.numel() >= numel:
-        return memory
-    with torch.profiler.record_function("deepcompile::gradient_range"):
-        return memory.new_empty(numel)
-
-
-def _laid_out(
-    parts: List[Tuple[int, torch.Tensor]], memory: torch.Tensor, first: int
-) -> List[Tuple[torch.Tensor, torch.Tensor]]:
-    """Lists each part and its place in ``memory``, which begins at the offset ``first``, and zeroes the padding."""
-    sizes, gaps, filled = [], [], first
-    for begin, part in parts:
-        if begin > filled:
-            gaps.append(len(sizes))
-            sizes.append(begin - filled)
-        numel = part.numel()
-        sizes.append(numel)
-        filled = begin + numel
-    end = first + memory.numel()
-    if filled < end:
-        gaps.append(len(sizes))
-        sizes.append(end - filled)
-    # One call for all places: to cut them out one by one would take longer than to copy small parts.
-    places = [*memory.split_with_sizes(sizes)]
-    for index in reversed(gaps):
-        places.pop(index).zero_()
-    return [(part, place) for (_, part), place in zip(parts, places, strict=True)]
