@@ -5,11 +5,13 @@
 torch's caches need no hash of this source: their keys have each graph that is cut off here.
 """
 
-from typing import TYPE_CHECKING, Callable, Optional
+import functools
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
 
 import torch
 
 from ...zero_1_and_2.feature import Feature, SetUpContext
+from ...zero_1_and_2.graph.frame import own_code
 from . import own_graph
 from .find_loss import ChunkedLosses
 
@@ -26,7 +28,8 @@ class Loss(Feature):
     def cut(self, frame: "Frame") -> Optional[Callable]:
         if frame.block is not None or not torch.is_grad_enabled():
             return None
-        split = self._chunked.cut_out(frame.gm, frame.inputs, frame.numbers, frame.compile_part)
+        compiled = functools.partial(compile_part, frame)
+        split = self._chunked.cut_out(frame.gm, frame.inputs, frame.numbers, compiled)
         if split is None and frame.graph_id is not None:
             split = own_graph.split_loss(frame.gm, [value in frame.numbers for value in frame.inputs])
         if split is None:
@@ -35,8 +38,21 @@ class Loss(Feature):
             inputs = own_graph.inputs_of_head(split, frame.inputs)
             own_graph.replace(split, own_graph.HEAD, lambda head: frame.compile_graph(head, inputs))
         if hasattr(split, own_graph.REST):
-            own_graph.replace(split, own_graph.REST, frame.compile_part)
+            own_graph.replace(split, own_graph.REST, compiled)
         return split.forward
 
 
 FEATURE = Loss
+
+
+def compile_part(frame: "Frame", part: Callable) -> Callable:
+    """Returns a part of a frame that has no registered parameters, to be compiled when it is called."""
+    if not frame.settings.generates_code:
+        return part
+
+    # torch 2.11 does not compile a graph module that Dynamo has made, but compiles a function that calls one.
+    def run_part(*args):
+        return part(*args)
+
+    arguments: Dict[str, Any] = {"mode": frame.mode, "options": frame.options, "dynamic": frame.settings.dynamic}
+    return torch.compile(own_code(run_part), backend=frame.settings.compiler, **arguments)

@@ -9,7 +9,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Feature, Request
-from ...zero_1_and_2.step.optimizer import reducers
+from ...zero_1_and_2.step.optimizer import attached
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -70,8 +70,8 @@ FEATURE = MonitorMemory
 def print_gradient_memory() -> None:
     """Called by ``see_memory_usage()``: prints what the gradients of all engines with a reducer take on this rank."""
     held: collections.Counter = collections.Counter()
-    for reducer in reducers():
-        counters = reducer.counters()
+    for optimizer in attached:
+        counters = optimizer._deepcompile.reducer.counters()
         held.update({name: counters[name] for name in _HELD})
     if held:
         # In the units of see_memory_usage().

@@ -83,18 +83,6 @@ class Frame:
             return _generate_code(gm, inputs, partitioner, self.mode, self.options)
         return run_as_traced(gm, inputs, partitioner)
 
-    def compile_part(self, part: Callable) -> Callable:
-        """Returns a part of the frame that has no registered parameters, to be compiled when it is called."""
-        if not self.settings.generates_code:
-            return part
-
-        # torch 2.11 does not compile a graph module that Dynamo has made, but compiles a function that calls one.
-        def run_part(*args):
-            return part(*args)
-
-        arguments = {"mode": self.mode, "options": self.options, "dynamic": self.settings.dynamic}
-        return torch.compile(own_code(run_part), backend=self.settings.compiler, **arguments)
-
 
 def own_code(function: Callable) -> types.FunctionType:
     """Returns a copy, with a code object of its own, of a function that has no defaults.

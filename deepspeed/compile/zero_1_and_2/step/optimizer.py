@@ -7,7 +7,7 @@
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
 
 import torch
 
@@ -17,7 +17,6 @@ from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimize
 
 from ..engine.state import EngineState
 from ..gradient.layout import pieces, registered_parameters
-from ..gradient.native import Reducer
 from . import step
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ else:
     _NextClass = object
 
 # The attached optimizers whose parameters no later engine has taken over.
-_attached = weakref.WeakSet()
+attached = weakref.WeakSet()
 
 
 class StepLocalGradients(_NextClass):
@@ -172,7 +171,7 @@ class StepLocalGradients(_NextClass):
         self._deepcompile.let_go()
         # The base's gradient hooks stay removed: the optimizer must not train again.
         self.__class__ = self.plain_class
-        _attached.discard(self)
+        attached.discard(self)
         del self._deepcompile
         self.destroy()
 
@@ -214,7 +213,7 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
     # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
     _link_states(optimizer)
-    _attached.add(optimizer)
+    attached.add(optimizer)
 
 
 def keep_no_graph(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -238,13 +237,8 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
     DeepCompile, too, the later of two engines trains the parameters.
     """
     taken = {id(parameter) for parameter in registered_parameters(optimizer)}
-    for earlier in list(_attached):
+    for earlier in list(attached):
         if any(id(parameter) in taken for parameter in earlier._deepcompile.registered):
             earlier._deepcompile.taken_over = True
             earlier._deepcompile.let_go()
-            _attached.discard(earlier)
-
-
-def reducers() -> Iterator[Reducer]:
-    """Yields the reducers of all engines of this process that train."""
-    return (optimizer._deepcompile.reducer for optimizer in _attached)
+            attached.discard(earlier)
