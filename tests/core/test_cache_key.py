@@ -8,8 +8,6 @@ from unittest import mock
 
 import pytest
 
-from deepspeed.compile.features.activation_budget.split import SplitWithin
-from deepspeed.compile.features.shard_frozen.rewrite import SaveByHooks
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 from deepspeed.compile.zero_1_and_2.graph import keys
 from deepspeed.compile.zero_1_and_2.graph.partitioner import ReduceGradPartitioner
@@ -39,6 +37,9 @@ def test_source_that_was_edited(name):
 @pytest.mark.quick
 def test_source_of_a_part_that_was_edited():
     """Generated code that was split, or rewritten, by the source before would be used."""
+    from deepspeed.compile.features.activation_budget.split import SplitWithin
+    from deepspeed.compile.features.shard_frozen.rewrite import SaveByHooks
+
     reducer_module()
 
     def key(**parts):

@@ -5,8 +5,6 @@
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.blocks.feature import Blocks
-
 from support.beside import Beside, check, warnings_logged
 from support.models import VOCABULARY, BlocksWithin
 from support.options import SMALL, prepare, train_prepared
@@ -125,6 +123,8 @@ def compile_with_arguments(advised):
 
     Returns what is said, whether the engine honours it, and the error of training it.
     """
+    from deepspeed.compile.features.blocks.feature import Blocks
+
     case = Case(model=SMALL)
     module, engine = prepare(case)
     with warnings_logged() as texts:

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 
-from deepspeed.compile.features.blocks import block_calls
 from deepspeed.compile.zero_1_and_2.engine import set_up as setup
 
 from support.faults import Injected
@@ -79,6 +78,8 @@ def test_a_setup_that_raises_is_undone(ranks, stage, step, config, offloaded, co
 
 def compile_with_a_block_that_raises(case):
     """The third block raises when it gets its call. Returns as above whether all is as before, and the error."""
+    from deepspeed.compile.features.blocks import block_calls
+
     module, engine = prepare(case)
     before, blocks = _state(module, engine), []
     put_in = block_calls.BlockCall.put_in
