@@ -36,4 +36,5 @@ NAMES = (
     "remainders",
     "muon",
     "offload",
+    "fits",
 )

@@ -223,7 +223,7 @@ class _BlockForward:
         """Runs the forward that the block's class has now."""
         if block.training and vars(block).get(CHECKPOINT) is not None and block.gradient_checkpointing:
             decorated = forward_of(type(block))
-            if _checkpoints_what_it_decorates(decorated):
+            if checkpoints_what_it_decorates(decorated):
                 return self._run_checkpointed(block, decorated.__wrapped__, args, kwargs)
         return self._limit.call_block(block, self._compiled(type(block)), run_forward, args, kwargs)
 
@@ -263,7 +263,7 @@ def _has_hooks(own, but):
     return own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
 
 
-def _checkpoints_what_it_decorates(forward):
+def checkpoints_what_it_decorates(forward: Any) -> bool:
     """Whether a forward is a decorator of transformers that checkpoints the forward of a layer."""
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return CHECKPOINT in names and hasattr(forward, "__wrapped__")

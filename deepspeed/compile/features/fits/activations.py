@@ -1,0 +1,402 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a forward and a backward of a model on tensors without memory, and notes what memory they would have.
+
+The model runs as its own code says, with all that checkpointing and tied weights do to it. Only what training compiles
+is traced, once for each class of blocks and for the module around them, and stands there with the memory of its graphs
+(``liveness.py``). The rest runs as it is, and each tensor counts from when it is made until nobody refers to it.
+"""
+
+import contextlib
+import functools
+import weakref
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
+
+import torch
+import torch.utils.checkpoint
+from torch.nn import Module, Parameter
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..blocks.block_calls import CHECKPOINT, checkpoints_what_it_decorates, forward_of
+from ..blocks.choose_blocks import choose_blocks, parents_of
+from ..blocks.parameters import modules_outside
+from .graphs import Graphs, trace
+from .head import chunked
+from .liveness import bytes_of
+
+
+class Moment(NamedTuple):
+    """A part of a step, in bytes of what the model's code and graphs hold; parameters and gradients are left out.
+
+    Attributes:
+        most: the most within it.
+        after: at its end.
+        gradient: the name of the parameter whose gradient is complete at its end, or None.
+        in_block: whether a block runs in it.
+    """
+
+    most: int
+    after: int
+    gradient: Optional[str] = None
+    in_block: bool = False
+
+
+class Activations(NamedTuple):
+    """The memory of a micro-batch.
+
+    Attributes:
+        forward, backward: their moments.
+        inputs: bytes of the batch.
+        logits: bytes of the largest product of matrices around the blocks.
+    """
+
+    forward: List[Moment]
+    backward: List[Moment]
+    inputs: int
+    logits: int
+
+
+# Stands for a tensor among what a block returns.
+_TENSOR = object()
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self._most = 0
+        self.moments: List[Moment] = []
+        self._known: Dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self._count(each.untyped_storage())
+        return result
+
+    def _count(self, storage):
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is not None and known() is storage:
+            return
+        size = storage.nbytes()
+        self._known[key] = weakref.ref(storage, functools.partial(self._forget, key, size))
+        self.live += size
+        self.note(0)
+
+    def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leaves these tensors out, which were there before."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known[storage._cdata] = weakref.ref(storage)
+
+    def _forget(self, key, size, _):
+        self._known.pop(key, None)
+        self.live -= size
+
+    def note(self, more: int) -> None:
+        """Notes that there are ``more`` bytes now than all tensors have."""
+        self._most = max(self._most, self.live + more)
+
+    def end_moment(self, gradient: Optional[str], more: int = 0, in_block: bool = False) -> None:
+        """Ends a moment, at whose end there are ``more`` bytes than all tensors have."""
+        self.moments.append(Moment(self._most, self.live + more, gradient, in_block))
+        self._most = self.live + more
+
+    def take_moments(self) -> List[Moment]:
+        """Ends a moment, and returns those since the last call."""
+        self.end_moment(None)
+        moments, self.moments = self.moments, []
+        return moments
+
+
+class _Compiled(torch.autograd.Function):
+    """Stands for a compiled graph: makes what it returns and keeps, and notes what it has within."""
+
+    @staticmethod
+    def forward(ctx, memory, graphs, names, is_block, *tensors):
+        count = len(names)
+        memory.end_moment(None)
+        for moment in graphs.forward:
+            memory.note(moment.most)
+        results = tuple(map(_like, graphs.outputs))
+        made: Dict[int, torch.Tensor] = {}
+        kept = []
+        for saved in graphs.saved:
+            if saved.input is not None:
+                # A parameter, in whichever shape, is there anyway.
+                kept += [tensors[saved.input]] if saved.input >= count else []
+            elif saved.output is not None:
+                kept.append(results[saved.output])
+            elif saved.value is not None and saved.memory not in made:
+                # Inductor may keep it in memory that holds more than the tensor.
+                made[saved.memory] = torch.empty(saved.bytes, dtype=torch.uint8)
+        ctx.save_for_backward(*kept, *made.values())
+        ctx.memory, ctx.graphs, ctx.names, ctx.is_block = memory, graphs, names, is_block
+        memory.end_moment(None, in_block=is_block)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
+        return results
+
+    @staticmethod
+    def backward(ctx, *_):
+        # Has checkpointing compute the block again.
+        tensors = ctx.saved_tensors
+        memory, graphs, count = ctx.memory, ctx.graphs, len(ctx.names)
+        memory.end_moment(None)
+        for moment in graphs.backward:
+            memory.note(moment.most)
+            name = None if moment.gradient is None else ctx.names[moment.gradient]
+            memory.end_moment(name, moment.after, ctx.is_block)
+        del tensors
+        # The graph has dropped what it kept; autograd drops the tensors that stand for it after this function.
+        kept = sum(saved.bytes for saved in graphs.saved)
+        memory.live -= kept
+        gradients = [each if each is None else _like(each) for each in graphs.gradients[count:]]
+        memory.live += kept
+        return None, None, None, None, *[None] * count, *gradients
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+class Run:
+    """Runs a model whose parameters are fake tensors.
+
+    Args:
+        model: the model.
+        say: is told what is being done.
+
+    Attributes:
+        blocks: the modules that have graphs of their own.
+        why_whole: why there are none, or "".
+    """
+
+    def __init__(self, model: Module, say: Callable[[str], None]):
+        self._model, self._say = model, say
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._graphs: Dict[Any, Any] = {}
+        self._memory = Memory()
+        self._budget: Optional[float] = None
+        self.blocks, self.why_whole = choose_blocks(model, None, {})
+
+    def run(
+        self,
+        batch: Dict[str, torch.Tensor],
+        loss_of: Callable[[Any], torch.Tensor],
+        checkpoint: bool = False,
+        budget: Optional[float] = None,
+        chunked_loss: Optional[bool] = None,
+    ) -> Activations:
+        """Runs a forward and a backward on a batch.
+
+        Args:
+            batch: the arguments of the model.
+            loss_of: returns the loss of what the model returns.
+            checkpoint: whether each block is computed again in the backward.
+            budget: ``compile.activation_memory_budget``.
+            chunked_loss: ``compile.chunked_loss``.
+        """
+        self._budget = budget
+        model, memory = self._model, Memory()
+        self._memory = memory
+        memory.ignore([*model.parameters(), *model.buffers(), *batch.values()])
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._gradient_of_autograd)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            with contextlib.ExitStack() as stack:
+                for block in self.blocks:
+                    stack.enter_context(_forward_of(block, self._stand_in(block, checkpoint)))
+                with memory:
+                    loss, logits = self._around(batch, loss_of, chunked_loss)
+                    forward = memory.take_moments()
+                    loss.backward()
+                    del loss
+                    backward = memory.take_moments()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return Activations(forward, backward, sum(map(bytes_of, batch.values())), logits)
+
+    def _gradient_of_autograd(self, parameter):
+        # A graph has given its gradient to the reducer, and autograd gets none.
+        if parameter.grad is not None:
+            self._memory.end_moment(self._names[id(parameter)], -bytes_of(parameter.grad))
+            parameter.grad = None
+
+    def _stand_in(self, block, checkpoint):
+        forward = block.forward
+        named = dict(block.named_parameters())
+        # Where a layer's forward checkpoints, what is checkpointed is compiled, and not what checkpoints.
+        checkpoints = getattr(block, CHECKPOINT, None) is not None and checkpoints_what_it_decorates(
+            forward_of(type(block))
+        )
+
+        def run(*args, **kwargs):
+            if checkpoint:
+                # As transformers does, which by default keeps the generator's state too.
+                run_again = functools.partial(run_compiled, **kwargs)
+                return torch.utils.checkpoint.checkpoint(run_again, *args, use_reentrant=False)
+            if checkpoints and block.gradient_checkpointing and block.training:
+                return getattr(block, CHECKPOINT)(functools.partial(run_compiled, **kwargs), *args)
+            return run_compiled(*args, **kwargs)
+
+        def run_compiled(*args, **kwargs):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            results: Dict[str, Any] = {}
+
+            def function(*tensors):
+                given = list(leaves)
+                for place, tensor in zip(places, tensors[len(named) :]):
+                    given[place] = tensor
+                args, kwargs = pytree.tree_unflatten(given, spec)
+                with _forward_of(block, forward), _parameters(block, tensors[: len(named)]), _plain(block):
+                    returned = block.forward(*args, **kwargs)
+                tensors, results["spec"] = pytree.tree_flatten(returned)
+                results["others"] = [_TENSOR if isinstance(each, torch.Tensor) else each for each in tensors]
+                return [each for each in tensors if isinstance(each, torch.Tensor)]
+
+            tensors = [leaves[place] for place in places]
+            key = _key(block, named.values(), tensors, [leaf for leaf in leaves if not torch.is_tensor(leaf)], self._budget)
+            if key not in self._graphs:
+                self._say(f"tracing a {type(block).__name__}")
+                graphs = self._trace(function, [*named.values()], tensors)
+                self._graphs[key] = graphs, results
+            graphs, results = self._graphs[key]
+            made = iter(self._apply(graphs, [*named.values()], tensors, True))
+            filled = [next(made) if other is _TENSOR else other for other in results["others"]]
+            return pytree.tree_unflatten(filled, results["spec"])
+
+        return run
+
+    def _trace(self, function, parameters, tensors):
+        # Not counted: tracing makes tensors that no training makes.
+        from torch.utils._python_dispatch import _disable_current_modes
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        mode = next(each.fake_mode for each in (*parameters, *tensors) if hasattr(each, "fake_mode"))
+        with _disable_current_modes(), mode, torch.enable_grad():
+            return trace(function, parameters, tensors, self._budget)
+
+    def _apply(self, graphs, parameters, tensors, is_block):
+        names = [self._names[id(parameter)] for parameter in parameters]
+        return _Compiled.apply(self._memory, graphs, names, is_block, *parameters, *tensors)
+
+    def _around(self, batch, loss_of, chunked_loss):
+        """Runs the model: what calls its blocks as it is, and what is around that as a graph."""
+        model = self._model
+        parents = parents_of(model, self.blocks)
+        outputs: List[Any] = []
+        if parents:
+            with contextlib.ExitStack() as stack:
+                for parent in parents:
+                    stack.enter_context(_forward_of(parent, _noted(parent.forward, outputs, len(parents))))
+                try:
+                    model(**batch)
+                except _Enough:
+                    pass
+        outside = modules_outside(model, parents)
+        # Each once, because some are tied.
+        named = [*{id(p): p for each in outside for p in each.parameters(recurse=False)}.values()]
+        leaves, spec = pytree.tree_flatten((outputs, batch))
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        del outputs
+
+        def function(*tensors):
+            given = list(leaves)
+            for place, tensor in zip(places, tensors[len(named) :]):
+                given[place] = tensor
+            outputs, batch = pytree.tree_unflatten(given, spec)
+            upcoming = iter(outputs)
+            with contextlib.ExitStack() as stack:
+                for parent in parents:
+                    stack.enter_context(_forward_of(parent, lambda *args, **kwargs: next(upcoming)))
+                stack.enter_context(_parameters(model, tensors[: len(named)], named))
+                return [loss_of(model(**batch))]
+
+        tensors = [leaves[place] for place in places]
+        key = _key(model, named, tensors, [], self._budget)
+        if key not in self._graphs:
+            self._say(f"tracing {'what is around the blocks of ' if parents else ''}{type(model).__name__}")
+            self._graphs[key] = self._trace(function, named, tensors)
+        graphs, logits = chunked(self._graphs[key], chunked_loss)
+        for place in places:
+            leaves[place] = None
+        (loss,) = self._apply(graphs, named, tensors, False)
+        return loss, logits
+
+
+class _Enough(Exception):
+    """All modules that call blocks have run."""
+
+
+def _noted(forward, outputs, number):
+    def run(*args, **kwargs):
+        outputs.append(forward(*args, **kwargs))
+        if len(outputs) == number:
+            raise _Enough
+        return outputs[-1]
+
+    return run
+
+
+@contextlib.contextmanager
+def _forward_of(module: Module, forward: Callable) -> Iterator[None]:
+    """Context in which an instance has another forward."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+@contextlib.contextmanager
+def _parameters(
+    module: Module, tensors: Sequence[torch.Tensor], parameters: Optional[List[Parameter]] = None
+) -> Iterator[None]:
+    """Context in which a module has these tensors for its parameters."""
+    listed = [*module.parameters()] if parameters is None else parameters
+    given = {id(parameter): tensor for parameter, tensor in zip(listed, tensors)}
+    changed = []
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if id(parameter) in given:
+                changed.append((each, name, parameter))
+    for each, name, parameter in changed:
+        each._parameters[name] = given[id(parameter)]
+    try:
+        yield
+    finally:
+        for each, name, parameter in changed:
+            each._parameters[name] = parameter
+
+
+@contextlib.contextmanager
+def _plain(block: Module) -> Iterator[None]:
+    """Context in which a layer of transformers does not checkpoint its own forward."""
+    before = getattr(block, "gradient_checkpointing", None)
+    if before:
+        block.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        if before:
+            block.gradient_checkpointing = before
+
+
+def _key(module, parameters, tensors, others, budget):
+    """Returns what modules have in common that share a graph."""
+    shapes = [(each.shape, each.stride(), each.dtype, each.requires_grad) for each in (*parameters, *tensors)]
+    return type(module), str(shapes), str(others), budget

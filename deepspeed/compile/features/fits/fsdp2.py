@@ -1,0 +1,86 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What FSDP2 holds, by its published scheme, for comparison.
+
+fp32 parameters and moments are sharded. A unit, a block or what is before or behind the blocks, is gathered in bf16
+before it computes. Its gradients are complete at the end of its backward, and are copied into the input of a
+reduce-scatter, whose output is cast to fp32: a rank's share of the gradients. ``benchmarks/systems.py`` sets FSDP2 up
+so.
+"""
+
+from typing import Dict, List, NamedTuple, Sequence
+
+from .activations import Activations, Moment
+
+_FP32, _STATES = 4, 12  # bytes of an element: of a gradient, and of a master weight with its moments
+
+
+class Unit(NamedTuple):
+    """What is gathered together.
+
+    Attributes:
+        trained: names of its parameters that are trained.
+        elements: of all its parameters.
+    """
+
+    trained: Sequence[str]
+    elements: int
+
+
+class Peaks(NamedTuple):
+    """Bytes on a rank."""
+
+    at_rest: int
+    forward: int
+    backward: int
+    step: int
+
+
+def peaks_of(
+    activations: Activations, units: Sequence[Unit], sizes: Dict[str, int], ranks: int, reshard: bool, size: int
+) -> Peaks:
+    """Returns what a rank holds.
+
+    Args:
+        activations: of a micro-batch.
+        units: in the order of the forward.
+        sizes: name of a trained parameter -> elements.
+        ranks: how many share the parameters.
+        reshard: whether a unit is dropped behind its forward, and gathered again for its backward.
+        size: bytes of an element of what is gathered.
+    """
+    trained = [sum(sizes[name] for name in unit.trained) for unit in units]
+    of_unit = {name: index for index, unit in enumerate(units) for name in unit.trained}
+    elements = [unit.elements for unit in units]
+    frozen = sum(elements) - sum(trained)
+    at_rest = (_STATES * sum(trained) + size * frozen) // ranks
+    most = max(moment.most for moment in activations.forward)
+    # What was gathered last is still in the buffer of the all-gather, too.
+    kept = size * (elements[-1] if reshard else sum(elements))
+    forward = at_rest + most + kept + size * elements[-1]
+    backward, sharded, unit = 0, 0, len(units) - 1
+    held: Dict[int, int] = {index: 0 for index in range(len(units))}
+    ends = _ends(activations.backward, of_unit, len(units))
+    for index, moment in enumerate(activations.backward):
+        gathered = size * sum(elements[max(unit - 1, 0) : unit + 1] if reshard else elements[: unit + 1])
+        backward = max(backward, sharded + gathered + sum(held.values()) + moment.most)
+        if moment.gradient is not None and (owner := of_unit[moment.gradient]) in held:
+            held[owner] += size * sizes[moment.gradient]
+        while unit >= 0 and index >= ends[unit]:
+            scattered = size * (trained[unit] + trained[unit] // ranks)
+            backward = max(backward, sharded + gathered + sum(held.values()) + scattered + moment.after)
+            sharded += _FP32 * trained[unit] // ranks
+            del held[unit]
+            unit -= 1
+    return Peaks(at_rest, forward, at_rest + backward, at_rest + _FP32 * sum(trained) // ranks)
+
+
+def _ends(moments: Sequence[Moment], of_unit: Dict[str, int], count: int) -> List[int]:
+    """Returns for each unit the index of the moment with its last gradient, and not one before that of later units."""
+    ends = [-1] * count
+    for index, moment in enumerate(moments):
+        if moment.gradient is not None:
+            ends[of_unit[moment.gradient]] = index
+    for unit in reversed(range(count - 1)):
+        ends[unit] = max(ends[unit], ends[unit + 1])
+    return ends

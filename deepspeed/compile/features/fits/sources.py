@@ -1,0 +1,166 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a model and a batch as tensors without memory: of transformers by its configuration, or by a function."""
+
+import contextlib
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+
+import torch
+from torch.nn import Linear, Module, Parameter
+
+# Makes a batch of (sequences, tokens of a sequence).
+MakeBatch = Callable[[int, int], Dict[str, torch.Tensor]]
+
+
+class Unusable(ValueError):
+    """A model that cannot be made. The text is a sentence with a remedy."""
+
+
+def named(source: str) -> Tuple[Callable[[], Module], Optional[MakeBatch]]:
+    """Returns what makes a model, and what makes its batches; None where the model itself tells.
+
+    Args:
+        source: ``module:function``, a folder, a ``config.json``, or the name of a model of transformers' hub.
+
+    Raises:
+        Unusable: if there is no such thing.
+    """
+    module, colon, function = source.partition(":")
+    if colon and not os.path.exists(source):
+        return _of_function(module, function), None
+    return _of_transformers(source)
+
+
+def _of_function(module, function):
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function, None)
+    except ImportError as error:
+        raise Unusable(f"{module} cannot be imported ({error}); name a module of this folder or of PYTHONPATH") from error
+    finally:
+        sys.path.pop(0)
+    if not callable(found):
+        raise Unusable(f"{module} has no function {function}; name one that returns a model")
+    return found
+
+
+def _of_transformers(source):
+    try:
+        import transformers
+    except ImportError as error:
+        raise Unusable(
+            f"{source} is made by transformers, which is not installed: `pip install transformers`, or name a function "
+            "that makes a model, as module:function"
+        ) from error
+    path = Path(source)
+    if path.suffix == ".json" and not path.is_file():
+        raise Unusable(f"there is no file {source}; name a config.json, a folder with one, or a model of the hub")
+    try:
+        config = transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise Unusable(
+            f"transformers finds no configuration of {source} ({str(error).splitlines()[0]}); name a config.json, a "
+            "folder with one, or a model of the hub"
+        ) from error
+    kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
+    kind = next((each for each in kinds if each is not None), None)
+
+    def make() -> Module:
+        # As the fork trains: without a cache, and with torch's attention.
+        text = config.get_text_config()
+        text.use_cache = False
+        config._attn_implementation = "sdpa"
+        return kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+
+    return make, None
+
+
+def batch_for(model: Module, sequences: int, tokens: int) -> Dict[str, torch.Tensor]:
+    """Returns the arguments with which a model is trained.
+
+    Args:
+        model: a model of token ids or of images.
+        sequences, tokens: of a micro-batch.
+
+    Raises:
+        Unusable: if the model takes something else.
+    """
+    config = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", "input_ids")
+    if name == "pixel_values":
+        size, channels = config.image_size, getattr(config, "num_channels", 3)
+        height, width = (size, size) if isinstance(size, int) else size
+        dtype = next(model.parameters()).dtype
+        return {
+            "pixel_values": torch.empty(sequences, channels, height, width, dtype=dtype),
+            "labels": torch.zeros(sequences, dtype=torch.long),
+        }
+    if name != "input_ids":
+        raise Unusable(f"{type(model).__name__} takes {name}; call fits(..., batch=...) with a function that makes it")
+    ids = torch.zeros(sequences, tokens, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids}
+
+
+def loss_of(result: Any) -> torch.Tensor:
+    """Returns the loss of what a model returns: its ``loss``, its first tensor, or that tensor's mean."""
+    loss = getattr(result, "loss", None)
+    if loss is None:
+        loss = result["loss"] if isinstance(result, dict) and "loss" in result else result
+        loss = loss[0] if isinstance(loss, (tuple, list)) else loss
+    return loss if loss.dim() == 0 else loss.float().mean()
+
+
+@contextlib.contextmanager
+def whole_rows() -> Iterator[None]:
+    """Context in which transformers takes rows for whole sequences, without a look at tokens that have no values."""
+    masks = sys.modules.get("transformers.masking_utils")
+    before = getattr(masks, "find_packed_sequence_indices", None)
+    if before is not None:
+        masks.find_packed_sequence_indices = lambda *args, **kwargs: None  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        if before is not None:
+            masks.find_packed_sequence_indices = before  # type: ignore[union-attr]
+
+
+def cast(model: Module, dtype: torch.dtype) -> None:
+    """Casts parameters and buffers, as the engine does. ``Module.to()`` cannot do it for fake tensors."""
+    made: Dict[int, Any] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                    continue
+                if id(tensor) not in made:
+                    made[id(tensor)] = tensor, tensor.detach().to(dtype)
+                    if tensors is module._parameters:
+                        made[id(tensor)] = tensor, Parameter(made[id(tensor)][1], tensor.requires_grad)
+                tensors[name] = made[id(tensor)][1]
+
+
+class Adapted(Module):
+    """A frozen linear layer with an adapter (LoRA) that is trained."""
+
+    def __init__(self, linear: Linear, rank: int):
+        super().__init__()
+        self.base = linear
+        like = {"bias": False, "device": linear.weight.device, "dtype": linear.weight.dtype}
+        self.first, self.second = Linear(linear.in_features, rank, **like), Linear(rank, linear.out_features, **like)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.second(self.first(x))
+
+
+def adapt(model: Module, blocks: Any, rank: int) -> None:
+    """Freezes a model, and gives each linear layer of its blocks an adapter of this rank."""
+    model.requires_grad_(False)
+    for block in blocks:
+        for module in list(block.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, Linear):
+                    setattr(module, name, Adapted(child, rank))
