@@ -108,11 +108,12 @@ def table(answer: Any, model: str) -> List[str]:
     first = next((row for row in answer.rows if answer.spare(row) >= 0), None)
     shown = first or min(answer.rows, key=lambda row: row.peak)
     made_of = ", ".join(f"{name} {count / GIB:.2f}" for name, count in shown.parts.items() if count / GIB >= 0.005)
-    lines += ["", f"The peak of \"{shown.mode.name}\" on rank {shown.rank}: {made_of}."]
+    lines += ["", f'The peak of "{shown.mode.name}" on rank {shown.rank}: {made_of}.']
     lines += answer.notes
+    least, most = RESERVED
     lines.append(
-        f"Left out: the CUDA context, NCCL, and fragmentation. The allocator reserved {RESERVED[0]:g} to {RESERVED[1]:g} "
-        f"GiB more than the peak where that was measured (docs/performance.md); \"fits\" leaves {MARGIN:g} for it."
+        f"Left out: the CUDA context, NCCL, and fragmentation. torch reserved {least:g} to {most:g} GiB more than the "
+        f'peak where that was measured (docs/performance.md); "fits" leaves {MARGIN:g} for all of it.'
     )
     return lines
 

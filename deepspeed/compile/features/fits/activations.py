@@ -14,15 +14,15 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 import torch
 import torch.utils.checkpoint
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..blocks.block_calls import CHECKPOINT, checkpoints_what_it_decorates, forward_of
 from ..blocks.choose_blocks import choose_blocks, parents_of
 from ..blocks.parameters import modules_outside
-from .graphs import Graphs, trace
-from .head import chunked
+from .graphs import trace
+from .head import as_trained
 from .liveness import bytes_of
 
 
@@ -191,6 +191,7 @@ class Run:
         checkpoint: bool = False,
         budget: Optional[float] = None,
         chunked_loss: Optional[bool] = None,
+        own_loss: bool = False,
     ) -> Activations:
         """Runs a forward and a backward on a batch.
 
@@ -200,6 +201,7 @@ class Run:
             checkpoint: whether each block is computed again in the backward.
             budget: ``compile.activation_memory_budget``.
             chunked_loss: ``compile.chunked_loss``.
+            own_loss: whether the loss is computed of logits outside of the model, in a graph of its own.
         """
         self._budget = budget
         model, memory = self._model, Memory()
@@ -215,7 +217,7 @@ class Run:
                 for block in self.blocks:
                     stack.enter_context(_forward_of(block, self._stand_in(block, checkpoint)))
                 with memory:
-                    loss, logits = self._around(batch, loss_of, chunked_loss)
+                    loss, logits = self._around(batch, loss_of, chunked_loss, own_loss)
                     forward = memory.take_moments()
                     loss.backward()
                     del loss
@@ -233,7 +235,7 @@ class Run:
 
     def _stand_in(self, block, checkpoint):
         forward = block.forward
-        named = dict(block.named_parameters())
+        held = [*block.parameters(), *block.buffers()]
         # Where a layer's forward checkpoints, what is checkpointed is compiled, and not what checkpoints.
         checkpoints = getattr(block, CHECKPOINT, None) is not None and checkpoints_what_it_decorates(
             forward_of(type(block))
@@ -251,27 +253,29 @@ class Run:
         def run_compiled(*args, **kwargs):
             leaves, spec = pytree.tree_flatten((args, kwargs))
             places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            tensors = [leaves[place] for place in places]
+            for place in places:
+                leaves[place] = None
             results: Dict[str, Any] = {}
 
             def function(*tensors):
                 given = list(leaves)
-                for place, tensor in zip(places, tensors[len(named) :]):
+                for place, tensor in zip(places, tensors[len(held) :]):
                     given[place] = tensor
                 args, kwargs = pytree.tree_unflatten(given, spec)
-                with _forward_of(block, forward), _parameters(block, tensors[: len(named)]), _plain(block):
+                with _forward_of(block, forward), _holding(block, held, tensors), _plain(block):
                     returned = block.forward(*args, **kwargs)
                 tensors, results["spec"] = pytree.tree_flatten(returned)
                 results["others"] = [_TENSOR if isinstance(each, torch.Tensor) else each for each in tensors]
                 return [each for each in tensors if isinstance(each, torch.Tensor)]
 
-            tensors = [leaves[place] for place in places]
-            key = _key(block, named.values(), tensors, [leaf for leaf in leaves if not torch.is_tensor(leaf)], self._budget)
+            key = _key(block, held, tensors, leaves, self._budget)
             if key not in self._graphs:
                 self._say(f"tracing a {type(block).__name__}")
-                graphs = self._trace(function, [*named.values()], tensors)
+                graphs = self._trace(function, held, tensors)
                 self._graphs[key] = graphs, results
             graphs, results = self._graphs[key]
-            made = iter(self._apply(graphs, [*named.values()], tensors, True))
+            made = iter(self._apply(graphs, held, tensors, True))
             filled = [next(made) if other is _TENSOR else other for other in results["others"]]
             return pytree.tree_unflatten(filled, results["spec"])
 
@@ -280,17 +284,16 @@ class Run:
     def _trace(self, function, parameters, tensors):
         # Not counted: tracing makes tensors that no training makes.
         from torch.utils._python_dispatch import _disable_current_modes
-        from torch._subclasses.fake_tensor import FakeTensorMode
 
         mode = next(each.fake_mode for each in (*parameters, *tensors) if hasattr(each, "fake_mode"))
         with _disable_current_modes(), mode, torch.enable_grad():
             return trace(function, parameters, tensors, self._budget)
 
     def _apply(self, graphs, parameters, tensors, is_block):
-        names = [self._names[id(parameter)] for parameter in parameters]
+        names = [self._names.get(id(parameter), "") for parameter in parameters]
         return _Compiled.apply(self._memory, graphs, names, is_block, *parameters, *tensors)
 
-    def _around(self, batch, loss_of, chunked_loss):
+    def _around(self, batch, loss_of, chunked_loss, own_loss):
         """Runs the model: what calls its blocks as it is, and what is around that as a graph."""
         model = self._model
         parents = parents_of(model, self.blocks)
@@ -303,34 +306,45 @@ class Run:
                     model(**batch)
                 except _Enough:
                     pass
-        outside = modules_outside(model, parents)
         # Each once, because some are tied.
-        named = [*{id(p): p for each in outside for p in each.parameters(recurse=False)}.values()]
+        outside = modules_outside(model, parents)
+        parameters = {id(each): each for module in outside for each in module.parameters(recurse=False)}
+        held = [*parameters.values(), *(each for module in outside for each in module.buffers(recurse=False))]
         leaves, spec = pytree.tree_flatten((outputs, batch))
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        del outputs
+        tensors = [leaves[place] for place in places]
+        for place in places:
+            leaves[place] = None
+        outputs.clear()
 
         def function(*tensors):
             given = list(leaves)
-            for place, tensor in zip(places, tensors[len(named) :]):
+            for place, tensor in zip(places, tensors[len(held) :]):
                 given[place] = tensor
             outputs, batch = pytree.tree_unflatten(given, spec)
             upcoming = iter(outputs)
             with contextlib.ExitStack() as stack:
                 for parent in parents:
                     stack.enter_context(_forward_of(parent, lambda *args, **kwargs: next(upcoming)))
-                stack.enter_context(_parameters(model, tensors[: len(named)], named))
-                return [loss_of(model(**batch))]
+                stack.enter_context(_holding(model, held, tensors))
+                result = model(**batch)
+            loss = loss_of(result)
+            others = [
+                each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor) and each.requires_grad
+            ]
+            unused.append(sum(bytes_of(each) for each in others if each is not loss))
+            return [loss]
 
-        tensors = [leaves[place] for place in places]
-        key = _key(model, named, tensors, [], self._budget)
+        key = _key(model, held, tensors, [], self._budget)
         if key not in self._graphs:
             self._say(f"tracing {'what is around the blocks of ' if parents else ''}{type(model).__name__}")
-            self._graphs[key] = self._trace(function, named, tensors)
-        graphs, logits = chunked(self._graphs[key], chunked_loss)
-        for place in places:
-            leaves[place] = None
-        (loss,) = self._apply(graphs, named, tensors, False)
+            unused: List[int] = []
+            graphs = self._trace(function, held, tensors)
+            self._graphs[key] = graphs, unused[-1]
+        graphs, unused_bytes = self._graphs[key]
+        reduces = any(each.requires_grad for each in held)
+        graphs, logits = as_trained(graphs, chunked_loss, 0 if own_loss else unused_bytes, reduces)
+        (loss,) = self._apply(graphs, held, tensors, False)
         return loss, logits
 
 
@@ -363,24 +377,23 @@ def _forward_of(module: Module, forward: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _parameters(
-    module: Module, tensors: Sequence[torch.Tensor], parameters: Optional[List[Parameter]] = None
-) -> Iterator[None]:
-    """Context in which a module has these tensors for its parameters."""
-    listed = [*module.parameters()] if parameters is None else parameters
-    given = {id(parameter): tensor for parameter, tensor in zip(listed, tensors)}
-    changed = []
-    for each in module.modules():
-        for name, parameter in each._parameters.items():
-            if id(parameter) in given:
-                changed.append((each, name, parameter))
-    for each, name, parameter in changed:
-        each._parameters[name] = given[id(parameter)]
+def _holding(module: Module, held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Context in which a module has the first of ``tensors`` for the parameters and buffers that it holds."""
+    given = {id(each): tensor for each, tensor in zip(held, tensors)}
+    changed = [
+        (own, name, tensor)
+        for each in module.modules()
+        for own in (each._parameters, each._buffers)
+        for name, tensor in own.items()
+        if id(tensor) in given
+    ]
+    for own, name, tensor in changed:
+        own[name] = given[id(tensor)]
     try:
         yield
     finally:
-        for each, name, parameter in changed:
-            each._parameters[name] = parameter
+        for own, name, tensor in changed:
+            own[name] = tensor
 
 
 @contextlib.contextmanager

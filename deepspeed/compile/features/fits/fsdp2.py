@@ -21,10 +21,12 @@ class Unit(NamedTuple):
     Attributes:
         trained: names of its parameters that are trained.
         elements: of all its parameters.
+        is_root: whether it is whole from the forward to the end of the backward.
     """
 
     trained: Sequence[str]
     elements: int
+    is_root: bool = False
 
 
 class Peaks(NamedTuple):
@@ -52,17 +54,20 @@ def peaks_of(
     trained = [sum(sizes[name] for name in unit.trained) for unit in units]
     of_unit = {name: index for index, unit in enumerate(units) for name in unit.trained}
     elements = [unit.elements for unit in units]
+    root = sum(unit.elements for unit in units if unit.is_root)
     frozen = sum(elements) - sum(trained)
     at_rest = (_STATES * sum(trained) + size * frozen) // ranks
     most = max(moment.most for moment in activations.forward)
     # What was gathered last is still in the buffer of the all-gather, too.
-    kept = size * (elements[-1] if reshard else sum(elements))
+    kept = size * (root + elements[-1] if reshard else sum(elements))
     forward = at_rest + most + kept + size * elements[-1]
     backward, sharded, unit = 0, 0, len(units) - 1
     held: Dict[int, int] = {index: 0 for index in range(len(units))}
     ends = _ends(activations.backward, of_unit, len(units))
     for index, moment in enumerate(activations.backward):
-        gathered = size * sum(elements[max(unit - 1, 0) : unit + 1] if reshard else elements[: unit + 1])
+        # The unit that computes, and the one that is gathered beside it.
+        first = max(unit - 1, 1 if root else 0)
+        gathered = size * (root + sum(elements[first : unit + 1]) if reshard else sum(elements[: unit + 1]))
         backward = max(backward, sharded + gathered + sum(held.values()) + moment.most)
         if moment.gradient is not None and (owner := of_unit[moment.gradient]) in held:
             held[owner] += size * sizes[moment.gradient]
@@ -76,11 +81,20 @@ def peaks_of(
 
 
 def _ends(moments: Sequence[Moment], of_unit: Dict[str, int], count: int) -> List[int]:
-    """Returns for each unit the index of the moment with its last gradient, and not one before that of later units."""
-    ends = [-1] * count
+    """Returns for each unit the index of the moment in which its backward ends.
+
+    That is the one with its last gradient, or of a unit without gradients the one before the next unit's first.
+    """
+    complete: Dict[int, List[int]] = {}
     for index, moment in enumerate(moments):
         if moment.gradient is not None:
-            ends[of_unit[moment.gradient]] = index
-    for unit in reversed(range(count - 1)):
-        ends[unit] = max(ends[unit], ends[unit + 1])
+            complete.setdefault(of_unit[moment.gradient], []).append(index)
+    ends, end = [0] * count, 0
+    for unit in reversed(range(count)):
+        if unit in complete:
+            end = max(end, complete[unit][-1])
+        else:
+            lower = [indices[0] - 1 for other, indices in complete.items() if other < unit]
+            end = max(end, min(lower, default=len(moments) - 1))
+        ends[unit] = end
     return ends

@@ -71,14 +71,17 @@ def trace(
         budget: the activations that the forward may keep, from 0 to 1; None for all.
     """
     from torch._functorch.aot_autograd import aot_function
+    from torch._guards import detect_fake_mode
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+    from torch._inductor.virtualized import V
 
     found: Dict[str, GraphModule] = {}
 
     def split(joint: GraphModule, inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
         # As torch's Inductor does before it splits a graph.
-        joint_graph_passes(joint)
+        with V.set_fake_mode(detect_fake_mode(inputs)):
+            joint_graph_passes(joint)
         found["forward"], found["backward"] = split_joint(joint, inputs, budget, compiler="inductor", **kwargs)
         return found["forward"], found["backward"]
 
@@ -96,7 +99,7 @@ def trace(
     )
     # In place of the hooks of checkpointing, which would take the traced function for a part of the block.
     with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-        results = compiled(*(each.detach().requires_grad_(each.requires_grad) for each in (*parameters, *inputs)))
+        results = compiled(*map(_alike, (*parameters, *inputs)))
     return Graphs(found["forward"], found.get("backward"), len(results), len(parameters))
 
 
@@ -116,3 +119,9 @@ def _largest_product(graph: Graph) -> Optional[Product]:
 
 def _as_it_is(value: torch.Tensor) -> torch.Tensor:
     return value
+
+
+def _alike(value: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor like another one, whose memory the traced graph may hold for longer than training would."""
+    made = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+    return made.requires_grad_(value.requires_grad)

@@ -5,8 +5,8 @@
 import dataclasses
 from typing import Any, Dict, List, Optional, Tuple
 
-# Whether ``compile.store_param_remainders`` is an option. Adam then keeps the lower 16 bits of each fp32 master weight,
-# of which the bf16 parameter is the rest.
+# Whether ``compile.store_param_remainders`` is an option. Adam then keeps 16 bits of each fp32 master weight, of which
+# the bf16 parameter is the rest.
 HAS_REMAINDERS = False
 
 
@@ -46,7 +46,9 @@ class Mode:
     @property
     def of_activations(self) -> Tuple:
         """What the activations depend on."""
-        return self.checkpoint, self.budget, self.chunked_loss
+        # FSDP2's users compute the loss of logits that the model returns.
+        own_loss = self.system == "fsdp2"
+        return self.checkpoint, self.budget, False if own_loss else self.chunked_loss, own_loss
 
 
 CHECKPOINTED = "model.gradient_checkpointing_enable()"
@@ -69,7 +71,13 @@ MODES = (
     Mode("optimizer on the host", _OFFLOAD, 7.0, offload=True),
     Mode("optimizer on the host, checkpointed", f"{_OFFLOAD}, {CHECKPOINTED}", 7.0, offload=True, checkpoint=True),
     Mode("frozen sharded", '"shard_frozen": true', 1.1, shard_frozen=True),
-    Mode("frozen sharded, checkpointed", f'"shard_frozen": true, {CHECKPOINTED}', 1.4, shard_frozen=True, checkpoint=True),
+    Mode(
+        "frozen sharded, checkpointed",
+        f'"shard_frozen": true, {CHECKPOINTED}',
+        1.4,
+        shard_frozen=True,
+        checkpoint=True,
+    ),
     Mode("FSDP2, kept", "fully_shard(..., reshard_after_forward=False)", 1.1, "fsdp2"),
     Mode("FSDP2, resharded", _RESHARDED, 1.2, "fsdp2", reshard=True),
     Mode("FSDP2, kept, checkpointed", "the same, checkpoint_wrapper", 1.4, "fsdp2", checkpoint=True),

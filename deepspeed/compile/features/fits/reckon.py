@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds up what a rank holds at the peak of each phase, for each mode."""
 
-import functools
 import itertools
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -87,6 +86,9 @@ class Subject:
         dtype: in which it trains.
         lora: the rank of adapters at the linear layers of its blocks, or None.
         say: is told what is being done.
+
+    Attributes:
+        untraceable: why the model cannot be traced, or None.
     """
 
     def __init__(
@@ -99,14 +101,21 @@ class Subject:
         torch.set_default_dtype(dtype)
         say("making the model without memory")
         try:
-            with self.fake:
-                model = make_model()
+            with torch.device("meta"):
+                try:
+                    model = make_model()
+                except (NotImplementedError, RuntimeError) as error:
+                    raise sources.Unusable(
+                        f"the model cannot be made without memory ({error}); leave its weights and its device to "
+                        "the program that trains it"
+                    ) from error
                 if lora is not None:
                     sources.adapt(model, Run(model, say).blocks or [model], lora)
-                sources.cast(model, dtype)
-                self.model = model.train()
         finally:
             torch.set_default_dtype(before)
+        with self.fake:
+            sources.without_memory(model, dtype)
+        self.model = model.train()
         self.run = Run(self.model, say)
         self._say = say
         named = dict(self.model.named_parameters())
@@ -119,32 +128,43 @@ class Subject:
         self.buffers = sum(each.numel() * each.element_size() for each in self.model.buffers())
         _, *of_blocks = by_block(frozen, self.model, self.run.blocks)
         self.frozen_of_blocks = [sum(each.numel() * each.element_size() for each in block) for block in of_blocks]
+        self.untraceable: Optional[str] = None
+        self.sent: Dict[Tuple, Sent] = {}
         self._activations: Dict[Tuple, Activations] = {}
 
-    def activations(self, mode: Mode, make_batch: Callable[[Module], Dict[str, Any]]) -> Activations:
-        """Returns those of a mode, which are reckoned once."""
+    def activations(self, mode: Mode, make_batch: Callable[[Module], Dict[str, Any]]) -> Optional[Activations]:
+        """Returns those of a mode, which are reckoned once, or None if the model cannot be traced."""
         key = mode.of_activations
-        if key not in self._activations:
-            checkpoint, budget, chunked_loss = key
-            with self.fake, sources.whole_rows():
-                batch = make_batch(self.model)
-                self._say(f"running a forward and a backward without memory: {mode.name}")
-                self._activations[key] = self.run.run(batch, sources.loss_of, checkpoint, budget, chunked_loss)
-        return self._activations[key]
+        if key not in self._activations and self.untraceable is None:
+            try:
+                with self.fake, sources.whole_rows():
+                    batch = make_batch(self.model)
+                    self._say(f"running a forward and a backward without memory: {mode.name}")
+                    self._activations[key] = self.run.run(batch, sources.loss_of, *key)
+            except Exception as error:  # noqa: BLE001  whatever the model's code raises without values
+                self.untraceable = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return self._activations.get(key)
 
-    def units(self, activations: Activations) -> List[fsdp2.Unit]:
-        """Returns what FSDP2 gathers together: what is before the blocks, each block, and what is behind them."""
-        parameters = dict(self.model.named_parameters())
-        outside, *blocks = by_block(parameters.values(), self.model, self.run.blocks)
-        names = {id(each): name for name, each in parameters.items()}
-        order = [moment.gradient for moment in activations.backward if moment.gradient is not None]
-        in_blocks = {names[id(each)] for block in blocks for each in block}
-        first = next((place for place, name in enumerate(order) if name in in_blocks), len(order))
-        behind = set(order[:first]) - set(order[first:])
-        after = [each for each in outside if names[id(each)] in behind]
-        before = [each for each in outside if names[id(each)] not in behind]
+    def units(self) -> List[fsdp2.Unit]:
+        """Returns what FSDP2 gathers together, in the order of the forward.
+
+        That is what is before the blocks, each block, and what is behind them. Tied weights are used before and
+        behind, so then both are one unit, the root's, which is whole from the forward to the end of the backward.
+        """
+        every = [*self.model.named_parameters(remove_duplicate=False)]
+        is_tied = len({id(each) for _, each in every}) < len(every)
+        names = {id(each): name for name, each in reversed(every)}
+        places = {id(each): place for place, (_, each) in reversed([*enumerate(every)])}
+        outside, *blocks = by_block(self.model.parameters(), self.model, self.run.blocks)
+        first = min((places[id(each)] for block in blocks for each in block), default=0)
+        after = [each for each in outside if places[id(each)] > first and not is_tied]
+        before = [each for each in outside if places[id(each)] < first or is_tied]
         return [
-            fsdp2.Unit([names[id(p)] for p in unit if p.requires_grad], sum(p.numel() for p in unit))
+            fsdp2.Unit(
+                [names[id(each)] for each in unit if each.requires_grad],
+                sum(each.numel() for each in unit),
+                is_tied and unit is before,
+            )
             for unit in (before, *blocks, after)
             if unit
         ]
@@ -179,41 +199,55 @@ def fits_of(
         modes = [configured(config, checkpoint), *modes]
         bucket = int(config.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET))
 
+    rows: List[Row] = []
+    for mode in modes:
+        row = row_of(subject, mode, gpus, sequence, micro_batch, accumulation, make_batch, bucket)
+        rows += [] if row is None else [row]
+    if subject.untraceable is not None:
+        notes.append(
+            f"{type(subject.model).__name__} could not be traced ({subject.untraceable}), so the table "
+            "lacks activations."
+        )
+    rows.sort(key=lambda row: (row.mode.pace, row.peak))
+    trained = sum(each.numel() for each in subject.trained.values())
+    name = type(subject.model).__name__
+    return Answer(name, subject.elements, trained, gpus, memory, sequence, micro_batch, accumulation, rows, notes)
+
+
+def row_of(
+    subject: Subject,
+    mode: Mode,
+    gpus: int,
+    sequence: int,
+    micro_batch: int = 1,
+    accumulation: int = 1,
+    make_batch: Optional[sources.MakeBatch] = None,
+    bucket: int = BUCKET,
+) -> Optional[Row]:
+    """Returns what a mode needs, or None of FSDP2 where the model cannot be traced. Arguments: as of ``fits()``."""
+
     def batch_of(model: Module) -> Dict[str, torch.Tensor]:
         if make_batch is not None:
             return make_batch(micro_batch, sequence)
         return sources.batch_for(model, micro_batch, sequence)
 
+    activations = subject.activations(mode, batch_of)
+    if mode.system == "fsdp2":
+        return None if activations is None else _of_fsdp2(subject, mode, activations, gpus, accumulation)
+
+    def sent(arrivals: Tuple[int, ...], rank: int) -> Sent:
+        key = arrivals, gpus, rank, mode.stage, accumulation, bucket, mode.offload
+        if key not in subject.sent:
+            subject.sent[key] = send(subject.flat, *key)
+        return subject.sent[key]
+
     ranks = sorted({0, gpus // 2, max(gpus - 2, 0), gpus - 1})
-
-    @functools.lru_cache(maxsize=None)
-    def sent(arrivals: Tuple[int, ...], rank: int, stage: int, on_host: bool) -> Sent:
-        return send(subject.flat, arrivals, gpus, rank, stage, accumulation, bucket, on_host)
-
-    rows, failed = [], None
-    for mode in modes:
-        activations = None
-        if failed is None:
-            try:
-                activations = subject.activations(mode, batch_of)
-            except Exception as error:  # noqa: BLE001  whatever the model's code raises without values
-                failed = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                notes.append(
-                    f"{type(subject.model).__name__} cannot be traced without values ({failed}), so what follows is "
-                    "without activations."
-                )
-        if mode.system == "fsdp2":
-            if activations is not None:
-                rows.append(_of_fsdp2(subject, mode, activations, gpus))
-            continue
-        found = [_of_fork(subject, mode, activations, gpus, rank, sent) for rank in ranks]
-        rows.append(max(found, key=lambda row: row.peak))
-    rows.sort(key=lambda row: (row.mode.pace, row.peak))
-    trained = sum(each.numel() for each in subject.flat)
-    name = type(subject.model).__name__
-    return Answer(
-        name, subject.elements, trained, gpus, memory, sequence, micro_batch, accumulation, rows, notes
-    )
+    rows = [_of_fork(subject, mode, activations, gpus, rank, sent) for rank in ranks]
+    highest = max(rows, key=lambda row: row.peak)
+    if activations is None:
+        return highest
+    phases = {phase: max(getattr(row, phase) for row in rows) for phase in ("at_rest", "forward", "backward", "step")}
+    return highest._replace(**phases)
 
 
 def states(flat: Sequence[torch.Tensor], ranks: int, rank: int, mode: Mode) -> Dict[str, int]:
@@ -245,7 +279,7 @@ def _of_fork(subject, mode, activations, ranks, rank, sent):
         return Row(mode, at_rest, None, None, step, step, "step", rank, {**parts, "gradients": bound})
     place = {name: index for index, name in enumerate(subject.names)}
     arrivals = tuple(place[moment.gradient] for moment in activations.backward if moment.gradient is not None)
-    gradients = sent(arrivals, rank, mode.stage, mode.offload)
+    gradients = sent(arrivals, rank)
     held, arrived = gradients.before, iter(gradients.arrived)
     found = []  # (phase, bytes, parts)
     for phase, moments in (("forward", activations.forward), ("backward", activations.backward)):
@@ -273,10 +307,15 @@ def _of_fork(subject, mode, activations, ranks, rank, sent):
     return Row(mode, at_rest, peaks["forward"], peaks["backward"], peaks["step"], peak, phase, rank, parts)
 
 
-def _of_fsdp2(subject, mode, activations, ranks):
+def _of_fsdp2(subject, mode, activations, ranks, accumulation):
     sizes = {name: each.numel() for name, each in subject.trained.items()}
     size = subject.flat[0].element_size()
-    found = fsdp2.peaks_of(activations, subject.units(activations), sizes, ranks, mode.reshard, size)
-    at_rest, *peaks = (each + WORKSPACES + subject.buffers for each in found)
+    found = fsdp2.peaks_of(activations, subject.units(), sizes, ranks, mode.reshard, size)
+    # Until the last micro-batch, as benchmarks/systems.py sets it up, gradients are whole and not reduced.
+    waiting = size * sum(sizes.values()) if accumulation > 1 else 0
+    more = (0, waiting, waiting, 0)
+    at_rest, *peaks = (each + WORKSPACES + subject.buffers + held for each, held in zip(found, more))
+    forward, backward, step = peaks
     phase, peak = max(zip(("forward", "backward", "step"), peaks), key=lambda each: each[1])
-    return Row(mode, at_rest, *peaks, peak, phase, ranks - 1, {"at rest": at_rest, "beside it": peak - at_rest})
+    parts = {"at rest": at_rest, "beside it": peak - at_rest}
+    return Row(mode, at_rest, forward, backward, step, peak, phase, ranks - 1, parts)

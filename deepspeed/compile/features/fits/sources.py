@@ -4,6 +4,7 @@
 
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -40,7 +41,9 @@ def _of_function(module, function):
     try:
         found = getattr(importlib.import_module(module), function, None)
     except ImportError as error:
-        raise Unusable(f"{module} cannot be imported ({error}); name a module of this folder or of PYTHONPATH") from error
+        raise Unusable(
+            f"{module} cannot be imported ({error}); name a module of this folder or of PYTHONPATH"
+        ) from error
     finally:
         sys.path.pop(0)
     if not callable(found):
@@ -53,8 +56,8 @@ def _of_transformers(source):
         import transformers
     except ImportError as error:
         raise Unusable(
-            f"{source} is made by transformers, which is not installed: `pip install transformers`, or name a function "
-            "that makes a model, as module:function"
+            f"{source} is made by transformers, which is not installed: `pip install transformers`, or name a "
+            "function that makes a model, as module:function"
         ) from error
     path = Path(source)
     if path.suffix == ".json" and not path.is_file():
@@ -102,7 +105,10 @@ def batch_for(model: Module, sequences: int, tokens: int) -> Dict[str, torch.Ten
     if name != "input_ids":
         raise Unusable(f"{type(model).__name__} takes {name}; call fits(..., batch=...) with a function that makes it")
     ids = torch.zeros(sequences, tokens, dtype=torch.long)
-    return {"input_ids": ids, "labels": ids}
+    names = list(inspect.signature(model.forward).parameters)
+    # A model of one's own may call its tokens otherwise, and make its loss of them.
+    first = name if name in names else names[0]
+    return {first: ids, **({"labels": ids} if "labels" in names else {})}
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -128,18 +134,22 @@ def whole_rows() -> Iterator[None]:
             masks.find_packed_sequence_indices = before  # type: ignore[union-attr]
 
 
-def cast(model: Module, dtype: torch.dtype) -> None:
-    """Casts parameters and buffers, as the engine does. ``Module.to()`` cannot do it for fake tensors."""
+def without_memory(model: Module, dtype: torch.dtype) -> None:
+    """Gives a model fake tensors on the CPU for its parameters and buffers, cast as the engine does.
+
+    To be called with torch's fake tensors switched on. The model may have been made on the meta device.
+    """
     made: Dict[int, Any] = {}
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors, is_buffer in ((module._parameters, False), (module._buffers, True)):
             for name, tensor in tensors.items():
-                if tensor is None or not tensor.is_floating_point() or tensor.dtype == dtype:
+                if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    made[id(tensor)] = tensor, tensor.detach().to(dtype)
-                    if tensors is module._parameters:
-                        made[id(tensor)] = tensor, Parameter(made[id(tensor)][1], tensor.requires_grad)
+                    kind = dtype if tensor.is_floating_point() else tensor.dtype
+                    like = torch.empty(tensor.shape, dtype=kind, device="cpu")
+                    # The tensor too, so that no other gets its number.
+                    made[id(tensor)] = tensor, like if is_buffer else Parameter(like, tensor.requires_grad)
                 tensors[name] = made[id(tensor)][1]
 
 

@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``ds_report`` says of this fork."""
 
+import importlib
 from typing import List, Tuple
 
 import torch
+
+from .. import NAMES
 
 # The releases of torch with which tests were run: 2.11 on GPUs, 2.13 on CPU. docs/verification.md says which tests.
 TESTED_TORCH = ("2.11", "2.13")
@@ -27,4 +30,13 @@ def report() -> List[Tuple[str, str]]:
         ("fork", f"{deepspeed.__version__}, DeepSpeed {base} with another DeepCompile for ZeRO-1 and ZeRO-2"),
         ("fork's native code (dc)", built),
         ("fork's torch", f"tested with {', '.join(TESTED_TORCH)}; the installed {release} is {tested}"),
+        *_commands(),
     ]
+
+
+def _commands():
+    """Yields what parts have commands for, and the commands: the names ``COMMAND`` in their ``__init__.py``."""
+    for name in NAMES:
+        command = getattr(importlib.import_module(f"deepspeed.compile.features.{name}"), "COMMAND", None)
+        if command is not None:
+            yield command
