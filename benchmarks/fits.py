@@ -140,7 +140,7 @@ def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]
         key = shape, run.lora, run.seq, run.micro_batch
         if key not in subjects:
             subjects[key] = reckon.Subject(
-                lambda shape=shape: build_model(shape, torch.bfloat16, "cpu", checkpoint=False),
+                lambda shape=shape: build_model(shape, torch.bfloat16, "meta", checkpoint=False),
                 torch.bfloat16,
                 run.lora,
                 lambda sentence: None,
