@@ -6,6 +6,7 @@ From the root of the repository, in one process and without GPUs::
 
     python -m benchmarks.fits               all figures
     python -m benchmarks.fits lora          those whose line contains a word
+    python -m benchmarks.fits --sizes       the table of docs/adopting.md: what fits on 8 GPUs of 80 GB
 
 The command ends with status 1 if a figure is more than 3 % above or more than 1 % below what was measured, and so by
 more than 0.07 GiB. Left out are
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .workload import SHAPES, build_model
+from .workload import SHAPES, Shape, build_model
 
 GIB = 2**30
 # In GiB: what a buffer of cuBLAS or a small copy takes. A figure that is so close counts as met.
@@ -128,6 +129,52 @@ MEASURED = [
 ]
 
 
+# Of the models' own config.json; the last one is Llama's with the norms of Qwen3.
+SIZES = {
+    "Qwen3-1.7B": Shape(28, 2048, 6144, 16, 8, 128, 151936, tie_word_embeddings=True),
+    "Qwen3-4B": Shape(36, 2560, 9728, 32, 8, 128, 151936, tie_word_embeddings=True),
+    "Qwen3-8B": SHAPES["qwen3-8b"],
+    "Qwen3-14B": Shape(40, 5120, 17408, 40, 8, 128, 151936, tie_word_embeddings=False),
+    "Qwen3-32B": SHAPES["qwen3-32b"],
+    "Llama-3.1-70B": Shape(80, 8192, 28672, 64, 8, 128, 128256, tie_word_embeddings=False),
+}
+# Columns of the table of sizes -> what differs from Mode's defaults, and whether it is LoRA.
+COLUMNS = {
+    "plain": ({}, False),
+    "checkpointed": (CHECKPOINT, False),
+    "remainders, checkpointed": (CHECKPOINT | {"remainders": True}, False),
+    "8-bit, remainders, checkpointed": (CHECKPOINT | EIGHT_BIT | {"remainders": True}, False),
+    "optimizer on the host, checkpointed": (CHECKPOINT | OFFLOAD, False),
+    "LoRA 16, frozen sharded, checkpointed": (CHECKPOINT | FROZEN, True),
+    "FSDP2 resharded, checkpointed": (FSDP2 | CHECKPOINT | {"reshard": True}, False),
+}
+
+
+def _subject(shape, lora):
+    from deepspeed.compile.features.fits import reckon
+
+    def make_model():
+        return build_model(shape, torch.bfloat16, "meta", checkpoint=False)
+
+    return reckon.Subject(make_model, torch.bfloat16, lora, lambda sentence: None)
+
+
+def print_sizes(gpus: int, memory: int) -> None:
+    """Prints the peak of each size in some modes, in bold letters where it fits."""
+    from deepspeed.compile.features.fits import reckon
+    from deepspeed.compile.features.fits.modes import Mode
+
+    print(f"| {gpus} GPUs of {memory} GB, peak, GiB | {' | '.join(COLUMNS)} |\n|{' --- |' * (1 + len(COLUMNS))}")
+    for name, shape in SIZES.items():
+        subjects = {is_lora: _subject(shape, 16 if is_lora else None) for is_lora in (False, True)}
+        cells = []
+        for column, (varied, is_lora) in COLUMNS.items():
+            row: Any = reckon.row_of(subjects[is_lora], Mode(column, "", 1.0, **varied), gpus, 4096)
+            peak = f"{row.peak / GIB:.1f}"
+            cells.append(f"**{peak}**" if row.peak / GIB <= memory - reckon.MARGIN else peak)
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+
+
 def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]]:
     """Returns (run, phase, reckoned, measured) of each figure."""
     from deepspeed.compile.features.fits import reckon
@@ -139,12 +186,7 @@ def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]
         shape = dataclasses.replace(shape, num_hidden_layers=run.layers or shape.num_hidden_layers)
         key = shape, run.lora, run.seq, run.micro_batch
         if key not in subjects:
-            subjects[key] = reckon.Subject(
-                lambda shape=shape: build_model(shape, torch.bfloat16, "meta", checkpoint=False),
-                torch.bfloat16,
-                run.lora,
-                lambda sentence: None,
-            )
+            subjects[key] = _subject(shape, run.lora)
         mode = Mode(run.line, "", 1.0, **run.mode)
         row: Any = reckon.row_of(subjects[key], mode, run.gpus, run.seq, run.micro_batch, run.accumulation)
         if subjects[key].untraceable:
@@ -160,11 +202,21 @@ def is_far(reckoned: float, measured: float) -> bool:
     return not -0.01 <= error <= 0.03 and abs(reckoned - measured) > NOISE
 
 
-def main() -> int:
-    """Prints the table; returns the exit status."""
+def parser() -> argparse.ArgumentParser:
+    """Returns the command's parser of arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fits", description=__doc__.splitlines()[0])
     parser.add_argument("word", nargs="?", default="", help="only runs whose line contains it")
-    word = parser.parse_args().word
+    parser.add_argument("--sizes", action="store_true", help="print what fits on 8 GPUs of 80 GB")
+    return parser
+
+
+def main() -> int:
+    """Prints the table; returns the exit status."""
+    options = parser().parse_args()
+    if options.sizes:
+        print_sizes(8, 80)
+        return 0
+    word = options.word
     far, last = 0, None
     print("| run | page | phase | reckoned, GiB | measured | error |\n| --- | --- | --- | --- | --- | --- |")
     for run, phase, reckoned, figure in compare([run for run in MEASURED if word in run.line]):

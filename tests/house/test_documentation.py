@@ -113,17 +113,17 @@ def check_make(arguments, tmp_path, monkeypatch):
             check_benchmark("compare", shlex.split(value), tmp_path, monkeypatch)
 
 
-BENCHMARKS = {f"benchmarks.{name}": name for name in ("collectives", "compare", "measure", "scale")}
+BENCHMARKS = {f"benchmarks.{name}": name for name in ("collectives", "compare", "fits", "measure", "scale")}
 
 
 def check_benchmark(module, arguments, tmp_path, monkeypatch):
     """The module's own parser takes the arguments."""
     # Behind all else, so that the repository's deepspeed/ does not hide the installed package.
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
-    from benchmarks import collectives, compare, scale, settings
+    from benchmarks import collectives, compare, fits, scale, settings
 
-    if module in ("collectives", "scale"):
-        {"collectives": collectives, "scale": scale}[module].parser().parse_args(arguments)
+    if module in ("collectives", "fits", "scale"):
+        {"collectives": collectives, "fits": fits, "scale": scale}[module].parser().parse_args(arguments)
         return
     (tmp_path / "deepspeed").mkdir(exist_ok=True)
     monkeypatch.setenv("RANK", "0")
@@ -138,6 +138,10 @@ def check_benchmark(module, arguments, tmp_path, monkeypatch):
 def check_python(arguments, tmp_path, monkeypatch):
     if arguments[:2] == ["-m", "deepspeed.compile.features.memory_picture"]:
         check_memory_picture(arguments[2:], monkeypatch)
+    elif arguments[:2] == ["-m", "deepspeed.compile.features.fits"]:
+        from deepspeed.compile.features.fits import __main__ as fits
+
+        fits.parser().parse_args(arguments[2:])
     else:
         assert arguments[0] == "-m" and arguments[1] in BENCHMARKS, "no check for this use of python"
         check_benchmark(BENCHMARKS[arguments[1]], arguments[2:], tmp_path, monkeypatch)

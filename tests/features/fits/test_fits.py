@@ -21,7 +21,7 @@ from support.ids import vary
 from support.training import Case, batch, build, device, make_engine
 
 WIDTH, TOKENS, LAYERS, VOCABULARY = 64, 48, 3, 80
-PLAIN, EIGHT_BIT = Mode("plain", "", 1.0), Mode("8 bits", "", 1.0, eight_bit=True)
+PLAIN = Mode("plain", "", 1.0)
 
 
 class Block(nn.Module):
@@ -75,10 +75,11 @@ def held_by_engine(case):
     engine.step()
     (master,) = optimizer.single_partition_of_fp32_groups
     state = optimizer.optimizer.state[master]
+    remainders = [share for part in optimizer._deepcompile.features for share in part.shares]
     names = [name for each in SIGNED for name in (each, *names_of(each)) if name in state]
     held = {
         "parameters": sum(flat.nbytes for flat in optimizer.bit16_groups_flat),
-        "masters": master.nbytes,
+        "masters": sum(each.nbytes for each in remainders) or master.nbytes,
         "moments": sum(state[name].nbytes for name in names),
         "gradients": bound,
     }
@@ -86,17 +87,19 @@ def held_by_engine(case):
     return held
 
 
+@vary("remainders", [False, True])
 @vary("eight_bit", [False, True])
 @vary("model", ["AlignedBlocksWithin", "TiedEmbedding"])
-def test_a_rank_holds_what_is_reckoned(ranks, model, eight_bit):
+def test_a_rank_holds_what_is_reckoned(ranks, model, eight_bit, remainders):
     """Another geometry than the engine's would be reckoned with: padding, halves of parameters, blocks of 8 bits."""
-    config = {"compile": {"optimizer_states": "8bit"}} if eight_bit else None
+    options = {"optimizer_states": "8bit" if eight_bit else None, "store_param_remainders": remainders}
+    config = {"compile": options}
     case = Case(model=model, dtype="bf16", adam=True, bucket=500, config=config)
     flat = subject_of(type(build(case))).flat
     for rank, held in enumerate(ranks(2).run(held_by_engine, case)):
         whole = 2 * 2 * gradients.layout_of(flat, 2).partition_size[0]
         bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, rank, bucket=500).bound
-        states = reckon.states(flat, 2, rank, EIGHT_BIT if eight_bit else PLAIN)
+        states = reckon.states(flat, 2, rank, Mode("", "", 1.0, eight_bit=eight_bit, remainders=remainders))
         assert held == {"parameters": whole, **states, "gradients": bound}
 
 
@@ -170,14 +173,8 @@ def test_gradients_of_earlier_micro_batches(stage):
     assert sent.bound == 4000
 
 
-def test_remainders_take_two_bytes():
-    """Masters would count four bytes each, though 16 bits of each are kept."""
-    flat = [nn.Parameter(torch.empty(1000, device="meta"))]
-    assert reckon.states(flat, 2, 0, Mode("", "", 1.0, remainders=True))["masters"] == 1000
-
-
 def on_its_device():
-    return Small().to(device())
+    return Small().to("cpu")
 
 
 def small():

@@ -10,8 +10,8 @@ from typing import Any, Dict, List, Optional
 PROGRAM = "python -m deepspeed.compile.features.fits"
 
 
-def main(arguments: Optional[List[str]] = None) -> int:
-    """Runs the command; returns its exit status."""
+def parser() -> argparse.ArgumentParser:
+    """Returns the command's parser of arguments."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__)
     parser.add_argument(
         "--model", required=True, help="a name of the hub, a folder, a config.json, or module:function that makes it"
@@ -25,19 +25,25 @@ def main(arguments: Optional[List[str]] = None) -> int:
     parser.add_argument("--config", metavar="FILE", help="a ds_config.json, which becomes a line of the table")
     parser.add_argument("--checkpoint", action="store_true", help="with --config: every layer is checkpointed")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, in bytes; - prints them alone")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    """Runs the command; returns its exit status."""
+    parse = parser()
+    options = parse.parse_args(arguments)
     for name in ("gpus", "sequence", "micro_batch", "accumulation", "lora"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
+            parse.error(f"--{name.replace('_', '-')} must be at least 1")
     config = None
     if options.config is not None:
         try:
             with open(options.config) as file:
                 config = json.load(file)
         except (OSError, ValueError) as error:
-            parser.error(f"--config {options.config} cannot be read: {error}")
+            parse.error(f"--config {options.config} cannot be read: {error}")
     elif options.checkpoint:
-        parser.error("--checkpoint goes with --config")
+        parse.error("--checkpoint goes with --config")
     # After the arguments, because torch takes seconds.
     from . import fits, sources
 
@@ -61,7 +67,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
             say=lambda sentence: print(f"... {sentence}", file=sys.stderr, flush=True),
         )
     except ValueError as error:
-        parser.error(str(error))
+        parse.error(str(error))
     if options.json is not None:
         text = json.dumps(as_json(answer), indent=1)
         if options.json == "-":

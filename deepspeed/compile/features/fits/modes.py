@@ -5,10 +5,6 @@
 import dataclasses
 from typing import Any, Dict, List, Optional, Tuple
 
-# Whether ``compile.store_param_remainders`` is an option. Adam then keeps 16 bits of each fp32 master weight, of which
-# the bf16 parameter is the rest.
-HAS_REMAINDERS = False
-
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
@@ -68,6 +64,14 @@ MODES = (
     Mode("remainders", _REMAINDERS, 1.0, remainders=True),
     Mode("remainders, checkpointed", f"{_REMAINDERS}, {CHECKPOINTED}", 1.3, remainders=True, checkpoint=True),
     Mode("remainders, 8-bit states", f"{_REMAINDERS}, {_EIGHT_BIT}", 1.0, remainders=True, eight_bit=True),
+    Mode(
+        "remainders, 8-bit states, checkpointed",
+        f"{_REMAINDERS}, {_EIGHT_BIT}, {CHECKPOINTED}",
+        1.3,
+        remainders=True,
+        eight_bit=True,
+        checkpoint=True,
+    ),
     Mode("optimizer on the host", _OFFLOAD, 7.0, offload=True),
     Mode("optimizer on the host, checkpointed", f"{_OFFLOAD}, {CHECKPOINTED}", 7.0, offload=True, checkpoint=True),
     Mode("frozen sharded", '"shard_frozen": true', 1.1, shard_frozen=True),
@@ -96,10 +100,9 @@ def modes_for(trains_all: bool, ranks: int, has_blocks: bool) -> List[Mode]:
     return [
         mode
         for mode in MODES
-        if (HAS_REMAINDERS or not mode.remainders)
-        and (not mode.shard_frozen or (not trains_all and ranks > 1 and has_blocks))
+        if (not mode.shard_frozen or (not trains_all and ranks > 1 and has_blocks))
         and (has_blocks or not (mode.checkpoint or mode.name == "overlapped" or mode.system == "fsdp2"))
-        and (trains_all or not (mode.offload or mode.eight_bit))
+        and (trains_all or not (mode.offload or mode.eight_bit or mode.remainders))
     ]
 
 
