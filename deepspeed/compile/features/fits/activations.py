@@ -70,7 +70,7 @@ class Memory(TorchDispatchMode):
         self.moments: List[Moment] = []
         self._known: Dict[int, Any] = {}
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for each in pytree.tree_leaves(result):
             if isinstance(each, torch.Tensor):

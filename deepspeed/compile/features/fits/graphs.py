@@ -27,7 +27,7 @@ class Product(NamedTuple):
     values: Sequence[Any]  # of the nodes that are its result, in one shape or another
 
 
-class Graphs:
+class TracedGraphs:
     """The forward and the backward graph of a function, and the memory of both.
 
     Args:
@@ -62,7 +62,7 @@ class Graphs:
 
 def trace(
     function: Callable, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], budget: Optional[float]
-) -> Graphs:
+) -> TracedGraphs:
     """Traces a function of tensors.
 
     Args:
@@ -100,7 +100,7 @@ def trace(
     # In place of the hooks of checkpointing, which would take the traced function for a part of the block.
     with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
         results = compiled(*map(_alike, (*parameters, *inputs)))
-    return Graphs(found["forward"], found.get("backward"), len(results), len(parameters))
+    return TracedGraphs(found["forward"], found.get("backward"), len(results), len(parameters))
 
 
 def _largest_product(graph: Graph) -> Optional[Product]:

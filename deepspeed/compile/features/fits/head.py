@@ -8,13 +8,15 @@ from typing import Optional, Tuple
 from ..loss.chunked_loss import chunks
 from ..loss.find_loss import MANY_LOGITS
 from ..loss.own_graph import LARGE_NUMEL
-from .graphs import Graphs
+from .graphs import TracedGraphs
 from .liveness import Moment
 
 _FP32 = 4
 
 
-def as_trained(graphs: Graphs, chunked_loss: Optional[bool], unused: int, reduces: bool) -> Tuple[Graphs, int]:
+def as_trained(
+    graphs: TracedGraphs, chunked_loss: Optional[bool], unused: int, reduces: bool
+) -> Tuple[TracedGraphs, int]:
     """Gives the graphs around the blocks the backward that training has.
 
     Args:
