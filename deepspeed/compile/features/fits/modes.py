@@ -50,6 +50,7 @@ class Mode:
 CHECKPOINTED = "model.gradient_checkpointing_enable()"
 _OFFLOAD = '"offload_optimizer": {"device": "cpu"}'
 _EIGHT_BIT, _REMAINDERS = '"optimizer_states": "8bit"', '"store_param_remainders": true'
+_KEPT = "fully_shard(..., reshard_after_forward=False)"
 _RESHARDED = "fully_shard(..., reshard_after_forward=True)"
 
 MODES = (
@@ -82,10 +83,17 @@ MODES = (
         shard_frozen=True,
         checkpoint=True,
     ),
-    Mode("FSDP2, kept", "fully_shard(..., reshard_after_forward=False)", 1.1, "fsdp2"),
+    Mode("FSDP2, kept", _KEPT, 1.1, "fsdp2"),
     Mode("FSDP2, resharded", _RESHARDED, 1.2, "fsdp2", reshard=True),
-    Mode("FSDP2, kept, checkpointed", "the same, checkpoint_wrapper", 1.4, "fsdp2", checkpoint=True),
-    Mode("FSDP2, resharded, checkpointed", "the same", 1.5, "fsdp2", reshard=True, checkpoint=True),
+    Mode("FSDP2, kept, checkpointed", f"{_KEPT}, checkpoint_wrapper", 1.4, "fsdp2", checkpoint=True),
+    Mode(
+        "FSDP2, resharded, checkpointed",
+        f"{_RESHARDED}, checkpoint_wrapper",
+        1.5,
+        "fsdp2",
+        reshard=True,
+        checkpoint=True,
+    ),
 )
 
 
