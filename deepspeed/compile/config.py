@@ -8,9 +8,9 @@ compiles itself before its first training forward.
 
 import importlib
 import importlib.util
-from typing import List
+from typing import Any, List
 
-from pydantic import model_validator
+from pydantic import TypeAdapter, ValidationError, model_validator
 
 from .config_base import CompileConfig as BaseCompileConfig
 from .features import NAMES
@@ -25,22 +25,47 @@ def _options():
 _OPTIONS = _options()
 
 
+def _set_for_zero_1_and_2(section):
+    """Lists which of this fork's options a section sets, except those that work without DeepCompile."""
+    added = [
+        name
+        for options in _OPTIONS
+        if not getattr(options, "WORKS_EVERYWHERE", False)
+        for name in options.model_fields
+    ]
+    # A number that is 0 is set. DeepSpeed leaves out what is "auto".
+    return [name for name in added if not any(section.get(name) is off for off in (None, False, "auto"))]
+
+
+def _is_on(value):
+    """Whether a value of ``deepcompile`` is true. Pydantic takes some texts and numbers for it too."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        return False
+
+
 class CompileConfig(*_OPTIONS, BaseCompileConfig):  # type: ignore[misc]
     """Settings of ``engine.compile()``."""
+
+    def __init__(self, strict: bool = False, **data: Any):
+        ignored = [] if _is_on(data.get("deepcompile")) else _set_for_zero_1_and_2(data)
+        # Left out before they are read: what has no effect is not refused, whatever its value.
+        super().__init__(strict=strict, **{name: value for name, value in data.items() if name not in ignored})
+        if ignored:
+            # Imported here, because that package imports DeepSpeed's engine's files, and these import this file.
+            from .zero_1_and_2.messages import warn
+
+            names = ", ".join(f"compile.{name}" for name in ignored)
+            have = "have" if len(ignored) > 1 else "has"
+            warn(f"{names} {have} no effect, because compile.deepcompile is not true; training is that of DeepSpeed")
 
     def set_for_zero_1_and_2(self) -> List[str]:
         """Returns the names of the options that are set and that only ZeRO-1 and ZeRO-2 can honour.
 
         These are all options that this fork adds, except those that work without DeepCompile.
         """
-        added = [
-            name
-            for options in _OPTIONS
-            if not getattr(options, "WORKS_EVERYWHERE", False)
-            for name in options.model_fields
-        ]
-        # A number that is 0 is set.
-        return [name for name in added if not any(getattr(self, name) is off for off in (None, False))]
+        return _set_for_zero_1_and_2(dict(self))
 
     def compiles_before_any_forward(self) -> bool:
         """Whether an option has all ranks make every forward together, and need a compiled engine for each."""
@@ -55,10 +80,6 @@ class CompileConfig(*_OPTIONS, BaseCompileConfig):  # type: ignore[misc]
     @model_validator(mode="after")
     def _belong_to_zero_1_and_2(self):
         for name in self.set_for_zero_1_and_2():
-            if not self.deepcompile:
-                raise ValueError(
-                    f"compile.{name} belongs to DeepCompile; set compile.deepcompile to true or leave it out"
-                )
             if set(self.passes or ()) - {"z1"}:
                 raise ValueError(
                     f"compile.{name} goes with ZeRO-1 and ZeRO-2 only, not with compile.passes={self.passes}; leave "

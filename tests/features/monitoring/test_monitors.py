@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.config import CompileConfig
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.runtime.utils import see_memory_usage
 
@@ -129,9 +128,3 @@ def test_monitors_get_nothing_of_it_by_default(ranks, tmp_path):
     held = {name: f"{first.counters[1][name] / 2**30:.2f}" for name in NOTHING if name != "bucket"}
     assert dict(re.findall(r"(\w+) (\d+\.\d\d) GB", line)) == held and held["bound"] == "0.01"
     assert "CPU Virtual Memory" in first.without and "Gradients" not in first.without
-
-
-def test_monitor_memory_needs_deepcompile():
-    """Without DeepCompile the key would be taken, and nothing written."""
-    with pytest.raises(ValueError, match="compile.monitor_memory belongs to DeepCompile"):
-        CompileConfig(monitor_memory=True)
