@@ -6,9 +6,10 @@
 compiles itself before its first training forward.
 """
 
+import difflib
 import importlib
 import importlib.util
-from typing import Any, List
+from typing import Any, List, get_args
 
 from pydantic import TypeAdapter, ValidationError, model_validator
 
@@ -45,13 +46,53 @@ def _is_on(value):
         return False
 
 
+def _in_one_sentence(error, section):
+    """Says one of the problems that pydantic found in a section. ``section``: its class."""
+    problems = error.errors()
+    # An unknown name first, because it may be why another one is missing.
+    first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    # What stands for a member of a union, and not for a name in the configuration, is left out.
+    fields, path = section.model_fields, ["compile"]
+    for name in first["loc"]:
+        if name in fields:
+            path.append(name)
+            fields = _fields_within(fields[name].annotation)
+    if first["type"] == "extra_forbidden":
+        wrong = first["loc"][-1]
+        near = difflib.get_close_matches(wrong, fields, n=1, cutoff=0)[0]
+        names = ", ".join(sorted(fields))
+        return f"{'.'.join([*path, wrong])} is no option; the nearest name is {near}, and all names are: {names}"
+    if first["type"] == "missing":
+        return f"{'.'.join(path)} is missing; set it"
+    # A value that no member of a union takes is a problem for each of them.
+    expected = [problem["msg"] for problem in problems if problem["loc"][0] == first["loc"][0]]
+    return f"{'.'.join(path)}={first['input']!r} does not fit: {' or '.join(expected)}"
+
+
+def _fields_within(annotation):
+    """Returns the fields of the section that an option may hold: name -> field."""
+    kinds = (annotation, *get_args(annotation))
+    return next((kind.model_fields for kind in kinds if hasattr(kind, "model_fields")), {})
+
+
 class CompileConfig(*_OPTIONS, BaseCompileConfig):  # type: ignore[misc]
     """Settings of ``engine.compile()``."""
 
     def __init__(self, strict: bool = False, **data: Any):
         ignored = [] if _is_on(data.get("deepcompile")) else _set_for_zero_1_and_2(data)
         # Left out before they are read: what has no effect is not refused, whatever its value.
-        super().__init__(strict=strict, **{name: value for name, value in data.items() if name not in ignored})
+        data = {name: value for name, value in data.items() if name not in ignored}
+        try:
+            super().__init__(strict=strict, **data)
+        except ValidationError as error:
+            problem = _in_one_sentence(error, type(self))
+        else:
+            problem = None
+        if problem:
+            # Outside of the handler, so that pydantic's error, which says no more, is not printed too.
+            raise ValueError(problem)
         if ignored:
             # Imported here, because that package imports DeepSpeed's engine's files, and these import this file.
             from .zero_1_and_2.messages import warn

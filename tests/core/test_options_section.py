@@ -11,6 +11,7 @@ import torch
 from deepspeed.compile.config import CompileConfig
 
 from support.beside import logged, warnings_logged
+from support.ids import vary
 from support.options import SMALL, train_prepared
 from support.training import BOUND, Case, build, make_engine
 
@@ -58,3 +59,43 @@ def test_what_is_told_without_deepcompile(tmp_path):
         assert CompileConfig(deepcompile="false", shard_frozen=True).set_for_zero_1_and_2() == []
     (sentence,) = texts
     assert "compile.shard_frozen has no effect, because compile.deepcompile is not true" in sentence
+
+
+@pytest.mark.quick
+@vary(
+    "section, says",
+    [
+        (
+            {"shard_frzen": True},
+            "compile.shard_frzen is no option; the nearest name is shard_frozen, and all names are: ",
+        ),
+        (
+            {"Deepcompile": False},
+            "compile.Deepcompile is no option; the nearest name is deepcompile, and all names are: ",
+        ),
+        (
+            {"memory_picture": {"foldr": "x"}},
+            "compile.memory_picture.foldr is no option; the nearest name is folder, and all names are: folder, step",
+        ),
+        ({"memory_picture": {}}, "compile.memory_picture.folder is missing; set it"),
+        (
+            {"memory_picture": {"folder": "x", "stp": 2}},
+            "compile.memory_picture.stp is no option; the nearest name is step, and all names are: folder, step",
+        ),
+        ({"optimizer_states": "9bit"}, "compile.optimizer_states='9bit' does not fit: Input should be '8bit'"),
+        (
+            {"regional_compilation": 5},
+            "compile.regional_compilation=5 does not fit: Input should be a valid boolean, unable to interpret input "
+            "or Input should be a valid list",
+        ),
+        ({"regional_compilation": []}, "compile.regional_compilation names no classes; name some, or set it to "),
+    ],
+    expects="says",
+)
+def test_a_section_that_is_refused_in_one_sentence(section, says):
+    """Pydantic's list of errors would not say which names there are, and come as a chain of tracebacks."""
+    with pytest.raises(ValueError) as raised:
+        CompileConfig(**{"deepcompile": True, **section})
+    sentence = str(raised.value)
+    assert sentence.startswith(says) and "\n" not in sentence
+    assert type(raised.value) is ValueError and raised.value.__cause__ is None and raised.value.__context__ is None
