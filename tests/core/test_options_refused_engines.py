@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that ``engine.compile()`` refuses for what they are or for when it is called."""
 
+import dataclasses
 import importlib
 from typing import List, NamedTuple, Optional
 from unittest import mock
 
+import pytest
 import torch
 from torch.torch_version import TorchVersion
 
@@ -67,6 +69,27 @@ def test_refused_with_gradients_of_an_unfinished_step(ranks, stage, dtype, accum
         assert result.raised == [refused, refused, None, None]
         assert result.active
         assert result.error < TWICE_ROUNDED[dtype]
+
+
+def made_without_an_optimizer():
+    """Returns what deepspeed.initialize() raises, and whether an engine as it advises runs."""
+    case = Case(model=SMALL, deepcompile=False)
+    said = outcome(make_engine, build(case), case, optimizer=None)
+    at_stage_0 = dataclasses.replace(case, stage=0, config={"compile": {"deepcompile": True}})
+    engine = make_engine(build(case), at_stage_0, optimizer=None)
+    with torch.no_grad():
+        return said, bool(engine(batch(0, 0, 0, 4)) > 0)
+
+
+@pytest.mark.quick
+def test_an_engine_without_an_optimizer(ranks):
+    """The engine of a reference model with the configuration of the trained one would be refused without a remedy."""
+    ((said, runs),) = ranks(1).run(made_without_an_optimizer)
+    assert said == (
+        "AssertionError: zero stage 1 requires an optimizer; give deepspeed.initialize() an optimizer, or, for an "
+        "engine that does not train, set zero_optimization.stage to 0"
+    )
+    assert runs
 
 
 def compile_with_an_old_torch():

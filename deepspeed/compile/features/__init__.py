@@ -14,6 +14,7 @@ needs:
 
 # In the order in which an engine's parts are made and called: a part stands behind those that it needs.
 NAMES = (
+    "configuration",
     "unsupported_options",
     "self_compile",
     "report",

@@ -219,7 +219,10 @@ def test_blocks_that_are_named(find_blocks):
     "wanted, sentence",
     [
         (True, "compile.regional_compilation=true found no blocks that repeat in Lonely"),
-        (["Block", "Layer"], r"compile.regional_compilation names \['Layer'\], but Lonely has no such module"),
+        (
+            ["Block", "Layer"],
+            r"compile.regional_compilation names \['Layer'\], but Lonely has no such module.* names of its",
+        ),
     ],
     expects="sentence",
 )
@@ -227,6 +230,12 @@ def test_no_blocks(find_blocks, wanted, sentence):
     """An option that no module fits would be ignored in silence."""
     with pytest.raises(ValueError, match=sentence):
         find_blocks(Lonely(), wanted)
+
+
+def test_a_class_that_is_misspelled(find_blocks):
+    """The user would have to read the model's code for the names."""
+    with pytest.raises(ValueError, match=r"names \['Blok'\], .*; the classes that repeat there are \['Block'\]$"):
+        find_blocks(Model(), ["Blok"])
 
 
 def chosen(module, wanted=None, **compile_kwargs):

@@ -104,9 +104,11 @@ def find_blocks(module: Module, wanted: Union[Literal[True], List[str]]) -> List
         )
     missing = set() if wanted is True else set(wanted) - {type(block).__name__ for block in found}
     if missing:
+        repeated = sorted({type(block).__name__ for block in _repeated(module)})
+        use = f"the classes that repeat there are {repeated}" if repeated else "use the names of its blocks' classes"
         raise ValueError(
             f"compile.regional_compilation names {sorted(missing)}, but {type(module).__name__} has no such module "
-            "outside of another block; use the names of its blocks' classes"
+            f"outside of another block; {use}"
         )
     obstacle = _obstacle(module, found)
     if obstacle:

@@ -26,7 +26,8 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
     """
     module, stays = engine.module, []
     trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
-    if engine._config.compile_config.shard_frozen and trains and engine.zero_optimization_stage() in (1, 2):
+    shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_frozen
+    if shards and trains and engine.zero_optimization_stage() in (1, 2):
         _refuse_meta(module)
         stays = _to_be_sharded(engine)
     if not stays:

@@ -6,6 +6,7 @@ import inspect
 from typing import Iterator
 
 import torch
+from torch.nn import Embedding, EmbeddingBag
 
 from ...zero_1_and_2.feature import Request
 
@@ -23,6 +24,12 @@ def _unsupported_parameters(module):
             yield (
                 f"parameter {name} is complex, and DeepSpeed's fp32 master weights lose the imaginary part; make it "
                 "real, with a last dimension of two, and call torch.view_as_complex() in the forward"
+            )
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, (Embedding, EmbeddingBag)) and submodule.sparse and submodule.weight.requires_grad:
+            yield (
+                f"the gradient of {name or type(submodule).__name__} is sparse, and DeepCompile reduces dense ones "
+                "only; build the module with sparse=False"
             )
 
 

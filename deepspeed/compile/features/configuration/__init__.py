@@ -1,0 +1,3 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the section ``compile``: leaves out what has no effect, and says in one sentence what is wrong."""

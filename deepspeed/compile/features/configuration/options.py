@@ -1,0 +1,52 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""How the section ``compile`` is read. This part has no option of its own."""
+
+from typing import Any, List
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from .sentences import in_one_sentence
+
+
+class Options(BaseModel):
+    # CompileConfig has this as its first base, so this function is the first that gets the section.
+    def __init__(self, strict: bool = False, **data: Any):
+        """Reads a section.
+
+        Raises:
+            ValueError: for a name or a value that the section cannot have, in one sentence.
+        """
+        ignored = [] if _is_on(data.get("deepcompile")) else _set_for_deepcompile(type(self), data)
+        # Left out before they are read: what has no effect is not refused, whatever its value.
+        read = {name: value for name, value in data.items() if name not in ignored}
+        problem = ""
+        try:
+            super().__init__(strict=strict, **read)
+        except ValidationError as error:
+            problem = in_one_sentence(error, type(self))
+        if problem:
+            # Outside of the handler, so that pydantic's error, which says no more, is not printed too.
+            raise ValueError(problem)
+        if ignored:
+            # Imported here, because that package imports files of DeepSpeed's engine, and these import this file.
+            from ...zero_1_and_2.messages import warn
+
+            names, have = ", ".join(f"compile.{name}" for name in ignored), "have" if len(ignored) > 1 else "has"
+            warn(f"{names} {have} no effect, because compile.deepcompile is not true; training is that of DeepSpeed")
+
+
+def _set_for_deepcompile(section, data) -> List[str]:
+    """Lists which options a section sets that work with DeepCompile only. ``section``: its class."""
+    # A number that is 0 is set. DeepSpeed leaves out what is "auto".
+    return [
+        name for name in section.for_zero_1_and_2() if not any(data.get(name) is off for off in (None, False, "auto"))
+    ]
+
+
+def _is_on(value):
+    """Whether a value of ``deepcompile`` is true. Pydantic takes some texts and numbers for it too."""
+    try:
+        return TypeAdapter(bool).validate_python(value)
+    except ValidationError:
+        return False
