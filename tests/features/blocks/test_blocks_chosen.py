@@ -307,17 +307,24 @@ def test_more_that_is_compiled_as_a_whole():
     """``fullgraph`` or ``regional_compilation: false`` would not keep a model in one graph."""
     assert chosen(Model()) == ([], "Model calls its blocks itself, so all around them would run uncompiled")
     assert chosen(BlocksWithin(), fullgraph=True) == ([], "compile_kwargs['fullgraph'] asks for one graph")
+    from deepspeed.compile.features.blocks.choose_blocks import choose_blocks
+
+    # Where another option works on blocks, they become graphs in any model that has some, unless this one says no.
+    model = Model()
+    assert choose_blocks(model, None, {}, needed=True) == (list(model.blocks), "")
+    assert choose_blocks(model, None, {"fullgraph": True}, needed=True)[0] == []
     assert chosen(BlocksWithin(), False) == ([], "compile.regional_compilation is false")
 
 
 @pytest.mark.quick
 def test_blocks_are_chosen_once():
     """A part would check, or wait for, other blocks than those that are compiled."""
+    from deepspeed.compile.config import CompileConfig
     from deepspeed.compile.features.blocks.feature import chosen_blocks
     from deepspeed.compile.zero_1_and_2.feature import Request
 
     engine = types.SimpleNamespace(module=BlocksWithin())
-    engine._config = types.SimpleNamespace(compile_config=types.SimpleNamespace(regional_compilation=None))
+    engine._config = types.SimpleNamespace(compile_config=CompileConfig(deepcompile=True))
     request = Request(engine, "eager", {})
     blocks, _ = chosen_blocks(request)
     engine.module.body.blocks = ModuleList([Block(8)])

@@ -20,7 +20,7 @@ CONTAINERS = (ModuleList, ModuleDict, Sequential)
 
 
 def choose_blocks(
-    module: Module, wanted: Union[bool, List[str], None], compile_kwargs: Dict[str, Any]
+    module: Module, wanted: Union[bool, List[str], None], compile_kwargs: Dict[str, Any], needed: bool = False
 ) -> Tuple[List[Module], str]:
     """Decides which blocks become graphs of their own.
 
@@ -31,6 +31,7 @@ def choose_blocks(
             and the blocks hold most of that module's parameters. The code around that module, usually head and loss,
             is compiled too.
         compile_kwargs: further arguments of ``torch.compile``.
+        needed: whether another option works on blocks. None then chooses whatever blocks repeat, as True does.
 
     Returns:
         The blocks, and if there are no blocks the reason why the model is compiled as a whole.
@@ -45,17 +46,19 @@ def choose_blocks(
     if compile_kwargs.get("fullgraph"):
         return [], "compile_kwargs['fullgraph'] asks for one graph"
     blocks = _each_once(_repeated(module))
-    why = _reason_for_whole(module, blocks)
+    why = _reason_for_whole(module, blocks, needed)
     return ([], why) if why else (blocks, "")
 
 
-def _reason_for_whole(module, blocks):
+def _reason_for_whole(module, blocks, needed):
     """Says why the model is compiled as a whole, or returns None if ``blocks`` become graphs of their own."""
     if not blocks:
         return f"no blocks repeat in {type(module).__name__}"
     obstacle = _obstacle(module, blocks)
     if obstacle:
         return f"torch cannot compile {obstacle}"
+    if needed:
+        return None
     if all(is_compiled(block) for block in blocks):
         # The caller has compiled exactly these blocks, as Accelerate does for its option of regional compilation.
         return None

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from deepspeed.utils import logger
 
-from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext, classes
 from . import compile_blocks, reasons
 from .block_calls import Around
 from .choose_blocks import choose_blocks
@@ -32,18 +32,30 @@ def chosen_blocks(request: Request) -> Tuple[List[Module], str]:
     """
     if request not in _chosen:
         wanted = request.options.regional_compilation
-        _chosen[request] = choose_blocks(request.engine.module, wanted, request.compile_kwargs)
+        needed = any(cls.is_wanted(request) for cls in classes() if issubclass(cls, WorksOnBlocks))
+        _chosen[request] = choose_blocks(request.engine.module, wanted, request.compile_kwargs, needed)
     return _chosen[request]
 
 
-def refuse_without_blocks(request: Request, needs: str) -> Iterator[str]:
-    """Yields a sentence if there are no blocks. ``needs`` begins it, and says what needs them."""
-    blocks, why = chosen_blocks(request)
-    if not blocks:
-        yield (
-            f"{needs}, and the model is compiled as a whole, because {why}; name its blocks' classes in "
-            "compile.regional_compilation, or leave this out"
-        )
+class WorksOnBlocks(Feature):
+    """A part that needs blocks. Where it is wanted, blocks become graphs also where a model calls its blocks itself.
+
+    Attributes:
+        NEEDS_BLOCKS: begins the sentence with which a model without blocks is refused, and says what needs them.
+    """
+
+    NEEDS_BLOCKS: str
+
+    @classmethod
+    def refusals(cls, request: Request) -> Iterator[str]:
+        if not cls.is_wanted(request):
+            return
+        blocks, why = chosen_blocks(request)
+        if not blocks:
+            yield (
+                f"{cls.NEEDS_BLOCKS}, and the model is compiled as a whole, because {why}; name its blocks' classes "
+                "in compile.regional_compilation, or leave this out"
+            )
 
 
 class Blocks(Feature):

@@ -5,27 +5,22 @@
 import contextlib
 from typing import TYPE_CHECKING, Callable, Iterator, Optional
 
-from ...zero_1_and_2.feature import Feature, Request, SetUpContext
-from ..blocks.feature import Blocks, refuse_without_blocks
+from ...zero_1_and_2.feature import Request, SetUpContext
+from ..blocks.feature import Blocks, WorksOnBlocks
 from .gather_hooks import ParameterArrivals
 
 if TYPE_CHECKING:
     from ...zero_1_and_2.graph.frame import Frame
 
 
-class OverlapGather(Feature):
+class OverlapGather(WorksOnBlocks):
     """Has the blocks of one engine wait for their parameters."""
+
+    NEEDS_BLOCKS = "compile.overlap_param_gather needs blocks that wait for their parameters"
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:
         return request.options.overlap_param_gather
-
-    @classmethod
-    def refusals(cls, request: Request) -> Iterator[str]:
-        if cls.is_wanted(request):
-            yield from refuse_without_blocks(
-                request, "compile.overlap_param_gather needs blocks that wait for their parameters"
-            )
 
     def __init__(self, context: SetUpContext):
         blocks = context.get(Blocks)

@@ -55,7 +55,8 @@ def _to_be_sharded(engine):
     from .sharded_blocks import frozen_of_blocks
 
     try:
-        blocks, _ = choose_blocks(engine.module, engine._config.compile_config.regional_compilation, {})
+        wanted = engine._config.compile_config.regional_compilation
+        blocks, _ = choose_blocks(engine.module, wanted, compile_kwargs={}, needed=True)
     except ValueError:
         # engine.compile() will raise it.
         return []

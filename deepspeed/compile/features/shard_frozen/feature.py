@@ -4,7 +4,7 @@
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, ContextManager, Iterator, Optional, Sequence
+from typing import TYPE_CHECKING, ContextManager, Optional, Sequence
 
 import torch
 
@@ -12,10 +12,10 @@ import deepspeed.comm as dist
 
 from ...zero_1_and_2.collectives import shorten_timeout
 from ...zero_1_and_2.engine.state import state_of
-from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from ...zero_1_and_2.feature import Request, SetUpContext
 from ...zero_1_and_2.gradient.layout import registered_parameters
 from ...zero_1_and_2.messages import warn
-from ..blocks.feature import Blocks, refuse_without_blocks
+from ..blocks.feature import Blocks, WorksOnBlocks
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
@@ -25,19 +25,14 @@ if TYPE_CHECKING:
 _groups_of_shards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-class ShardFrozen(Feature):
+class ShardFrozen(WorksOnBlocks):
     """Shards the frozen parameters of the blocks of one engine."""
+
+    NEEDS_BLOCKS = "compile.shard_frozen needs blocks whose parameters are gathered"
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:
         return request.options.shard_frozen
-
-    @classmethod
-    def refusals(cls, request: Request) -> Iterator[str]:
-        if cls.is_wanted(request):
-            yield from refuse_without_blocks(
-                request, "compile.shard_frozen needs blocks whose parameters are gathered"
-            )
 
     def __init__(self, context: SetUpContext):
         """Nothing is sharded yet."""
