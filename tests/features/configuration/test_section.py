@@ -4,6 +4,7 @@
 
 import logging
 import re
+import traceback
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from deepspeed.compile.config import CompileConfig
 from support.beside import logged, warnings_logged
 from support.ids import vary
 from support.options import SMALL, train_prepared
-from support.training import BOUND, Case, build, make_engine
+from support.training import BOUND, Case, batch, build, make_engine
 
 # Options of the fork. Beside ``deepcompile: true`` the last ones would be refused.
 OF_THE_FORK = {
@@ -99,3 +100,38 @@ def test_a_section_that_is_refused_in_one_sentence(section, says):
     sentence = str(raised.value)
     assert sentence.startswith(says) and "\n" not in sentence
     assert type(raised.value) is ValueError and raised.value.__cause__ is None and raised.value.__context__ is None
+
+
+def raised_by(sections):
+    """Returns, for each section, what raised it, its text, and how many other errors are printed with it."""
+    seen = []
+    for section in sections:
+        error = None
+        try:
+            engine = None
+            module = build(Case(model=SMALL))
+            engine = make_engine(module, Case(deepcompile=False, config={"compile": {"deepcompile": True, **section}}))
+            engine.train()
+            engine(batch(0, 0, torch.distributed.get_rank(), 4))
+        except Exception as exception:
+            error = exception
+        if engine is not None:
+            engine.destroy()
+        printed = "".join(traceback.format_exception(error))
+        seen.append((type(error).__name__, str(error), printed.count("Traceback (most recent call last)")))
+    return seen
+
+
+def test_a_refusal_is_one_error_on_every_rank(ranks):
+    """The sentence would stand between tracebacks of the errors that it was made of, or differ between ranks."""
+    sections = [
+        {"shard_frzen": True},
+        {"activation_memory_budget": 50},
+        {"regional_compilation": ["Blok"]},
+        {"regional_compilation": True},
+        {"overlap_param_gather": True},
+    ]
+    first, other = ranks(2).run(raised_by, sections)
+    assert first == other
+    for kind, text, errors in first:
+        assert kind == "ValueError" and "\n" not in text and errors == 1, (kind, text, errors)
