@@ -124,9 +124,13 @@ def check(results, bound=BOUND):
 
 @contextlib.contextmanager
 def logged(level):
-    """Yields a list to which the texts that DeepSpeed logs with this level or a higher one are added."""
+    """Yields a list to which the texts that DeepSpeed logs with this level or a higher one are added.
+
+    What ``tell()`` logs counts as the information that it is, though DeepSpeed shows it as it shows warnings.
+    """
     texts, logger = [], logging.getLogger("DeepSpeed")
     handler, before = logging.Handler(level), logger.level
+    handler.addFilter(lambda record: level <= logging.getLevelName(record.levelname))
     handler.emit = lambda record: texts.append(record.getMessage())
     logger.addHandler(handler)
     logger.setLevel(min(level, before))

@@ -54,6 +54,7 @@ class TwoClasses(BlocksWithin):
 class Seen(NamedTuple):
     lines: List[str]  # what was logged of compilations
     terminal: str  # what was written to standard error
+    shown: List[str]  # what of DeepCompile a handler of DeepSpeed's default level shows
 
 
 @contextlib.contextmanager
@@ -87,6 +88,10 @@ def trained(case, level, on_terminal=True, **patched):
     """Trains for two steps under a bar of the caller; returns what was seen of it."""
     with contextlib.ExitStack() as stack:
         texts = stack.enter_context(logged(level))
+        shown, handler = [], logging.Handler(logging.WARNING)
+        handler.emit = lambda record: shown.append(f"{record.levelname} {record.getMessage()}")
+        logger.addHandler(handler)
+        stack.callback(logger.removeHandler, handler)
         # The level of DeepSpeed's logger decides, and logged() does not raise it.
         stack.callback(logger.setLevel, logger.level)
         logger.setLevel(level)
@@ -106,7 +111,8 @@ def trained(case, level, on_terminal=True, **patched):
             for step in tqdm(range(2), desc="of the caller", leave=True):
                 pair.step(batch(step, 0, dist.get_rank(), 4))
         pair.engine.destroy()
-    return Seen([text for text in texts if "DeepCompile compiled" in text], written[0])
+    lines = [text for text in texts if "DeepCompile compiled" in text]
+    return Seen(lines, written[0], [text for text in shown if "DeepCompile" in text])
 
 
 def fails(graph):
@@ -136,11 +142,40 @@ def test_nothing_is_told_below_the_level(ranks):
     assert "DeepCompile" not in seen.terminal and not seen.lines
 
 
+CLASSES = "3 blocks of class Block and 2 blocks of class OtherBlock"
+WHOLE = "TwoClasses as a whole, because compile.regional_compilation is false"
+
+
+@vary(
+    "config, arguments, what",
+    [
+        (REGIONAL, None, CLASSES),
+        ({"compile": {"regional_compilation": False}}, None, WHOLE),
+        (REGIONAL, {"disable": True}, None),
+    ],
+    expects="what",
+)
+def test_a_first_step_is_told_by_default(ranks, config, arguments, what):
+    """The first step would be silent for a minute, and a user not learn what was compiled, or that nothing was."""
+    case = Case(config=config, compile_kwargs=arguments)
+    first, other = ranks(2).run(trained, case, logging.WARNING, on_terminal=False)
+    told = [SECONDS.sub("S s", line) for line in first.shown]
+    assert not other.shown
+    if what is None:
+        off = "torch.compile is switched off by compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
+        assert told == [f"INFO [Rank 0] DeepCompile has compiled nothing in the first step, because {off}"]
+        return
+    assert told == [
+        f"INFO [Rank 0] DeepCompile is compiling {what}; the first step takes longer than later ones",
+        f"INFO [Rank 0] DeepCompile has compiled {what}; compiling took S s of the first step",
+    ]
+
+
 def test_a_compilation_that_fails_is_not_told(ranks):
     """A graph that could not be compiled would be logged as compiled."""
     case = Case(backend="inductor", config=REGIONAL)
     (seen,) = ranks(1).run(trained, case, logging.INFO, on_terminal=False, pre_grad_custom_pass=fails)
-    assert not seen.lines
+    assert not seen.lines and not [line for line in seen.shown if "has compiled" in line]
 
 
 @pytest.mark.program("deepspeed/compile/zero_1_and_2/gradient/native.py", "tests/support/native.py")

@@ -258,6 +258,32 @@ def test_other_engines_are_left_to_the_base(ranks, stage):
         assert texts == [] or stage == 3
 
 
+def told_of_the_key(stage):
+    """Returns what is told of the key ``deepcompile`` in two forwards and ``engine.compile()``."""
+    torch._dynamo.reset()
+    module = torch.nn.Linear(4, 1).to(device())
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = engine_by_configuration(module, True, zero_optimization={"stage": stage}, optimizer=sgd)
+    with logged(logging.INFO) as texts:
+        for _ in range(2):
+            engine(torch.ones(2, 4, device=device()))
+        if stage == 0:
+            engine.compile(backend="eager")
+    engine.destroy()
+    return [text for text in texts if "compile.deepcompile" in text]
+
+
+@vary(
+    "stage, says", [(0, "leaves engine.compile() plain torch.compile"), (3, "begins when engine.compile() is called")]
+)
+def test_what_the_key_does_in_other_stages(ranks, stage, says):
+    """A user who has set the key would train without DeepCompile, and nothing say so."""
+    first, other = ranks(2).run(told_of_the_key, stage)
+    (line,) = first
+    assert f"compile.deepcompile=true with ZeRO stage {stage}" in line and says in line
+    assert not other
+
+
 def gone_when_destroyed(case):
     """Whether nothing holds an engine that compiled itself, once it is destroyed."""
     with compile_backend("eager"):

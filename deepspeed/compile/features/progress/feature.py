@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells the user what is being compiled, and how long that took.
 
-Rank 0 logs one line for each frame that was compiled, at level INFO. If standard error is a terminal, a bar there
-shows what is being compiled at the moment. Neither appears if the level of DeepSpeed's logger is above INFO. A
-backward that is compiled only when it first runs has no line.
+Rank 0 logs a line when the first compilation begins, and one when the first step that compiled has ended, at
+DeepSpeed's default level. At level INFO it logs one line for each frame that was compiled, and if standard error is a
+terminal, a bar there shows what is being compiled at the moment. A backward that is compiled only when it first runs
+has no line.
 """
 
 import collections
@@ -20,9 +21,12 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.feature import Feature, SetUpContext
-from ..blocks.feature import Blocks
+from ...zero_1_and_2.messages import tell
+from ..blocks.feature import Blocks, chosen_blocks
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
     from ...zero_1_and_2.graph.frame import Frame
 
 
@@ -36,9 +40,38 @@ class Progress(Feature):
         self._rest = f"{model} around its blocks" if blocks else model
         # Classes of blocks -> their numbers, in the order in which they are compiled.
         self._classes: Dict[str, int] = {}
+        of_classes = " and ".join(f"{number} blocks of class {name}" for name, number in self._layers.items())
+        self._what = of_classes or f"{model} as a whole, because {chosen_blocks(context.request)[1]}"
+        self._compiles = context.request.compiles
+        # Of all frames, until a step has told of them.
+        self._frames, self._seconds = 0, 0.0
+        self._told_of_none = self._told = False
+
+    def after_step(self, engine: "DeepSpeedEngine") -> None:
+        if self._told:
+            return
+        if self._frames:
+            tell(f"DeepCompile has compiled {self._what}; compiling took {self._seconds:.1f} s of the first step")
+            self._told = True
+        elif not self._told_of_none:
+            off = "torch.compile is switched off by compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
+            why = "the step ran no code of the model that is compiled" if self._compiles else off
+            tell(f"DeepCompile has compiled nothing in the first step, because {why}")
+            self._told_of_none = True
 
     @contextlib.contextmanager
     def compiling(self, frame: "Frame") -> Iterator[None]:
+        if not self._frames:
+            tell(f"DeepCompile is compiling {self._what}; the first step takes longer than later ones")
+        self._frames += 1
+        began = time.perf_counter()
+        with self._shown(frame):
+            yield
+        self._seconds += time.perf_counter() - began
+
+    @contextlib.contextmanager
+    def _shown(self, frame):
+        """Context of a compilation that is shown at level INFO."""
         if dist.get_rank() != 0 or not logger.isEnabledFor(logging.INFO):
             yield
             return

@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
-from ...zero_1_and_2.messages import inform, warn
+from ...zero_1_and_2.messages import inform, tell, warn
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -43,6 +43,7 @@ def before_forward(engine: "DeepSpeedEngine") -> None:
     """
     if not engine.is_deepcompile_enabled() or engine.is_compiled:
         return
+    _tell_of_other_stages(engine)
     if not (torch.is_grad_enabled() or engine._config.compile_config.compiles_before_any_forward()):
         return
     # Otherwise a caller's torch.compile would trace this call, and the compiled module would become part of the
@@ -80,6 +81,7 @@ def note_arguments(
     engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
 ) -> None:
     """Called when ``engine.compile()`` begins. Warns if the engine is already compiled with other arguments."""
+    _tell_of_other_stages(engine)
     arguments = backend, dict(compile_kwargs), schedule
     if not engine.is_compiled:
         engine._compile_arguments = arguments
@@ -91,6 +93,24 @@ def note_arguments(
             "The arguments of engine.compile() have no effect, because the engine is compiled already, by itself or "
             "by an earlier call; call it before the first forward"
         )
+
+
+def _tell_of_other_stages(engine):
+    """Says once of an engine of another stage what the key ``deepcompile`` does there."""
+    stage = engine.zero_optimization_stage()
+    if stage in (1, 2) or not engine.is_deepcompile_enabled() or getattr(engine, "_told_of_its_stage", False):
+        return
+    engine._told_of_its_stage = True
+    # An engine without an optimizer does not train, and that of AutoSP or AutoTP does what its passes say.
+    if engine.optimizer is None or engine.uses_parallelization_pass_only():
+        return
+    does = (
+        "is DeepSpeed's own DeepCompile, which begins when engine.compile() is called"
+        if stage == 3
+        else "leaves engine.compile() plain torch.compile; for DeepCompile set zero_optimization.stage to 1 or 2"
+    )
+    # A caller's torch.compile must not trace it.
+    torch.compiler.disable(tell)(f"compile.deepcompile=true with ZeRO stage {stage} {does}")
 
 
 def _compiles_itself(engine):
