@@ -140,7 +140,7 @@ def read(file: Path) -> StepMemory:
     try:
         content = json.loads(file.read_text())
     except OSError as error:
-        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise ValueError(f"{file} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise ValueError(f"{file} is no JSON; give a file that compile.memory_picture has written") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -43,30 +43,31 @@ class Progress(Feature):
         of_classes = " and ".join(f"{number} blocks of class {name}" for name, number in self._layers.items())
         self._what = of_classes or f"{model} as a whole, because {chosen_blocks(context.request)[1]}"
         self._compiles = context.request.compiles
-        # Of all frames, until a step has told of them.
+        # Of the frames that were compiled, until a step has told of them.
         self._frames, self._seconds = 0, 0.0
-        self._told_of_none = self._told = False
+        self._told_of_begin = self._told_of_none = self._told = False
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         if self._told:
             return
         if self._frames:
-            tell(f"DeepCompile has compiled {self._what}; compiling took {self._seconds:.1f} s of the first step")
+            _tell(f"DeepCompile has compiled {self._what}; compiling took {self._seconds:.1f} s")
             self._told = True
         elif not self._told_of_none:
             off = "torch.compile is switched off by compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
             why = "the step ran no code of the model that is compiled" if self._compiles else off
-            tell(f"DeepCompile has compiled nothing in the first step, because {why}")
+            _tell(f"DeepCompile has compiled nothing in the first step, because {why}")
             self._told_of_none = True
 
     @contextlib.contextmanager
     def compiling(self, frame: "Frame") -> Iterator[None]:
-        if not self._frames:
-            tell(f"DeepCompile is compiling {self._what}; the first step takes longer than later ones")
-        self._frames += 1
+        if not self._told_of_begin:
+            _tell(f"DeepCompile is compiling {self._what}; the first step takes longer than later ones")
+            self._told_of_begin = True
         began = time.perf_counter()
         with self._shown(frame):
             yield
+        self._frames += 1
         self._seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
@@ -92,9 +93,18 @@ class Progress(Feature):
             disable=not sys.stderr.isatty(),
         ):
             yield
-        # Takes the caller's own bars off the terminal while the line is written.
-        with tqdm.external_write_mode(file=sys.stdout):
+        with _without_bars():
             logger.info(f"DeepCompile compiled {name} in {time.perf_counter() - began:.1f} s ({details})")
+
+
+def _without_bars():
+    """Context of a line. Takes the caller's own bars off the terminal while the line is written."""
+    return tqdm.external_write_mode(file=sys.stdout)
+
+
+def _tell(line):
+    with _without_bars():
+        tell(line)
 
 
 FEATURE = Progress
