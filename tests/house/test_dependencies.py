@@ -22,7 +22,14 @@ HOLDERS = {
     "optimizer": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer",
 }
 # What the fork itself adds to such instances.
-OWN = {"_deepcompile", "_compile_arguments", "_memory_recorder", "masters_as_remainders", "plain_class"}
+OWN = {
+    "_compile_arguments",
+    "_deepcompile",
+    "_memory_recorder",
+    "_told_of_its_stage",
+    "masters_as_remainders",
+    "plain_class",
+}
 # Attributes of `optimizer` where that is torch's, in the step over chunks.
 HOOKS_OF_TORCH = {"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_step_code"}
 OF_TORCH = {"state", "param_groups", *HOOKS_OF_TORCH}

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from ...zero_1_and_2.engine.set_up import send_numel
 from ...zero_1_and_2.gradient.layout import flat_layout, pieces
 from ...zero_1_and_2.gradient.native import reducer_module
-from ...zero_1_and_2.step.partition_gradient import GATHERED_NUMEL, IN_PLACE_NUMEL
+from ..ranges.partition_gradient import GATHERED_NUMEL, IN_PLACE_NUMEL
 
 # DeepSpeed pads a flat tensor to a multiple of so many elements for each rank (``nccl_start_alignment_factor``).
 ALIGNMENT = 2
