@@ -5,11 +5,8 @@
 import math
 from typing import Iterator, List
 
-import torch
-from torch.utils._triton import has_triton_package
-
 from ...zero_1_and_2.feature import Request, SetUpContext
-from ..one_pass_adam.adam import RefuseOwnStep
+from ..one_pass_adam.adam import RefuseOwnStep, unsupported_forms
 from ..ranges.rule import HasRules, Rule
 from .eight_bit import EightBitAdam, problem_with
 from .states import StatesOfAdam
@@ -40,19 +37,9 @@ FEATURE = EightBit
 
 def _unsupported(wanted, optimizer):
     """Yields a sentence for each reason why an optimizer cannot have the states that ``optimizer_states`` asks for."""
-    asked = f"compile.optimizer_states={wanted!r}"
-    problem = problem_with(optimizer.optimizer)
-    if problem is not None:
-        yield f"{asked} {problem}, or leave compile.optimizer_states out"
-    if optimizer.cpu_offload:
-        yield (
-            f"{asked} saves memory of the device, where zero_optimization.offload_optimizer keeps no states; leave "
-            "one of them out"
-        )
-    if torch.cuda.is_available() and not has_triton_package():
-        yield f"{asked} needs Triton on a GPU; install triton, or leave compile.optimizer_states out"
-    if any(master.dtype != torch.float32 for master in optimizer.single_partition_of_fp32_groups):
-        yield f"{asked} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
+    option = f"optimizer_states={wanted!r}"
+    asked = f"compile.{option}"
+    yield from unsupported_forms(option, problem_with(optimizer.optimizer), optimizer, "states")
     if optimizer.torch_autocast_gradscaler:
         yield (
             f"{asked} leaves out the optimizer's own step(), which torch_autocast in fp16 scales gradients for; set "

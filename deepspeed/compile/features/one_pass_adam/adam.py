@@ -10,11 +10,13 @@ Every setting is a number that the pass is given when it runs, so a schedule of 
 """
 
 import importlib
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import torch
+from torch.utils._triton import has_triton_package
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.messages import inform
@@ -50,6 +52,29 @@ def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "cannot be differentiated; set the optimizer's differentiable to false"
     return None
+
+
+def unsupported_forms(option: str, problem: Optional[str], zero: DeepSpeedZeroOptimizer, kept: str) -> Iterator[str]:
+    """Yields a sentence for each reason why a ZeRO-1/2 optimizer cannot have a form of :class:`ReplacesOwnStep`.
+
+    Args:
+        option: as for :class:`RefuseOwnStep`.
+        problem: what :func:`problem_with` says of the inner optimizer.
+        zero: the ZeRO-1/2 optimizer.
+        kept: what has the form, for example "states".
+    """
+    asked, name = f"compile.{option}", f"compile.{option.partition('=')[0]}"
+    if problem is not None:
+        yield f"{asked} {problem}, or leave {name} out"
+    if zero.cpu_offload:
+        yield (
+            f"{asked} saves memory of the device, where zero_optimization.offload_optimizer keeps no {kept}; leave "
+            "one of them out"
+        )
+    if torch.cuda.is_available() and not has_triton_package():
+        yield f"{asked} needs Triton on a GPU; install triton, or leave {name} out"
+    if any(master.dtype != torch.float32 for master in zero.single_partition_of_fp32_groups):
+        yield f"{asked} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
 
 
 def new_state(partition: Partition) -> Dict[str, Any]:

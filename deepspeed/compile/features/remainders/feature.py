@@ -5,10 +5,9 @@
 from typing import Iterator, List, Sequence
 
 import torch
-from torch.utils._triton import has_triton_package
 
 from ...zero_1_and_2.feature import Request, SetUpContext
-from ..one_pass_adam.adam import RefuseOwnStep, problem_with
+from ..one_pass_adam.adam import RefuseOwnStep, problem_with, unsupported_forms
 from ..ranges.rule import HasRules, Rule
 from .masters import Masters
 from .optimizer import use_remainders
@@ -49,22 +48,10 @@ FEATURE = Remainders
 
 def _unsupported(optimizer):
     """Yields a sentence for each reason why an optimizer's master weights cannot be remainders."""
-    option = f"compile.{OPTION}"
-    problem = problem_with(optimizer.optimizer)
-    if problem is not None:
-        yield f"{option} {problem}, or leave {option} out"
+    yield from unsupported_forms(OPTION, problem_with(optimizer.optimizer), optimizer, "master weights")
     dtypes = {flat.dtype for flat in optimizer.bit16_groups_flat} - {torch.bfloat16}
     if dtypes:
         yield (
-            f"{option} needs parameters in bf16, and there are some in {dtypes.pop()}; set bf16.enabled, or leave it "
-            "out"
+            f"compile.{OPTION} needs parameters in bf16, and there are some in {dtypes.pop()}; set bf16.enabled, or "
+            "leave it out"
         )
-    if any(master.dtype != torch.float32 for master in optimizer.single_partition_of_fp32_groups):
-        yield f"{option} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
-    if optimizer.cpu_offload:
-        yield (
-            f"{option} saves memory of the device, where zero_optimization.offload_optimizer keeps no master weights; "
-            "leave one of them out"
-        )
-    if torch.cuda.is_available() and not has_triton_package():
-        yield f"{option} needs Triton on a GPU; install triton, or leave {option} out"
