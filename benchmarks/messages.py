@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from .workload import Shape, build_model
 
 if TYPE_CHECKING:
-    from deepspeed.compile.features.overlap_gather.runs import Run
+    from deepspeed.compile.zero_1_and_2.parameter.runs import Run
 
 # The layout of 0.19.8 pads a flat tensor to a multiple of this many elements for each rank.
 ALIGNMENT = 2
@@ -134,7 +134,7 @@ def _ranks(count: int) -> Iterator[dist.ProcessGroup]:
 
 def broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
     """Lists what each broadcast of the overlapped gather sends, by unit in the order in which units are sent."""
-    from deepspeed.compile.features.overlap_gather.runs import runs
+    from deepspeed.compile.zero_1_and_2.parameter.runs import runs
 
     # What the layout reads of an optimizer.
     optimizer = SimpleNamespace(

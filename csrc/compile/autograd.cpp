@@ -36,6 +36,11 @@ AccumulationNode current_node(const at::Tensor& parameter)
     return torch::autograd::impl::try_get_grad_accumulator(parameter);
 }
 
+Whereabouts whereabouts_of(const at::Tensor& parameter)
+{
+    return {parameter.storage().unsafeGetStorageImpl(), parameter.storage_offset()};
+}
+
 }  // namespace
 
 // Accumulation nodes and their hooks.
@@ -106,7 +111,7 @@ void Reducer::look_at_parameters()
     // autograd makes a new accumulation node.
     for (auto& record : records_) {
         if (record.parameter.numel() == 0) { continue; }
-        record.data = record.parameter.const_data_ptr();
+        record.whereabouts = whereabouts_of(record.parameter);
         watch_accumulation(record);
     }
 }
@@ -157,7 +162,7 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
         undelivered = take_for_autograd(records_[index]);
         // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
         // this engine's backward runs, it was the caller who gave the parameter other memory.
-        const bool moved = parameter.numel() > 0 && parameter.const_data_ptr() != records_[index].data;
+        const bool moved = parameter.numel() > 0 && whereabouts_of(parameter) != records_[index].whereabouts;
         if (moved && !in_backward()) { return; }
     }
     // Autograd also runs the node of a parameter whose gradient a compiled graph has reduced, and passes no gradient.

@@ -135,6 +135,10 @@ using AccumulationNode = decltype(torch::autograd::impl::grad_accumulator(std::d
 
 struct PartitionGroup;
 
+/// The storage of a tensor, and the tensor's offset there. Not the address, which changes when an optional part gives the
+/// storage's memory back and takes other memory for it.
+using Whereabouts = std::pair<const c10::StorageImpl*, int64_t>;
+
 /// A registered parameter: where it lies, and which of its gradients have not been sent yet.
 struct ParameterRecord {
     int64_t index;  ///< in order of registration, which is the same on every rank
@@ -149,9 +153,9 @@ struct ParameterRecord {
     bool is_early = false;  ///< the same, it has all that the turn takes, and it waits for the turns before
     bool absent = false;    ///< the graph of this backward does not lead to the parameter
     bool hidden = false;    ///< in some backward a gradient has come although the parameter was absent
-    /// Where the parameter's data lay when the last backward began. If the data lies elsewhere when a gradient comes,
-    /// another engine may have taken the parameter over.
-    const void* data = nullptr;
+    /// Where the parameter lay when the last backward began. If it lies elsewhere when a gradient comes, another engine
+    /// may have taken the parameter over.
+    Whereabouts whereabouts = {};
     /// Autograd's node that accumulates into `parameter.grad`. Gradients of code that was not compiled reach it, and
     /// the reducer's hook on it. The parameter holds the node weakly, so this reference keeps node and hook alive.
     AccumulationNode accumulation_node = {};

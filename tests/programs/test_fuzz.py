@@ -75,7 +75,9 @@ def as_case(recipe, module, deepcompile):
         compile_options["optimizer_states"] = "8bit"
     if recipe.remainders and deepcompile:
         compile_options["store_param_remainders"] = True
-    if recipe.shards:
+    if recipe.shards_trained:
+        compile_options["shard_parameters"] = "all"
+    elif recipe.shards:
         compile_options["shard_frozen"] = True
     return Case(
         stage=recipe.stage,
@@ -411,6 +413,16 @@ def recipes(draw, backends, most=5):
     if shards and each_rank_skips:
         # All ranks come back to earlier blocks alike.
         drawn = tuple(dataclasses.replace(piece, like=None) for piece in drawn)
+    shards_trained = (
+        regional is True
+        and not offloaded
+        and not any(piece.kind == "max norm" and piece.frozen is not None for piece in drawn)
+        and draw(st.sampled_from([False, True, True]))
+    )
+    shards = shards or shards_trained
+    if shards and each_rank_skips:
+        # All ranks come back to earlier blocks alike.
+        drawn = tuple(dataclasses.replace(piece, like=None) for piece in drawn)
     raises = says == "counted" and not each_rank_skips and draw(st.sampled_from([False, False, False, True]))
     moves, tied = draw(st.sampled_from([False, False, False, True])), draw(st.booleans())
     # In ZeRO-2 gradients have left the parameters when a backward ends. A context that has all backwards of a step
@@ -436,7 +448,7 @@ def recipes(draw, backends, most=5):
         round_robin=dtype == "fp32" and draw(st.booleans()),
         overlap_comm=draw(st.booleans()),
         regional=regional,
-        overlap_gather=regional is True and draw(st.booleans()),
+        overlap_gather=regional is True and not shards_trained and draw(st.booleans()),
         offloaded=offloaded,
         lengths=draw(st.sampled_from([(4,), (4, 5), (3, 4, 6)])),
         uneven=draw(st.sampled_from([False, False, True])),
@@ -466,6 +478,8 @@ def recipes(draw, backends, most=5):
         # A loss is scaled in fp16, and low precision is held beside DeepSpeed without DeepCompile, which raises.
         # Where a forward changes parameters, one more forward changes what the penalty is.
         penalized=dtype == "fp32"
+        # At rest a trained parameter has no values.
+        and not shards_trained
         and all(piece.kind != "max norm" for piece in drawn)
         and draw(st.sampled_from([False, False, True])),
         # What checkpointing computes again must save what the forward has saved. A loss.backward() that leads to no
@@ -478,6 +492,7 @@ def recipes(draw, backends, most=5):
         # What raises or moves does so in the backward of the body.
         embedding_frozen=not (tied or raises or moves) and draw(st.booleans()),
         shards=shards,
+        shards_trained=shards_trained,
     )
 
 

@@ -133,6 +133,7 @@ class Recipe:
     moves: bool = False
     embedding_frozen: bool = False
     shards: bool = False
+    shards_trained: bool = False
     steps: int = 3
 
 

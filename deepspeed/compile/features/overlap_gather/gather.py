@@ -17,7 +17,7 @@ import deepspeed.comm as dist
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.gradient.layout import partition_offset
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
-from .runs import Run, runs
+from ...zero_1_and_2.parameter.runs import Run, runs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work

@@ -6,7 +6,8 @@ from typing import Iterator, List, Sequence
 
 import torch
 
-from ...zero_1_and_2.feature import Request, SetUpContext
+from ...zero_1_and_2.feature import Request, SetUpContext, only
+from ...zero_1_and_2.parameter.gather import AllGather
 from ..one_pass_adam.adam import RefuseOwnStep, problem_with, unsupported_forms
 from ..ranges.rule import HasRules, Rule
 from .masters import Masters
@@ -29,7 +30,8 @@ class Remainders(HasRules):
             yield from _unsupported(request.engine.optimizer)
 
     def __init__(self, context: SetUpContext):
-        self._masters, self._optimizer = Masters(context.optimizer), context.optimizer
+        gather = only(context.features, "gather") or AllGather(context.optimizer)
+        self._masters, self._optimizer = Masters(context.optimizer, gather), context.optimizer
 
     def commit(self) -> None:
         use_remainders(self._optimizer, self._masters)

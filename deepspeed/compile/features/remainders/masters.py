@@ -27,7 +27,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from ...zero_1_and_2.collectives import collective
-from ...zero_1_and_2.gradient.layout import partition_offset
+from ...zero_1_and_2.gradient.layout import partition, partition_offset
 from ...zero_1_and_2.parameter.gather import AllGather
 from ..one_pass_adam.remainders import join, split
 
@@ -41,13 +41,18 @@ _CONVERTED = 2**24
 class Masters:
     """The master weights of this rank's partitions.
 
+    Args:
+        optimizer: a ZeRO-1/2 optimizer.
+        gather: sends what it has stepped.
+
     Attributes:
         remainders: of this rank's partition of each parameter group, int16 1-D. Empty before :meth:`give_up`.
         on_host: whether the base's list of partitions has all master weights, for the time of a call.
     """
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer"):
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", gather: AllGather):
         self._optimizer = weakref.ref(optimizer)
+        self._gather = gather
         self.remainders: List[torch.Tensor] = []
         self.on_host = False
 
@@ -59,13 +64,20 @@ class Masters:
         self.remainders.extend(torch.zeros_like(master.data, dtype=torch.int16) for master in masters)
         for group, master in enumerate(masters):
             self._set_partition(group, master.data)
-        AllGather(optimizer).start()
+        self.send_parameters()
         for master in masters:
             master.data = master.data.new_full((1,), torch.nan).expand(master.shape)
+
+    def send_parameters(self) -> None:
+        """Sends the parameters of all partitions to all ranks."""
+        self._gather.start()
+        self._gather.wait_all()
 
     def _parameters(self, group):
         """Returns the parameters of this rank's partition, which may be on the host, 1-D."""
         optimizer = self._optimizer()
+        if optimizer.parallel_partitioned_bit16_groups[group]:
+            return partition(optimizer, group)
         # While parameters are on the host, the base has no list of partitions.
         numel = self.remainders[group].numel()
         return optimizer.bit16_groups_flat[group].data.narrow(0, partition_offset(optimizer, group), numel)
@@ -115,7 +127,7 @@ class Masters:
             values = optimizer.single_partition_of_fp32_groups
         for group, master in enumerate(values):
             self._set_partition(group, master)
-        AllGather(optimizer).start()
+        self.send_parameters()
 
     def _get_partition(self, group):
         numel = self.remainders[group].numel()

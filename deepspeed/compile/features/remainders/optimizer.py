@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Container, Dict, Optional, Type
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.parameter.gather import AllGather
 from .links import link
 from .masters import Masters
 
@@ -50,7 +49,7 @@ class RemaindersOfParameters(_NextClass):
 
     def update_lp_params(self) -> None:
         # The parameters of this rank's partition are a part of its master weights.
-        AllGather(self).start()
+        self.masters_as_remainders.send_parameters()
 
     def _link_all_hp_params(self) -> None:
         super()._link_all_hp_params()

@@ -26,6 +26,12 @@ _DESCRIBE = {
     *("numel", "nelement", "size", "dim", "ndimension", "stride", "element_size", "storage_offset", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "untyped_storage", "__len__"),
 }
+# Functions that need no values of any of their arguments, and hooks.
+_LIKE = {
+    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "reshape_as", "view_as"),
+    *("expand_as", "type_as", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
+    *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+}
 _SAME_VALUES = {"detach", "clone", "cpu", "to", "contiguous"}
 # Attributes that are tensors of the parameter's values.
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
@@ -47,6 +53,9 @@ class Gatherable(Protocol):
 
     def gather_for_backward(self) -> None:
         """Called when a backward reads a parameter."""
+
+    def trains(self, name: str) -> bool:
+        """Whether the optimizer has a parameter."""
 
     def write(self, name: str, values: torch.Tensor) -> None:
         """Writes this rank's part of a parameter's new values."""
@@ -157,6 +166,8 @@ class Resharded(_NextClass):
             if name == "requires_grad_":
                 first.requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
                 return first
+        if name in _LIKE and not (name.endswith("_as") and isinstance(first, Resharded)):
+            return _plain(function, *args, **kwargs)
         values = _values((args, kwargs))
         if values is not None:
             return _call_with_values(function, (args, kwargs), values)
@@ -215,6 +226,9 @@ def _replace(alias, values):
 def _access(function, kind, args):
     if kind == "__set__" and function.__self__.__name__ == "requires_grad" and args[1]:
         share = vars(args[0])[_SHARE]
+        unit = share.unit()
+        if unit is not None and unit.trains(share.name):
+            return _plain(function, *args)
         raise RuntimeError(
             f"parameter {share.name} is sharded over the ranks by compile.shard_frozen and cannot be trained; set "
             "requires_grad before the engine is made"

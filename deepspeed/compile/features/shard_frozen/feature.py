@@ -15,14 +15,30 @@ from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request, SetUpContext
 from ...zero_1_and_2.gradient.layout import registered_parameters
 from ...zero_1_and_2.messages import warn
+from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks, WorksOnBlocks
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 _groups_of_shards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+class ShardedGather(AllGather):
+    """Has units gather their parameters again when they are needed."""
+
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", sharded: ShardedBlocks):
+        super().__init__(optimizer)
+        self._sharded = sharded
+
+    def start(self) -> None:
+        self._sharded.refresh()
+
+    def put_back(self) -> None:
+        """Does nothing: units bring parameters back that were given other memory."""
 
 
 class ShardFrozen(WorksOnBlocks):
@@ -32,7 +48,7 @@ class ShardFrozen(WorksOnBlocks):
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:
-        return request.options.shard_frozen
+        return request.options.shard_frozen or request.options.shard_parameters is not None
 
     def __init__(self, context: SetUpContext):
         """Nothing is sharded yet."""
@@ -40,7 +56,12 @@ class ShardFrozen(WorksOnBlocks):
         group, device = _group_of_shards(optimizer.dp_process_group), optimizer.bit16_groups_flat[0].device
         shorten_timeout(group, device)
         trained = registered_parameters(optimizer)
-        self.sharded = ShardedBlocks(context.module, blocks.blocks, trained, group, device)
+        shards_all = context.request.options.shard_parameters == "all"
+        self.sharded = ShardedBlocks(
+            context.module, blocks.blocks, trained, group, device, optimizer if shards_all else None
+        )
+        if self.sharded.partitions is not None:
+            self.gather = ShardedGather(optimizer, self.sharded)
         context.undo.callback(self.sharded.close)
         if not self.sharded.units:
             warn("compile.shard_frozen=True has no effect, because no block has frozen parameters of its own")

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The option of this part."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal, Optional
 
 from pydantic import BaseModel, model_validator
 
@@ -16,6 +16,8 @@ class Options(BaseModel):
     them, as for LoRA of a model that does not fit. This needs regional compilation. Off by default, because all ranks
     must then evaluate together, and read frozen parameters only in
     ``deepspeed.compile.features.shard_frozen.unsharded_parameters(engine)``."""
+
+    shard_parameters: Optional[Literal["frozen", "all"]] = None
 
     @model_validator(mode="after")
     def _shards_blocks(self):

@@ -28,7 +28,7 @@ class SaveByHooks:
     @classmethod
     def of_frozen(cls, inputs: Sequence) -> "SaveByHooks":
         """Returns this change for the frozen parameters among examples of a frame's inputs."""
-        frozen = (isinstance(value, Parameter) and not value.requires_grad for value in inputs)
+        frozen = (isinstance(value, Parameter) for value in inputs)
         return cls(tuple(index for index, is_frozen in enumerate(frozen) if is_frozen))
 
     @property

@@ -49,7 +49,7 @@ class _Handle(NamedTuple):
         if self.version is not None and self.place.tensor._version != self.version:
             name = f"parameter {self.place.name}"
             raise RuntimeError(MODIFIED.format(name, self.place.tensor._version, self.version))
-        return self.unit.tensor_at(self.dtype, self.size, self.stride, self.offset)
+        return self.unit.tensor_at(self.place, self.dtype, self.size, self.stride, self.offset)
 
 
 class _Wrapper(NamedTuple):
@@ -75,12 +75,16 @@ def _stand_in(tensor, compares=True):
     except NotImplementedError:
         # Such as a sparse tensor, which has no memory of its own.
         return None
-    unit = None if reference is None else reference()
+    memory = None if reference is None else reference()
     # A lazy conjugate keeps the memory of its unit.
-    if unit is None or tensor.is_conj() or tensor.is_neg():
+    if memory is None or tensor.is_conj() or tensor.is_neg():
         return None
     offset = tensor.storage_offset()
-    place = unit.place_at(offset * tensor.element_size())
+    found = memory.find(offset * tensor.element_size())
+    # Parameters outside of blocks are never resharded.
+    if found is None or found[0].owner is None:
+        return None
+    unit, place = found
     schedule = unit.pass_that_saves()
     version = place.tensor._version if compares else None
     return _Handle(unit, schedule, tensor.dtype, tensor.size(), tensor.stride(), offset, place, version)

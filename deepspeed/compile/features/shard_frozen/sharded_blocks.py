@@ -21,10 +21,13 @@ from ..subclasses.tensors import is_dtensor, plain_tensors
 from .at_rest import in_backward, refusal
 from .gather_order import GatherOrder, tensors_in
 from .saved_tensors import saving_handles
-from .unit import Unit
+from .partitions import Partitions, TrainedPart
+from .unit import UNITS, Unit, forget
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 # How many units are gathered at a time: the one that a block computes with, and the next one, which is being gathered.
 MOST_GATHERED = 2
@@ -60,18 +63,41 @@ class ShardedBlocks:
         trained: List[Parameter],
         process_group: "ProcessGroup",
         device: torch.device,
+        optimizer: "Optional[DeepSpeedZeroOptimizer]" = None,
     ):
+        self.partitions = None
+        # Trained parameters that no block holds alone: in a unit that is never resharded.
+        self.outside: Optional[Unit] = None
+        of_blocks: List[List[Parameter]] = [[] for _ in blocks]
+        make_trained = None
+        if optimizer is not None and torch.distributed.get_world_size(process_group) > 1:
+            self.partitions = Partitions(optimizer)
+            make_trained = functools.partial(TrainedPart, optimizer, self.partitions)
+            outside, *of_blocks = by_block(trained, module, blocks)
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._unit_of: Dict[int, Unit] = {}
-        for block, parameters in zip(blocks, frozen_of_blocks(module, blocks, trained), strict=True):
-            if parameters:
+        of_block = zip(blocks, frozen_of_blocks(module, blocks, trained), of_blocks, strict=True)
+        for block, frozen, its_trained in of_block:
+            its_trained = [parameter for parameter in its_trained if parameter.numel()]
+            if frozen or its_trained:
                 self._unit_of[id(block)] = Unit(
-                    {names[parameter]: parameter for parameter in parameters},
+                    {names[parameter]: parameter for parameter in frozen},
                     process_group,
                     device,
                     number=len(self._unit_of),
+                    trained={names[parameter]: parameter for parameter in its_trained},
+                    make_trained=make_trained,
                 )
         self.units = list(self._unit_of.values())
+        if self.partitions is not None and outside:
+            self.outside = Unit(
+                {},
+                process_group,
+                device,
+                number=len(self.units),
+                trained={names.get(parameter, "a parameter"): parameter for parameter in outside},
+                make_trained=make_trained,
+            )
         for unit in self.units:
             unit.owner = weakref.ref(self)
         # The passes that are under way: one calls blocks that call others in turn.
@@ -108,8 +134,25 @@ class ShardedBlocks:
 
     def shard(self) -> None:
         """Gives up all but this rank's part of each unit."""
+        if self.partitions is not None:
+            self.partitions.take_over()
+            for home in self.partitions.homes:
+                storage = home.memory.untyped_storage()._cdata
+                UNITS[storage] = weakref.ref(home)
+                weakref.finalize(home, forget, storage, UNITS[storage]).atexit = False
         for unit in self.units:
             unit.shard()
+        if self.outside is not None:
+            self.outside.take_in()
+        if self.partitions is not None:
+            self.partitions.give_up_flat()
+
+    def refresh(self) -> None:
+        """Called on all ranks when partitions hold new values of the trained parameters."""
+        for unit in self.units:
+            unit.refresh()
+        if self.outside is not None:
+            self.outside.refresh()
 
     # Gathered units ------------------------------------------------------------------------------------------------
 

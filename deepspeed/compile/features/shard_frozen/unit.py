@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Protocol, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Protocol, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -26,6 +26,7 @@ from ...zero_1_and_2.messages import warn
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
 from .at_rest import mark_resharded, unmark
+from .partitions import Home, TrainedPart
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,8 +46,8 @@ DIFFERENT = (
 )
 
 
-# Address of the storage of a unit's memory -> the unit.
-UNITS: Dict[int, "weakref.ref[Unit]"] = {}
+# Address of a storage -> what knows whose places are there: a unit, or the index of a partition.
+UNITS: Dict[int, "weakref.ref[Any]"] = {}
 
 
 class Owner(Protocol):
@@ -67,14 +68,27 @@ class Place:
     tensor: torch.Tensor
     dtype: torch.dtype
     shape: torch.Size
-    begin: int  # in the buffer, in bytes
+    begin: int  # in bytes, in the buffer, or in `home`
     end: int
     version: int = 0  # when the unit was gathered; torch counts changes in place
+    home: Optional[Home] = None  # where a parameter lies of which this rank owns anything
+    is_trained: bool = False
 
     @property
     def is_as_made(self) -> bool:
         tensor = self.tensor
         return tensor.dtype == self.dtype and tensor.shape == self.shape and tensor.is_contiguous()
+
+
+class Works:
+    """Collectives that were started together."""
+
+    def __init__(self, works: List[Any]):
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class Unit:
@@ -97,9 +111,15 @@ class Unit:
     """
 
     def __init__(
-        self, parameters: Dict[str, Parameter], process_group: "ProcessGroup", device: torch.device, number: int
+        self,
+        parameters: Dict[str, Parameter],
+        process_group: "ProcessGroup",
+        device: torch.device,
+        number: int,
+        trained: Optional[Dict[str, Parameter]] = None,
+        make_trained: Optional[Callable[[List[Parameter], int], TrainedPart]] = None,
     ):
-        self._parameters = dict(parameters)
+        self._parameters = {**parameters, **(trained or {})}
         self._group, self._device = process_group, device
         self._rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._is_shared = world > 1
@@ -114,10 +134,19 @@ class Unit:
                 place = Place(name, tensor, tensor.dtype, tensor.shape, nbytes, nbytes + tensor.nbytes)
                 self._places[name].append(place)
                 nbytes += _aligned(tensor.nbytes)
-        self._ordered = [*self._all_places()]
-        self._begins = [place.begin for place in self._ordered]
         self._share_bytes = _aligned(-(-nbytes // world))
-        self.nbytes = world * self._share_bytes
+        self._frozen_bytes = self.nbytes = world * self._share_bytes
+        self._trained = make_trained([*trained.values()], self.nbytes) if trained and make_trained else None
+        if self._trained:
+            for lying in self._trained.lying:
+                tensor, name = lying.parameter, self._name_of(lying.parameter)
+                place = Place(name, tensor, tensor.dtype, tensor.shape, lying.begin, lying.end)
+                place.home, place.is_trained = lying.home, True
+                self._places[name] = [place]
+            self.nbytes = _aligned(self._trained.end)
+        in_buffer = (place for place in self._all_places() if place.home is None)
+        self._in_buffer = sorted(in_buffer, key=lambda place: place.begin)
+        self._begins = [place.begin for place in self._in_buffer]
         self.share: Any = None
         self._buffer: Any = None  # 1-D, of bytes
         self._typed: Dict[torch.dtype, torch.Tensor] = {}  # the buffer as of other dtypes
@@ -142,24 +171,34 @@ class Unit:
             for tensor in plain_tensors(on_host):
                 tensor.data = tensor.data.to(self._device)
             return
+        self.take_in()
+        if on_host:
+            with collective(PURPOSE):
+                frozen = self._buffer[: self._frozen_bytes]
+                dist.broadcast(frozen, src=dist.get_global_rank(self._group, 0), group=self._group)
+        self.is_used = True
+        self.reshard()
+
+    def take_in(self) -> None:
+        """Moves the parameters into the buffer and this rank's partition."""
         self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=self._device)
         self._set_buffer(torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device))
         for place in self._all_places():
+            if place.home is not None:
+                place.home.note(self, place)
             self._take_in(place)
-        if on_host:
-            with collective(PURPOSE):
-                dist.broadcast(self._buffer, src=dist.get_global_rank(self._group, 0), group=self._group)
-        self.is_used = True
-        self.reshard()
+
+    def _name_of(self, parameter):
+        return next(name for name, other in self._parameters.items() if other is parameter)
 
     def _set_buffer(self, buffer):
         if self._buffer is not None:
             UNITS.pop(self._buffer.untyped_storage()._cdata, None)
         self._buffer = buffer
-        self._typed = {dtype: buffer.view(dtype) for dtype in {place.dtype for place in self._all_places()}}
+        self._typed = {dtype: buffer.view(dtype) for dtype in {place.dtype for place in self._in_buffer}}
         address = buffer.untyped_storage()._cdata
         reference = UNITS[address] = weakref.ref(self)
-        weakref.finalize(self, _forget, address, reference).atexit = False
+        weakref.finalize(self, forget, address, reference).atexit = False
 
     def _take_in(self, place):
         """Moves a parameter's values into the buffer."""
@@ -168,7 +207,8 @@ class Unit:
         place.tensor.data = memory
 
     def _memory_of(self, place):
-        return self._buffer[place.begin : place.end].view(place.dtype).view(place.shape)
+        memory = self._buffer if place.home is None else place.home.memory
+        return memory[place.begin : place.end].view(place.dtype).view(place.shape)
 
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
@@ -187,10 +227,35 @@ class Unit:
         else:
             self._buffer.untyped_storage().resize_(self.nbytes)
             self._stream, self._target = get_accelerator().current_stream(), self._buffer
+        self._send()
+
+    def _send(self):
+        works = []
         with collective(PURPOSE):
             # First, because parts of different units may differ in size.
             self._compared = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
-            self._work = dist.all_gather_into_tensor(self._target, self.share, group=self._group, async_op=True)
+            if self._frozen_bytes:
+                frozen = self._target[: self._frozen_bytes]
+                works.append(dist.all_gather_into_tensor(frozen, self.share, group=self._group, async_op=True))
+            # Memory that others have may hold values from before a step.
+            for owner, message in self._trained.messages(self._buffer) if self._trained else ():
+                source = dist.get_global_rank(self._group, owner)
+                works.append(dist.broadcast(message, src=source, group=self._group, async_op=True))
+        self._work = Works(works)
+
+    def refresh(self) -> None:
+        """Called on all ranks when partitions hold new values of the trained parameters."""
+        if not (self._trained and self._is_shared):
+            return
+        if not self.is_gathered:
+            return
+        for place in self._all_places():
+            if place.is_trained and not self._is_in_place(place):
+                place.tensor.data = self._memory_of(place)
+        self._target = self._buffer
+        self._send()
+        self._wait()
+        self._note_versions()
 
     def finish_gather(self) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered.
@@ -272,7 +337,8 @@ class Unit:
 
     def _others_have_views(self, storage):
         # Views have the buffer's storage too: the buffer, others of it, parameters, and what stands for these.
-        views = 1 + len(self._typed) + sum(map(len, self._places.values())) + len(self._aliases)
+        in_buffer = sum(place.home is None for place in self._all_places())
+        views = 1 + len(self._typed) + in_buffer + len(self._aliases)
         return torch._C._storage_Use_Count(storage._cdata) > views + _baseline_use_count()
 
     def _give_back(self, storage):
@@ -283,7 +349,8 @@ class Unit:
         with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
             self._set_buffer(torch.empty_like(self._buffer))
             for place in self._all_places():
-                place.tensor.data = self._memory_of(place)
+                if place.home is None:
+                    place.tensor.data = self._memory_of(place)
         self._aliases.clear()
         self._buffer.untyped_storage().resize_(0)
 
@@ -296,16 +363,24 @@ class Unit:
     def _take_back(self):
         """Returns whether a parameter was given other memory, and moves it back. Parameters of another kind leave."""
         for name, places in [*self._places.items()]:
-            if not all(place.is_as_made for place in places):
-                warn(ANOTHER_KIND.format(name))
+            if all(place.is_as_made for place in places):
+                continue
+            warn(ANOTHER_KIND.format(name))
+            if places[0].is_trained:
+                # The next step would bring it back.
+                places[0].tensor.data = self._memory_of(places[0])
+            else:
                 del self._places[name]
-        begin = self._buffer.data_ptr()
-        moved = [place for place in self._all_places() if place.tensor.data_ptr() != begin + place.begin]
+        moved = [place for place in self._all_places() if not self._is_in_place(place)]
         for place in moved:
             self._take_in(place)
             # A backward that has saved the values before these would read the new ones: it must raise.
             torch.autograd.graph.increment_version(place.tensor)
         return bool(moved)
+
+    def _is_in_place(self, place):
+        memory = self._buffer if place.home is None else place.home.memory
+        return place.tensor.data_ptr() == memory.data_ptr() + place.begin
 
     def _keep_own_part(self):
         begin = self._rank * self._share_bytes
@@ -318,10 +393,14 @@ class Unit:
     @property
     def name(self) -> str:
         """Of the first parameter."""
-        return self._ordered[0].name
+        return next(iter(self._places))
 
     def _all_places(self):
         return itertools.chain.from_iterable(self._places.values())
+
+    def trains(self, name: str) -> bool:
+        """Whether the optimizer has a parameter."""
+        return any(place.is_trained for place in self._places.get(name, ()))
 
     def parameter(self, name: str) -> Parameter:
         """Returns a parameter, also one that has left the unit."""
@@ -330,7 +409,8 @@ class Unit:
     def note_alias(self, alias: torch.Tensor) -> None:
         """Called if a tensor that cannot be read has the unit's memory, which it needs not have."""
         for tensor in plain_tensors([alias]):
-            self._aliases[id(tensor)] = tensor
+            if tensor.untyped_storage()._cdata == self._buffer.untyped_storage()._cdata:
+                self._aliases[id(tensor)] = tensor
 
     def forget_alias(self, alias: torch.Tensor) -> None:
         """Called if such a tensor gets other memory, or can be read."""
@@ -354,8 +434,11 @@ class Unit:
                 torch.autograd.graph.increment_version(place.tensor)
 
     def _write(self, place, source):
-        if self.is_lent:
+        if self.is_lent or place.home is not None:
             self._memory_of(place).copy_(source)
+            return
+        if place.is_trained:
+            # Its owners write it.
             return
         begin = self._rank * self._share_bytes
         first, last = max(place.begin, begin), min(place.end, begin + self._share_bytes)
@@ -366,12 +449,17 @@ class Unit:
 
     # What autograd saves -------------------------------------------------------------------------------------------
 
-    def place_at(self, offset: int) -> Place:
-        """Returns the place at an offset in bytes in the buffer."""
-        return self._ordered[bisect.bisect_right(self._begins, offset) - 1]
+    def find(self, offset: int) -> "Tuple[Unit, Place]":
+        """Returns the place at an offset in bytes in the buffer, and its unit."""
+        return self, self._in_buffer[bisect.bisect_right(self._begins, offset) - 1]
 
-    def tensor_at(self, dtype: torch.dtype, size: torch.Size, stride: Tuple[int, ...], offset: int) -> torch.Tensor:
-        """Returns a tensor in the memory of the unit, which is gathered. ``offset``: in elements of the dtype."""
+    def tensor_at(
+        self, place: Place, dtype: torch.dtype, size: torch.Size, stride: Tuple[int, ...], offset: int
+    ) -> torch.Tensor:
+        """Returns a tensor in the memory of a place of the unit, which is gathered. ``offset``: in elements of the
+        dtype, in the storage."""
+        if place.home is not None:
+            return place.home.memory.view(dtype).as_strided(size, stride, offset)
         buffer = self._typed.get(dtype)
         return (self._buffer.view(dtype) if buffer is None else buffer).as_strided(size, stride, offset)
 
@@ -397,7 +485,7 @@ def _baseline_use_count():
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
-def _forget(address, reference):
+def forget(address, reference):
     # The address may have become another unit's.
     if UNITS.get(address) is reference:
         del UNITS[address]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, List, Tuple
 from deepspeed.runtime.utils import all_gather_dp_groups
 
 from ..collectives import collective
+from ..gradient.layout import lies_in_flat_tensor
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -36,6 +37,17 @@ class AllGather:
                 start_alignment_factor=optimizer.nccl_start_alignment_factor,
                 allgather_bucket_size=optimizer.allgather_bucket_size,
             )
+
+    def put_back(self) -> None:
+        """Called after :meth:`start`: gives parameters their new values that do not lie in the flat tensors.
+
+        The caller replaced `parameter.data` (for example to swap in averaged weights), so the flat tensor no longer
+        backs the parameter.
+        """
+        optimizer = self._optimizer()
+        for group in range(len(optimizer.bit16_groups)):
+            if not lies_in_flat_tensor(optimizer, group):
+                optimizer._update_model_bit16_weights(group)
 
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
         """Returns an empty list: no parameter can be sent before all are stepped."""

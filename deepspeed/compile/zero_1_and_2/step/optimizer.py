@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 
 from ..engine.state import EngineState
-from ..gradient.layout import pieces, registered_parameters
+from ..gradient.layout import partition, pieces, registered_parameters
 from . import step
 
 if TYPE_CHECKING:
@@ -107,8 +107,12 @@ class StepLocalGradients(_NextClass):
     # The base's methods of these two names read or write parameters.
 
     def update_lp_params(self) -> None:
-        self._deepcompile.gather.wait_all()
-        super().update_lp_params()
+        gather = self._deepcompile.gather
+        gather.wait_all()
+        for group, master in enumerate(self.single_partition_of_fp32_groups):
+            partition(self, group).copy_(master.data)
+        gather.start()
+        gather.wait_all()
 
     def refresh_fp32_params(self) -> None:
         self._deepcompile.gather.wait_all()

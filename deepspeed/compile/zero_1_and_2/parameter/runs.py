@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Iterable, List, NamedTuple
 
 from torch.nn import Parameter
 
-from ...zero_1_and_2.gradient.layout import pieces
+from ..gradient.layout import pieces
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -21,10 +21,14 @@ class Run(NamedTuple):
     owner: int
 
 
-def runs(optimizer: "DeepSpeedZeroOptimizer", parameters: Iterable[Parameter]) -> List[Run]:
+def runs(
+    optimizer: "DeepSpeedZeroOptimizer", parameters: Iterable[Parameter], parts_alone: bool = False
+) -> List[Run]:
     """Lists the runs that cover ``parameters``, in the order of the flat tensors.
 
     Adjacent pieces of one owner form one run, which includes the padding between the pieces.
+
+    ``parts_alone``: whether each part of a parameter that has several owners is a run of its own.
     """
     wanted, found = {id(parameter) for parameter in parameters}, []
     for group, size in enumerate(optimizer.partition_size):
@@ -35,9 +39,11 @@ def runs(optimizer: "DeepSpeedZeroOptimizer", parameters: Iterable[Parameter]) -
                 open_run = None
                 continue
             first = piece.owner * int(size) + piece.offset
-            if open_run is not None and open_run.owner == piece.owner:
+            is_alone = parts_alone and piece.numel < piece.parameter.numel()
+            if open_run is not None and open_run.owner == piece.owner and not is_alone:
                 open_run = found[-1] = open_run._replace(last=first + piece.numel)
             else:
                 open_run = Run(group, first, first + piece.numel, piece.owner)
                 found.append(open_run)
+            open_run = None if is_alone else open_run
     return found

@@ -1,0 +1,209 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Trained parameters that lie in their owners' partitions alone.
+
+ZeRO-1/2 has a flat tensor of each parameter group on every rank. Here this rank's partition becomes a tensor of its own,
+and the flat tensor keeps its shape and loses its memory. A parameter of which this rank owns anything lies in that
+tensor always. If a parameter has several owners, each of them has memory for all of it.
+"""
+
+import bisect
+import weakref
+from typing import TYPE_CHECKING, Any, Iterator, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch.nn import Parameter
+
+import deepspeed.comm as dist
+
+from ...zero_1_and_2.gradient.layout import flat_layout, partition, partition_offset
+from ...zero_1_and_2.parameter.runs import runs
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+# To which torch's allocators align. Tensors lie as far from a multiple of it as they did in the flat tensor, because
+# generated code counts on that.
+ALIGN_BYTES = 64
+
+
+class Home:
+    """The parameters of one group that lie on this rank always: those of which it owns anything.
+
+    Args:
+        optimizer: a ZeRO-1/2 optimizer.
+        group: the number of the parameter group.
+
+    Attributes:
+        partition: elements of the flat tensor that this rank owns.
+        extent: these, and the rest of parameters that have other owners too.
+        size: bytes of an element.
+        memory: of ``extent``, as bytes. None before :meth:`take_over`.
+    """
+
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", group: int):
+        first = partition_offset(optimizer, group)
+        self.partition = range(first, first + int(optimizer.partition_size[group]))
+        lying = [(first, first + parameter.numel()) for parameter, first in flat_layout(optimizer, group)]
+        inside = [span for span in lying if self.has_any(*span)]
+        self.extent = range(
+            min([self.partition.start, *(first for first, _ in inside)]),
+            max([self.partition.stop, *(last for _, last in inside)]),
+        )
+        self.size = optimizer.bit16_groups_flat[group].element_size()
+        self.memory: Optional[torch.Tensor] = None
+        self._begins: List[int] = []
+        self._users: List[Tuple[Any, Any]] = []
+
+    def has_any(self, first: int, last: int) -> bool:
+        """Whether this rank owns any of the elements [first, last)."""
+        return first < last and first < self.partition.stop and last > self.partition.start
+
+    def take_over(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> torch.Tensor:
+        """Copies what lies in ``extent`` from the flat tensor. Returns the partition."""
+        flat, (first, last) = optimizer.bit16_groups_flat[group], (self.extent.start, self.extent.stop)
+        before = first * self.size % ALIGN_BYTES // self.size
+        memory = torch.zeros(before + last - first, dtype=flat.dtype, device=flat.device)
+        there = min(last, flat.numel())
+        memory[before : before + there - first].copy_(flat[first:there])
+        self.memory = memory[before:].view(torch.uint8)
+        begin = before + self.partition.start - first
+        return memory[begin : begin + len(self.partition)]
+
+    def span(self, first: int, last: int) -> Tuple[int, int]:
+        """Returns where elements [first, last) of the flat tensor lie in the memory, in bytes."""
+        return (first - self.extent.start) * self.size, (last - self.extent.start) * self.size
+
+    def bytes_of(self, first: int, last: int) -> torch.Tensor:
+        """Returns elements [first, last) of the flat tensor, as bytes."""
+        begin, end = self.span(first, last)
+        return self.memory[begin:end]
+
+    def note(self, user: Any, place: Any) -> None:
+        """Notes whose parameter lies at ``place``, which has a ``begin`` and an ``end``."""
+        number = bisect.bisect(self._begins, place.begin)
+        self._begins.insert(number, place.begin)
+        self._users.insert(number, (weakref.ref(user), place))
+
+    def find(self, offset: int) -> Optional[Tuple[Any, Any]]:
+        """Returns whose parameter has an offset in bytes in the memory's storage, and its place, if it was noted."""
+        offset -= self.memory.storage_offset()
+        number = bisect.bisect(self._begins, offset) - 1
+        if number < 0 or offset >= self._users[number][1].end:
+            return None
+        user = self._users[number][0]()
+        return None if user is None else (user, self._users[number][1])
+
+
+class Partitions:
+    """What lies on this rank of all parameter groups.
+
+    Args:
+        optimizer: a ZeRO-1/2 optimizer. Only a weak reference is kept.
+
+    Attributes:
+        homes: of each parameter group.
+    """
+
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer"):
+        self._optimizer = weakref.ref(optimizer)
+        self._own: List[torch.Tensor] = []
+        self.homes = [Home(optimizer, group) for group in range(len(optimizer.bit16_groups_flat))]
+
+    def take_over(self) -> None:
+        """Copies what lies here into tensors of their own."""
+        optimizer = self._optimizer()
+        self._own = [home.take_over(optimizer, group) for group, home in enumerate(self.homes)]
+
+    def give_up_flat(self) -> None:
+        """Gives back the memory of the flat tensors, when no parameter lies there."""
+        optimizer = self._optimizer()
+        for group, (flat, own) in enumerate(zip(optimizer.bit16_groups_flat, self._own)):
+            rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
+            optimizer.parallel_partitioned_bit16_groups[group][rank] = own
+            for parameter, _ in flat_layout(optimizer, group):
+                mapping = getattr(parameter, "_hp_mapping", None)
+                if mapping is not None:
+                    address = mapping.get_hp_fragment_address()
+                    mapping.lp_fragment = own.narrow(0, address.start, address.numel)
+            flat.untyped_storage().resize_(0)
+
+
+class Lying(NamedTuple):
+    """Where a parameter lies on this rank: in its home, or if that is None in the memory of the unit.
+
+    ``begin`` and ``end`` are in bytes.
+    """
+
+    parameter: Parameter
+    begin: int
+    end: int
+    home: Optional[Home]
+
+
+class _Message(NamedTuple):
+    """Elements [first, last) of a group's flat tensor, which their owner sends to all."""
+
+    group: int
+    owner: int
+    first: int
+    last: int
+    begin: Optional[int]  # in the unit's memory, in bytes, unless they lie at home
+
+
+class TrainedPart:
+    """The trained parameters of a unit: where they lie here, and what owners send.
+
+    Args:
+        optimizer: a ZeRO-1/2 optimizer.
+        partitions: of this rank.
+        parameters: the unit's.
+        begin: where these may lie in the unit's memory, in bytes.
+
+    Attributes:
+        lying: the parameters.
+        end: where they end in the unit's memory, in bytes.
+    """
+
+    def __init__(
+        self, optimizer: "DeepSpeedZeroOptimizer", partitions: Partitions, parameters: List[Parameter], begin: int
+    ):
+        self._homes = partitions.homes
+        self.end = begin
+        self._messages: List[_Message] = []
+        before = None
+        for group, first, last, owner in runs(optimizer, parameters, parts_alone=True):
+            home, place = self._homes[group], None
+            # Another owner's part of a parameter of which this rank has a part lies there too.
+            if not (home.extent.start <= first and last <= home.extent.stop):
+                if before is not None and before.begin is not None and (before.group, before.last) == (group, first):
+                    # Perhaps another part of one parameter.
+                    place = self.end
+                else:
+                    place = -(-self.end // ALIGN_BYTES) * ALIGN_BYTES + first * home.size % ALIGN_BYTES
+                self.end = place + (last - first) * home.size
+            before = _Message(group, owner, first, last, place)
+            self._messages.append(before)
+        self.lying = [*self._lying(optimizer, {id(parameter) for parameter in parameters})]
+
+    def _lying(self, optimizer, wanted) -> Iterator[Lying]:
+        for group, home in enumerate(self._homes):
+            for parameter, first in flat_layout(optimizer, group):
+                if id(parameter) not in wanted or not parameter.numel():
+                    continue
+                last = first + parameter.numel()
+                if home.has_any(first, last):
+                    yield Lying(parameter, *home.span(first, last), home)
+                else:
+                    message = next(each for each in self._messages if each.group == group and first < each.last)
+                    begin = message.begin + (first - message.first) * home.size
+                    yield Lying(parameter, begin, begin + (last - first) * home.size, None)
+
+    def messages(self, memory: torch.Tensor) -> Iterator[Tuple[int, torch.Tensor]]:
+        """Yields (owner, bytes) of each message. ``memory`` is the unit's."""
+        for group, owner, first, last, begin in self._messages:
+            home = self._homes[group]
+            if begin is None:
+                yield owner, home.bytes_of(first, last)
+            else:
+                yield owner, memory[begin : begin + (last - first) * home.size]
