@@ -72,7 +72,7 @@ def _peaks(forward, backward, at_rest, step=None):
 
 FSDP2 = {"system": "fsdp2"}
 CHECKPOINT, OFFLOAD, EIGHT_BIT = {"checkpoint": True}, {"offload": True}, {"eight_bit": True}
-FROZEN = {"shard_frozen": True}
+FROZEN = {"shard_parameters": "frozen"}
 
 MEASURED = [
     Measured(PERFORMANCE, "qwen3-8b", 2, _peaks(81.260, 82.451, 61.088, 68.718)),

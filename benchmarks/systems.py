@@ -112,7 +112,7 @@ class DeepSpeed:
                     "deepcompile": settings.system == "deepcompile",
                     # The base does not know these options, so they are there only where they are asked for.
                     **({"regional_compilation": False} if settings.one_graph else {}),
-                    **({"shard_frozen": True} if settings.shard_frozen else {}),
+                    **({"shard_parameters": "frozen"} if settings.shard_frozen else {}),
                     **({"overlap_param_gather": True} if settings.overlap_gather else {}),
                     **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
                     **({"activation_memory_budget": budget} if budget is not None else {}),

@@ -4,5 +4,5 @@
 
 raise ImportError(
     "deepspeed.compile.zero12 is deepspeed.compile.zero_1_and_2 now, and its gathered_parameters() is "
-    "unsharded_parameters() of deepspeed.compile.features.shard_frozen"
+    "unsharded_parameters() of deepspeed.compile.features.shard_parameters"
 )

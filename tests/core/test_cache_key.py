@@ -38,7 +38,7 @@ def test_source_that_was_edited(name):
 def test_source_of_a_part_that_was_edited():
     """Generated code that was split, or rewritten, by the source before would be used."""
     from deepspeed.compile.features.activation_budget.split import SplitWithin
-    from deepspeed.compile.features.shard_frozen.rewrite import SaveByHooks
+    from deepspeed.compile.features.shard_parameters.rewrite import SaveByHooks
 
     reducer_module()
 

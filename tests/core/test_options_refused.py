@@ -117,12 +117,12 @@ REFUSED = {
         config={"compile": {"overlap_param_gather": True}},
         amends={"regional_compilation": ["Linear"]},
     ),
-    "compile.shard_frozen": Refusal(
-        "compile.shard_frozen needs blocks whose parameters are gathered, and the model is compiled as a whole, "
+    "compile.shard_parameters": Refusal(
+        "compile.shard_parameters needs blocks whose parameters are gathered, and the model is compiled as a whole, "
         "because no blocks repeat in FillsPartition; name its blocks' classes in compile.regional_compilation, or "
         "leave this out",
-        config={"compile": {"shard_frozen": True}},
-        amends={"shard_frozen": False},
+        config={"compile": {"shard_parameters": "frozen"}},
+        amends={"shard_parameters": None},
     ),
     "compile.optimizer_states": Refusal(
         "compile.optimizer_states='8bit' is for Adam and AdamW of torch and DeepSpeed, not for SGD; use one of these, "

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from deepspeed.compile.features.blocks.block_calls import BlockParentCall
 from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK
 from deepspeed.compile.features.ranges.partition_gradient import ALIGN_NUMEL
-from deepspeed.compile.features.shard_frozen import unsharded_parameters
+from deepspeed.compile.features.shard_parameters import unsharded_parameters
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
@@ -78,7 +78,7 @@ def as_case(recipe, module, deepcompile):
     if recipe.shards_trained:
         compile_options["shard_parameters"] = "all"
     elif recipe.shards:
-        compile_options["shard_frozen"] = True
+        compile_options["shard_parameters"] = "frozen"
     return Case(
         stage=recipe.stage,
         accumulation=recipe.accumulation,
@@ -110,6 +110,7 @@ class Result:
     moved: float  # how far the parameters went
     total_moved: float  # how far those of the plain loop went, all together
     held: List[int]  # bytes held after each step
+    sums: List[float]  # of parameters and master weights
 
 
 def train(recipe, deepcompile=True):
@@ -157,6 +158,8 @@ def train(recipe, deepcompile=True):
                 if deepcompile:
                     after_steps.append(sum(held(gradient_counters(engine)).values()))
         wait_for_parameters(engine)
+        masters = engine.optimizer.single_partition_of_fp32_groups
+        masters = [] if recipe.remainders else [each.cpu() for each in masters]
         with unsharded_parameters(engine):
             actual, expected = list(module.parameters()), list(plain.parameters())
             if recipe.dtype != "fp32":
@@ -169,6 +172,7 @@ def train(recipe, deepcompile=True):
                 moved=relative_error(module.parameters(), before.parameters()),
                 total_moved=total_error(plain.parameters(), before.parameters()),
                 held=after_steps,
+                sums=[each.detach().double().sum().item() for each in (*module.parameters(), *masters)],
             )
     finally:
         torch._functorch.config.donated_buffer = True
@@ -593,3 +597,44 @@ def test_random_models(ranks, request, capsys):
             if asked:
                 agreed, tried = count["agreed"], count["tried"]
                 print(f"\nseed {first_seed}, {world} ranks: {agreed} of {tried} models agreed with a plain loop")
+
+
+@pytest.mark.slow
+def test_random_models_sharded(ranks, request, capsys):
+    """Bits."""
+    number, first_seed = request.config.getoption("--models") or 5, request.config.getoption("--seed")
+    count = collections.Counter()
+
+    @seed(first_seed)
+    @settings(
+        max_examples=number,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        print_blob=False,
+    )
+    @given(recipe=recipes(["eager"]).filter(lambda recipe: recipe.shards_trained))
+    def as_whole(recipe):
+        if recipe.each_rank_skips:
+            count["ranks skip"] += 1
+        try:
+            sharded = ranks(2).run(train, recipe, timeout=100)
+        except BaseException as error:
+            count["raised"] += 1
+            print("RAISED", recipe, str(error)[-1500:])
+            try:
+                ranks(2).run(train, dataclasses.replace(recipe, shards_trained=False), timeout=100)
+            except BaseException as error:
+                count["raised whole"] += 1
+                print("WHOLE TOO", str(error)[-600:])
+            return
+        whole = ranks(2).run(train, dataclasses.replace(recipe, shards_trained=False), timeout=100)
+        equal = all(str(one.sums) == str(other.sums) for one, other in zip(sharded, whole))
+        count["equal" if equal else "other"] += 1
+        if not equal:
+            print("OTHER", recipe, [one.error for one in sharded], [one.error for one in whole])
+
+    as_whole()
+    with capsys.disabled():
+        print(dict(count))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from deepspeed.compile.features.shard_frozen import unit
+from deepspeed.compile.features.shard_parameters import unit
 
 from support.models import VOCABULARY, Block
 from support.subclasses import Scaled

@@ -56,9 +56,9 @@ ALSO_WARNED["compile.activation_memory_budget"] = (
     "compile.activation_memory_budget=0.5 has no effect, because torch.compile is switched off by "
     "compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
 )
-# tests/features/shard_frozen/test_shard_frozen.py
-ALSO_WARNED["compile.shard_frozen"] = (
-    "compile.shard_frozen=True has no effect, because no block has frozen parameters of its own"
+# tests/features/shard_parameters/test_shard_frozen.py
+ALSO_WARNED["compile.shard_parameters"] = (
+    "compile.shard_parameters=True has no effect, because no block has frozen parameters of its own"
 )
 ALSO_WARNED["compile.monitor_memory"] = MONITORS["without a monitor"]
 

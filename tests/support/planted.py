@@ -330,28 +330,28 @@ FAULTS = {
     ),
     "frozen shard of a skipped block": Fault(
         "a rank that skips a block does not send its part of the block's frozen parameters",
-        FEATURES + "shard_frozen/gather_order.py",
+        FEATURES + "shard_parameters/gather_order.py",
         {"        while self._begun < len(self.units):\n            self._begin_next()\n": ""},
-        ("features/shard_frozen/test_shard_frozen.py",),
+        ("features/shard_parameters/test_shard_frozen.py",),
         hangs=True,
     ),
     "frozen shard not gathered again": Fault(
         "a block that is called twice in a forward finds its frozen parameters given back",
-        FEATURES + "shard_frozen/gather_order.py",
+        FEATURES + "shard_parameters/gather_order.py",
         {"        self._owner.begin(unit)\n        unit.finish_gather()\n": "        unit.finish_gather()\n"},
-        ("features/shard_frozen/test_shard_frozen.py",),
+        ("features/shard_parameters/test_shard_frozen.py",),
     ),
     "frozen parameters read before they came": Fault(
         "a backward does not gather the frozen parameters that it reads",
-        FEATURES + "shard_frozen/saved_tensors.py",
+        FEATURES + "shard_parameters/saved_tensors.py",
         {"        self.unit.gather_for_backward(self.schedule)\n": ""},
-        ("features/shard_frozen/test_shard_frozen.py",),
+        ("features/shard_parameters/test_shard_frozen.py",),
     ),
     "change by data": Fault(
         "what a forward changes in frozen parameters by .data is lost",
-        FEATURES + "shard_frozen/sharded_blocks.py",
+        FEATURES + "shard_parameters/sharded_blocks.py",
         {"            unit.is_used = True\n            with": "            with"},
-        ("features/shard_frozen/test_shard_frozen.py",),
+        ("features/shard_parameters/test_shard_frozen.py",),
     ),
     # A checkpoint ---------------------------------------------------------------------------------------------------
     "load keeps gradients": Fault(

@@ -29,7 +29,7 @@ NAMES = (
     "activation_budget",
     "blocks",
     "progress",
-    "shard_frozen",
+    "shard_parameters",
     "overlap_gather",
     "ranges",
     "one_pass_adam",

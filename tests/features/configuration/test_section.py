@@ -19,7 +19,7 @@ from support.training import BOUND, Case, batch, build, make_engine
 # Options of the fork. Beside ``deepcompile: true`` the last ones would be refused.
 OF_THE_FORK = {
     "store_param_remainders": True,
-    "shard_frozen": True,
+    "shard_parameters": "frozen",
     "chunked_loss": True,
     "activation_memory_budget": 0,
     "monitor_memory": True,
@@ -52,14 +52,14 @@ def test_without_deepcompile_it_trains_as_deepspeed(ranks):
 def test_what_is_told_without_deepcompile(tmp_path):
     """An option that is off, or that works without DeepCompile, would be called one without effect."""
     picture = {"folder": str(tmp_path)}
-    off = {"optimizer_states": None, "shard_frozen": False, "chunked_loss": "auto"}
+    off = {"optimizer_states": None, "shard_parameters": None, "chunked_loss": "auto"}
     with logged(logging.WARNING) as texts:
         assert CompileConfig(memory_picture=picture, **off).memory_picture is not None
-        CompileConfig(deepcompile="true", shard_frozen=True)
+        CompileConfig(deepcompile="true", shard_parameters="frozen")
         assert not texts
-        assert CompileConfig(deepcompile="false", shard_frozen=True).set_for_zero_1_and_2() == []
+        assert CompileConfig(deepcompile="false", shard_parameters="frozen").set_for_zero_1_and_2() == []
     (sentence,) = texts
-    assert "compile.shard_frozen has no effect, because compile.deepcompile is not true" in sentence
+    assert "compile.shard_parameters has no effect, because compile.deepcompile is not true" in sentence
 
 
 @pytest.mark.quick
@@ -67,8 +67,8 @@ def test_what_is_told_without_deepcompile(tmp_path):
     "section, says",
     [
         (
-            {"shard_frzen": True},
-            "compile.shard_frzen is no option; the nearest name is shard_frozen, and all names are: ",
+            {"shard_paramters": True},
+            "compile.shard_paramters is no option; the nearest name is shard_parameters, and all names are: ",
         ),
         (
             {"Deepcompile": False},
@@ -125,7 +125,7 @@ def raised_by(sections):
 def test_a_refusal_is_one_error_on_every_rank(ranks):
     """The sentence would stand between tracebacks of the errors that it was made of, or differ between ranks."""
     sections = [
-        {"shard_frzen": True},
+        {"shard_paramters": True},
         {"activation_memory_budget": 50},
         {"regional_compilation": ["Blok"]},
         {"regional_compilation": True},

@@ -275,7 +275,7 @@ def test_a_model_of_transformers(capsys, tmp_path, lora):
     adapters = ("--lora", lora) if lora else ()
     printed = run(capsys, "--model", tmp_path / "config.json", "--gpus", 2, "--sequence", 128, *adapters)
     assert "(Qwen3ForCausalLM)" in printed and "could not be traced" not in printed
-    assert ('"shard_frozen": true' in printed) == bool(lora)
+    assert ('"shard_parameters": "frozen"' in printed) == bool(lora)
     from deepspeed.compile.features.fits import sources
 
     make_model, _ = sources.named(str(tmp_path))

@@ -17,7 +17,8 @@ class Mode:
             docs/what_people_train_with.md have the measurements.
         system: "fork" or "fsdp2".
         checkpoint: whether every block is computed again in the backward.
-        budget, chunked_loss, shard_frozen: the options of these names of the section ``compile``.
+        budget, chunked_loss: the options of these names of the section ``compile``.
+        shard_frozen: whether ``shard_parameters`` is "frozen".
         eight_bit: ``optimizer_states: "8bit"``.
         remainders: ``store_param_remainders``.
         offload: whether masters, moments and gradients are on the host.
@@ -75,10 +76,10 @@ MODES = (
     ),
     Mode("optimizer on the host", _OFFLOAD, 7.0, offload=True),
     Mode("optimizer on the host, checkpointed", f"{_OFFLOAD}, {CHECKPOINTED}", 7.0, offload=True, checkpoint=True),
-    Mode("frozen sharded", '"shard_frozen": true', 1.1, shard_frozen=True),
+    Mode("frozen sharded", '"shard_parameters": "frozen"', 1.1, shard_frozen=True),
     Mode(
         "frozen sharded, checkpointed",
-        f'"shard_frozen": true, {CHECKPOINTED}',
+        f'"shard_parameters": "frozen", {CHECKPOINTED}',
         1.4,
         shard_frozen=True,
         checkpoint=True,
@@ -124,7 +125,7 @@ def configured(config: Dict[str, Any], checkpoint: bool) -> Mode:
         checkpoint=checkpoint,
         budget=section.get("activation_memory_budget"),
         chunked_loss=section.get("chunked_loss"),
-        shard_frozen=bool(section.get("shard_frozen")),
+        shard_frozen=section.get("shard_parameters") == "frozen",
         eight_bit=section.get("optimizer_states") == "8bit",
         remainders=bool(section.get("store_param_remainders")),
         offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",

@@ -2,10 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributes the new values of parameters after a ZeRO-1/2 step, in which each rank stepped its own partition."""
 
+import contextlib
 import weakref
-from typing import TYPE_CHECKING, List, Tuple
+from typing import TYPE_CHECKING, Container, ContextManager, List, Optional, Tuple
 
 from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from ..collectives import collective
 from ..gradient.layout import lies_in_flat_tensor
@@ -55,6 +57,17 @@ class AllGather:
 
     def start_first(self) -> None:
         """Does nothing: ``start()`` sends all parameters."""
+
+    def refuse_to_offload(self, include: Optional[Container[OffloadStateTypeEnum]]) -> None:
+        """Called before states are moved to the host. ``include``: which; None: all.
+
+        Raises:
+            ValueError: if parameters are to be moved that cannot be.
+        """
+
+    def linking(self) -> ContextManager:
+        """Returns a context in which the base links parameters with the partitions, of which it makes views."""
+        return contextlib.nullcontext()
 
     def wait_all(self) -> None:
         """Does nothing: no parameter is on its way after ``start()``."""

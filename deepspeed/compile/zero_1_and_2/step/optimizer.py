@@ -7,7 +7,7 @@
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
+from typing import TYPE_CHECKING, Any, Callable, Container, Dict, Optional
 
 import torch
 
@@ -118,7 +118,10 @@ class StepLocalGradients(_NextClass):
         self._deepcompile.gather.wait_all()
         super().refresh_fp32_params()
 
-    def offload_states(self, *args, **kwargs) -> None:
+    def offload_states(
+        self, include: Optional[Container[OffloadStateTypeEnum]] = None, *args: Any, **kwargs: Any
+    ) -> None:
+        self._deepcompile.gather.refuse_to_offload(include)
         self._deepcompile.gather.wait_all()
         if OffloadStateTypeEnum.optim_states not in self.offloaded_states:
             self._deepcompile.states_on_host = [
@@ -133,7 +136,7 @@ class StepLocalGradients(_NextClass):
             mapping = getattr(parameter, "_hp_mapping", None)
             if mapping is not None and mapping.optim_fragment is not None:
                 mapping.optim_fragment.clear()
-        super().offload_states(*args, **kwargs)
+        super().offload_states(include, *args, **kwargs)
         _link_states(self)
 
     def reload_states(self, *args, **kwargs) -> None:
@@ -146,7 +149,8 @@ class StepLocalGradients(_NextClass):
         _link_states(self)
 
     def _link_all_hp_params(self):
-        super()._link_all_hp_params()
+        with self._deepcompile.gather.linking():
+            super()._link_all_hp_params()
         # The new links lead to no states.
         self._hp_optimizer_states_linked = False
         keep_no_graph(self)

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The order in which the units of blocks are gathered (``compile.shard_frozen``).
+"""The order in which the units of blocks are gathered (``compile.shard_parameters``).
 
 A call of a module that calls blocks is a pass. A pass gathers the units of its blocks in the order of the model, and
 the backward through the pass gathers them in the reverse order, each once, on every rank: a rank that skips a block

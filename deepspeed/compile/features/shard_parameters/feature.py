@@ -1,14 +1,16 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps a part of the blocks' frozen parameters on each rank (``compile.shard_frozen``)."""
+"""Keeps a part of the blocks' parameters on each rank (``compile.shard_parameters``)."""
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, ContextManager, Optional, Sequence
+from typing import TYPE_CHECKING, Container, ContextManager, Iterator, Optional, Sequence
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import deepspeed.comm as dist
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from ...zero_1_and_2.collectives import shorten_timeout
 from ...zero_1_and_2.engine.state import state_of
@@ -37,18 +39,46 @@ class ShardedGather(AllGather):
     def start(self) -> None:
         self._sharded.refresh()
 
+    def refuse_to_offload(self, include: Optional[Container[OffloadStateTypeEnum]]) -> None:
+        if include is None or OffloadStateTypeEnum.lp_params in include:
+            raise ValueError(
+                "compile.shard_parameters='all' keeps a part of the parameters on each rank, and offload_states() "
+                "cannot move it to the host; name other states in include=[...]"
+            )
+
+    def linking(self) -> ContextManager:
+        return self._sharded.linking()
+
     def put_back(self) -> None:
         """Does nothing: units bring parameters back that were given other memory."""
 
 
-class ShardFrozen(WorksOnBlocks):
-    """Shards the frozen parameters of the blocks of one engine."""
+class ShardParameters(WorksOnBlocks):
+    """Shards the frozen parameters, or all parameters, of the blocks of one engine."""
 
-    NEEDS_BLOCKS = "compile.shard_frozen needs blocks whose parameters are gathered"
+    NEEDS_BLOCKS = "compile.shard_parameters needs blocks whose parameters are gathered"
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:
-        return request.options.shard_frozen or request.options.shard_parameters is not None
+        return request.options.shard_parameters is not None
+
+    @classmethod
+    def refusals(cls, request: Request) -> Iterator[str]:
+        yield from super().refusals(request)
+        if request.options.shard_parameters != "all":
+            return
+        if getattr(request.options, "overlap_param_gather", False):
+            yield (
+                "compile.overlap_param_gather keeps all parameters on each rank, and compile.shard_parameters='all' a "
+                "part of them; leave one of them out"
+            )
+        for parameter in registered_parameters(request.engine.optimizer):
+            if is_traceable_wrapper_subclass(parameter):
+                yield (
+                    f"parameter {request.engine.param_names[parameter]} is trained and made of other tensors, which "
+                    "compile.shard_parameters='all' cannot shard; set it to 'frozen', or leave it out"
+                )
+                break
 
     def __init__(self, context: SetUpContext):
         """Nothing is sharded yet."""
@@ -64,13 +94,14 @@ class ShardFrozen(WorksOnBlocks):
             self.gather = ShardedGather(optimizer, self.sharded)
         context.undo.callback(self.sharded.close)
         if not self.sharded.units:
-            warn("compile.shard_frozen=True has no effect, because no block has frozen parameters of its own")
+            warn("compile.shard_parameters has no effect, because no block has such parameters of its own")
         # A graph of the code around a block has no place at which to gather the block. The backward may compute the
         # block again when its parameters have been given back.
         blocks.wrap_calls(self.sharded.around_call, always=True)
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:
+        """Of frozen parameters. Trained ones are the optimizer's partitions."""
         return self.sharded.shares
 
     def commit(self) -> None:
@@ -79,7 +110,7 @@ class ShardFrozen(WorksOnBlocks):
     # Static, because Dynamo's caches must not hold this part, which holds parameters.
     @staticmethod
     def rewrite(inputs: Sequence) -> SaveByHooks:
-        return SaveByHooks.of_frozen(inputs)
+        return SaveByHooks.of_parameters(inputs)
 
     def around_forward(self, training: bool) -> ContextManager:
         if training and torch.is_grad_enabled():
@@ -92,13 +123,13 @@ class ShardFrozen(WorksOnBlocks):
         self.sharded.join_skipped()
 
 
-FEATURE = ShardFrozen
+FEATURE = ShardParameters
 
 
 def sharded_blocks(engine: "DeepSpeedEngine") -> Optional[ShardedBlocks]:
     """Returns what has an engine's sharded parameters, or None if it shards none."""
     deepcompile = state_of(engine)
-    part = None if deepcompile is None else deepcompile.find(ShardFrozen)
+    part = None if deepcompile is None else deepcompile.find(ShardParameters)
     return None if part is None else part.sharded
 
 

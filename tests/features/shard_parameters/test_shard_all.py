@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.shard_frozen import feature, unsharded_parameters
-from deepspeed.compile.features.shard_frozen.at_rest import Resharded
+from deepspeed.compile.features.shard_parameters import feature, unsharded_parameters
+from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 
 from support.frozen import HIDING, MODELS, late
 from support.ids import vary

@@ -1,13 +1,13 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Gathers and reshards the units of blocks around calls and backwards (``compile.shard_frozen``)."""
+"""Gathers and reshards the units of blocks around calls and backwards (``compile.shard_parameters``)."""
 
 import collections
 import contextlib
 import functools
 import itertools
 import weakref
-from typing import TYPE_CHECKING, Callable, Dict, Iterator, List, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 from torch.nn import Module, Parameter
@@ -18,7 +18,7 @@ from deepspeed.utils import logger
 from ...zero_1_and_2.messages import warn
 from ..blocks.parameters import by_block
 from ..subclasses.tensors import is_dtensor, plain_tensors
-from .at_rest import in_backward, refusal
+from .at_rest import in_backward, refusal, stands_for
 from .gather_order import GatherOrder, tensors_in
 from .saved_tensors import saving_handles
 from .partitions import Partitions, TrainedPart
@@ -34,7 +34,7 @@ MOST_GATHERED = 2
 LENT = (
     "the frozen parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
     "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
-    "sharded by compile.shard_frozen"
+    "sharded by compile.shard_parameters"
 )
 
 HIDDEN = (
@@ -365,13 +365,43 @@ class ShardedBlocks:
                     unit.is_used = True
                     self._reshard(unit)
 
-    def refuse_to_save(self) -> None:
-        """Raises RuntimeError unless all parameters are gathered."""
-        if any(not unit.is_gathered for unit in self.units):
-            raise RuntimeError(
-                "compile.shard_frozen keeps a part of the frozen parameters on each rank; call save_checkpoint() with "
-                "exclude_frozen_parameters=True, or within `with unsharded_parameters(engine):`"
-            )
+    @contextlib.contextmanager
+    def linking(self) -> Iterator[None]:
+        """Context in which views of parameters are made that nobody reads: those of ``_hp_mapping``."""
+        at_rest = [unit for unit in self.units if not unit.is_gathered]
+        for unit in at_rest:
+            unit.unmark()
+        try:
+            yield
+        finally:
+            for unit in at_rest:
+                unit.mark()
+            if self.partitions is not None:
+                self.partitions.link()
+
+    def with_values(self, state_dict: Dict[str, Any]) -> Dict[str, Any]:
+        """Gives the entries of a state dict that are at rest their values, in host memory, on the first rank.
+
+        All ranks call this together, with the same names. No more than one unit is gathered for it at a time.
+        """
+        self.end_backward()
+        of_units: Dict[Unit, Dict[str, List[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+        for key, entry in state_dict.items():
+            stands = stands_for(entry) if isinstance(entry, torch.Tensor) else None
+            if stands is not None:
+                unit, name = stands
+                of_units[unit][name].append(key)
+        for unit in self.units:
+            if unit not in of_units:
+                continue
+            unit.start_gather()
+            unit.finish_gather()
+            if torch.distributed.get_rank() == 0:
+                for name, keys in of_units[unit].items():
+                    values = unit.parameter(name).detach()
+                    state_dict.update(dict.fromkeys(keys, values.clone() if values.is_cpu else values.cpu()))
+            self._reshard(unit)
+        return state_dict
 
     def close(self) -> None:
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""

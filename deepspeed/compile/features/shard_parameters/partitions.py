@@ -121,12 +121,17 @@ class Partitions:
         for group, (flat, own) in enumerate(zip(optimizer.bit16_groups_flat, self._own)):
             rank = dist.get_rank(group=optimizer.real_dp_process_group[group])
             optimizer.parallel_partitioned_bit16_groups[group][rank] = own
-            for parameter, _ in flat_layout(optimizer, group):
+            flat.untyped_storage().resize_(0)
+        self.link()
+
+    def link(self) -> None:
+        """Has what the base links with parameters be this rank's part of them."""
+        for group, own in enumerate(self._own):
+            for parameter, _ in flat_layout(self._optimizer(), group):
                 mapping = getattr(parameter, "_hp_mapping", None)
                 if mapping is not None:
                     address = mapping.get_hp_fragment_address()
                     mapping.lp_fragment = own.narrow(0, address.start, address.numel)
-            flat.untyped_storage().resize_(0)
 
 
 class Lying(NamedTuple):

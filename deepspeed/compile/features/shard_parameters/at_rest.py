@@ -9,7 +9,7 @@ has another class, :class:`Resharded` before its own, whose ``__torch_function__
 import copy
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Optional, Protocol, Type
+from typing import TYPE_CHECKING, Any, Optional, Protocol, Tuple, Type
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -112,9 +112,9 @@ class _Share:
     def refusal(self, what: str) -> RuntimeError:
         if self.is_copy:
             return RuntimeError(
-                f"a copy of parameter {self.name} was made while compile.shard_frozen had the parameter sharded over "
+                f"a copy of parameter {self.name} was made while compile.shard_parameters had the parameter sharded over "
                 f"the ranks, so it has no values and cannot be {what}; make it within "
-                "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_frozen"
+                "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters"
             )
         return refusal(self.name, what)
 
@@ -122,9 +122,9 @@ class _Share:
 def refusal(name: str, what: str) -> RuntimeError:
     """Returns the error that a parameter at rest raises. ``what``: what cannot be done with it."""
     return RuntimeError(
-        f"parameter {name} is sharded over the ranks by compile.shard_frozen and cannot be {what} here; do it within "
-        "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_frozen, which all ranks enter "
-        "together, or save without frozen parameters (exclude_frozen_parameters=True)"
+        f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} here; do it within "
+        "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks enter "
+        "together, or save with engine.save_checkpoint() or engine.save_16bit_model()"
     )
 
 
@@ -230,7 +230,7 @@ def _access(function, kind, args):
         if unit is not None and unit.trains(share.name):
             return _plain(function, *args)
         raise RuntimeError(
-            f"parameter {share.name} is sharded over the ranks by compile.shard_frozen and cannot be trained; set "
+            f"parameter {share.name} is sharded over the ranks by compile.shard_parameters and cannot be trained; set "
             "requires_grad before the engine is made"
         )
     return _plain(function, *args)
@@ -279,6 +279,12 @@ def _with_rest(kind):
     if issubclass(kind, Resharded):
         return kind
     return type(kind)(f"{kind.__name__}Resharded", (Resharded, kind), {"gathered_class": kind})
+
+
+def stands_for(tensor: torch.Tensor) -> Optional[Tuple[Any, str]]:
+    """Returns the unit and the name of the parameter for whose values a tensor at rest stands, or None."""
+    share = vars(tensor)[_SHARE] if isinstance(tensor, Resharded) else None
+    return None if share is None or share.is_copy else (share.unit(), share.name)
 
 
 def mark_resharded(parameter: torch.Tensor, name: str, unit: Gatherable) -> None:

@@ -3,7 +3,7 @@
 """What DeepSpeed's engine calls to keep parameters on the host until they are sharded, and to save a checkpoint."""
 
 import itertools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Dict
 
 import torch
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def move_to_device(engine: "DeepSpeedEngine") -> None:
     """Called when an engine begins. Moves the module to the engine's device.
 
-    With ``compile.shard_frozen``, the frozen parameters of blocks that are on the host stay there until they are
+    With ``compile.shard_parameters``, the frozen parameters of blocks that are on the host stay there until they are
     sharded, so the model need not fit on one device.
 
     Raises:
@@ -26,7 +26,7 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
     """
     module, stays = engine.module, []
     trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
-    shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_frozen
+    shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_parameters
     if shards and trains and engine.zero_optimization_stage() in (1, 2):
         _refuse_meta(module)
         stays = _to_be_sharded(engine)
@@ -43,7 +43,7 @@ def _refuse_meta(module):
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             raise ValueError(
-                f"parameter {name} is on the meta device, so compile.shard_frozen has no values to shard; load the "
+                f"parameter {name} is on the meta device, so compile.shard_parameters has no values to shard; load the "
                 "model on the host before deepspeed.initialize(), which leaves the blocks' frozen parameters there "
                 "until each rank takes its part"
             )
@@ -69,20 +69,18 @@ def is_elsewhere(parameter: torch.nn.Parameter, device: torch.device) -> bool:
     return parameter.device.type != device.type
 
 
-def refuse_to_save(engine: "DeepSpeedEngine", exclude_frozen_parameters: bool) -> None:
-    """Called on all ranks before a checkpoint of the module is written.
+def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[str, Any]:
+    """Called on all ranks with a state dict of the module. Gives parameters at rest their values, on the first rank.
 
-    Raises:
-        RuntimeError: if frozen parameters are to be saved of which each rank has only a part.
+    The values are on the host. On other ranks these parameters stay at rest.
     """
     if state_of(engine) is None:
-        return
+        return state_dict
     # Imported here, because the compiler takes a second, for which DeepSpeed need not wait.
     from .feature import sharded_blocks
 
     sharded = sharded_blocks(engine)
-    if sharded is not None and not exclude_frozen_parameters:
-        sharded.refuse_to_save()
+    return state_dict if sharded is None else sharded.with_values(state_dict)
 
 
 def place_of(parameter: torch.Tensor) -> int:

@@ -37,11 +37,11 @@ ALIGN_BYTES = 64
 LONGEST_HELD = 1.0  # seconds
 PURPOSE = "gather frozen parameters"
 ANOTHER_KIND = (
-    "parameter {} was given another dtype or shape, so compile.shard_frozen no longer shards it: it stays whole on "
+    "parameter {} was given another dtype or shape, so compile.shard_parameters no longer shards it: it stays whole on "
     "every rank"
 )
 DIFFERENT = (
-    "ranks gathered the frozen parameters of different blocks: with compile.shard_frozen all ranks run the same "
+    "ranks gathered the frozen parameters of different blocks: with compile.shard_parameters all ranks run the same "
     "forwards and backwards; for one rank alone, all ranks enter unsharded_parameters(engine)"
 )
 
@@ -268,8 +268,7 @@ class Unit:
         stream = get_accelerator().current_stream()
         if not self.is_gathered:
             self._wait()
-            for name in self._places:
-                unmark(self._parameters[name])
+            self.unmark()
             self.is_gathered = True
             self._readers = [stream]
             self._note_versions()
@@ -318,10 +317,19 @@ class Unit:
             are_moved = self._take_back()
             if are_moved or self.is_used or self._are_changed():
                 self._keep_own_part()
-            for name in self._places:
-                mark_resharded(self._parameters[name], name, self)
+            self.mark()
         self.is_gathered = self.is_used = False
         self.free()
+
+    def mark(self) -> None:
+        """Has the parameters raise when they are read."""
+        for name in self._places:
+            mark_resharded(self._parameters[name], name, self)
+
+    def unmark(self) -> None:
+        """Undoes :meth:`mark`."""
+        for name in self._places:
+            unmark(self._parameters[name])
 
     def free(self) -> None:
         """Frees the memory of a unit that is not gathered, unless others have views of it."""
@@ -373,6 +381,10 @@ class Unit:
                 del self._places[name]
         moved = [place for place in self._all_places() if not self._is_in_place(place)]
         for place in moved:
+            memory = self._memory_of(place)
+            if torch.equal(memory, place.tensor.detach()):
+                place.tensor.data = memory
+                continue
             self._take_in(place)
             # A backward that has saved the values before these would read the new ones: it must raise.
             torch.autograd.graph.increment_version(place.tensor)

@@ -15,7 +15,7 @@ NEEDS = ("subclasses", "blocks")
 def unsharded_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:
     """Returns a context in which each rank has all of an engine's frozen parameters. All ranks enter it together.
 
-    With ``compile.shard_frozen``, the caller must read, save or change frozen parameters of blocks within this
+    With ``compile.shard_parameters``, the caller must read, save or change frozen parameters of blocks within this
     context. Changes must be the same on all ranks, and stay. Within the context, a rank may evaluate or generate
     alone. Without that option the context does nothing.
     """

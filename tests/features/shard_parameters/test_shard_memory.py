@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.compile.features.shard_frozen import feature
+from deepspeed.compile.features.shard_parameters import feature
 
 from support.training import Case, device, make_engine
 

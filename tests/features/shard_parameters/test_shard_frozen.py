@@ -18,9 +18,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
-from deepspeed.compile.features.shard_frozen import calls, feature, sharded_blocks, unit, unsharded_parameters
-from deepspeed.compile.features.shard_frozen.at_rest import Resharded
-from deepspeed.compile.features.shard_frozen.saved_tensors import saving_handles
+from deepspeed.compile.features.shard_parameters import calls, feature, sharded_blocks, unit, unsharded_parameters
+from deepspeed.compile.features.shard_parameters.at_rest import Resharded
+from deepspeed.compile.features.shard_parameters.saved_tensors import saving_handles
 from deepspeed.compile.features.subclasses.calls import BROADCAST_LATER
 from deepspeed.compile.features.subclasses.tensors import plain_tensors
 from deepspeed.compile.zero_1_and_2.collectives import collective
@@ -42,7 +42,7 @@ from support.training import (
     relative_error,
 )
 
-SHARDED = {"compile": {"regional_compilation": True, "shard_frozen": True}}
+SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "frozen"}}
 WHOLE = {"compile": {"regional_compilation": True}}
 
 
@@ -367,7 +367,7 @@ def another_engine():
 def test_another_engine_of_parameters_at_rest(ranks):
     """A second engine would take the empty parameters of the first for its own."""
     for said in ranks(2).run(another_engine):
-        assert said is not None and "compile.shard_frozen" in said
+        assert said is not None and "compile.shard_parameters" in said
 
 
 def refusals(folder):
@@ -387,7 +387,7 @@ def test_what_is_refused_at_rest(ranks, tmp_path):
     """Each of these would compute with, or save, memory that holds nothing."""
     for messages in ranks(2).run(refusals, str(tmp_path)):
         for name in REFUSED:
-            assert "compile.shard_frozen" in messages[name], name
+            assert "compile.shard_parameters" in messages[name], name
             assert name == "saved_checkpoint" or "body.blocks.0." in messages[name], name
 
 
@@ -709,7 +709,7 @@ def test_copies_made_at_rest(ranks):
     for half, shape, whole, said, unchanged in ranks(2).run(copies_made_at_rest):
         assert (half, shape, whole, unchanged) == (torch.float16, (24, 12), torch.float32, True)
         for each in said:
-            assert "a copy of parameter body.blocks.1.up.weight was made while compile.shard_frozen" in each
+            assert "a copy of parameter body.blocks.1.up.weight was made while compile.shard_parameters" in each
 
 
 def views_that_are_kept(more):
@@ -843,7 +843,7 @@ def initialized_on_meta():
 def test_parameters_on_meta_are_refused(ranks):
     """Parameters without values would be sharded, and trained with whatever memory holds."""
     for said in ranks(2).run(initialized_on_meta):
-        assert "is on the meta device, so compile.shard_frozen has no values to shard; load the model on the" in said
+        assert "is on the meta device, so compile.shard_parameters has no values to shard; load the model on the" in said
 
 
 def with_peft(folder, config):
@@ -878,7 +878,7 @@ def with_peft(folder, config):
     whole = model.base_model.model
     if config is not WHOLE:
         said = outcome(whole.save_pretrained, f"{folder}/at_rest")
-        assert said is not None and "compile.shard_frozen" in said, said
+        assert said is not None and "compile.shard_parameters" in said, said
     with unsharded_parameters(engine):
         model.merge_adapter(safe_merge=True)
     merged = model.generate(**prompt)
@@ -961,7 +961,7 @@ def without_frozen_parameters():
 def test_without_frozen_parameters(ranks):
     """Who has nothing frozen would believe that the option saves memory."""
     for lines in ranks(2).run(without_frozen_parameters):
-        assert any("compile.shard_frozen=True has no effect" in line for line in lines)
+        assert any("compile.shard_parameters=True has no effect" in line for line in lines)
 
 
 def refused_states():

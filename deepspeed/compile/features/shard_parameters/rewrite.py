@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Has graphs save frozen parameters as autograd saves tensors, with hooks."""
+"""Has graphs save parameters as autograd saves tensors, with hooks."""
 
 import dataclasses
 from pathlib import Path
@@ -26,10 +26,9 @@ class SaveByHooks:
     inputs: Tuple[int, ...]
 
     @classmethod
-    def of_frozen(cls, inputs: Sequence) -> "SaveByHooks":
-        """Returns this change for the frozen parameters among examples of a frame's inputs."""
-        frozen = (isinstance(value, Parameter) for value in inputs)
-        return cls(tuple(index for index, is_frozen in enumerate(frozen) if is_frozen))
+    def of_parameters(cls, inputs: Sequence) -> "SaveByHooks":
+        """Returns this change for the parameters among examples of a frame's inputs."""
+        return cls(tuple(index for index, value in enumerate(inputs) if isinstance(value, Parameter)))
 
     @property
     def key(self) -> object:

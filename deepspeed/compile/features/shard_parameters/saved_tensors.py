@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What autograd saves of parameters that are sharded (``compile.shard_frozen``).
+"""What autograd saves of parameters that are sharded (``compile.shard_parameters``).
 
 Autograd saves a handle in place of a tensor in a unit's memory. A backward that reads the tensor turns the handle into
 a tensor again, and the unit is gathered then. So a backward finds the parameters whole whatever way the backward came,

@@ -1,0 +1,39 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What ``setup.py`` changes in DeepSpeed: (file, name of the edit, anchor, replacement)."""
+
+ENGINE = "deepspeed/runtime/engine.py"
+IMPORT = "from deepspeed.compile.z3_eager_fallback import"
+EDITS = (
+    (
+        ENGINE,
+        "import of shard_parameters",
+        IMPORT,
+        f"from deepspeed.compile.features.shard_parameters import calls as shard_parameters\n{IMPORT}",
+    ),
+    (
+        ENGINE,
+        "move of the module to the device",
+        "            self.module.to(self.device)\n\n        # MoE related initialization\n",
+        "            shard_parameters.move_to_device(self)\n\n        # MoE related initialization\n",
+    ),
+    (
+        ENGINE,
+        "values of a module's state dict",
+        "            sd = remove_random_ltd_state_dict(sd)\n        return sd\n",
+        "            sd = remove_random_ltd_state_dict(sd)\n        return shard_parameters.with_values(self, sd)\n",
+    ),
+    # A parameter at rest has no view.
+    (
+        "deepspeed/utils/tensor_fragment.py",
+        "shape of a parameter",
+        "if self.view(-1).shape == hp_grad_fragment.shape:",
+        "if hp_grad_fragment.shape == (self.numel(),):",
+    ),
+    (
+        ENGINE,
+        "shared parameters of a checkpoint",
+        "param.ds_id if is_zero3_model else param.data_ptr()",
+        "param.ds_id if is_zero3_model else shard_parameters.place_of(param)",
+    ),
+)
