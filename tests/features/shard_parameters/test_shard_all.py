@@ -11,9 +11,17 @@ import torch.distributed as dist
 
 from deepspeed.compile.features.shard_parameters import feature, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
 
-from support.frozen import HIDING, MODELS, late
+from support.frozen import HIDING, MODELS, Adapted, late
 from support.ids import vary
+from support.options import outcome
 from support.training import Case, batch, device, make_engine
 
 SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "all"}}
@@ -21,15 +29,12 @@ WHOLE = {"compile": {"regional_compilation": True}}
 SLOW = pytest.mark.slow
 
 
-def make(model, config, trained, **case):
+def make(model, config, trained="all", **case):
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = {**MODELS, **HIDING}[model]().to(device())
-    if trained == "all":
-        module.requires_grad_(True)
-    elif trained == "some":
-        for index, parameter in enumerate(module.parameters()):
-            parameter.requires_grad_(index % 3 > 0)
+    for index, parameter in enumerate(module.parameters()):
+        parameter.requires_grad_(trained == "all" or index % 3 > 0)
     return module, make_engine(module, Case(config=config, **{"adam": True, **case}))
 
 
@@ -40,20 +45,19 @@ class Trained(NamedTuple):
     at_rest: int
 
 
-def train(model, config, trained="all", steps=3, skips=False, evaluates=False, direct=False, **case):
-    module, engine = make(model, config, trained, **case)
+def train(model, config, steps=3, skips=False, **case):
+    module, engine = make(model, config, **case)
     rank, losses = dist.get_rank(), []
     for step in range(steps):
         for micro_step in range(engine.gradient_accumulation_steps()):
             loss = engine(batch(step, micro_step, rank, 4), skips and (rank + step) % 2 == 0)
-            loss.backward() if direct else engine.backward(loss)
+            engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
-        if evaluates:
-            engine.eval()
-            with torch.no_grad():
-                losses.append(engine(batch(step, 0, rank, 4)))
-            engine.train()
+        engine.eval()
+        with torch.no_grad():
+            losses.append(engine(batch(step, 0, rank, 4)))
+        engine.train()
     at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
     masters = [each.detach().clone() for each in engine.optimizer.single_partition_of_fp32_groups]
     with unsharded_parameters(engine):
@@ -70,19 +74,272 @@ def compare(model, delay=None, **more):
     with late(delay) if delay is not None else contextlib.nullcontext():
         sharded = train(model, SHARDED, **more)
     whole = train(model, WHOLE, **more)
-    equal = [same(getattr(sharded, name), getattr(whole, name)) for name in ("losses", "parameters", "masters")]
-    return equal, sharded.at_rest
+    names = ("losses", "parameters", "masters")
+    return [same(getattr(sharded, name), getattr(whole, name)) for name in names], sharded.at_rest
 
 
-@vary("model", [name for name in MODELS if name not in ("quantized", "casting")])
-@vary("stage, accumulation, groups, dtype, trained", [
-    (1, 2, 1, "fp32", "all"),
-    (2, 1, 2, "bf16", "all"),
-    (2, 2, 2, "fp32", "some"),
-    (1, 1, 1, "bf16", "some"),
-])
-def test_it_trains_to_the_same_bits(ranks, model, stage, accumulation, groups, dtype, trained):
-    case = {"stage": stage, "accumulation": accumulation, "groups": groups, "dtype": dtype, "trained": trained}
-    for equal, at_rest in ranks(2).run(compare, model, evaluates=True, **case):
+TRAINABLE = [model for model in MODELS if model not in ("quantized", "casting")]
+
+
+@vary("model", TRAINABLE)
+@vary(
+    "case",
+    [
+        {"stage": 1, "accumulation": 2},
+        {"stage": 2, "groups": 2, "dtype": "bf16"},
+        pytest.param({"stage": 2, "accumulation": 2, "groups": 2, "trained": "some"}, marks=SLOW),
+        pytest.param({"stage": 1, "dtype": "bf16", "trained": "some"}, marks=SLOW),
+        pytest.param({"stage": 1, "dtype": "fp16", "adam": False, "clipping": 0.05}, marks=SLOW),
+    ],
+)
+def test_it_trains_to_the_same_bits(ranks, model, case):
+    """A backward that read a block's memory before its owners had sent, or after a step, would differ in some bits."""
+    for equal, at_rest in ranks(2).run(compare, model, **case):
         assert equal == [True, True, True]
         assert at_rest >= 15
+
+
+@SLOW
+@vary("model", TRAINABLE)
+@vary("world", [3, 4])
+def test_several_owners(ranks, model, world):
+    """Small partitions cut most parameters, some of them twice."""
+    for equal, _ in ranks(world).run(compare, model, stage=2):
+        assert equal == [True, True, True]
+
+
+@vary("model", ["plain", "non-reentrant", *(pytest.param(model, marks=SLOW) for model in HIDING)])
+def test_gathers_that_come_late(ranks, model):
+    """A block that does not wait for its owners would compute with what its memory holds by then."""
+    for equal, _ in ranks(2).run(compare, model, delay=0.01):
+        assert equal == [True, True, True]
+
+
+# What works at rest ------------------------------------------------------------------------------------------------
+
+
+def trained_on(engine, module):
+    loss = engine(batch(9, 0, dist.get_rank(), 4))
+    engine.backward(loss)
+    engine.step()
+    with unsharded_parameters(engine):
+        return [loss.detach(), *(each.detach().clone() for each in module.parameters())]
+
+
+def checkpointed(engine, module, folder):
+    """A checkpoint brings back what was there, masters and states too."""
+    engine.save_checkpoint(folder, tag="one")
+    trained_on(engine, module)
+    engine.load_checkpoint(folder, tag="one")
+
+
+def weights_alone(engine, module, folder):
+    """A checkpoint's module without the optimizer's states: masters are the parameters."""
+    engine.save_checkpoint(folder, tag="one")
+    trained_on(engine, module)
+    engine.load_checkpoint(folder, tag="one", load_module_only=True)
+
+
+def exported(engine, module, folder):
+    engine.save_16bit_model(folder, "weights.bin")
+    dist.barrier()
+    return [*torch.load(f"{folder}/weights.bin").values()]
+
+
+def loaded(engine, module, folder):
+    generator = torch.Generator().manual_seed(5)
+    module.load_state_dict(
+        {name: torch.rand(each.shape, generator=generator) - 0.5 for name, each in module.named_parameters()}
+    )
+    engine.optimizer.refresh_fp32_params()
+
+
+def evaluated_by_one(engine, module, folder):
+    with unsharded_parameters(engine), torch.no_grad():
+        return [engine(batch(3, 3, 3, 5))] if dist.get_rank() == 0 else []
+
+
+def full_values(engine, module, folder):
+    """DeepSpeed's functions for parameters, gradients and states."""
+    found = []
+    loss = engine(batch(9, 0, dist.get_rank(), 4))
+    engine.backward(loss)
+    for parameter in module.parameters():
+        found += [safe_get_full_fp32_param(parameter), safe_get_full_grad(parameter)]
+        found.append(safe_get_full_optimizer_state(parameter, "exp_avg"))
+    engine.step()
+    for parameter in module.parameters():
+        safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter) * 0.5)
+    engine.optimizer.update_lp_params()
+    return found
+
+
+def changed_within(engine, module, folder):
+    """As where adapters are merged into weights."""
+    with unsharded_parameters(engine), torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.5)
+    module.body.blocks[0].up.weight.requires_grad_(False).requires_grad_(True)
+    engine.optimizer.refresh_fp32_params()
+
+
+def stepped_within(engine, module, folder):
+    with unsharded_parameters(engine):
+        loss = engine(batch(4, 0, dist.get_rank(), 4))
+        engine.backward(loss)
+        engine.step()
+        return [each.detach().clone() for each in module.parameters()]
+
+
+def states_moved(engine, module, folder):
+    engine.offload_states(
+        include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params], pin_memory=False
+    )
+    engine.reload_states()
+
+
+def held_by_others(engine, module, folder):
+    """Views that are kept have the new values when the block has been gathered again."""
+    with unsharded_parameters(engine):
+        views = [block.up.weight.detach() for block in module.body.blocks]
+    trained_on(engine, module)
+    with unsharded_parameters(engine):
+        return [view.clone() for view in views]
+
+
+def hooked(engine, module, folder):
+    """A hook that is registered at rest sees the gradient."""
+    seen = []
+    parameter = module.body.blocks[1].up.weight
+    handle = parameter.register_hook(lambda gradient: seen.append(gradient.clone()))
+    trained_on(engine, module)
+    handle.remove()
+    return seen
+
+
+WORKS = {
+    function.__name__: function
+    for function in (
+        *(checkpointed, weights_alone, exported, loaded, evaluated_by_one, full_values, changed_within),
+        *(stepped_within, states_moved, held_by_others, hooked),
+    )
+}
+
+
+def beside_whole(name, folder, **case):
+    results = []
+    for kind, config in (("sharded", SHARDED), ("whole", WHOLE)):
+        module, engine = make("plain", config, **case)
+        trained_on(engine, module)
+        returned = WORKS[name](engine, module, f"{folder}/{kind}") or []
+        results.append([*returned, *trained_on(engine, module)])
+        with unsharded_parameters(engine):
+            engine.destroy()
+        results[-1].append(module(batch(2, 2, 2, 4)).detach())
+    return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
+
+
+@vary("work", WORKS)
+@vary("case", [{"stage": 2}, pytest.param({"stage": 1, "dtype": "bf16", "groups": 2}, marks=SLOW)])
+def test_what_works_at_rest(ranks, tmp_path, work, case):
+    """What users do beside training would read, or change, memory that no longer has the parameters."""
+    for equal in ranks(2).run(beside_whole, work, str(tmp_path), **case):
+        assert all(equal)
+
+
+def crossed(folder):
+    """Trains on from a checkpoint of the other kind."""
+    results = []
+    for kind, config, other in (("sharded", SHARDED, WHOLE), ("whole", WHOLE, SHARDED)):
+        module, engine = make("plain", config, dtype="bf16")
+        trained_on(engine, module)
+        engine.save_checkpoint(f"{folder}/{kind}", tag="one")
+        with unsharded_parameters(engine):
+            engine.destroy()
+        module, engine = make("plain", other, dtype="bf16")
+        engine.load_checkpoint(f"{folder}/{kind}", tag="one")
+        results.append(trained_on(engine, module))
+        with unsharded_parameters(engine):
+            engine.destroy()
+    return same(*results)
+
+
+def test_checkpoints_of_either_kind(ranks, tmp_path):
+    """A checkpoint that has only this rank's parameters, or none, would load elsewhere as something else."""
+    assert ranks(2).run(crossed, str(tmp_path)) == [True, True]
+
+
+# What is refused ---------------------------------------------------------------------------------------------------
+
+
+def refusals(folder):
+    overlapped = {"compile": {**SHARDED["compile"], "overlap_param_gather": True}}
+    said = {"overlap": outcome(make, "plain", overlapped)}
+    module, engine = make("plain", SHARDED)
+    weight = module.body.blocks[0].up.weight
+    said["read"] = outcome(weight.sum)
+    said["offload"] = outcome(engine.offload_states)
+    said["saved"] = outcome(lambda: torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt"))
+    said["again"] = outcome(make_engine, module, Case(config=SHARDED))
+    engine.destroy()
+    return said
+
+
+def test_what_is_refused(ranks, tmp_path):
+    """Each of these would compute with, move or save memory that holds nothing."""
+    for said in ranks(2).run(refusals, str(tmp_path)):
+        for name, sentence in said.items():
+            assert sentence is not None and "compile.shard_parameters" in sentence, name
+
+
+# Memory ------------------------------------------------------------------------------------------------------------
+
+
+class Plain(Adapted):
+    """Its blocks are large beside what is around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.requires_grad_(True)
+
+
+def memory():
+    torch._dynamo.reset()
+    module = Plain().to(device())
+    whole = sum(each.nbytes for each in module.parameters())
+    engine = make_engine(module, Case(config=SHARDED, adam=True))
+    sharded, counts = feature.sharded_blocks(engine), []
+    optimizer = engine.optimizer
+
+    def held(*_):
+        storages = {
+            each.untyped_storage()._cdata: each.untyped_storage().nbytes()
+            for each in (
+                *(parameter for parameter in module.parameters()),
+                *optimizer.bit16_groups_flat,
+                *(each for group in optimizer.parallel_partitioned_bit16_groups for each in group),
+                *(unit._buffer for unit in sharded.units),
+            )
+        }
+        counts.append(sum(storages.values()))
+
+    held()
+    for block in module.body.blocks:
+        block.register_forward_hook(lambda block, inputs, output: (held(), output.register_hook(held))[:0] or None)
+    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    engine.step()
+    held()
+    homes = sum(home.memory.untyped_storage().nbytes() for home in sharded.partitions.homes)
+    outside = sharded.outside.nbytes
+    most = max(sum(each.nbytes for each in block.parameters()) for block in module.body.blocks) + 1024
+    engine.destroy()
+    return whole, homes, outside, most, counts
+
+
+def test_a_rank_holds_its_part_and_two_blocks(ranks):
+    """A flat tensor, or a block that is not given back, would keep a whole copy on every rank."""
+    for whole, homes, outside, block, counts in ranks(2).run(memory):
+        assert homes < 0.65 * whole
+        assert counts[0] == counts[-1] == homes + outside
+        assert max(counts) <= homes + outside + 2 * block
+        assert len(counts) > 8

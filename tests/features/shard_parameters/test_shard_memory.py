@@ -6,7 +6,6 @@ import ctypes
 import gc
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -48,8 +47,21 @@ class Model(nn.Module):
 
 
 class _Mallinfo(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_size_t) for name in (
-        "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )
+    ]
 
 
 def in_use():
@@ -85,8 +97,6 @@ def measure(checkpointed, stage, sharded, dtype="fp32"):
     def watch():
         for block in module.body.blocks:
             block.register_forward_hook(hook)
-            for parameter in block.parameters():
-                pass
 
     step_of_groups = optimizer._optimizer_step
     optimizer._optimizer_step = lambda group: (sample(), step_of_groups(group), sample())
@@ -109,8 +119,11 @@ def measure(checkpointed, stage, sharded, dtype="fp32"):
     states = sum(value.nbytes for state in optimizer.optimizer.state.values() for value in state.values())
     states += sum(master.nbytes for master in optimizer.single_partition_of_fp32_groups)
     size = sum(parameter.numel() for parameter in module.parameters()) * optimizer.bit16_groups_flat[0].element_size()
-    block = sum(each.numel() for each in module.body.blocks[0].parameters()) * size // sum(
-        parameter.numel() for parameter in module.parameters())
+    block = (
+        sum(each.numel() for each in module.body.blocks[0].parameters())
+        * size
+        // sum(parameter.numel() for parameter in module.parameters())
+    )
     found = {name: value - states for name, value in most.items()}
     home = sum(each.memory.nbytes for each in units.partitions.homes) if units else size
     buffers = units.outside.nbytes if units else 0

@@ -112,8 +112,8 @@ class _Share:
     def refusal(self, what: str) -> RuntimeError:
         if self.is_copy:
             return RuntimeError(
-                f"a copy of parameter {self.name} was made while compile.shard_parameters had the parameter sharded over "
-                f"the ranks, so it has no values and cannot be {what}; make it within "
+                f"a copy of parameter {self.name} was made while compile.shard_parameters had the parameter sharded "
+                f"over the ranks, so it has no values and cannot be {what}; make it within "
                 "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters"
             )
         return refusal(self.name, what)
@@ -122,9 +122,9 @@ class _Share:
 def refusal(name: str, what: str) -> RuntimeError:
     """Returns the error that a parameter at rest raises. ``what``: what cannot be done with it."""
     return RuntimeError(
-        f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} here; do it within "
-        "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks enter "
-        "together, or save with engine.save_checkpoint() or engine.save_16bit_model()"
+        f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} here; do it "
+        "within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks "
+        "enter together, or save with engine.save_checkpoint() or engine.save_16bit_model()"
     )
 
 

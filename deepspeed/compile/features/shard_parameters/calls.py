@@ -43,9 +43,9 @@ def _refuse_meta(module):
     for name, parameter in module.named_parameters():
         if parameter.is_meta:
             raise ValueError(
-                f"parameter {name} is on the meta device, so compile.shard_parameters has no values to shard; load the "
-                "model on the host before deepspeed.initialize(), which leaves the blocks' frozen parameters there "
-                "until each rank takes its part"
+                f"parameter {name} is on the meta device, so compile.shard_parameters has no values to shard; load "
+                "the model on the host before deepspeed.initialize(), which leaves the blocks' frozen parameters "
+                "there until each rank takes its part"
             )
 
 

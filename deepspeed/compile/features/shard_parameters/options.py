@@ -13,23 +13,23 @@ class Options(BaseModel):
 
     shard_parameters: Optional[Literal["frozen", "all"]] = None
     """Which parameters of the blocks each rank keeps only a part of, and gets the rest just before a block uses them:
-    the frozen ones, as for LoRA of a model that does not fit, or all. Trained ones then lie with their owners alone, as
-    in ZeRO-3, and steps are those of ZeRO-1/2. This needs regional compilation. Off by default, because all ranks must
-    then evaluate together, and read such parameters only in
+    the frozen ones, as for LoRA of a model that does not fit, or all. Trained ones then lie with their owners alone,
+    as in ZeRO-3, and steps are those of ZeRO-1/2. This needs regional compilation. Off by default, because all ranks
+    must then evaluate together, and read such parameters only in
     ``deepspeed.compile.features.shard_parameters.unsharded_parameters(engine)``."""
 
     @model_validator(mode="before")
     @classmethod
     def _has_a_new_name(cls, section: Any) -> Any:
         if isinstance(section, dict) and "shard_frozen" in section:
-            raise ValueError('compile.shard_frozen is compile.shard_parameters now; set it to "frozen", or leave it out')
+            raise ValueError('compile.shard_frozen is shard_parameters now; set it to "frozen", or leave it out')
         return section
 
     @model_validator(mode="after")
     def _shards_blocks(self):
         if self.shard_parameters and getattr(self, "regional_compilation", None) is False:
             raise ValueError(
-                "compile.shard_parameters needs blocks whose parameters are gathered; set compile.regional_compilation to "
-                "true, or leave one of them out"
+                "compile.shard_parameters needs blocks whose parameters are gathered; set "
+                "compile.regional_compilation to true, or leave one of them out"
             )
         return self

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trained parameters that lie in their owners' partitions alone.
 
-ZeRO-1/2 has a flat tensor of each parameter group on every rank. Here this rank's partition becomes a tensor of its own,
-and the flat tensor keeps its shape and loses its memory. A parameter of which this rank owns anything lies in that
-tensor always. If a parameter has several owners, each of them has memory for all of it.
+ZeRO-1/2 has a flat tensor of each parameter group on every rank. Here this rank's partition becomes a tensor of its
+own, and the flat tensor keeps its shape and loses its memory. A parameter of which this rank owns anything lies in
+that tensor always. If a parameter has several owners, each of them has memory for all of it.
 """
 
 import bisect
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 import deepspeed.comm as dist
 
-from ...zero_1_and_2.gradient.layout import flat_layout, partition, partition_offset
+from ...zero_1_and_2.gradient.layout import flat_layout, partition_offset
 from ...zero_1_and_2.parameter.runs import runs
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ class Home:
 
     def bytes_of(self, first: int, last: int) -> torch.Tensor:
         """Returns elements [first, last) of the flat tensor, as bytes."""
+        assert self.memory is not None
         begin, end = self.span(first, last)
         return self.memory[begin:end]
 

@@ -20,8 +20,8 @@ from ..blocks.parameters import by_block
 from ..subclasses.tensors import is_dtensor, plain_tensors
 from .at_rest import in_backward, refusal, stands_for
 from .gather_order import GatherOrder, tensors_in
-from .saved_tensors import saving_handles
 from .partitions import Partitions, TrainedPart
+from .saved_tensors import saving_handles
 from .unit import UNITS, Unit, forget
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # How many units are gathered at a time: the one that a block computes with, and the next one, which is being gathered.
 MOST_GATHERED = 2
 LENT = (
-    "the frozen parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
+    "the parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
     "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
     "sharded by compile.shard_parameters"
 )
@@ -408,7 +408,7 @@ class ShardedBlocks:
         self._is_closed = True
         if any(not unit.is_gathered for unit in self.units):
             logger.warning(
-                "The engine is destroyed, and frozen parameters stay sharded, so the model cannot be used; destroy "
+                "The engine is destroyed, and parameters stay sharded, so the model cannot be used; destroy "
                 "the engine within `with unsharded_parameters(engine):` to use it"
             )
 

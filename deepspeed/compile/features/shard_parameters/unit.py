@@ -21,7 +21,7 @@ from torch.nn import Parameter
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.collectives import collective, grouped
 from ...zero_1_and_2.messages import warn
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 ALIGN_BYTES = 64
 # For which a thread of gloo's may keep the memory of a gather that is done. It takes longer only on a busy machine.
 LONGEST_HELD = 1.0  # seconds
-PURPOSE = "gather frozen parameters"
+PURPOSE = "gather parameters of a block"
 ANOTHER_KIND = (
-    "parameter {} was given another dtype or shape, so compile.shard_parameters no longer shards it: it stays whole on "
-    "every rank"
+    "parameter {} was given another dtype or shape, so compile.shard_parameters no longer shards it: it stays whole "
+    "on every rank"
 )
 DIFFERENT = (
-    "ranks gathered the frozen parameters of different blocks: with compile.shard_parameters all ranks run the same "
+    "ranks gathered the parameters of different blocks: with compile.shard_parameters all ranks run the same "
     "forwards and backwards; for one rank alone, all ranks enter unsharded_parameters(engine)"
 )
 
@@ -230,17 +230,20 @@ class Unit:
         self._send()
 
     def _send(self):
-        works = []
+        works: List[Any] = []
         with collective(PURPOSE):
             # First, because parts of different units may differ in size.
             self._compared = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
             if self._frozen_bytes:
                 frozen = self._target[: self._frozen_bytes]
                 works.append(dist.all_gather_into_tensor(frozen, self.share, group=self._group, async_op=True))
-            # Memory that others have may hold values from before a step.
-            for owner, message in self._trained.messages(self._buffer) if self._trained else ():
-                source = dist.get_global_rank(self._group, owner)
-                works.append(dist.broadcast(message, src=source, group=self._group, async_op=True))
+            if self._trained:
+                with grouped(self._group, self._device) as messages:
+                    # Memory that others have may hold values from before a step.
+                    for owner, message in self._trained.messages(self._buffer):
+                        source = dist.get_global_rank(self._group, owner)
+                        messages.append(dist.broadcast(message, src=source, group=self._group, async_op=True))
+                works += messages
         self._work = Works(works)
 
     def refresh(self) -> None:
@@ -486,7 +489,7 @@ class Unit:
         if owner:
             owner.gather_for_backward(self, schedule)
         if not self.is_gathered:
-            raise RuntimeError("the engine was destroyed before this backward, which needs its frozen parameters")
+            raise RuntimeError("the engine was destroyed before this backward, which needs its parameters")
         self.finish_gather()
 
 

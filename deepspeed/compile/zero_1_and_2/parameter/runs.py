@@ -21,9 +21,7 @@ class Run(NamedTuple):
     owner: int
 
 
-def runs(
-    optimizer: "DeepSpeedZeroOptimizer", parameters: Iterable[Parameter], parts_alone: bool = False
-) -> List[Run]:
+def runs(optimizer: "DeepSpeedZeroOptimizer", parameters: Iterable[Parameter], parts_alone: bool = False) -> List[Run]:
     """Lists the runs that cover ``parameters``, in the order of the flat tensors.
 
     Adjacent pieces of one owner form one run, which includes the padding between the pieces.
