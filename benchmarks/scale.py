@@ -235,7 +235,7 @@ SYSTEMS: dict[str, Callable[[Case, Cluster, int], Cost]] = {
 
 
 def gather_frozen(case: Case, cluster: Cluster, ranks: int) -> Cost:
-    """What ``shard_frozen`` costs a step of LoRA of one micro-batch.
+    """What ``shard_parameters: "frozen"`` costs a step of LoRA of one micro-batch.
 
     Each block is gathered for the forward and for the backward, while the previous one computes. The backward through
     frozen parameters takes as long as the forward. Adapters are left out.
@@ -344,7 +344,7 @@ def fit(file: Path, cluster: Cluster) -> str:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
     parser.add_argument("--latency", type=float, default=1.0, help="how many times NCCL's own constants a hop takes")
-    parser.add_argument("--frozen", action="store_true", help="print what shard_frozen costs instead")
+    parser.add_argument("--frozen", action="store_true", help="print what shard_parameters costs instead")
     parser.add_argument("--fit", type=Path, help="print what benchmarks.collectives wrote into this file instead")
     return parser
 

@@ -34,7 +34,7 @@ class Settings:
             after each step. Only for the recipe "tensorwise".
         lora: the rank of adapters at every linear layer of the blocks; all else is frozen. None: all is trained. FSDP2
             then gathers parameters again for the backward.
-        shard_frozen: whether DeepCompile shards the blocks' frozen parameters (``shard_frozen``).
+        shard_frozen: whether DeepCompile shards the blocks' frozen parameters (``shard_parameters``).
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
         overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
         chunked_loss: whether DeepCompile computes the loss in chunks of logits, "on", "off" or by "size"; None: as by
@@ -118,7 +118,7 @@ def parse_command_line(description: str) -> CommandLine:
         "--float8-gather", action="store_true", default=None, help="FSDP2 gathers weights in float8, tensorwise only"
     )
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank and freeze all else")
-    parser.add_argument("--shard-frozen", action="store_true", default=None, help="DeepCompile's shard_frozen")
+    parser.add_argument("--shard-frozen", action="store_true", default=None, help="DeepCompile's shard_parameters")
     parser.add_argument(
         "--one-graph", action="store_true", default=None, help="DeepCompile with one graph for the whole model"
     )

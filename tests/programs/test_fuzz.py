@@ -601,8 +601,8 @@ def test_random_models(ranks, request, capsys):
 
 @pytest.mark.slow
 def test_random_models_sharded(ranks, request, capsys):
-    """Bits."""
-    number, first_seed = request.config.getoption("--models") or 5, request.config.getoption("--seed")
+    """A model whose trained parameters are sharded would come to other bits."""
+    number, first_seed = request.config.getoption("--models") or 3, request.config.getoption("--seed")
     count = collections.Counter()
 
     @seed(first_seed)
@@ -615,26 +615,14 @@ def test_random_models_sharded(ranks, request, capsys):
         print_blob=False,
     )
     @given(recipe=recipes(["eager"]).filter(lambda recipe: recipe.shards_trained))
-    def as_whole(recipe):
-        if recipe.each_rank_skips:
-            count["ranks skip"] += 1
-        try:
-            sharded = ranks(2).run(train, recipe, timeout=100)
-        except BaseException as error:
-            count["raised"] += 1
-            print("RAISED", recipe, str(error)[-1500:])
-            try:
-                ranks(2).run(train, dataclasses.replace(recipe, shards_trained=False), timeout=100)
-            except BaseException as error:
-                count["raised whole"] += 1
-                print("WHOLE TOO", str(error)[-600:])
-            return
-        whole = ranks(2).run(train, dataclasses.replace(recipe, shards_trained=False), timeout=100)
-        equal = all(str(one.sums) == str(other.sums) for one, other in zip(sharded, whole))
-        count["equal" if equal else "other"] += 1
-        if not equal:
-            print("OTHER", recipe, [one.error for one in sharded], [one.error for one in whole])
+    def come_to_the_same_bits(recipe):
+        # Frozen ones are sharded in both, because kernels of a CPU add otherwise where a tensor begins elsewhere.
+        sharded, whole = (
+            ranks(2).run(train, dataclasses.replace(recipe, shards_trained=shards)) for shards in (True, False)
+        )
+        assert [str(one.sums) for one in sharded] == [str(other.sums) for other in whole]
+        count["agreed"] += 1
 
-    as_whole()
+    come_to_the_same_bits()
     with capsys.disabled():
-        print(dict(count))
+        print(f"\nseed {first_seed}: {count['agreed']} models came to the same bits")

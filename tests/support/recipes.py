@@ -89,6 +89,7 @@ class Recipe:
         moves: whether trained parameters get other memory in the second step's first backward.
         embedding_frozen: whether the embedding does not train, so that a gradient may end above the first block.
         shards: whether each rank keeps a part of the blocks' frozen parameters.
+        shards_trained: whether also of the trained ones.
     """
 
     pieces: Tuple[Piece, ...] = (Piece(),)

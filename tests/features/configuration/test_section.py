@@ -70,6 +70,7 @@ def test_what_is_told_without_deepcompile(tmp_path):
             {"shard_paramters": True},
             "compile.shard_paramters is no option; the nearest name is shard_parameters, and all names are: ",
         ),
+        ({"shard_frozen": True}, "compile.shard_frozen is shard_parameters now; set it to "),
         (
             {"Deepcompile": False},
             "compile.Deepcompile is no option; the nearest name is deepcompile, and all names are: ",

@@ -269,6 +269,32 @@ def test_checkpoints_of_either_kind(ranks, tmp_path):
     assert ranks(2).run(crossed, str(tmp_path)) == [True, True]
 
 
+def moved_in_backward(model):
+    """Parameters get other memory, with the same values, before the blocks' backward."""
+    results = []
+    for config in (SHARDED, WHOLE):
+        module, engine = make(model, config)
+        body = module.body
+
+        def move(_, body=body):
+            for parameter in body.parameters():
+                parameter.data = parameter.data.clone()
+
+        handle = module.head.weight.register_hook(move)
+        first = trained_on(engine, module)
+        handle.remove()
+        results.append([*first, *trained_on(engine, module)])
+        with unsharded_parameters(engine):
+            engine.destroy()
+    return same(*results)
+
+
+@vary("model", ["non-reentrant", pytest.param("plain", marks=SLOW)])
+def test_other_memory_in_a_backward(ranks, model):
+    """What checkpointing computes again would save parameters in the caller's memory, where its forward had not."""
+    assert ranks(2).run(moved_in_backward, model) == [True, True]
+
+
 # What is refused ---------------------------------------------------------------------------------------------------
 
 

@@ -251,6 +251,9 @@ class ShardedBlocks:
         try:
             current.reach(unit)
             unit.is_used = True
+            if in_backward():
+                # What checkpointing computes again must save as its forward did, so not from a caller's memory.
+                unit.take_back()
             with saving_handles():
                 return call(*args, **kwargs)
         finally:

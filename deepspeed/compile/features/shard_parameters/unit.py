@@ -371,6 +371,11 @@ class Unit:
         """Whether a parameter was changed in place since the unit was gathered, such as by load_state_dict()."""
         return any(place.tensor._version != place.version for place in self._all_places())
 
+    def take_back(self) -> None:
+        """Moves the values of parameters that were given other memory back, while the unit is gathered."""
+        if self._is_shared and self._take_back():
+            self._keep_own_part()
+
     def _take_back(self):
         """Returns whether a parameter was given other memory, and moves it back. Parameters of another kind leave."""
         for name, places in [*self._places.items()]:
