@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo" / "train_qwen3.py"
 
 
-def launch(script, *arguments, processes=2, **environment):
-    """Runs a script in processes on CPU, with an environment, and returns the finished launcher."""
+def launch(script, *arguments, processes=2, folder=ROOT / "tests", **environment):
+    """Runs a script in processes on CPU, in a folder and with an environment, and returns the finished launcher."""
     # As a module: where packages were installed into a folder of their own, the script is not beside the interpreter.
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
     port = free_port()
@@ -27,7 +27,7 @@ def launch(script, *arguments, processes=2, **environment):
     finished = subprocess.run(
         [*launcher, str(script), *arguments],
         # In the checkout's own folder a module would be looked for in its deepspeed/, which is not the whole package.
-        cwd=ROOT / "tests",
+        cwd=folder,
         env={
             # As a person's shell has it: with this variable Python does not find what lies beside a script.
             **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
@@ -125,7 +125,7 @@ engine.destroy()
 
 @pytest.mark.launcher
 def test_program_of_the_docs_runs(tmp_path):
-    """The page's command would train without DeepCompile, or ranks under the launcher would not find each other.
+    """The page's command would train without DeepCompile, save nothing, or its ranks would not find each other.
 
     The files are those that the page shows by name, and the program also writes what its ranks have counted.
     """
@@ -135,8 +135,12 @@ def test_program_of_the_docs_runs(tmp_path):
         (tmp_path / name).write_text(block.text.replace("\nengine.destroy()\n", TELL))
     (command,) = [block.text.split() for block in blocks() if "train.py" in block.text and block.language == "sh"]
     arguments = command[command.index("train.py") + 1 :]
-    finished = launch(tmp_path / "train.py", *(str(tmp_path / each) if each in files else each for each in arguments))
+    arguments = [str(tmp_path / each) if each in files else each for each in arguments]
+    finished = launch(tmp_path / "train.py", *arguments, folder=tmp_path)
     assert finished.returncode == 0, finished.stdout
+    losses = [float(loss) for loss in re.findall(r"micro-batch \d+: loss ([\d.]+)", finished.stdout)]
+    assert len(losses) == 5 and losses[-1] < losses[0] - 0.2
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step25"
     for file in (tmp_path / "rank0.json", tmp_path / "rank1.json"):
         told = json.loads(file.read_text())
         # 100 micro-batches, 4 of them to a step; 4 parameters, all of whose gradients compiled graphs reduce.
