@@ -19,6 +19,7 @@ CONTENTS = {
     "Adopt it": """
 Start here <self>
 Install and use <docs/adopting>
+From FSDP2, from ZeRO-3 <docs/from_fsdp2>
 Programs to copy <examples/README>
 Upgrading and going back <docs/going_back>
 Changes <CHANGELOG>

@@ -165,6 +165,9 @@ def compile_engines_of_other_kinds():
         return outcome(deepspeed.initialize, model=module, optimizer=optimizer, config=config, mesh_param=mesh)
 
     said = {"muon": raised(torch.nn.Linear(4, 4, bias=False), optimizer=torch.optim.Muon)}
+    with deepspeed.zero.Init():
+        partitioned = torch.nn.Linear(4, 4)
+    said["zero.Init"] = raised(partitioned)
     # From here on, process groups stay behind; in this order they do not stand in each other's way.
     said["sequence"] = raised(torch.nn.Linear(4, 4), mesh=(1, 2))
     groups.mesh_device = None
@@ -222,6 +225,10 @@ def test_refused_engines(ranks):
         ranks(2).stop()
     expected = {kind: f"ValueError: DeepCompile with ZeRO stage 1: {says}" for kind, says in REFUSED_ENGINES.values()}
     expected["marked experts"] = expected["experts"]
+    expected["zero.Init"] = (
+        "ValueError: DeepCompile with ZeRO stage 1: parameter weight is partitioned by deepspeed.zero.Init(), which "
+        "is for stage 3; make the model without it"
+    )
     assert results == [expected, expected]
 
 

@@ -28,6 +28,11 @@ def refused(request: Request) -> Iterator[str]:
 
 def _unsupported_parameters(module):
     for name, parameter in module.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            yield (
+                f"parameter {name} is partitioned by deepspeed.zero.Init(), which is for stage 3; make the model "
+                "without it"
+            )
         if parameter.requires_grad and parameter.is_complex():
             yield (
                 f"parameter {name} is complex, and DeepSpeed's fp32 master weights lose the imaginary part; make it "
