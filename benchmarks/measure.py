@@ -118,6 +118,7 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
         "run": dataclasses.asdict(settings),
         "environment": environment(),
         "parameters": trainer.parameters,
+        "flops_per_token": trainer.flops_per_token,
         "first_step_s": slowest[0],
         "step_s": statistics.median(slowest[settings.warm :]),
         "steps_s": slowest,
@@ -132,7 +133,7 @@ def main() -> None:
     device = take_gpu() if on_gpus() else "cpu"
     if device == "cpu" or settings.offload:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["WORLD_SIZE"])))
-    if settings.system in ("fsdp2", "ddp"):
+    if settings.is_fsdp2 or settings.system == "ddp":
         # With offloading, gradients are on the host when their norm is taken.
         backend = "cuda:nccl,cpu:gloo" if settings.offload else "nccl"
         on_gpu = {"backend": backend, "device_id": torch.device(device)}

@@ -5,6 +5,7 @@
 from collections.abc import Iterable
 from typing import Any, TypedDict, TypeGuard
 
+from . import flops
 from .recorder import data
 
 PHASES = ("forward", "backward", "step")
@@ -48,6 +49,7 @@ class Result(TypedDict):
         run: the fields of ``settings.Settings``.
         environment: the host, its devices, and versions.
         parameters: the number of the model's parameters.
+        flops_per_token: the floating-point operations of forward and backward, by the formula in flops.py.
         first_step_s: the first step, which compiles.
         step_s: the median of the steps that count.
         steps_s: every step.
@@ -60,6 +62,7 @@ class Result(TypedDict):
     run: dict[str, Any]
     environment: dict[str, Any]
     parameters: int
+    flops_per_token: int
     first_step_s: float
     step_s: float
     steps_s: list[float]
@@ -101,6 +104,18 @@ def allocated_in(step: data.StepMemory, phase: str) -> dict[str, int]:
     begin, end = step.phases[phase][-1]
     before = [bytes for bytes, second in zip(step.sums(), step.seconds) if second <= end]
     return {"after": before[-1], "peak": step.peak(begin, end).bytes}
+
+
+def tokens_a_second(result: Result) -> float:
+    """Returns the tokens of a second that each rank trains."""
+    run = result["run"]
+    return run["micro_batch"] * run["seq"] * run["accumulation"] / result["step_s"]
+
+
+def mfu(result: Result) -> float | None:
+    """Returns which part of its GPU's peak a rank uses, see flops.py; None where the peak is not known."""
+    operations, where = result.get("flops_per_token"), result["environment"]
+    return operations and flops.mfu(operations * tokens_a_second(result), where["device"], result["run"]["dtype"])
 
 
 def highest(result: Result, *path: str) -> float | None:

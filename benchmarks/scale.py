@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from .messages import OUTSIDE, Sizes, broadcasts, partition_numel, reductions, sizes
+from .messages import OUTSIDE, Sizes, broadcasts, layout, reductions, sizes
 from .workload import SHAPES
 
 RANKS = [8, 16, 32, 64, 128, 256, 512, 1024]
@@ -195,10 +195,16 @@ def _under_the_forward(case, took):
     return Cost(arrives, now + forward * parts[OUTSIDE] - forward)
 
 
-def fsdp2(case: Case, cluster: Cluster, ranks: int) -> Cost:
-    """FSDP2: each layer is gathered while the one before it computes, in forward and backward, and reduced behind it.
+def fsdp2(case: Case, cluster: Cluster, ranks: int, reshard: bool) -> Cost:
+    """FSDP2: each layer is gathered while the one before it computes, and reduced behind it.
 
     What lies outside of layers stays gathered from the forward to the backward, and is reduced at the end.
+
+    Args:
+        case: what is trained.
+        cluster: on what.
+        ranks: on how many GPUs.
+        reshard: ``reshard_after_forward``: whether layers are gathered again for the backward.
     """
     units = case.of_units()
     took = [cluster.to_all(size, ranks) for size, _ in units]
@@ -216,19 +222,21 @@ def fsdp2(case: Case, cluster: Cluster, ranks: int) -> Cost:
     now, arrives, free = backward * units[OUTSIDE][1], 0.0, 0.0
     for number in range(len(units) - 1, 0, -1):
         begins = max(now, arrives)
-        if number > 1:
+        if reshard and number > 1:
             arrives = free = max(begins, free) + took[number - 1]
         now = begins + backward * units[number][1]
         free = max(now, free) + took[number]
     exposed += max(now, free) + took[OUTSIDE] - backward
-    return Cost(2 * sum(took) + sum(took[1:-1]), exposed)
+    again = sum(took[1:-1]) if reshard else 0.0
+    return Cost(2 * sum(took) + again, exposed)
 
 
 # What a step may be: name -> its cost.
 SYSTEMS: dict[str, Callable[[Case, Cluster, int], Cost]] = {
     "fork": lambda *on: reduce_gradients(*on) + gather_at_once(*on),
     "fork, gather overlapped": lambda *on: reduce_gradients(*on) + gather_overlapped(*on),
-    "FSDP2": fsdp2,
+    "FSDP2, kept": lambda *on: fsdp2(*on, reshard=False),
+    "FSDP2, resharded": lambda *on: fsdp2(*on, reshard=True),
     "fork before": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_at_once(*on),
     "fork before, gather overlapped": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_one_by_one(*on),
 }
@@ -303,7 +311,7 @@ def counts(case: Case, of: list[int]) -> str:
     cells = [["ranks", "owned elements", "buckets", "messages", "buckets before", "messages before", "broadcasts"]]
     for ranks in of:
         now, before = (reductions(case.model, ranks, BUCKET, send) for send in (None, SEND_BEFORE))
-        numbers = [partition_numel(case.model, ranks)]
+        numbers = [layout(case.model, ranks).partition_size[0]]
         for sent in (now, before):
             numbers += [sum(each.bytes > 0 for each in sent), sum(each.messages for each in sent)]
         numbers.append(sum(map(len, broadcasts(case.model, ranks))))
@@ -359,7 +367,10 @@ def main() -> None:
         for case, _ in cases():
             print(f"\n{case.name}\n\n{frozen(case, options.latency)}")
         return
-    print("Cells: ms that the compute stream waits (as a part of the step), ms that the collectives take.")
+    print(
+        "Cells: ms that the compute stream waits (as a part of the step), ms that the collectives take. FSDP2 kept: "
+        "reshard_after_forward=False; resharded, its default: True. It reduces gradients in bf16."
+    )
     for case, of in cases():
         print(f"\n{case.name}\n\n{costs(case, cluster, of)}\n\n{counts(case, of)}")
 

@@ -48,7 +48,7 @@ def test_each_byte_is_sent_once(package, qwen3, shape, world):
     elements = [run.last - run.first for unit in units for run in unit]
     assert 2 * sum(elements) == whole
     assert len(units) == 1 + max(model.units)
-    assert max(elements) <= messages.partition_numel(model, world)
+    assert max(elements) <= messages.layout(model, world).partition_size[0]
 
 
 # A row of docs/scale.md for each kind of collective -> seconds that the model gives it on so many GPUs.
