@@ -146,6 +146,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print_run(result)
         if file:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
             Path(file).write_text(json.dumps(result, indent=1) + "\n")
     dist.barrier()
     # Reference cycles still hold process groups, whose threads must end before the interpreter does. Otherwise the

@@ -4,7 +4,8 @@
 
 From the root of the repository::
 
-    python -m benchmarks.tables FILE...    a line for each run, from what benchmarks.measure --json has written
+    python -m benchmarks.tables FILE...    a line for each run, from what benchmarks.measure --json has written, and
+                                           one for each time of benchmarks.parts --json
 
 Of runs that train the same, the first one's losses are subtracted from those of the others.
 """
@@ -262,16 +263,27 @@ def short(results: Mapping[str, Result]) -> str:
 
 def main(files: list[str]) -> None:
     if not files:
-        raise SystemExit("usage: python -m benchmarks.tables FILE..., of benchmarks.measure --json")
-    results = {}
+        raise SystemExit(
+            "usage: python -m benchmarks.tables FILE..., of benchmarks.measure or benchmarks.parts --json"
+        )
+    results, lines = {}, ["| part | ms | of its floor |", "| --- | --- | --- |"]
     for file in map(Path, files):
-        if file.is_file():
-            results[file.stem] = json.loads(file.read_text())
-        else:
+        if not file.is_file():
             print(f"{file} is missing: its run has failed, or has not ended.")
+            continue
+        content = json.loads(file.read_text())
+        if "run" in content:
+            results[file.stem] = content
+            continue
+        for name, times in content.items():
+            part = f"{times['ms'] / times['floor_ms']:.3f} of {times['floor_ms']:.2f} ms" if times["floor_ms"] else ""
+            lines.append(f"| {file.stem}: {name} | {times['ms']:.2f} | {part} |")
+    print("".join(f"{name}: {describe(result)}\n" for name, result in results.items()))
+    print("".join(dict.fromkeys(map(_meaning_of_speed, results.values()))))
+    if len(lines) > 2:
+        print("\n".join(lines) + "\n")
     if results:
         print(short(results))
-        print("\n" + "\n".join(f"{name}: {describe(result)}" for name, result in results.items()))
 
 
 if __name__ == "__main__":

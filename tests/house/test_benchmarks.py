@@ -389,9 +389,27 @@ def test_pictures_show_every_system(package, monkeypatch):
     monkeypatch.setattr(pictures, "_write", lambda figure, *_: figures.append(figure))
     names = [str(number) for number in range(1 + len(pictures.COLOURS))]
     pictures.draw_losses({name: {"losses": [2.0, 1.0]} for name in names}, "", Path())
-    on = {"losses": [2.0, 1.0], "parameters": 1}
-    pictures.draw_demos({name: {"on": on, "config": {"dtype": "fp32", "stage": 1}} for name in names}, Path())
-    assert [len(figure.axes[0].lines) for figure in figures] == [len(names), 2 * len(names)]
+    assert [len(figure.axes[0].lines) for figure in figures] == [len(names)]
+
+
+def test_panels_have_one_axis_of_time(package, monkeypatch):
+    """The slower of two steps would look as fast as the other one, or its text be too small where pages show it."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: requirements/benchmarks.txt")
+    pictures, figures = package("pictures"), []
+    monkeypatch.setattr(pictures, "_write", lambda figure, *_: figures.append(figure))
+    categories, results = package("recorder").data.CATEGORIES, {}
+    for system, seconds in (("fork", 0.4), ("FSDP2, kept", 0.8)):
+        line = {"seconds": [0.0, seconds], "held": {name: [2, 1] for name in categories}}
+        line["phases"] = {"forward": [(0.0, seconds / 2)], "backward": [(seconds / 2, seconds)]}
+        results[system] = result_of() | {"step_s": seconds, "timelines": {"0": line, "1": line}}
+    pictures.draw_memory(results, -1, "", Path())
+    panels = figures[0].axes
+    assert [panel.get_xlim() for panel in panels] == [(0, 0.8)] * 2
+    titles = [panel.get_title(loc="left") for panel in panels]
+    assert titles == ["fork: 0.400 s a step", "FSDP2, kept: 0.800 s a step"]
+    texts = figures[0].findobj(lambda each: hasattr(each, "get_fontsize") and each.get_text())
+    # In pixels, where the picture is 400 pixels wide.
+    assert min(each.get_fontsize() for each in texts) * 400 / (72 * figures[0].get_figwidth()) >= 8
 
 
 @PROGRAM

@@ -125,17 +125,18 @@ def check_make(arguments, tmp_path, monkeypatch):
             check_benchmark("compare", shlex.split(value), tmp_path, monkeypatch)
 
 
-BENCHMARKS = {f"benchmarks.{name}": name for name in ("collectives", "compare", "fits", "measure", "scale")}
+BENCHMARKS = {f"benchmarks.{name}": name for name in ("collectives", "compare", "fits", "measure", "parts", "scale")}
 
 
 def check_benchmark(module, arguments, tmp_path, monkeypatch):
     """The module's own parser takes the arguments."""
     # Behind all else, so that the repository's deepspeed/ does not hide the installed package.
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
-    from benchmarks import collectives, compare, fits, scale, settings
+    from benchmarks import collectives, compare, fits, parts, scale, settings
 
-    if module in ("collectives", "fits", "scale"):
-        {"collectives": collectives, "fits": fits, "scale": scale}[module].parser().parse_args(arguments)
+    parsers = {"collectives": collectives, "fits": fits, "parts": parts, "scale": scale}
+    if module in parsers:
+        parsers[module].parser().parse_args(arguments)
         return
     (tmp_path / "deepspeed").mkdir(exist_ok=True)
     monkeypatch.setenv("RANK", "0")
@@ -154,6 +155,8 @@ def check_python(arguments, tmp_path, monkeypatch):
         from deepspeed.compile.features.fits import __main__ as fits
 
         fits.parser().parse_args(arguments[2:])
+    elif arguments[:2] == ["-m", "benchmarks.tables"]:
+        assert arguments[2:], "it takes files"
     else:
         assert arguments[0] == "-m" and arguments[1] in BENCHMARKS, "no check for this use of python"
         check_benchmark(BENCHMARKS[arguments[1]], arguments[2:], tmp_path, monkeypatch)
