@@ -70,7 +70,7 @@ def _peaks(forward, backward, at_rest, step=None):
     return found if step is None else {**found, "step": step}
 
 
-FSDP2 = {"system": "fsdp2"}
+FSDP2 = {"system": "fsdp2", "reshard": False}
 CHECKPOINT, OFFLOAD, EIGHT_BIT = {"checkpoint": True}, {"offload": True}, {"eight_bit": True}
 FROZEN = {"shard_frozen": True}
 

@@ -102,6 +102,22 @@ def test_parts_of_steps_that_were_measured(package, qwen3):
     assert scale.reduce_gradients(case, scale.Cluster(), 4).exposed == pytest.approx(0.0037, rel=0.1)
 
 
+def test_modes_of_fsdp2(package, qwen3):
+    """The model would compare the fork with another mode of FSDP2 than the column says."""
+    scale = package("scale")
+    case, cluster = scale.Case("Qwen3-8B", qwen3("qwen3-8b"), 0.353), scale.Cluster()
+    took = [cluster.to_all(size, 64) for size, _ in case.of_units()]
+    kept, resharded = (scale.SYSTEMS[f"FSDP2, {mode}"](case, cluster, 64) for mode in ("kept", "resharded"))
+    # Each unit is gathered once and reduced once. Layers are gathered again but for the last, which is still whole.
+    assert kept.busy == pytest.approx(2 * sum(took))
+    assert resharded.busy == pytest.approx(2 * sum(took) + sum(took[1:-1]))
+    for ranks in scale.RANKS:
+        kept, resharded = (scale.SYSTEMS[f"FSDP2, {mode}"](case, cluster, ranks) for mode in ("kept", "resharded"))
+        assert 0 < kept.exposed <= resharded.exposed
+    # Where layers arrive later than they compute, what is gathered twice is waited for twice.
+    assert kept.exposed < 0.7 * resharded.exposed
+
+
 @vary("latency", [1.0, 4.0])
 def test_choices_never_cost_more_than_before(package, qwen3, latency):
     """A choice by the number of ranks would make a step slower than without it."""

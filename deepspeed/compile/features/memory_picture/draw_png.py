@@ -53,8 +53,8 @@ def draw(step: StepMemory, file: Path) -> None:
         frameon=False,
         alignment="left",
     )
-    title = "\n".join(textwrap.wrap(headline(step), 56))
-    figure.suptitle(title, x=0.01, ha="left", size=11, weight="bold")
+    title = "\n".join(textwrap.wrap(headline(step), 62))
+    figure.suptitle(title, x=0.01, ha="left", size=10, weight="bold")
     panel.set_title("\n".join(textwrap.wrap(subtitle(step), 84)), loc="left", size=SMALL, color=INK, pad=8)
     figure.savefig(file, dpi=DPI)
 
