@@ -217,6 +217,7 @@ def seen_of_fsdp2(system):
     return whole, reductions.dtypes
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(
     "system, whole, dtype",
     [
