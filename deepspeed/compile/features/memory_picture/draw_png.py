@@ -28,6 +28,7 @@ from .data import (
 WIDTH, DPI = 5.4, 200  # inches, and pixels of an inch
 SMALL = 8  # points
 WIDEST_NAME = 0.13  # of a phase, as a part of the panel's width
+ROWS = 2  # of names of phases
 SECONDS = "seconds on the host, while torch's profiler recorded the step"
 
 
@@ -102,8 +103,13 @@ def _mark_phases(panel: Axes, step: StepMemory, last: float) -> None:
             panel.axvspan(begin, end, color="#eeeeee", linewidth=0, zorder=0)
         panel.axvline(begin, color=INK, linewidth=0.7, linestyle=":")
         if len(spans) <= NAMED_PHASES:
-            # A phase may be shorter than its name, so a name stands below that of the phase before.
-            row, before = (row + 1 if begin - before < WIDEST_NAME * last else 0), begin
+            # A phase may be shorter than its name, so a name stands below that of the phase before. Where no row has
+            # room, the phase has no name.
+            row = row + 1 if begin - before < WIDEST_NAME * last else 0
+            if row >= ROWS:
+                row = ROWS - 1
+                continue
+            before = begin
             late = begin > (1 - WIDEST_NAME) * last
             panel.annotate(
                 f"{name} " if late else f" {name}",
