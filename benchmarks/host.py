@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from .devices import on_gpus, synchronize
 from .parts import step_partition
-from .steps import say
+from .steps import leave, say
 
 
 def seconds(function: Callable[[], object], repetitions: int) -> float:
@@ -102,7 +102,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     for name, figure in measure(options.numel, options.repetitions):
         say(f"{name:50} {figure:8.3f}")
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

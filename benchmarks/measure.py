@@ -12,7 +12,6 @@ It measures whichever DeepSpeed is installed. benchmarks.compare runs it once fo
 
 import dataclasses
 import datetime
-import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -32,7 +31,7 @@ from .devices import on_gpus, take_gpu
 from .recorder import data
 from .results import PHASES, Result, allocated_in
 from .settings import Settings, parse_command_line
-from .steps import Trainer, say
+from .steps import Trainer, leave, say
 from .systems import is_fork
 from .tables import print_run
 
@@ -148,11 +147,7 @@ def main() -> None:
         if file:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
             Path(file).write_text(json.dumps(result, indent=1) + "\n")
-    dist.barrier()
-    # Reference cycles still hold process groups, whose threads must end before the interpreter does. Otherwise the
-    # interpreter may abort at its end (pytorch/pytorch issue 190489).
-    gc.collect()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,15 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def leave() -> None:
+    """Ends communication, at the end of a rank's program."""
+    dist.barrier()
+    # Reference cycles still hold process groups, whose threads must end before the interpreter does. Otherwise the
+    # interpreter may abort at its end (pytorch/pytorch issue 190489).
+    gc.collect()
+    dist.destroy_process_group()
+
+
 class Clock:
     """Takes the times of steps and of their phases. On GPUs it uses CUDA events: the host may run ahead of the device.
 
