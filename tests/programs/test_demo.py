@@ -49,7 +49,7 @@ def without_numbers(line):
     return re.sub(r"[\d.]*\d(\+\w+)?", "0", " ".join(line.split()))
 
 
-@pytest.mark.program("README.md", "examples/demo")
+@pytest.mark.program("docs/adopting.md", "examples/demo")
 def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     pytest.importorskip("transformers", reason="the demo needs transformers: pip install -r requirements/demo.txt")
     file = tmp_path / "results.json"
