@@ -6,9 +6,48 @@ From the root of the repository, in one process and without GPUs::
 
     python -m benchmarks.scale                     the tables
     python -m benchmarks.scale --latency 4         with four times NCCL's own latencies
+    python -m benchmarks.scale --frozen            what compile.shard_frozen costs
     python -m benchmarks.scale --fit FILE          what benchmarks.collectives measured, beside the model
 
-docs/scale.md explains the formulas and names the source of each constant.
+**Collectives.** A collective over n ranks takes a base, a latency for each hop of NCCL's ring, and the time of its S
+bytes at bandwidth B. Of NCCL's protocols the fastest one counts, as NCCL chooses.
+
+- All-gather and reduce-scatter: ``base + hops inside nodes * inside + hops between nodes * between + S (n - 1) / n /
+  B``.
+- One reduce or broadcast: ``base + n * hop + S / B``. A group of k together has ``ceil(k / 16)`` times the hops.
+- Latencies are those of NCCL's tuning.cc [1], where reduce and broadcast have the ring only, and every hop costs as
+  much as one over the network. LL is left out: it is for messages smaller than any of ours [2].
+- B is 360 GB/s, inside a node and between nodes: NCCL's developers expect 360 [3] to 370 [4] GB/s of NVLink on an
+  H100, and 46 to 48 [5] of each adapter of 400 Gb/s.
+- NCCL puts all collectives of a group into one kernel [6] and shares their bytes equally among its channels, so up to
+  16 run side by side, and those of one channel follow each other. That is too slow where newer NCCL makes one ring of
+  a group's broadcasts (``NCCL_ALLGATHERV_ENABLE``).
+- All-gathers and reduce-scatters go around the ring too: PAT is for one GPU of each node [7], trees for all-reduce.
+
+**Steps** are simulated with one stream that computes and one that communicates.
+
+- The fork's backward: gradients arrive in the reverse order of the parameters, each after its share of the backward by
+  elements of matrices. One bucket is in flight: before the next is sent, the compute stream waits for it.
+- The fork's gather is one all-gather with nothing under it. Overlapped, units are sent in their order, and the forward
+  waits for head and embedding, and then for each block.
+- FSDP2: a layer is gathered while the previous one computes, in forward and backward, and its gradients are
+  reduce-scattered behind it. Collectives of the one communicator follow each other.
+- Compute is 0.353 s for Qwen3-8B, a third of it the forward. The optimizer takes 10 ps for each element of a
+  partition: 8.9 ms for 0.89e9 elements were measured (12 layers, 4 H200s, 2026-11-21, by a trace).
+
+**What the three choices by the number of ranks save** (``overlap_gather/gather.py``, ``send_numel()``), Qwen3-8B:
+
+- The broadcasts of a block are one group. On 128 ranks a step waits for them for 10 ms, and for 31 if one follows the
+  other; on 256 ranks for 13 and 249.
+- From 512 ranks on the overlapped gather is one all-gather. Broadcasts would save 19 ms there with NCCL's own
+  latencies, and cost 63 with twice these. On 256 ranks the overlapped gather saves 34 ms, and costs 55 with four times
+  these.
+- Larger buckets save 2 % of a step from 512 ranks on, or from 128 on with four times the latency.
+
+[1] https://github.com/NVIDIA/nccl/blob/b6475625fbcaa2c3c0e50eed2fa1255d7514d4a2/src/graph/tuning.cc
+[2] Demystifying NCCL, https://arxiv.org/abs/2507.04786 (2025)
+[3], [4], [5] https://github.com/NVIDIA/nccl-tests/issues/326, /212 and /290
+[6], [7] https://github.com/NVIDIA/nccl/issues/1028 and /1473
 """
 
 import argparse
