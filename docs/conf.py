@@ -38,7 +38,6 @@ Verification <docs/verification>
     "How it works": """
 Architecture <docs/architecture>
 Life of a gradient <docs/life_of_a_gradient>
-Order of gradients <docs/order_of_gradients>
 Glossary <docs/glossary>
 """,
     "Change it": """
