@@ -21,7 +21,7 @@ Start here <self>
 Install and use <docs/adopting>
 From FSDP2, from ZeRO-3 <docs/from_fsdp2>
 Programs to copy <examples/README>
-Upgrading and going back <docs/going_back>
+From 0.19.8, and back <docs/going_back>
 Changes <CHANGELOG>
 Options <docs/options>
 Models <docs/models>
@@ -32,7 +32,6 @@ A picture of a step <docs/memory_picture>
 Performance <docs/performance>
 Many ranks <docs/scale>
 Reliability <docs/reliability>
-Differences from 0.19.8 <docs/differences>
 Verification <docs/verification>
 """,
     "How it works": """
