@@ -25,7 +25,7 @@ From 0.19.8, and back <docs/going_back>
 Changes <CHANGELOG>
 Options <docs/options>
 Models <docs/models>
-What people train with <docs/what_people_train_with>
+Other packages <docs/what_people_train_with>
 """,
     "What to expect": """
 A picture of a step <docs/memory_picture>
@@ -41,16 +41,14 @@ Glossary <docs/glossary>
 """,
     "Change it": """
 Contributing <CONTRIBUTING>
-The fork and its base <docs/fork>
 """,
 }
 
 project = "DeepSpeed with step-local gradients"
 project_copyright = "the authors of this fork of DeepSpeed"
 root_doc = "README"
-# docs/README.md lists the pages where the folder is looked at; the site has CONTENTS beside every page.
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md"]
-exclude_patterns = ["docs/README.md", "build", ".*"]
+exclude_patterns = ["build", ".*"]
 
 extensions = ["myst_parser"]
 # Links to headings of this depth are known, under the names that GitHub gives them.
