@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of code in the README and in ``docs/`` run, or are parsed by what would run them; links lead somewhere.
 
-Blocks with the name of a file and the demo's output are in ``test_demo.py``, drawings in ``test_site.py``.
+Blocks with the name of a file are in ``test_demo.py``, drawings in ``test_site.py``.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def of(language):
 @pytest.mark.quick
 def test_every_block_says_what_it_is():
     """A block in another language would be tested by nothing."""
-    kinds = {"python", "json", "sh", "text", "mermaid"}
+    kinds = {"python", "json", "sh", "mermaid"}
     assert [block.where for block in blocks() if block.language not in kinds] == []
 
 
