@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -75,18 +74,7 @@ def test_python(ranks):
     own = [block for block in of("python") if block.file is None and not any(block.text in each for each in SOURCES)]
     without = [block.where for block in own if not re.search(r"\bengine\b", block.text)]
     assert own and without == [], "these neither quote a file that runs nor do anything with an engine"
-    ranks(2).run(run_beside_an_engine, [block for block in own if not reckons(block)])
-
-
-def reckons(block):
-    """Whether a block needs the class of the engine's model alone: on each rank anew it would take seconds."""
-    return block.language == "python" and "fits(type(engine.module)" in block.text
-
-
-@pytest.mark.parametrize("block", [block for block in of("python") if reckons(block)], ids=str)
-def test_reckoning(block):
-    """A page would call the function that reckons what fits as it cannot be called."""
-    exec(compile(block.text, block.where, "exec"), {"engine": types.SimpleNamespace(module=Around())})
+    ranks(2).run(run_beside_an_engine, own)
 
 
 @pytest.mark.parametrize("block", of("sh"), ids=str)
