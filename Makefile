@@ -11,6 +11,7 @@
 # make sanitize test the native code under gcc's sanitizers (SANITIZER=address, thread or undefined: only that one)
 # make faults   plant faults in a copy of the fork, and show that the tests see each (FAULT_ARGS="..." reaches the script)
 # make bench    compare the fork with its base and with FSDP2 (BENCH_ARGS="..." reaches benchmarks.compare)
+# make wheel    build a wheel and an sdist in dist/, which pip installs on any machine; native code is compiled there
 # make docs     build the documentation's site in build/site; a warning or a broken link is an error
 # make lint     check the formatting and the usual mistakes; make format repairs what can be repaired
 # make clean    remove everything that was made here except the base's downloaded archive
@@ -72,8 +73,8 @@ HEADERS = import sysconfig; from torch.utils.cpp_extension import include_paths;
 	print(*('-isystem ' + path for path in [*include_paths(), sysconfig.get_path('include')]))
 ALONE := $(VENV)/.alone-$(call content,csrc)
 
-.PHONY: demo test test-all test-rest test-gpu quick fuzz models optimizers sanitize faults bench docs lint format clean \
-	toolchain
+.PHONY: demo test test-all test-rest test-gpu quick fuzz models optimizers sanitize faults bench wheel docs lint format \
+	clean toolchain
 .NOTPARALLEL:
 # Recipes say what they do, and how long it takes where that is more than some seconds.
 .SILENT:
@@ -132,6 +133,13 @@ faults: toolchain $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 bench: toolchain $(FORK) $(BENCH) $(BASE)
 	$(RUN) python -m benchmarks.compare --base $(BASE) $(BENCH_ARGS)
 
+wheel: $(TOOLS)
+	echo "Building a wheel and an sdist ..."
+	rm -rf dist
+	$(PIP) wheel --no-deps --no-build-isolation --wheel-dir dist .
+	env -u PYTHONSAFEPATH $(BIN)/python setup.py --quiet sdist --dist-dir dist
+	ls dist/*
+
 docs: $(DOCS)
 	echo "Building the documentation ..."
 	$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site
@@ -150,7 +158,7 @@ format: $(TOOLS)
 	$(BIN)/clang-format -i $(NATIVE)
 
 clean:
-	rm -rf .venv build/wheel build/editable build/sanitizers build/site build/faults build/cpu_seconds.tsv benchmark-results .pytest_cache \
+	rm -rf .venv dist build/wheel build/editable build/sanitizers build/site build/faults build/cpu_seconds.tsv benchmark-results .pytest_cache \
 		.ruff_cache .mypy_cache .hypothesis
 	find deepspeed tests -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -10,7 +10,8 @@ The steps, each a function below:
 4. run the base's own setup.py in that tree with the arguments this script was given.
 
 A wheel gets copies of our files. An editable install gets symbolic links, so that edits are live; only a new file
-needs one more install. If the build fails, one sentence on standard error tells the user why and what to do.
+needs one more install. An sdist has the files of this repository, and none of the base. If the build fails, one
+sentence on standard error tells the user why and what to do.
 """
 
 import hashlib
@@ -63,6 +64,15 @@ EDITS = (
         "# Lines that name what these imports bring are not DeepSpeed's: setup.py of a fork of it has put them here.\n"
         "from deepspeed.compile.zero_1_and_2.engine import calls as deepcompile\n"
         "from deepspeed.compile.z3_eager_fallback import",
+    ),
+    (
+        ENGINE,
+        "end of deepspeed.initialize()",
+        "        if self.dist_backend is None:\n            self.enable_backward_allreduce = False\n\n"
+        "    def _optimized_linear_offload_setup",
+        "        if self.dist_backend is None:\n            self.enable_backward_allreduce = False\n"
+        "        deepcompile.check(self)\n\n"
+        "    def _optimized_linear_offload_setup",
     ),
     (
         ENGINE,
@@ -330,10 +340,28 @@ def offer_native_code_on_cpu() -> None:
         all_ops.ALL_OPS.setdefault(builder.name, builder)
 
 
+def pack_sources(version: str) -> None:
+    """Make a source archive of this repository, which has what a build reads: MANIFEST.in names it.
+
+    Not of the composed tree: whoever installs the archive gets the base by its hash, as from a clone.
+    """
+    import setuptools
+
+    os.chdir(ROOT)
+    BUILD.mkdir(exist_ok=True)
+    at = sys.argv.index("sdist")
+    sys.argv[at:at] = ["egg_info", "--egg-base", str(BUILD)]
+    label = os.environ.get("DS_BUILD_STRING") or LOCAL_VERSION
+    setuptools.setup(name="deepspeed", version=version + label, packages=[], py_modules=[], license_files=["LICENSE"])
+
+
 def main() -> None:
     check_setuptools()
-    have_torch = check_torch()
     version, sha256 = read_pin()
+    if "sdist" in sys.argv:
+        pack_sources(version)
+        return
+    have_torch = check_torch()
     archive = fetch_base(version, sha256)
 
     # Keep two trees, so that building a wheel leaves the tree of an editable install as it is.

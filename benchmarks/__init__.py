@@ -6,6 +6,7 @@ Commands, from the root of the repository::
 
     python -m benchmarks.compare              measures several systems one after the other
     deepspeed --module benchmarks.measure     measures one system
+    python -m benchmarks.tables FILE...       prints a line for each run of benchmarks.measure
     python -m benchmarks.pictures FOLDER      draws the results of benchmarks.compare once more
     deepspeed --module benchmarks.host        times the parts of a step with the optimizer on the host
     python -m benchmarks.parts                times the parts of a step on one device
@@ -26,12 +27,13 @@ collectives.py  the command that times collectives
 scale.py        the command that reckons what communication costs
 messages.py     lists what a step sends on any number of ranks, without these ranks
 measure.py      what each rank process runs: trains one system and collects its figures
-tables.py       tables of one result and of several side by side
+tables.py       tables of one result and of several side by side, and the command that prints a line for each run
 results.py      what a result holds, and how to read figures from it
 steps.py        the training steps of a rank: to take their times, to read memory, to profile
 systems.py      how DeepSpeed and FSDP2 train: forward, backward and step behind the same calls
 settings.py     the settings of one run, and their command line
 workload.py     what is trained: the model and the batches
+flops.py        the floating-point operations of a step, and the peaks of devices
 recorder.py     records memory through one step: the code of this fork's compile.memory_picture
 devices.py      whether to use GPUs, and which
 ==============  ========================================================================================

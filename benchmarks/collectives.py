@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .devices import on_gpus, synchronize
-from .steps import Clock, say
+from .steps import Clock, leave, say
 
 
 def device() -> torch.device:
@@ -117,7 +117,7 @@ def main() -> None:
         say(name.ljust(34) + "".join(f"{1e6 * took:10.1f}" for took in times.values()))
     if options.json and dist.get_rank() == 0:
         options.json.write_text(json.dumps({"ranks": dist.get_world_size(), "seconds": found}, indent=1))
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

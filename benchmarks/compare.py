@@ -5,13 +5,15 @@
 From the root of the repository::
 
     python -m benchmarks.compare                                        tiny on a CPU, Qwen3-8B on GPUs
+    python -m benchmarks.compare --base /tmp/base --cases plain checkpoint -- --adam fused      the table of README.md
     python -m benchmarks.compare --base /tmp/base --cases plain checkpoint --out results -- --layers 8 --steps 16
     python -m benchmarks.compare --base /tmp/base --systems fork "base without DeepCompile" DDP -- \\
         --shape deep --stage 2 --seq 16
 
 Arguments after `--` go to benchmarks.measure. `--base` is a folder with an unchanged DeepSpeed, made by
-`pip install --no-deps --target /tmp/base deepspeed==0.19.8`. The results are written as results.json and results.md,
-and benchmarks.pictures draws them.
+`pip install --no-deps --target /tmp/base deepspeed==0.19.8`. The results are written as results.json and results.md
+after each run, so a run that fails, or a command that is ended, loses no other run's result. benchmarks.pictures draws
+them.
 """
 
 import argparse
@@ -24,8 +26,8 @@ from pathlib import Path
 
 from . import processes
 from .devices import visible_gpus
-from .results import NoResult, Result, is_measured, no_result, share_gpus
-from .tables import markdown
+from .results import NoResult, Result, is_measured, no_result
+from .tables import markdown, speed
 
 # Arguments of benchmarks.measure for each case, for each system, and for each kind of machine.
 CASES = {
@@ -35,30 +37,37 @@ CASES = {
     "offload": ["--offload"],
 }
 FORK, OVERLAPPED, ONE_GRAPH = "fork", "fork, gather overlapped", "fork as one graph"
-BASE, ZERO, FSDP2 = "base", "fork without DeepCompile", "FSDP2"
-FLOAT8_GATHERED = "FSDP2, float8 gathered"
+REMAINDERS = "fork, gather overlapped, remainders"
+BASE, ZERO = "base", "fork without DeepCompile"
+KEPT, RESHARDED, FP32_REDUCE = "FSDP2, kept", "FSDP2, resharded", "FSDP2, resharded, fp32 reduce"
+FLOAT8_GATHERED = "FSDP2, kept, float8 gathered"
 BASE_ZERO, DDP = "base without DeepCompile", "DDP"
 SHARDED, ZERO3 = "fork, frozen sharded", "ZeRO-3 without DeepCompile"
 COLUMNS = {
     FORK: ["--system", "deepcompile"],
     OVERLAPPED: ["--system", "deepcompile", "--overlap-gather"],
+    REMAINDERS: ["--system", "deepcompile", "--overlap-gather", "--remainders"],
     ONE_GRAPH: ["--system", "deepcompile", "--one-graph"],
     BASE: ["--system", "deepcompile"],
     ZERO: ["--system", "zero"],
-    FSDP2: ["--system", "fsdp2"],
-    FLOAT8_GATHERED: ["--system", "fsdp2", "--float8-gather"],
+    KEPT: ["--system", "fsdp2-kept"],
+    RESHARDED: ["--system", "fsdp2-resharded"],
+    FP32_REDUCE: ["--system", "fsdp2-fp32-reduce"],
+    FLOAT8_GATHERED: ["--system", "fsdp2-kept", "--float8-gather"],
     BASE_ZERO: ["--system", "zero"],
     DDP: ["--system", "ddp"],
     SHARDED: ["--system", "deepcompile", "--shard-frozen"],
     ZERO3: ["--system", "zero", "--stage", "3"],
 }
-OF_BASE, OF_TORCH = (BASE, BASE_ZERO), (FSDP2, FLOAT8_GATHERED, DDP)
+# What is measured where no system is named.
+DEFAULT = (OVERLAPPED, REMAINDERS, KEPT, RESHARDED, FP32_REDUCE, BASE)
+OF_BASE, OF_TORCH = (BASE, BASE_ZERO), (KEPT, RESHARDED, FP32_REDUCE, FLOAT8_GATHERED, DDP)
 ON_CPU = "--shape tiny --dtype fp32 --seq 64 --bucket 200000 --steps 12 --warm 4".split()
 ON_GPUS = "--shape qwen3-8b".split()
 # These arguments follow from the system, or belong to benchmarks.measure alone.
 NOT_FOR_ALL = {
     *("--system", "--one-graph", "--overlap-gather", "--chunked-loss", "--activation-budget", "--float8-gather"),
-    "--shard-frozen",
+    *("--shard-frozen", "--remainders"),
     *("--json", "--trace"),
 }
 
@@ -98,7 +107,19 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return options, rest
 
 
-def reason_against(system: str, case: str, gpus: list[str], options: argparse.Namespace) -> str | None:
+def default_systems(case: str, gpus: list[str], rest: list[str]) -> list[str]:
+    """Lists the systems to measure in a case where none is named."""
+    systems = list(DEFAULT)
+    # On GPUs the base with its DeepCompile is the peer, where that works.
+    systems += [ZERO] if not gpus or case == "offload" else []
+    # The recipe of float8 for which FSDP2 can gather weights in float8.
+    systems += [FLOAT8_GATHERED] if "tensorwise" in rest else []
+    return systems + ([SHARDED, ZERO3] if "--lora" in rest else [])
+
+
+def reason_against(
+    system: str, case: str, gpus: list[str], rest: list[str], options: argparse.Namespace
+) -> str | None:
     """Returns why a system cannot be measured in a case, or None if it can."""
     if system in OF_BASE and not options.base:
         return "--base was not given"
@@ -108,7 +129,11 @@ def reason_against(system: str, case: str, gpus: list[str], options: argparse.Na
         return "its DeepCompile aborts with accumulation in ZeRO-1"
     if system == BASE and case == "offload":
         return "its DeepCompile takes no optimizer on the host"
-    if system == FSDP2 and case == "offload" and not gpus:
+    if system == REMAINDERS and case == "offload":
+        return "masters on the host are not kept as remainders"
+    if system == REMAINDERS and ("fp32" in rest or (not gpus and "bf16" not in rest)):
+        return "parameters in fp32 have no remainders; give -- --dtype bf16"
+    if system in OF_TORCH and case == "offload" and not gpus:
         return "its CPUOffloadPolicy needs GPUs"
     return None
 
@@ -144,15 +169,8 @@ def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict
     results = {case: {} for case in options.cases}
     with tempfile.TemporaryDirectory(prefix="benchmark-caches-") as caches:
         for case in options.cases:
-            # On GPUs the base with its DeepCompile is the peer, where that works.
-            default = [name for name in COLUMNS if name != ZERO or not gpus or case == "offload"]
-            # The recipe of float8 for which FSDP2 can gather weights in float8.
-            default = [name for name in default if name != FLOAT8_GATHERED or "tensorwise" in rest]
-            # Only where they are named.
-            default = [name for name in default if name not in (BASE_ZERO, DDP)]
-            default = [name for name in default if name not in (SHARDED, ZERO3) or "--lora" in rest]
-            for system in options.systems or default:
-                reason = reason_against(system, case, gpus, options)
+            for system in options.systems or default_systems(case, gpus, rest):
+                reason = reason_against(system, case, gpus, rest, options)
                 if reason:
                     results[case][system] = no_result(reason)
                     continue
@@ -168,13 +186,25 @@ def measure_all(options: argparse.Namespace, rest: list[str], out: Path) -> dict
                     log = out / f"{case}-{_slug(name)}.log"
                     result = processes.run(arguments, gpus, ranks, site, compiled, extensions, options.limit, log)
                     result = results[case][name] = checked(system, result)
-                    told = result["why"] if not is_measured(result) else f"{result['step_s']:.4f} s/step"
-                    if is_measured(result) and share_gpus(result):
-                        told = "measured, with GPUs that ranks share"
+                    told = speed(result) if is_measured(result) else result["why"]
                     print(f"  {told} ({time.perf_counter() - began:.0f} s in all)", flush=True)
-                    (out / "results.json").write_text(json.dumps(results) + "\n")
-    (out / "results.json").write_text(json.dumps(results) + "\n")
+                    write(results, out)
+    write(results, out)
     return results
+
+
+def write(results: dict[str, dict[str, Result | NoResult]], out: Path) -> str:
+    """Writes what is known as results.json and results.md; returns the latter's text."""
+    (out / "results.json").write_text(json.dumps(results) + "\n")
+    tables = []
+    for case, of_case in results.items():
+        if any(map(is_measured, of_case.values())):
+            tables.append(f"## {case}\n\n{markdown(of_case, beside=(BASE, ZERO, *OF_TORCH, BASE_ZERO))}")
+        else:
+            tables.append(f"## {case}\n\n" + "\n".join(f"{name}: {of['why']}" for name, of in of_case.items()) + "\n")
+    table = "\n".join(tables)
+    (out / "results.md").write_text(table)
+    return table
 
 
 def main() -> int:
@@ -184,15 +214,7 @@ def main() -> int:
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     results = measure_all(options, rest, out)
-    tables = []
-    for case, of_case in results.items():
-        if any(map(is_measured, of_case.values())):
-            tables.append(f"## {case}\n\n{markdown(of_case, beside=(BASE, ZERO, *OF_TORCH, BASE_ZERO))}")
-        else:
-            tables.append(f"## {case}\n\n" + "\n".join(f"{name}: {of['why']}" for name, of in of_case.items()) + "\n")
-    table = "\n".join(tables)
-    (out / "results.md").write_text(table)
-    print("\n" + table)
+    print("\n" + write(results, out))
     try:
         from .pictures import draw
     except ImportError:

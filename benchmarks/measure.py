@@ -12,7 +12,6 @@ It measures whichever DeepSpeed is installed. benchmarks.compare runs it once fo
 
 import dataclasses
 import datetime
-import gc
 import importlib.metadata
 import importlib.util
 import json
@@ -32,7 +31,7 @@ from .devices import on_gpus, take_gpu
 from .recorder import data
 from .results import PHASES, Result, allocated_in
 from .settings import Settings, parse_command_line
-from .steps import Trainer, say
+from .steps import Trainer, leave, say
 from .systems import is_fork
 from .tables import print_run
 
@@ -118,6 +117,7 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
         "run": dataclasses.asdict(settings),
         "environment": environment(),
         "parameters": trainer.parameters,
+        "flops_per_token": trainer.flops_per_token,
         "first_step_s": slowest[0],
         "step_s": statistics.median(slowest[settings.warm :]),
         "steps_s": slowest,
@@ -132,7 +132,7 @@ def main() -> None:
     device = take_gpu() if on_gpus() else "cpu"
     if device == "cpu" or settings.offload:
         torch.set_num_threads(max(1, os.cpu_count() // int(os.environ["WORLD_SIZE"])))
-    if settings.system in ("fsdp2", "ddp"):
+    if settings.is_fsdp2 or settings.system == "ddp":
         # With offloading, gradients are on the host when their norm is taken.
         backend = "cuda:nccl,cpu:gloo" if settings.offload else "nccl"
         on_gpu = {"backend": backend, "device_id": torch.device(device)}
@@ -145,12 +145,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         print_run(result)
         if file:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
             Path(file).write_text(json.dumps(result, indent=1) + "\n")
-    dist.barrier()
-    # Reference cycles still hold process groups, whose threads must end before the interpreter does. Otherwise the
-    # interpreter may abort at its end (pytorch/pytorch issue 190489).
-    gc.collect()
-    dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -3,19 +3,15 @@
 """Lists what one training step sends on any number of ranks, without these ranks.
 
 The code that trains decides: the native reducer gets a model's gradients as tensors without memory, over torch's fake
-process group, and `runs()` cuts parameters for the overlapped gather. So the lists follow every change
-of that code. Only one process is needed.
+process group, and `runs()` cuts parameters for the overlapped gather. Where parameters lie, and the process group, are
+those by which `deepspeed.compile.features.fits` reckons memory. So the lists follow every change of that code. Only
+one process is needed.
 """
 
-import contextlib
-import itertools
 import re
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.nn import Parameter
 
 from .workload import Shape, build_model
@@ -23,8 +19,6 @@ from .workload import Shape, build_model
 if TYPE_CHECKING:
     from deepspeed.compile.zero_1_and_2.parameter.runs import Run
 
-# The layout of 0.19.8 pads a flat tensor to a multiple of this many elements for each rank.
-ALIGNMENT = 2
 OUTSIDE = 0
 
 
@@ -55,10 +49,11 @@ def sizes(shape: Shape) -> Sizes:
     return Sizes(list(model.parameters()), [1 + int(match[1]) if match else OUTSIDE for match in found], work)
 
 
-def partition_numel(model: Sizes, ranks: int) -> int:
-    """Returns how many elements a rank owns."""
-    total = sum(parameter.numel() for parameter in model.parameters)
-    return -(-total // (ranks * ALIGNMENT)) * ALIGNMENT
+def layout(model: Sizes, ranks: int) -> Any:
+    """Returns where the parameters lie in the flat tensor of so many ranks, as ``gradient/layout.py`` reads it."""
+    from deepspeed.compile.features.fits.gradients import layout_of
+
+    return layout_of(model.parameters, ranks)
 
 
 def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -> list[Sent]:
@@ -73,11 +68,13 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
         bucket: ``reduce_bucket_size``.
         send: with how many elements a bucket is sent, instead of what the engine chooses for so many ranks.
     """
+    from deepspeed.compile.features.fits.gradients import one_of
     from deepspeed.compile.zero_1_and_2.engine.set_up import send_numel
+    from deepspeed.compile.zero_1_and_2.gradient.layout import flat_layout
     from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
-    meta, sent = torch.device("meta"), []
-    with _ranks(ranks) as process_group:
+    meta, sent, laid_out = torch.device("meta"), [], layout(model, ranks)
+    with one_of(ranks) as process_group:
         reducer = reducer_module().Reducer(
             identity=-1,
             bucket_numel=bucket,
@@ -87,8 +84,8 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
             synchronize_after=False,
         )
         dtype = model.parameters[0].dtype
-        group = reducer.add_group(process_group, partition_numel(model, ranks), dtype, meta, False, None)
-        for number, (parameter, offset) in enumerate(zip(model.parameters, _offsets(model))):
+        group = reducer.add_group(process_group, laid_out.partition_size[0], dtype, meta, False, None)
+        for number, (parameter, offset) in enumerate(flat_layout(laid_out, 0)):
             reducer.register_parameter(group, str(number), parameter, dtype, offset)
         reducer.begin_backward(True)
         filling = in_flight = buckets = messages = 0
@@ -112,37 +109,12 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
     return sent
 
 
-def _offsets(model):
-    ends = itertools.accumulate(parameter.numel() for parameter in model.parameters)
-    return [0, *ends][:-1]
-
-
-@contextlib.contextmanager
-def _ranks(count: int) -> Iterator[dist.ProcessGroup]:
-    """Context with a process group of so many ranks, of which only this process, the first rank, is there."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
-    group = dist.group.WORLD
-    fake = group._get_backend(torch.device("cpu"))
-    group._register_backend(torch.device("meta"), dist.ProcessGroup.BackendType.CUSTOM, fake)
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group()
-
-
 def broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
     """Lists what each broadcast of the overlapped gather sends, by unit in the order in which units are sent."""
     from deepspeed.compile.zero_1_and_2.parameter.runs import runs
 
-    # What the layout reads of an optimizer.
-    optimizer = SimpleNamespace(
-        round_robin_bit16_groups=[model.parameters],
-        round_robin_bit16_offsets=[_offsets(model)],
-        partition_size=[partition_numel(model, ranks)],
-    )
     members: list[list[Parameter]] = [[] for _ in range(1 + max(model.units))]
     for parameter, unit in zip(model.parameters, model.units):
         members[unit].append(parameter)
-    return [runs(optimizer, unit) for unit in members]
+    laid_out = layout(model, ranks)
+    return [runs(laid_out, unit) for unit in members]

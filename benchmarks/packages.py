@@ -9,7 +9,8 @@ From the root of the repository, on one GPU, where the packages are installed::
     python -m benchmarks.packages liger chunked        DeepCompile with chunked_loss
     python -m benchmarks.packages liger on --kernels rope swiglu
 
-It prints the mean seconds of the steps that count, the allocator's peak in GiB, and losses.
+It prints the mean seconds of the steps that count, tokens a second, MFU (see flops.py), the allocator's peak in GiB,
+and losses.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import time
 
 import torch
 
+from . import flops
 from .devices import on_gpus, synchronize
 from .workload import SHAPES, build_model, replace_linear_layers
 
@@ -79,6 +81,7 @@ def main() -> None:
 
         apply_liger_kernel_to_qwen3(model=model, **{name: name in options.kernels for name in KERNELS})
 
+    per_token = flops.per_token(model, options.seq)
     import deepspeed
 
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -112,7 +115,10 @@ def main() -> None:
     synchronize()
     seconds = (time.perf_counter() - begun) / (options.steps - WARM)
     peak = f"{torch.cuda.max_memory_allocated() / 2**30:.2f} GiB" if on_gpus() else "no peak on a CPU"
-    print(f"{seconds:.4f} s a step, {peak}; losses {losses[0]:.4f}, {losses[-1]:.4f}")
+    rate = options.seq / seconds
+    part = flops.mfu(per_token * rate, torch.cuda.get_device_name() if on_gpus() else "CPU", "bf16")
+    speed = f"{rate:,.0f} tokens/s" + (f", MFU {part:.1%}" if part else "")
+    print(f"{seconds:.4f} s a step, {speed}, {peak}; losses {losses[0]:.4f}, {losses[-1]:.4f}")
     engine.destroy()
 
 

@@ -13,14 +13,18 @@ From the root of the repository::
 - The loss: the head and the cross-entropy, in one chunk and in chunks of different sizes.
 - The model: forward and backward with compiled blocks and no communication.
 - The update beside a forward, on a stream of its own: by how much the forward takes longer.
+
+The floor of an update is the time in which the device copies as many bytes as the update must move.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,6 +38,26 @@ if TYPE_CHECKING:
 BYTES_OF_AN_UPDATE = 28  # a bf16 gradient and parameter, and three fp32 tensors that are read and written
 BYTES_WITH_8_BITS = 16  # the same with two states of a byte each
 BYTES_LESS = 2  # with master weights as remainders, whose parameters are read too
+
+
+class Times:
+    """Prints times, and writes all of them to a file as soon as each is there, if a file is named.
+
+    Attributes:
+        file: the JSON file, or None. It has name -> {"ms": milliseconds, "floor_ms": the least that is possible}.
+    """
+
+    def __init__(self, file: str | None):
+        self.file, self._found = file and Path(file), {}
+
+    def tell(self, name: str, seconds: float, floor: float | None = None, more: str = "") -> None:
+        """Prints and writes a time; ``more`` is what stands behind it in the line."""
+        part = f", {seconds / floor:.3f} of {1e3 * floor:.2f}" if floor else ""
+        print(f"{name:27}{1e3 * seconds:8.2f} ms{part}{more}", flush=True)
+        self._found[name] = {"ms": 1e3 * seconds, "floor_ms": 1e3 * floor if floor else None}
+        if self.file:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.write_text(json.dumps(self._found, indent=1) + "\n")
 
 
 def seconds(function: Callable[[], object], repetitions: int) -> float:
@@ -107,7 +131,7 @@ def bandwidth(device: str, repetitions: int) -> float:
     return 4 * source.numel() / seconds(lambda: target.copy_(source), repetitions)
 
 
-def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Callable[[], None]:
+def time_update(shape: Shape, device: str, rate: float, repetitions: int, times: Times) -> Callable[[], None]:
     """Prints the times of the update and of the norm of all parameters of a model.
 
     Returns:
@@ -141,14 +165,12 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
         for name, updates in (("in ranges", None), ("in one pass", one_pass.OnePassAdam())):
             run = functools.partial(step, adam, updates)
             took = seconds(run, repetitions)
-            print(f"AdamW {kind}, {name:11} {1e3 * took:8.2f} ms, {took / floor:.3f} of that{most_memory(run)}")
+            times.tell(f"AdamW {kind}, {name}", took, floor, most_memory(run))
             if (kind, updates is None) == ("fused", False):
                 update = run
     run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), EightBitAdam())
     took, floor = seconds(run, repetitions), BYTES_WITH_8_BITS * numel / rate
-    print(
-        f"AdamW, 8-bit states        {1e3 * took:8.2f} ms, {took / floor:.3f} of {1e3 * floor:.2f}{most_memory(run)}"
-    )
+    times.tell("AdamW, 8-bit states", took, floor, most_memory(run))
     for name, states, size in (
         ("fp32 states", EveryStepAdam, BYTES_OF_AN_UPDATE),
         ("8-bit states", EightBitAdam, BYTES_WITH_8_BITS),
@@ -158,13 +180,13 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int) -> Cal
         rule = RemaindersAdam([remainders], [states()])
         run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), rule)
         took, floor = seconds(run, repetitions), (size - BYTES_LESS) * numel / rate
-        print(f"remainders, {name:14} {1e3 * took:8.2f} ms, {took / floor:.3f} of {1e3 * floor:.2f}{most_memory(run)}")
+        times.tell(f"remainders, {name}", took, floor, most_memory(run))
     took = seconds(lambda: sum_of_squares([*gradients.values()]), repetitions)
-    print(f"norm                       {1e3 * took:8.2f} ms, {took / (2 * numel / rate):.3f} of 2 bytes an element")
+    times.tell("norm", took, 2 * numel / rate)
     return update
 
 
-def time_loss(shape: Shape, seq: int, device: str, repetitions: int) -> None:
+def time_loss(shape: Shape, seq: int, device: str, repetitions: int, times: Times) -> None:
     """Prints the times and the memory of head and cross-entropy."""
     from deepspeed.compile.features.loss import chunked_loss
 
@@ -187,7 +209,7 @@ def time_loss(shape: Shape, seq: int, device: str, repetitions: int) -> None:
         number = len(chunked_loss.chunks(seq, shape.vocab_size))
         took = seconds(run, repetitions)
         hidden.grad = weight.grad = None
-        print(f"loss, {number:4} chunks          {1e3 * took:8.2f} ms{most_memory(run)}")
+        times.tell(f"loss, {number:4} chunks", took, more=most_memory(run))
 
 
 def time_beside(forward: Callable[[], object], update: Callable[[], None], repetitions: int) -> None:
@@ -220,7 +242,9 @@ def time_beside(forward: Callable[[], object], update: Callable[[], None], repet
         )
 
 
-def time_model(shape: Shape, seq: int, device: str, repetitions: int, update: Callable[[], None]) -> None:
+def time_model(
+    shape: Shape, seq: int, device: str, repetitions: int, update: Callable[[], None], times: Times
+) -> None:
     """Prints the times of forward and backward with compiled blocks, on the device and on the host."""
     model = build_model(shape, torch.bfloat16, device, False)
     for block in model.model.layers:
@@ -236,36 +260,42 @@ def time_model(shape: Shape, seq: int, device: str, repetitions: int, update: Ca
     run()
     on_host = time.perf_counter() - begun
     synchronize()
-    print(f"model, forward and backward{1e3 * took:8.2f} ms; the host was done after {1e3 * on_host:.2f} ms")
+    times.tell("model, forward and backward", took, more=f"; the host was done after {1e3 * on_host:.2f} ms")
     if not on_gpus():
         return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         synchronize()
     kernels = [each for each in profiler.events() if each.device_type == torch.autograd.DeviceType.CUDA]
-    busy = sum(each.device_time_total for each in kernels) / 1e3
-    print(f"model, kernels             {busy:8.2f} ms, {len(kernels)} of them")
+    busy = sum(each.device_time_total for each in kernels) / 1e6
+    times.tell("model, kernels", busy, more=f", {len(kernels)} of them")
     with torch.no_grad():
         time_beside(lambda: model(input_ids=ids, labels=ids), update, repetitions)
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.parts", description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-8b")
     parser.add_argument("--layers", type=int, default=6, help="of the partition and of the model")
     parser.add_argument("--seq", type=int, default=4096, help="tokens")
     parser.add_argument("--repetitions", type=int, default=8)
     parser.add_argument("--only", choices=["update"], help="what to time, if not all")
-    options = parser.parse_args()
+    parser.add_argument("--json", metavar="FILE", help="write the times there")
+    return parser
+
+
+def main() -> None:
+    options = parser().parse_args()
+    times = Times(options.json)
     device = "cuda" if on_gpus() else "cpu"
     shape = dataclasses.replace(SHAPES[options.shape], num_hidden_layers=options.layers)
     rate = bandwidth(device, options.repetitions)
     print(f"{torch.cuda.get_device_name() if on_gpus() else 'CPU'}: a copy moves {rate / 1e12:.3f} TB/s")
-    update = time_update(shape, device, rate, options.repetitions)
+    update = time_update(shape, device, rate, options.repetitions, times)
     if options.only:
         return
-    time_loss(shape, options.seq, device, options.repetitions)
-    time_model(shape, options.seq, device, options.repetitions, update)
+    time_loss(shape, options.seq, device, options.repetitions, times)
+    time_model(shape, options.seq, device, options.repetitions, update, times)
 
 
 if __name__ == "__main__":

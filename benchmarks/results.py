@@ -5,6 +5,7 @@
 from collections.abc import Iterable
 from typing import Any, TypedDict, TypeGuard
 
+from . import flops
 from .recorder import data
 
 PHASES = ("forward", "backward", "step")
@@ -48,6 +49,7 @@ class Result(TypedDict):
         run: the fields of ``settings.Settings``.
         environment: the host, its devices, and versions.
         parameters: the number of the model's parameters.
+        flops_per_token: the floating-point operations of forward and backward, by the formula in flops.py.
         first_step_s: the first step, which compiles.
         step_s: the median of the steps that count.
         steps_s: every step.
@@ -60,6 +62,7 @@ class Result(TypedDict):
     run: dict[str, Any]
     environment: dict[str, Any]
     parameters: int
+    flops_per_token: int
     first_step_s: float
     step_s: float
     steps_s: list[float]
@@ -103,6 +106,18 @@ def allocated_in(step: data.StepMemory, phase: str) -> dict[str, int]:
     return {"after": before[-1], "peak": step.peak(begin, end).bytes}
 
 
+def tokens_a_second(result: Result) -> float:
+    """Returns the tokens of a second that each rank trains."""
+    run = result["run"]
+    return run["micro_batch"] * run["seq"] * run["accumulation"] / result["step_s"]
+
+
+def mfu(result: Result) -> float | None:
+    """Returns which part of its GPU's peak a rank uses, see flops.py; None where the peak is not known."""
+    operations, where = result.get("flops_per_token"), result["environment"]
+    return operations and flops.mfu(operations * tokens_a_second(result), where["device"], result["run"]["dtype"])
+
+
 def highest(result: Result, *path: str) -> float | None:
     """Returns the highest of all ranks' figures at ``path``, or None if a rank has no such figure.
 
@@ -124,8 +139,28 @@ def unit_of(results: Iterable[Result]) -> tuple[int, str]:
     return (2**30, "GiB") if most >= 2**30 else (2**20, "MiB")
 
 
-def describe(result: Result, with_kept: bool = True) -> str:
-    """Returns one line that says what was trained, and on what; ``with_kept``: and which activations were kept."""
+def headline(result: Result, with_kept: bool = True) -> str:
+    """Returns what was trained, on what and when, for a title; ``with_kept``: and whether layers were checkpointed."""
+    run, where = result["run"], result["environment"]
+    parts = [run["shape"], *([f"{run['layers']} layers"] if run["layers"] else []), _devices(result)]
+    parts += [f"sequence {run['seq']}", f"micro-batch {run['micro_batch']}"]
+    parts += [f"accumulation {run['accumulation']}"] if run["accumulation"] > 1 else []
+    parts += [f"float8 {run['float8']}"] if run.get("float8") else []
+    if with_kept:
+        parts.append("every layer checkpointed" if run["checkpoint"] else "no checkpointing")
+    return ", ".join([*parts, where["date"]])
+
+
+def _devices(result: Result) -> str:
+    """Returns how many of which devices there were."""
+    where = result["environment"]
+    if share_gpus(result):
+        return f"{where['world']} ranks that share {where['gpus']} x {where['device']}"
+    return f"{where['world']} x {where['device']}"
+
+
+def describe(result: Result) -> str:
+    """Returns one line that says all of what was trained, and on what."""
     run, where = result["run"], result["environment"]
     layers = f", {run['layers']} layers" if run["layers"] else ""
     nccl = f", NCCL {where['nccl']}" if where["nccl"] else ""
@@ -133,17 +168,13 @@ def describe(result: Result, with_kept: bool = True) -> str:
     kept = ", every layer checkpointed" if run["checkpoint"] else ", no checkpointing"
     if run.get("activation_budget") is not None:
         kept += f", activation budget {run['activation_budget']:g}"
-    kept = kept if with_kept else ""
     if run.get("float8"):
         kept += f", float8 {run['float8']} by torchao {where['torchao']}"
     adam = f"with {run['states']} states" if run.get("states") else adam
     adam += ", masters as remainders" if run.get("remainders") else ""
-    devices = f"{where['world']} x {where['device']}"
-    if share_gpus(result):
-        devices = f"{where['world']} ranks that share {where['gpus']} x {where['device']}"
     return (
         f"{run['shape']}{layers}, {result['parameters'] / 1e6:,.1f} million parameters in {run['dtype']}; "
-        f"{devices}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
+        f"{_devices(result)}; sequence {run['seq']}, micro-batch {run['micro_batch']}, accumulation "
         f"{run['accumulation']}{kept}, ZeRO-{run['stage']}, bucket {run['bucket']:,}, AdamW {adam}; "
         f"steps {run['warm']} to {run['steps'] - 1} timed; torch {where['torch']}{nccl}, "
         f"transformers {where['transformers']}; {where['host']}, {where['date']}"

@@ -6,9 +6,72 @@ From the root of the repository, in one process and without GPUs::
 
     python -m benchmarks.scale                     the tables
     python -m benchmarks.scale --latency 4         with four times NCCL's own latencies
+    python -m benchmarks.scale --frozen            what compile.shard_parameters costs
     python -m benchmarks.scale --fit FILE          what benchmarks.collectives measured, beside the model
 
-docs/scale.md explains the formulas and names the source of each constant.
+**Collectives.** A collective over n ranks takes a base, a latency for each hop of NCCL's ring, and the time of its S
+bytes at bandwidth B. Of NCCL's protocols the fastest one counts, as NCCL chooses.
+
+- All-gather and reduce-scatter: ``base + hops inside nodes * inside + hops between nodes * between + S (n - 1) / n /
+  B``.
+- One reduce or broadcast: ``base + n * hop + S / B``. A group of k together has ``ceil(k / 16)`` times the hops.
+- Latencies are those of NCCL's tuning.cc [1], where reduce and broadcast have the ring only, and every hop costs as
+  much as one over the network. LL is left out: it is for messages smaller than any of ours [2].
+- B is 360 GB/s, inside a node and between nodes: NCCL's developers expect 360 [3] to 370 [4] GB/s of NVLink on an
+  H100, and 46 to 48 [5] of each adapter of 400 Gb/s.
+- NCCL puts all collectives of a group into one kernel [6] and shares their bytes equally among its channels, so up to
+  16 run side by side, and those of one channel follow each other. That is too slow where newer NCCL makes one ring of
+  a group's broadcasts (``NCCL_ALLGATHERV_ENABLE``).
+- All-gathers and reduce-scatters go around the ring too: PAT is for one GPU of each node [7], trees for all-reduce.
+
+**Steps** are simulated with one stream that computes and one that communicates.
+
+- The fork's backward: gradients arrive in the reverse order of the parameters, each after its share of the backward by
+  elements of matrices. One bucket is in flight: before the next is sent, the compute stream waits for it.
+- The fork's gather is one all-gather with nothing under it. Overlapped, units are sent in their order, and the forward
+  waits for head and embedding, and then for each block.
+- FSDP2: a layer is gathered while the previous one computes, in the forward and, if layers are resharded, again in the
+  backward, and its gradients are reduce-scattered behind it. Collectives of the one communicator follow each other.
+- Compute is 0.353 s for Qwen3-8B, a third of it the forward. The optimizer takes 10 ps for each element of a
+  partition: 8.9 ms for 0.89e9 elements were measured (12 layers, 4 H200s, 2026-11-21, by a trace).
+
+**What the three choices by the number of ranks save** (``overlap_gather/gather.py``, ``send_numel()``), Qwen3-8B:
+
+- The broadcasts of a block are one group. On 128 ranks a step waits for them for 10 ms, and for 31 if one follows the
+  other; on 256 ranks for 13 and 249.
+- From 512 ranks on the overlapped gather is one all-gather. Broadcasts would save 19 ms there with NCCL's own
+  latencies, and cost 63 with twice these. On 256 ranks the overlapped gather saves 34 ms, and costs 55 with four times
+  these.
+- Larger buckets save 2 % of a step from 512 ranks on, or from 128 on with four times the latency.
+
+**The model beside what was measured.** ``tests/house/test_scale_reckoned.py`` holds the model to these figures, but
+for gathers and scatters of two ranks.
+
+| 1 GiB of bf16, ms | 8 H200s: measured | model | 2 H200s: measured | model |
+| --- | --- | --- | --- | --- |
+| all-gather | 2.74 | 2.64 | 1.97 | 1.50 |
+| reduce-scatter | 2.73 | 2.64 | 2.02 | 1.50 |
+| reduce to one rank | 2.99 | 3.22 | 2.90 | 3.05 |
+| broadcast | | | 2.91 | 3.05 |
+| a group of reduces, an equal part to each rank | 2.77 | 2.84 | 1.62 | 1.56 |
+| a group of broadcasts, an equal part from each rank | | | 1.57 | 1.56 |
+
+A reduce of 64 MiB, a bucket of 2^25 elements, takes 0.200 ms on 2 H200s (model 0.220). The gather of all parameters of
+Qwen3-8B takes 39 ms on 8 (40), and the wait at the end of the backward 3.7 ms on 4 (3.5), by traces. Torch
+2.11.0+cu130, NVLink SHARP off; 8 H200s of one host on 2026-11-20, 4 on 2026-11-21, 2 on 2026-11-23 with
+``deepspeed --module benchmarks.collectives``.
+
+| published, 8 H100s a node, GB/s | measured | model | with four times the latency |
+| --- | --- | --- | --- |
+| reduce-scatter [8] of unknown size (model: 8 GiB), 4 nodes | 360 | 369 | 363 |
+| the same, 32 nodes | 300 | 344 | 306 |
+| the same, 128 nodes | 260 | 305 | 247 |
+| all-gather [9] of 2 GiB, 32 nodes | 200 | 306 | 248 |
+
+[1] https://github.com/NVIDIA/nccl/blob/b6475625fbcaa2c3c0e50eed2fa1255d7514d4a2/src/graph/tuning.cc
+[2] Demystifying NCCL, https://arxiv.org/abs/2507.04786 (2025)
+[3], [4], [5] https://github.com/NVIDIA/nccl-tests/issues/326, /212 and /290
+[6], [7], [8], [9] https://github.com/NVIDIA/nccl/issues/1028, /1473, /1229 and /1218
 """
 
 import argparse
@@ -19,7 +82,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from .messages import OUTSIDE, Sizes, broadcasts, partition_numel, reductions, sizes
+from .messages import OUTSIDE, Sizes, broadcasts, layout, reductions, sizes
 from .workload import SHAPES
 
 RANKS = [8, 16, 32, 64, 128, 256, 512, 1024]
@@ -195,10 +258,16 @@ def _under_the_forward(case, took):
     return Cost(arrives, now + forward * parts[OUTSIDE] - forward)
 
 
-def fsdp2(case: Case, cluster: Cluster, ranks: int) -> Cost:
-    """FSDP2: each layer is gathered while the one before it computes, in forward and backward, and reduced behind it.
+def fsdp2(case: Case, cluster: Cluster, ranks: int, reshard: bool) -> Cost:
+    """FSDP2: each layer is gathered while the one before it computes, and reduced behind it.
 
     What lies outside of layers stays gathered from the forward to the backward, and is reduced at the end.
+
+    Args:
+        case: what is trained.
+        cluster: on what.
+        ranks: on how many GPUs.
+        reshard: ``reshard_after_forward``: whether layers are gathered again for the backward.
     """
     units = case.of_units()
     took = [cluster.to_all(size, ranks) for size, _ in units]
@@ -216,19 +285,21 @@ def fsdp2(case: Case, cluster: Cluster, ranks: int) -> Cost:
     now, arrives, free = backward * units[OUTSIDE][1], 0.0, 0.0
     for number in range(len(units) - 1, 0, -1):
         begins = max(now, arrives)
-        if number > 1:
+        if reshard and number > 1:
             arrives = free = max(begins, free) + took[number - 1]
         now = begins + backward * units[number][1]
         free = max(now, free) + took[number]
     exposed += max(now, free) + took[OUTSIDE] - backward
-    return Cost(2 * sum(took) + sum(took[1:-1]), exposed)
+    again = sum(took[1:-1]) if reshard else 0.0
+    return Cost(2 * sum(took) + again, exposed)
 
 
 # What a step may be: name -> its cost.
 SYSTEMS: dict[str, Callable[[Case, Cluster, int], Cost]] = {
     "fork": lambda *on: reduce_gradients(*on) + gather_at_once(*on),
     "fork, gather overlapped": lambda *on: reduce_gradients(*on) + gather_overlapped(*on),
-    "FSDP2": fsdp2,
+    "FSDP2, kept": lambda *on: fsdp2(*on, reshard=False),
+    "FSDP2, resharded": lambda *on: fsdp2(*on, reshard=True),
     "fork before": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_at_once(*on),
     "fork before, gather overlapped": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_one_by_one(*on),
 }
@@ -303,7 +374,7 @@ def counts(case: Case, of: list[int]) -> str:
     cells = [["ranks", "owned elements", "buckets", "messages", "buckets before", "messages before", "broadcasts"]]
     for ranks in of:
         now, before = (reductions(case.model, ranks, BUCKET, send) for send in (None, SEND_BEFORE))
-        numbers = [partition_numel(case.model, ranks)]
+        numbers = [layout(case.model, ranks).partition_size[0]]
         for sent in (now, before):
             numbers += [sum(each.bytes > 0 for each in sent), sum(each.messages for each in sent)]
         numbers.append(sum(map(len, broadcasts(case.model, ranks))))
@@ -359,7 +430,10 @@ def main() -> None:
         for case, _ in cases():
             print(f"\n{case.name}\n\n{frozen(case, options.latency)}")
         return
-    print("Cells: ms that the compute stream waits (as a part of the step), ms that the collectives take.")
+    print(
+        "Cells: ms that the compute stream waits (as a part of the step), ms that the collectives take. FSDP2 kept: "
+        "reshard_after_forward=False; resharded, its default: True. It reduces gradients in bf16."
+    )
     for case, of in cases():
         print(f"\n{case.name}\n\n{costs(case, cluster, of)}\n\n{counts(case, of)}")
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from .workload import RECIPES, SHAPES
 
 # "deepcompile" and "zero" are the installed DeepSpeed with and without DeepCompile.
-SYSTEMS = ("deepcompile", "zero", "fsdp2", "ddp")
+SYSTEMS = ("deepcompile", "zero", "fsdp2-kept", "fsdp2-resharded", "fsdp2-fp32-reduce", "ddp")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,9 @@ class Settings:
     """What one run trains, and how.
 
     Attributes:
-        system: one of ``SYSTEMS``.
+        system: one of ``SYSTEMS``. Of FSDP2, "kept" keeps parameters gathered from a step's first forward to its last
+            backward, "resharded" gathers them for each forward and again for each backward, and "fp32-reduce" also
+            reduces gradients in fp32, which is torchtitan's default.
         shape: a key of ``workload.SHAPES``.
         layers: number of layers; None: as many as the shape has.
         dtype: of parameters and activations, "bf16" (with fp32 master weights) or "fp32".
@@ -32,8 +34,7 @@ class Settings:
             ``workload.RECIPES``; None: they multiply in ``dtype``.
         float8_gather: whether FSDP2 casts its shards to float8 before it gathers them, with scales that are computed
             after each step. Only for the recipe "tensorwise".
-        lora: the rank of adapters at every linear layer of the blocks; all else is frozen. None: all is trained. FSDP2
-            then gathers parameters again for the backward.
+        lora: the rank of adapters at every linear layer of the blocks; all else is frozen. None: all is trained.
         shard_frozen: whether DeepCompile shards the blocks' frozen parameters (``shard_parameters``).
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
         overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
@@ -84,6 +85,10 @@ class Settings:
     steps: int = 31
     warm: int = 10
 
+    @property
+    def is_fsdp2(self) -> bool:
+        return self.system.startswith("fsdp2")
+
 
 class CommandLine(NamedTuple):
     """What the command line of benchmarks.measure asks for.
@@ -102,7 +107,12 @@ class CommandLine(NamedTuple):
 def parse_command_line(description: str) -> CommandLine:
     """Reads the command line of benchmarks.measure; ends the process with a sentence if something is wrong with it."""
     parser = argparse.ArgumentParser(prog="deepspeed --module benchmarks.measure", description=description)
-    parser.add_argument("--system", choices=SYSTEMS, help="zero: DeepSpeed without DeepCompile")
+    parser.add_argument(
+        "--system",
+        choices=SYSTEMS,
+        help="zero: DeepSpeed without DeepCompile. FSDP2 keeps parameters from forward to backward, or reshards them, "
+        "or reshards them and reduces gradients in fp32",
+    )
     parser.add_argument("--shape", choices=SHAPES)
     parser.add_argument("--layers", type=int, help="fewer or more than the shape has")
     parser.add_argument("--dtype", choices=("bf16", "fp32"))
@@ -171,10 +181,10 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--states 8bit is for states on the device; leave --offload out")
     if settings.remainders and (settings.system != "deepcompile" or settings.dtype != "bf16" or settings.offload):
         parser.error("--remainders goes with --system deepcompile and --dtype bf16, without --offload")
-    if settings.optimizer == "muon" and (settings.system == "fsdp2" or settings.offload or settings.states):
+    if settings.optimizer == "muon" and (settings.is_fsdp2 or settings.offload or settings.states):
         parser.error("--optimizer muon goes with DeepSpeed, without --offload and --states")
-    if settings.float8_gather and (settings.system, settings.float8) != ("fsdp2", "tensorwise"):
-        parser.error("--float8-gather goes with --system fsdp2 and --float8 tensorwise")
+    if settings.float8_gather and not (settings.is_fsdp2 and settings.float8 == "tensorwise"):
+        parser.error("--float8-gather goes with FSDP2 and --float8 tensorwise")
     if settings.system == "ddp" and (settings.dtype, settings.accumulation, settings.offload) != ("fp32", 1, False):
         parser.error("--system ddp goes with --dtype fp32, and with neither --accumulation nor --offload")
     if settings.one_graph and settings.overlap_gather:

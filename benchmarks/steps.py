@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from . import flops
 from .devices import on_gpus, synchronize
 from .recorder import data, record
 from .settings import Settings
@@ -25,6 +26,15 @@ def say(text: str) -> None:
     """Prints on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, flush=True)
+
+
+def leave() -> None:
+    """Ends communication, at the end of a rank's program."""
+    dist.barrier()
+    # Reference cycles still hold process groups, whose threads must end before the interpreter does. Otherwise the
+    # interpreter may abort at its end (pytorch/pytorch issue 190489).
+    gc.collect()
+    dist.destroy_process_group()
 
 
 class Clock:
@@ -84,6 +94,7 @@ class Trainer:
         settings: of the run.
         device: of this rank.
         parameters: the number of the model's parameters.
+        flops_per_token: see flops.py.
         batches: this rank's.
         system: which holds the model.
         setup_s: seconds that building the model and wrapping it in the system took.
@@ -101,6 +112,7 @@ class Trainer:
         if settings.lora:
             add_adapters(model, settings.lora)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.flops_per_token = flops.per_token(model, settings.seq)
         self.batches = Batches(shape.vocab_size, settings.micro_batch, settings.seq, dist.get_rank(), device)
         self.system = make_system(settings, model)
         self.setup_s = time.perf_counter() - began

@@ -47,7 +47,9 @@ class System(Protocol):
 
 def make_system(settings: Settings, model: torch.nn.Module) -> System:
     """Returns the system that ``settings`` names. The caller must not use ``model`` by itself from then on."""
-    return {"fsdp2": FSDP2, "ddp": DDP}.get(settings.system, DeepSpeed)(settings, model)
+    if settings.is_fsdp2:
+        return FSDP2(settings, model)
+    return (DDP if settings.system == "ddp" else DeepSpeed)(settings, model)
 
 
 def is_fork() -> bool:
@@ -56,7 +58,7 @@ def is_fork() -> bool:
 
 
 def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    if settings.states and settings.system == "fsdp2":
+    if settings.states and settings.is_fsdp2:
         from torchao.optim import AdamW8bit
 
         return AdamW8bit(parameters, lr=settings.learning_rate)
@@ -66,7 +68,7 @@ def _optimizer(settings: Settings, parameters: Iterable[torch.nn.Parameter]) -> 
         return AdamW8bit(parameters, lr=settings.learning_rate)
     if not settings.offload:
         return torch.optim.AdamW(parameters, lr=settings.learning_rate, **{settings.adam: True})
-    if settings.system == "fsdp2":
+    if settings.is_fsdp2:
         return torch.optim.AdamW(parameters, lr=settings.learning_rate, fused=True)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
@@ -168,12 +170,13 @@ class DeepSpeed:
 class FSDP2:
     """``fully_shard`` on every block, with every block compiled, as PyTorch's own training code does.
 
-    Parameters are kept from the first forward of a step to its last backward, so that each is gathered once a step, as
-    ZeRO-1 and ZeRO-2 do; with ``settings.lora`` each is gathered again for each backward.
+    "fsdp2-kept" keeps parameters from the first forward of a step to its last backward, so that each is gathered once
+    a step, as ZeRO-1 and ZeRO-2 do. The others drop a block's parameters behind each forward and each backward, which
+    is FSDP2's default. They keep norm and head, which the backward needs first, as torchtitan does.
 
-    Gradients are reduced in ``settings.dtype``: once a step if ``settings.stage`` is 1, and in
-    every micro-batch if it is 2. With ``settings.float8_gather``, one all-reduce after each step computes the scales
-    of all weights.
+    Gradients are reduced in ``settings.dtype``, and by "fsdp2-fp32-reduce" in fp32: once a step if ``settings.stage``
+    is 1, and in every micro-batch if it is 2. With ``settings.float8_gather``, one all-reduce after each step computes
+    the scales of all weights.
     """
 
     def __init__(self, settings: Settings, model: torch.nn.Module):
@@ -183,16 +186,16 @@ class FSDP2:
         self._model, self._accumulation = model, settings.accumulation
         self._reduces_always, self._gathers_float8 = settings.stage == 2, settings.float8_gather
         self._vocabulary = model.config.vocab_size
-        # Frozen parameters are gathered for each forward and each backward, so that they fit.
-        self._reshards_always = settings.lora is not None
+        self._reshards = settings.system != "fsdp2-kept"
         precision = MixedPrecisionPolicy()
         if settings.dtype == "bf16":
-            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+            reduced = torch.float32 if settings.system == "fsdp2-fp32-reduce" else torch.bfloat16
+            precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
         offload = CPUOffloadPolicy() if settings.offload else OffloadPolicy()
         device_type = next(model.parameters()).device.type
         mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
 
-        def shard(*modules):
+        def shard(*modules, reshard=self._reshards):
             # The shards are the fp32 master weights. They start from the same bf16 values as ZeRO's master weights.
             for parameter in itertools.chain.from_iterable(module.parameters() for module in modules):
                 # What was sharded before is fp32 already.
@@ -203,7 +206,7 @@ class FSDP2:
                 mesh=mesh,
                 mp_policy=precision,
                 offload_policy=offload,
-                reshard_after_forward=settings.lora is not None,
+                reshard_after_forward=reshard,
             )
 
         backend = _torch_backend(settings.backend)
@@ -212,9 +215,9 @@ class FSDP2:
             shard(block)
         if not model.config.tie_word_embeddings:
             shard(model.model.embed_tokens)
-            shard(model.model.norm, model.lm_head)
+            shard(model.model.norm, model.lm_head, reshard=False)
         # What no call above has sharded belongs to the root: tied embeddings and the norm.
-        shard(model)
+        shard(model, reshard=False)
         self._loss = torch.compile(model.loss_function, backend=backend)
         self._optimizer = _optimizer(settings, _trained(model))
 
@@ -223,7 +226,7 @@ class FSDP2:
 
     def backward(self, loss, boundary):
         self._model.set_requires_gradient_sync(boundary or self._reduces_always)
-        self._model.set_reshard_after_backward(boundary or self._reshards_always)
+        self._model.set_reshard_after_backward(boundary or self._reshards)
         (loss / self._accumulation).backward()
 
     def step(self, boundary):

@@ -19,39 +19,36 @@ CONTENTS = {
     "Adopt it": """
 Start here <self>
 Install and use <docs/adopting>
+From FSDP2, from ZeRO-3 <docs/from_fsdp2>
 Programs to copy <examples/README>
-Upgrading and going back <docs/going_back>
+From 0.19.8, and back <docs/going_back>
 Changes <CHANGELOG>
 Options <docs/options>
 Models <docs/models>
-What people train with <docs/what_people_train_with>
+Other packages <docs/what_people_train_with>
 """,
     "What to expect": """
 A picture of a step <docs/memory_picture>
 Performance <docs/performance>
 Many ranks <docs/scale>
 Reliability <docs/reliability>
-Differences from 0.19.8 <docs/differences>
 Verification <docs/verification>
 """,
     "How it works": """
 Architecture <docs/architecture>
 Life of a gradient <docs/life_of_a_gradient>
-Order of gradients <docs/order_of_gradients>
 Glossary <docs/glossary>
 """,
     "Change it": """
 Contributing <CONTRIBUTING>
-The fork and its base <docs/fork>
 """,
 }
 
 project = "DeepSpeed with step-local gradients"
 project_copyright = "the authors of this fork of DeepSpeed"
 root_doc = "README"
-# docs/README.md lists the pages where the folder is looked at; the site has CONTENTS beside every page.
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md"]
-exclude_patterns = ["docs/README.md", "build", ".*"]
+exclude_patterns = ["build", ".*"]
 
 extensions = ["myst_parser"]
 # Links to headings of this depth are known, under the names that GitHub gives them.

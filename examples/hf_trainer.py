@@ -5,24 +5,33 @@
 import argparse
 import os
 
+try:
+    from accelerate import PartialState
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        DataCollatorForLanguageModeling,
+        Trainer,
+        TrainingArguments,
+    )
+except ModuleNotFoundError as missing:
+    raise SystemExit(f"{missing.name} is missing: pip install {missing.name}") from None
+
 import torch
-from accelerate import PartialState
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    DataCollatorForLanguageModeling,
-    Trainer,
-    TrainingArguments,
-)
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", default="Qwen/Qwen3-0.6B")
+parser.add_argument("--tiny", action="store_true", help="train a small model that is made on the spot")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--lr", type=float, default=1e-4)
 parser.add_argument("--local_rank", type=int)  # given by the launcher
 args = parser.parse_args()
+if args.tiny:
+    from tiny import tiny_model
+
+    args.model = tiny_model()
 
 if not torch.cuda.is_available():
     # Without GPUs Accelerate knows of other processes only if it is told how they communicate.

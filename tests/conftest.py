@@ -1,7 +1,5 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-import importlib
-import importlib.util
 import os
 import shutil
 import sys
@@ -12,9 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from support import cpu_budget, processor, sanitizer, selection  # noqa: E402, F401
+from support.benchmarks import BENCHMARKS, benchmarks  # noqa: E402
 from support.pool import Ranks  # noqa: E402
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 REPORTS = pytest.StashKey[Path]()
 
 # Inductor caches a graph for any length with kernels for the length at hand, which is short in tests. Training on the
@@ -63,17 +61,9 @@ def ranks(pytestconfig):
 
 @pytest.fixture(scope="module")
 def package():
-    """Imports the package of benchmarks, and returns ``package(name)``, which imports a module of it.
-
-    The checkout does not come into this process's sys.path, where its folder deepspeed/ could hide the installed one.
-    """
-    file, search = BENCHMARKS / "__init__.py", [str(BENCHMARKS)]
-    spec = importlib.util.spec_from_file_location("benchmarks", file, submodule_search_locations=search)
-    sys.modules["benchmarks"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield lambda name: importlib.import_module(f"benchmarks.{name}")
-    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
-        del sys.modules[name]
+    """Imports the package of benchmarks, and returns ``package(name)``, which imports a module of it."""
+    with benchmarks() as module:
+        yield module
 
 
 def pytest_addoption(parser):

@@ -69,7 +69,7 @@ int64_t bytes_of(const at::Tensor& tensor);
 using Dropped = std::vector<at::Tensor>;
 
 /// Tells a profiler that records operands what the tensor's memory is for from now on. Without a profiler nothing
-/// happens. The names of stages are STAGES in features/memory_picture/classify.py.
+/// happens. Readers of its traces know the stages by these names.
 void mark_stage(const char* stage, const at::Tensor& tensor);
 
 /// "[2, 3]"

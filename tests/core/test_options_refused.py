@@ -1,6 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Options that ``engine.compile()`` refuses. Refusing leaves the engine as it was."""
+"""Options that ``deepspeed.initialize()`` refuses, and arguments that ``engine.compile()`` refuses.
+
+The former leaves the module as it was, the latter the engine.
+"""
 
 import dataclasses
 from typing import List, NamedTuple, Optional, Tuple
@@ -8,23 +11,29 @@ from typing import List, NamedTuple, Optional, Tuple
 import pytest
 
 from support.ids import vary
-from support.options import SMALL, TWICE_ROUNDED, prepare, train_prepared
-from support.training import Case
+from support.options import SMALL, TWICE_ROUNDED, outcome, prepare, train_prepared
+from support.training import Case, build
 
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A configuration, or arguments of engine.compile(), with which that raises ``says``."""
+    """A configuration with which deepspeed.initialize() raises ``says``, or arguments of engine.compile()."""
 
     says: str
     stage: int = 1
     dtype: str = "fp32"
     config: dict = dataclasses.field(default_factory=dict)
     arguments: dict = dataclasses.field(default_factory=dict)
-    # What of the section `compile` to change so that engine.compile() works; None: nothing helps but a new engine.
+    # What of the section `compile` to change so that it works; None: something else helps.
     amends: Optional[dict] = None
-    # Configurations that ``says`` advises, of which each needs a new engine.
+    # Configurations that ``says`` advises.
     instead: Tuple[dict, ...] = ()
+
+    def amended(self):
+        """Returns the first configuration that is not refused."""
+        if self.amends is None:
+            return self.instead[0]
+        return {**self.config, "compile": {**self.config.get("compile", {}), **self.amends}}
 
 
 def zero_options(**options):
@@ -219,45 +228,52 @@ ALSO_REFUSED = {
 
 
 class Refused(NamedTuple):
-    raised: str  # by engine.compile()
-    changed: List[str]  # what of the engine's state
-    error: Optional[float]  # of training the engine thereafter; None without training
+    raised: str
+    changed: List[str]  # what of the module's or the engine's state
+    error: Optional[float]  # of training thereafter; None without training
 
 
 def refuse(refusal, trains=False):
-    """Calls engine.compile() on an engine that is to refuse, then as the refusal says, and trains if that is asked."""
+    """Makes an engine of a module that is to be refused, then one as the refusal says, and trains if that is asked.
+
+    Where arguments of engine.compile() are refused, the engine is the same.
+    """
     from deepspeed import comm
-    from deepspeed.runtime.engine import DeepSpeedEngine
 
     case = Case(model=SMALL, stage=refusal.stage, dtype=refusal.dtype, config=refusal.config)
+    advised = dataclasses.replace(case, config=refusal.amended())
+    module, engine, error = build(case), None, None
     try:
-        module, engine = prepare(case)
-        before = state_of(engine)
-        try:
-            engine.compile(**{"backend": "eager", **refusal.arguments})
-            return Refused("nothing: it compiled", changed=[], error=None)
-        except Exception as exception:
-            raised = f"{type(exception).__name__}: {exception}"
-        changed = [name for name, value in state_of(engine).items() if value != before[name]]
-        error = None
-        if refusal.amends is not None:
-            for name, value in refusal.amends.items():
+        if refusal.arguments:
+            engine = prepare(case, module).engine
+        before = state_of(module, engine)
+        if engine is None:
+            raised = outcome(prepare, case, module)
+        else:
+            raised = outcome(engine.compile, **{"backend": "eager", **refusal.arguments})
+        changed = [name for name, value in state_of(module, engine).items() if value != before[name]]
+        if trains or engine is not None:
+            if engine is None:
+                engine = prepare(advised, module).engine
+            for name, value in (refusal.amends or {}).items():
                 setattr(engine._config.compile_config, name, value)
             engine.compile(backend="eager")
             assert engine.is_deepcompile_active()
         if trains:
             error = train_prepared(case, module, engine)
-        else:
+        elif engine is not None:
             engine.destroy()
-        assert isinstance(engine, DeepSpeedEngine)
-        return Refused(raised, changed, error)
+        return Refused(raised or "nothing: it compiled", changed, error)
     finally:
         # DeepSpeed has one logger of communication for all engines.
         comm.comm.comms_logger.enabled = False
 
 
-def state_of(engine):
-    """What engine.compile() changes when it succeeds."""
+def state_of(module, engine):
+    """What deepspeed.initialize() or, if there is an engine, engine.compile() changes when it succeeds."""
+    if engine is None:
+        hooks = [(len(each._forward_pre_hooks), len(each._forward_hooks)) for each in module.modules()]
+        return {"hooks": hooks, "compiled": module._compiled_call_impl}
     return {
         "optimizer": type(engine.optimizer),
         "gradient hooks": len(getattr(engine.optimizer, "_grad_acc_hooks", [])),
@@ -283,9 +299,9 @@ def test_refused(ranks, name):
     assert refused.changed == []
 
 
-@vary("name", ["compile.regional_compilation", "data_types.grad_accum_dtype"])
+@vary("name", ["compile.regional_compilation", "data_types.grad_accum_dtype", "schedule"])
 def test_training_after_a_refusal(ranks, name):
-    """An engine that refused would be left half changed, and lose gradients with DeepCompile or without it."""
+    """A refused engine would keep hooks on its module, or one whose arguments were refused be left half changed."""
     for refused in ranks(2).run(refuse, REFUSED[name], trains=True):
         assert refused.error < TWICE_ROUNDED[REFUSED[name].dtype]
 

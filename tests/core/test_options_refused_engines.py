@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that ``engine.compile()`` refuses for what they are or for when it is called."""
+"""Engines that are refused for what they are, or for when ``engine.compile()`` is called."""
 
 import dataclasses
 import importlib
@@ -93,12 +93,9 @@ def test_an_engine_without_an_optimizer(ranks):
 
 
 def compile_with_an_old_torch():
-    """Returns what engine.compile() raised."""
-    engine = prepare(Case(model=SMALL)).engine
+    """Returns what deepspeed.initialize() raised."""
     with mock.patch.object(zero_options, "OLDEST_TORCH", "99.1"):
-        raised = outcome(engine.compile, backend="eager")
-    engine.destroy()
-    return raised
+        return outcome(prepare, Case(model=SMALL))
 
 
 def test_refused_with_an_old_torch(ranks):
@@ -149,7 +146,7 @@ def test_refused_after_half_a_compile(ranks, stage):
 
 
 def compile_engines_of_other_kinds():
-    """What engine.compile() raises on engines that shard or replicate parameters in other ways; by kind."""
+    """What deepspeed.initialize() raises for engines that shard or replicate parameters in other ways; by kind."""
     import deepspeed
     from deepspeed.moe.layer import MoE
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -165,10 +162,12 @@ def compile_engines_of_other_kinds():
             **config,
         }
         optimizer = optimizer(parameters or module.parameters(), lr=0.1)
-        engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config, mesh_param=mesh)[0]
-        return outcome(engine.compile, backend="eager")
+        return outcome(deepspeed.initialize, model=module, optimizer=optimizer, config=config, mesh_param=mesh)
 
     said = {"muon": raised(torch.nn.Linear(4, 4, bias=False), optimizer=torch.optim.Muon)}
+    with deepspeed.zero.Init():
+        partitioned = torch.nn.Linear(4, 4)
+    said["zero.Init"] = raised(partitioned)
     # From here on, process groups stay behind; in this order they do not stand in each other's way.
     said["sequence"] = raised(torch.nn.Linear(4, 4), mesh=(1, 2))
     groups.mesh_device = None
@@ -226,6 +225,10 @@ def test_refused_engines(ranks):
         ranks(2).stop()
     expected = {kind: f"ValueError: DeepCompile with ZeRO stage 1: {says}" for kind, says in REFUSED_ENGINES.values()}
     expected["marked experts"] = expected["experts"]
+    expected["zero.Init"] = (
+        "ValueError: DeepCompile with ZeRO stage 1: parameter weight is partitioned by deepspeed.zero.Init(), which "
+        "is for stage 3; make the model without it"
+    )
     assert results == [expected, expected]
 
 

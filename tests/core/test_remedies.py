@@ -2,12 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What messages advise works. Where a message has a test of its own, that test follows its advice."""
 
+import os
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 
+from deepspeed.ops.op_builder import build_folder
+
 from support.beside import Beside, check, warnings_logged
 from support.models import VOCABULARY, BlocksWithin
-from support.options import SMALL, prepare, train_prepared
+from support.options import SMALL, outcome, prepare, train_prepared
 from support.training import BOUND, REGIONAL, Case, batch
 
 
@@ -83,8 +88,8 @@ def train_two_backwards(advised):
 def test_several_backwards_in_one_step(ranks):
     """Nobody would be told that gradients are replaced, or the context that is advised would replace them too."""
     for advised in (False, True):
-        for outcome, told in ranks(2).run(train_two_backwards, advised):
-            check([outcome])
+        for ended, told in ranks(2).run(train_two_backwards, advised):
+            check([ended])
             assert bool(told) != advised
 
 
@@ -159,3 +164,20 @@ def test_arguments_that_come_late(ranks):
     assert len(told) == 1 and "call it before the first forward" in told[0] and not honoured and error < BOUND
     ((told, honoured, error),) = ranks(1).run(compile_with_arguments, True)
     assert told == [] and honoured and error < BOUND
+
+
+def made_without_a_compiler():
+    """Returns what deepspeed.initialize() says where no native code is built and there is no compiler."""
+    missing = mock.patch.dict(os.environ, {"CXX": "no-such-compiler"})
+    with missing, mock.patch.object(build_folder, "name_of_built", lambda folder: ""):
+        return outcome(prepare, Case(model=SMALL))
+
+
+def test_without_a_compiler(ranks):
+    """Training would begin, and end in an error of ninja or of the shell that names nothing to install."""
+    for told in ranks(2).run(made_without_a_compiler):
+        assert told.startswith(
+            "ValueError: DeepCompile with ZeRO stage 1: its native code is not built yet, and this machine lacks a "
+            "C++ compiler (there is no no-such-compiler; `apt-get install g++`, or name one in CXX)"
+        )
+        assert "\n" not in told

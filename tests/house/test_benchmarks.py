@@ -8,17 +8,22 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
+from support.benchmarks import BENCHMARKS, benchmarks
 from support.pool import free_port
 
 PROGRAM = pytest.mark.program("benchmarks", "requirements/benchmarks.txt")
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = ROOT / "benchmarks"
 
 # Stands for DeepSpeed's launcher: instead of starting ranks, it writes what a rank would find as the result.
 LAUNCHER = """
@@ -45,6 +50,185 @@ def compare(*arguments):
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+SEQ = 16
+
+
+def computed_again(shape):
+    """Returns the operations of one forward of all blocks but for their last products, which no gradient needs."""
+    heads = shape.num_attention_heads * shape.head_dim
+    both = heads + shape.num_key_value_heads * shape.head_dim
+    matrices = 2 * shape.hidden_size * both + 2 * shape.hidden_size * shape.intermediate_size
+    return shape.num_hidden_layers * SEQ * (2 * matrices + 4 * heads * SEQ)
+
+
+def gradients_of_the_first_input(shape):
+    """Returns the operations that the input of the first block would take if it had a gradient, with adapters of 4."""
+    out = (shape.num_attention_heads + 2 * shape.num_key_value_heads) * shape.head_dim
+    return -2 * SEQ * shape.hidden_size * (out + 3 * 4)
+
+
+@pytest.mark.parametrize(
+    "changed, checkpoint, lora, apart",
+    [
+        ({}, False, None, lambda shape: 0),
+        ({"tie_word_embeddings": True}, False, None, lambda shape: 0),
+        # What is computed again is no use of the device, so it does not count.
+        ({}, True, None, computed_again),
+        # Nothing is trained before the first block.
+        ({}, False, 4, gradients_of_the_first_input),
+    ],
+    ids=["plain", "tied", "checkpointed", "lora"],
+)
+def test_operations_of_a_token(package, changed, checkpoint, lora, apart):
+    """The formula would count other products than a forward and a backward compute.
+
+    Torch's counter counts causal attention as a whole too, of products alone, so attention runs as such. It does not
+    know attention's kernel for CPUs.
+    """
+    pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
+    workload = package("workload")
+    shape = dataclasses.replace(workload.SHAPES["tiny"], **changed)
+    model = workload.build_model(shape, torch.float32, "cpu", checkpoint)
+    model.set_attn_implementation("eager")
+    if lora:
+        workload.add_adapters(model, lora)
+    ids = torch.zeros(1, SEQ, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert counter.get_total_flops() - SEQ * package("flops").per_token(model, SEQ) == apart(shape)
+
+
+def result_of(device="NVIDIA H200", **run):
+    """Returns what a table reads of a result, for a step of 0.5 s."""
+    settings = {"system": "fsdp2-kept", "shape": "tiny", "layers": None, "dtype": "bf16", "seq": 4096, "lora": None}
+    settings |= {"micro_batch": 2, "accumulation": 3, "warm": 1, "steps": 3, "checkpoint": False, "stage": 1}
+    settings |= {"adam": "fused", "bucket": 1, "optimizer": "adamw", "learning_rate": 0.1}
+    where = {"device": device, "world": 2, "gpus": 2, "deepspeed": "0", "nccl": None, "torch": "2"}
+    where |= {"transformers": "5", "host": "vm", "date": "2026-11-26"}
+    phases = {name: {"after": 1, "peak": 2} for name in ("forward", "backward", "step")}
+    rank = {"phases": phases, "counters": {}, "most_gradients": 1, "host": 1, "reserved": 1, "step_s": 0.5}
+    rank |= {"phases_s": {}, "first_step_s": 1.0}
+    found = {"run": settings | run, "environment": where, "ranks": [rank], "parameters": 1, "flops_per_token": 10**10}
+    return found | {"step_s": 0.5, "first_step_s": 1.0, "steps_s": [1.0, 0.5, 0.5], "losses": [2.0, 1.0]}
+
+
+def test_tokens_a_second_and_mfu(package):
+    """A table would leave out a micro-batch, or divide by the peak of another device or dtype."""
+    tables = package("tables")
+    # 2 * 3 * 4096 tokens in 0.5 s, each of 1e10 operations.
+    assert tables.speed(result_of()) == "0.5000 s/step, 49,152 tokens/s of each rank, MFU 49.7%"
+    table = tables.markdown({"FSDP2, kept": result_of()}, [])
+    assert "| MFU | 49.7% |" in table and "| tokens/s of each rank | 49,152 |" in table
+    assert "6 N + 12 L H Q T = 10.00 GFLOP" in table and "989.4 TFLOP/s" in table
+    assert "| system | fsdp2-kept |" in table
+    for unknown in (result_of("CPU"), result_of("NVIDIA H100 PCIe"), result_of(dtype="fp32")):
+        assert tables.speed(unknown) == "0.5000 s/step, 49,152 tokens/s of each rank"
+        table = tables.markdown({"FSDP2, kept": unknown}, [])
+        assert "| MFU" not in table and "No MFU: the peak of" in table
+
+
+def test_a_line_for_each_run(package):
+    """Losses would be compared of runs that train something else."""
+    other, apart = result_of(seq=64), result_of(remainders=True)
+    apart["losses"] = [2.5, 0.5]
+    lines = package("tables").short({"a": result_of(), "b": other, "c": apart}).splitlines()[2:]
+    assert [line.split(" | ")[-3:] for line in lines] == [["", "", " |"]] * 2 + [["a", "+0.00e+00", "5.00e-01 |"]]
+
+
+def test_a_run_that_fails_loses_no_other(package, monkeypatch, tmp_path):
+    """A table would be lost with all its runs where one fails, or where the command is ended."""
+    compare = package("compare")
+    outcomes = iter([result_of("CPU"), {"why": "ended with exit status 1", "failed": True}])
+    # Nothing is left behind the second run, as when a signal comes.
+    monkeypatch.setattr(compare.processes, "run", lambda *_: next(outcomes))
+    monkeypatch.setattr(compare, "visible_gpus", list)
+    monkeypatch.setattr(sys, "argv", ["compare", "--systems", "FSDP2, kept", "FSDP2, resharded", "DDP"])
+    with pytest.raises(StopIteration):
+        compare.measure_all(*compare.parse_arguments(), tmp_path)
+    table = (tmp_path / "results.md").read_text()
+    assert "| step, median, s | 0.5000 |" in table
+    assert "Not measured: FSDP2, resharded, ended with exit status 1" in table
+    assert json.loads((tmp_path / "results.json").read_text())["plain"]["FSDP2, kept"] == result_of("CPU")
+
+
+def test_what_the_readme_compares(package, monkeypatch):
+    """The command of README.md's table would leave out a mode of FSDP2, or run a system that nobody asked for."""
+    compare = package("compare")
+    fork, fsdp2 = "fork, gather overlapped", ["FSDP2, kept", "FSDP2, resharded", "FSDP2, resharded, fp32 reduce"]
+    expected = [fork, f"{fork}, remainders", *fsdp2, "base"]
+    assert compare.default_systems("plain", ["0", "1"], []) == expected
+    monkeypatch.setattr(sys, "argv", ["compare", "--cases", "plain", "checkpoint", "--", "--adam", "fused"])
+    options, rest = compare.parse_arguments()
+    reasons = [compare.reason_against(name, "checkpoint", ["0", "1"], rest, options) for name in expected]
+    assert reasons == [None] * 5 + ["--base was not given"]
+
+
+class Decoder(torch.nn.Module):
+    """Has the parts of a Qwen3 that FSDP2 shards one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = types.SimpleNamespace(tie_word_embeddings=False, vocab_size=8)
+        self.model = torch.nn.Module()
+        self.model.embed_tokens, self.model.norm = torch.nn.Embedding(8, 4), torch.nn.LayerNorm(4)
+        self.model.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+        self.lm_head = torch.nn.Linear(4, 8)
+        self.bfloat16()
+
+    def forward(self, input_ids):
+        x = self.model.embed_tokens(input_ids)
+        for layer in self.model.layers:
+            x = layer(x)
+        return types.SimpleNamespace(logits=self.lm_head(self.model.norm(x)))
+
+    def loss_function(self, logits, labels, vocab_size):
+        return logits.float().square().mean()
+
+
+class Reductions(TorchDispatchMode):
+    """Notes the dtypes of what is reduced."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+        if "c10d" in str(function) and "reduce" in str(function):
+            tensors = torch.utils._pytree.tree_leaves(args)
+            self.dtypes |= {str(each.dtype) for each in tensors if isinstance(each, torch.Tensor)}
+        return function(*args, **(kwargs or {}))
+
+
+def seen_of_fsdp2(system):
+    """Returns the units that are whole between forward and backward, and the dtypes of what is reduced."""
+    with benchmarks() as package, torch.compiler.set_stance("force_eager"):
+        settings = package("settings").Settings(system=system, backend="eager")
+        model = Decoder()
+        trained = package("systems").make_system(settings, model)
+        loss = trained.forward(torch.zeros(1, 2, dtype=torch.long))
+        units = {"embedding": model.model.embed_tokens, "block": model.model.layers[0], "head": model.lm_head}
+        whole = [name for name, unit in units.items() if not isinstance(unit.weight, DTensor)]
+        with Reductions() as reductions:
+            trained.backward(loss, True)
+        trained.step(True)
+        dist.barrier()
+    return whole, reductions.dtypes
+
+
+@pytest.mark.table
+@pytest.mark.parametrize(
+    "system, whole, dtype",
+    [
+        ("fsdp2-kept", ["embedding", "block", "head"], "torch.bfloat16"),
+        ("fsdp2-resharded", ["head"], "torch.bfloat16"),
+        ("fsdp2-fp32-reduce", ["head"], "torch.float32"),
+    ],
+)
+def test_modes_of_fsdp2(ranks, system, whole, dtype):
+    """A column would have the figures of another mode of FSDP2 than its name says."""
+    assert ranks(2).run(seen_of_fsdp2, system) == [(whole, {dtype})] * 2
 
 
 def test_figures_of_a_step_on_the_host(package, monkeypatch):
@@ -206,16 +390,34 @@ def test_pictures_show_every_system(package, monkeypatch):
     monkeypatch.setattr(pictures, "_write", lambda figure, *_: figures.append(figure))
     names = [str(number) for number in range(1 + len(pictures.COLOURS))]
     pictures.draw_losses({name: {"losses": [2.0, 1.0]} for name in names}, "", Path())
-    on = {"losses": [2.0, 1.0], "parameters": 1}
-    pictures.draw_demos({name: {"on": on, "config": {"dtype": "fp32", "stage": 1}} for name in names}, Path())
-    assert [len(figure.axes[0].lines) for figure in figures] == [len(names), 2 * len(names)]
+    assert [len(figure.axes[0].lines) for figure in figures] == [len(names)]
+
+
+def test_panels_have_one_axis_of_time(package, monkeypatch):
+    """The slower of two steps would look as fast as the other one, or its text be too small where pages show it."""
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib: requirements/benchmarks.txt")
+    pictures, figures = package("pictures"), []
+    monkeypatch.setattr(pictures, "_write", lambda figure, *_: figures.append(figure))
+    categories, results = package("recorder").data.CATEGORIES, {}
+    for system, seconds in (("FSDP2, kept", 0.8), ("fork", 0.4)):
+        line = {"seconds": [0.0, seconds], "held": {name: [2, 1] for name in categories}}
+        line["phases"] = {"forward": [(0.0, seconds / 2)], "backward": [(seconds / 2, seconds)]}
+        results[system] = result_of() | {"step_s": seconds, "timelines": {"0": line, "1": line}}
+    pictures.draw_memory(results, -1, "", Path())
+    panels = figures[0].axes
+    assert [panel.get_xlim() for panel in panels] == [(0, 0.8)] * 2
+    titles = [panel.get_title(loc="left") for panel in panels]
+    assert titles == ["FSDP2, kept: 0.800 s a step", "fork: 0.400 s a step"]
+    texts = figures[0].findobj(lambda each: hasattr(each, "get_fontsize") and each.get_text())
+    # In pixels, where the picture is 400 pixels wide.
+    assert min(each.get_fontsize() for each in texts) * 400 / (72 * figures[0].get_figwidth()) >= 8
 
 
 @PROGRAM
 def test_systems_train_alike(package, tmp_path):
     pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
     pytest.importorskip("matplotlib", reason="its pictures need matplotlib: requirements/benchmarks.txt")
-    systems = ["fork", "fork as one graph", "base", "FSDP2"]
+    systems = ["fork", "fork as one graph", "base", "FSDP2, kept", "FSDP2, resharded"]
     options = ["--systems", *systems, "--cases", "accumulation", "--limit", "200", "--out", str(tmp_path)]
     finished = compare(*options, "--", "--backend", "eager", "--layers", "2", "--steps", "3", "--warm", "1")
     assert finished.returncode == 0, finished.stdout
@@ -229,7 +431,7 @@ def test_systems_train_alike(package, tmp_path):
         draw = [sys.executable, "-m", "benchmarks.pictures", kind, picture, tmp_path / "fork.json"]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
         assert subprocess.run(draw, cwd=ROOT, env=environment).returncode == 0 and picture.stat().st_size > 5000
-    for other in ("fork as one graph", "FSDP2"):
+    for other in systems[1:2] + systems[3:]:
         assert fork["losses"] == pytest.approx(results[other]["losses"], rel=1e-5)
     bucket, whole = 4 * fork["run"]["bucket"], 4 * fork["parameters"]
     for rank in fork["ranks"]:
@@ -262,7 +464,7 @@ def test_systems_train_alike(package, tmp_path):
 @PROGRAM
 def test_systems_train_alike_in_float8(tmp_path):
     pytest.importorskip("torchao", reason="float8 needs torchao: requirements/benchmarks.txt")
-    options = ["--systems", "fork", "FSDP2, float8 gathered", "--cases", "checkpoint", "--out", str(tmp_path)]
+    options = ["--systems", "fork", "FSDP2, kept, float8 gathered", "--cases", "checkpoint", "--out", str(tmp_path)]
     settings = "--backend eager --layers 1 --steps 3 --warm 1 --float8 tensorwise"
     finished = compare(*options, "--limit", "400", "--", *settings.split())
     assert finished.returncode == 0, finished.stdout
@@ -305,7 +507,7 @@ def test_what_is_gathered_in_float8_is_kept_in_fp32(package):
         # What a rank refuses ends the command. The other sentences of ranks are tested below, without processes.
         (["--systems", "fork", "--processes", "1", "--", "--seq", "0"], "--seq must be at least 1"),
         (["--", "--activation-budget", "0.5"], "--activation-budget is chosen for each system here"),
-        (["--", "--system", "fsdp2"], "--system is chosen for each system here"),
+        (["--", "--system", "fsdp2-kept"], "--system is chosen for each system here"),
         (["--", "--float8-gather"], "--float8-gather is chosen for each system here"),
         (["--systems", "base"], "base: --base was not given"),
     ],
@@ -323,10 +525,10 @@ def test_the_benchmark_refuses_in_a_sentence(tmp_path, arguments, sentence):
     [
         (["--system", "deepcompile", "--steps", "1"], "--warm must be at least 1 and less than --steps"),
         (
-            ["--system", "fsdp2", "--float8-gather", "--float8", "rowwise"],
-            "--float8-gather goes with --system fsdp2 and --float8 tensorwise",
+            ["--system", "fsdp2-kept", "--float8-gather", "--float8", "rowwise"],
+            "--float8-gather goes with FSDP2 and --float8 tensorwise",
         ),
-        (["--system", "fsdp2", "--activation-budget", "0"], "--activation-budget goes with --system deepcompile"),
+        (["--system", "fsdp2-kept", "--activation-budget", "0"], "--activation-budget goes with --system deepcompile"),
         (["--system", "deepcompile", "--activation-budget", "1.5"], "--activation-budget must be from 0 to 1"),
     ],
 )

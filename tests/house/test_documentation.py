@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Blocks of code in the README and in ``docs/`` run, or are parsed by what would run them; links lead somewhere.
 
-Blocks with the name of a file and the demo's output are in ``test_demo.py``, drawings in ``test_site.py``.
+Blocks with the name of a file are in ``test_demo.py``, drawings in ``test_site.py``.
 """
 
 import contextlib
@@ -13,7 +13,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def of(language):
 @pytest.mark.quick
 def test_every_block_says_what_it_is():
     """A block in another language would be tested by nothing."""
-    kinds = {"python", "json", "sh", "text", "mermaid"}
+    kinds = {"python", "json", "sh", "mermaid"}
     assert [block.where for block in blocks() if block.language not in kinds] == []
 
 
@@ -75,18 +74,7 @@ def test_python(ranks):
     own = [block for block in of("python") if block.file is None and not any(block.text in each for each in SOURCES)]
     without = [block.where for block in own if not re.search(r"\bengine\b", block.text)]
     assert own and without == [], "these neither quote a file that runs nor do anything with an engine"
-    ranks(2).run(run_beside_an_engine, [block for block in own if not reckons(block)])
-
-
-def reckons(block):
-    """Whether a block needs the class of the engine's model alone: on each rank anew it would take seconds."""
-    return block.language == "python" and "fits(type(engine.module)" in block.text
-
-
-@pytest.mark.parametrize("block", [block for block in of("python") if reckons(block)], ids=str)
-def test_reckoning(block):
-    """A page would call the function that reckons what fits as it cannot be called."""
-    exec(compile(block.text, block.where, "exec"), {"engine": types.SimpleNamespace(module=Around())})
+    ranks(2).run(run_beside_an_engine, own)
 
 
 @pytest.mark.parametrize("block", of("sh"), ids=str)
@@ -125,17 +113,18 @@ def check_make(arguments, tmp_path, monkeypatch):
             check_benchmark("compare", shlex.split(value), tmp_path, monkeypatch)
 
 
-BENCHMARKS = {f"benchmarks.{name}": name for name in ("collectives", "compare", "fits", "measure", "scale")}
+BENCHMARKS = {f"benchmarks.{name}": name for name in ("collectives", "compare", "fits", "measure", "parts", "scale")}
 
 
 def check_benchmark(module, arguments, tmp_path, monkeypatch):
     """The module's own parser takes the arguments."""
     # Behind all else, so that the repository's deepspeed/ does not hide the installed package.
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
-    from benchmarks import collectives, compare, fits, scale, settings
+    from benchmarks import collectives, compare, fits, parts, scale, settings
 
-    if module in ("collectives", "fits", "scale"):
-        {"collectives": collectives, "fits": fits, "scale": scale}[module].parser().parse_args(arguments)
+    parsers = {"collectives": collectives, "fits": fits, "parts": parts, "scale": scale}
+    if module in parsers:
+        parsers[module].parser().parse_args(arguments)
         return
     (tmp_path / "deepspeed").mkdir(exist_ok=True)
     monkeypatch.setenv("RANK", "0")
@@ -154,6 +143,8 @@ def check_python(arguments, tmp_path, monkeypatch):
         from deepspeed.compile.features.fits import __main__ as fits
 
         fits.parser().parse_args(arguments[2:])
+    elif arguments[:2] == ["-m", "benchmarks.tables"]:
+        assert arguments[2:], "it takes files"
     else:
         assert arguments[0] == "-m" and arguments[1] in BENCHMARKS, "no check for this use of python"
         check_benchmark(BENCHMARKS[arguments[1]], arguments[2:], tmp_path, monkeypatch)
@@ -257,7 +248,6 @@ def test_links_lead_to_files(page):
 
 
 @pytest.mark.quick
-def test_the_folder_lists_its_pages():
+def test_the_readme_leads_to_every_page():
     """No page would lead to a new page."""
-    listed = set(links(ROOT / "docs" / "README.md"))
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= listed
+    assert {f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")} <= set(links(ROOT / "README.md"))

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.program("NOTICE", "pyproject.toml", "requirements/base.txt", "setup.py")
+pytestmark = pytest.mark.program("MANIFEST.in", "NOTICE", "pyproject.toml", "requirements/base.txt", "setup.py")
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("LICENSE", "NOTICE", "csrc", "deepspeed", "pyproject.toml", "requirements", "setup.py")
+SOURCES = ("LICENSE", "MANIFEST.in", "NOTICE", "csrc", "deepspeed", "pyproject.toml", "requirements", "setup.py")
 ARCHIVE_DIR = Path(os.environ.get("DS_BASE_ARCHIVE_DIR") or ROOT / "build" / "archive").resolve()
 VERSION = "0.19.8+zerograd.1"
 REPLACED = "deepspeed/compile/fx.py"
@@ -274,13 +274,43 @@ def test_editable_install_is_live_and_uninstall_leaves_nothing(venv, checkout):
     assert venv.files() == before
 
 
-def test_isolated_build(venv, checkout, built):
-    """pip's default: the build sees no torch, only what pyproject.toml asks for."""
+def skip_without_an_index(venv):
     probe = venv.folder / "probe"
     arguments = ("install", "--quiet", "--no-deps", "--target", probe, "setuptools>=70.1", "pip", "wheel")
     reachable = subprocess.run([venv.bin / "python", "-m", "pip", *arguments], stdin=subprocess.DEVNULL)
     if reachable.returncode:
         pytest.skip("the packages that an isolated build starts from cannot be fetched here")
+
+
+def test_the_sdist_installs_with_nothing_but_an_index(venv, checkout, tmp_path):
+    """The archive would lack a file that the build reads, or need the base when it is made."""
+    made, archives = tmp_path / "made", tmp_path / "archives"
+    command = ("setup.py", "--quiet", "sdist", "--dist-dir", made)
+    run(venv.bin / "python", *command, cwd=checkout, env=offline(archives))
+    (archive,) = made.iterdir()
+    assert archive.name == f"deepspeed-{VERSION}.tar.gz" and not archives.exists()
+    skip_without_an_index(venv)
+    # The index has the base's archive too. A variable that is empty names no folder.
+    find_links = f"{ARCHIVE_DIR} {os.environ.get('PIP_FIND_LINKS', '')}".strip()
+    offer = {"DS_BASE_ARCHIVE_DIR": "", "PIP_FIND_LINKS": find_links}
+    venv.pip("install", "--no-deps", archive, cwd=tmp_path, env=offer)
+    code = (
+        "import deepspeed; from deepspeed.compile.zero_1_and_2 import gradient_counters; print(deepspeed.__version__)"
+    )
+    assert venv.python(code) == VERSION
+    for name in our_files():
+        assert (venv.site / packaged(name)).read_bytes() == (ROOT / name).read_bytes(), name
+
+
+def test_the_newest_changes_are_those_of_this_release():
+    """A release would be built whose changes stand under another one's heading."""
+    newest = re.search(r"(?m)^## (\S+)", (ROOT / "CHANGELOG.md").read_text())[1]
+    assert newest == VERSION and f"DeepSpeed {VERSION}" in (ROOT / "NOTICE").read_text()
+
+
+def test_isolated_build(venv, checkout, built):
+    """pip's default: the build sees no torch, only what pyproject.toml asks for."""
+    skip_without_an_index(venv)
     # With no kept archive, the pip inside of the isolated build has to fetch it.
     find_links = f"{ARCHIVE_DIR} {os.environ.get('PIP_FIND_LINKS', '')}".strip()
     offer = {"DS_BASE_ARCHIVE_DIR": str(checkout / "own"), "PIP_FIND_LINKS": find_links}

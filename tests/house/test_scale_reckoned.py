@@ -11,7 +11,6 @@ import sys
 
 import pytest
 
-from support.documentation import ROOT
 from support.ids import vary
 from support.pool import free_port
 
@@ -48,10 +47,10 @@ def test_each_byte_is_sent_once(package, qwen3, shape, world):
     elements = [run.last - run.first for unit in units for run in unit]
     assert 2 * sum(elements) == whole
     assert len(units) == 1 + max(model.units)
-    assert max(elements) <= messages.partition_numel(model, world)
+    assert max(elements) <= messages.layout(model, world).partition_size[0]
 
 
-# A row of docs/scale.md for each kind of collective -> seconds that the model gives it on so many GPUs.
+# A row of the docstring of benchmarks/scale.py for each kind of collective -> seconds by the model on so many GPUs.
 COLLECTIVES = {
     "all-gather": lambda cluster, ranks: cluster.to_all(GIB, ranks),
     "reduce-scatter": lambda cluster, ranks: cluster.to_all(GIB, ranks),
@@ -62,7 +61,7 @@ COLLECTIVES = {
 }
 
 
-# The page says that the model is not held to these.
+# The docstring says that the model is not held to these.
 FAR_OFF = {("all-gather", 2), ("reduce-scatter", 2)}
 
 
@@ -71,9 +70,9 @@ def of_others(cluster, ranks):
     return cluster.to_one(GIB * (ranks - 1) // ranks, ranks, operations=ranks)
 
 
-def test_the_model_reckons_what_the_page_says_was_measured(package):
-    """The page would show other figures than the model gives, or the model be further than 10 % from a measurement."""
-    cluster, page = package("scale").Cluster(), (ROOT / "docs" / "scale.md").read_text()
+def test_the_model_reckons_what_its_docstring_says_was_measured(package):
+    """The docstring would have other figures than the model, or the model be over 10 % off what was measured."""
+    cluster, page = package("scale").Cluster(), package("scale").__doc__
     checked = 0
     for name, reckon in COLLECTIVES.items():
         (cells,) = re.findall(rf"(?m)^\| {re.escape(name)} \|(.*)\|$", page)
@@ -100,6 +99,22 @@ def test_parts_of_steps_that_were_measured(package, qwen3):
     assert scale.gather_at_once(case, scale.Cluster(), 8).exposed == pytest.approx(0.039, rel=0.1)
     # A trace on 4 GPUs has 3.7 ms at the end of the backward, where the embedding's gradient is sent.
     assert scale.reduce_gradients(case, scale.Cluster(), 4).exposed == pytest.approx(0.0037, rel=0.1)
+
+
+def test_modes_of_fsdp2(package, qwen3):
+    """The model would compare the fork with another mode of FSDP2 than the column says."""
+    scale = package("scale")
+    case, cluster = scale.Case("Qwen3-8B", qwen3("qwen3-8b"), 0.353), scale.Cluster()
+    took = [cluster.to_all(size, 64) for size, _ in case.of_units()]
+    kept, resharded = (scale.SYSTEMS[f"FSDP2, {mode}"](case, cluster, 64) for mode in ("kept", "resharded"))
+    # Each unit is gathered once and reduced once. Layers are gathered again but for the last, which is still whole.
+    assert kept.busy == pytest.approx(2 * sum(took))
+    assert resharded.busy == pytest.approx(2 * sum(took) + sum(took[1:-1]))
+    for ranks in scale.RANKS:
+        kept, resharded = (scale.SYSTEMS[f"FSDP2, {mode}"](case, cluster, ranks) for mode in ("kept", "resharded"))
+        assert 0 < kept.exposed <= resharded.exposed
+    # Where layers arrive later than they compute, what is gathered twice is waited for twice.
+    assert kept.exposed < 0.7 * resharded.exposed
 
 
 @vary("latency", [1.0, 4.0])

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The demo and the program of docs/adopting.md run under DeepSpeed's launcher, and what the demo prints is true."""
+"""The demo and the program of docs/adopting.md run under DeepSpeed's launcher, and the demo prints its table."""
 
 import json
 import os
@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "examples" / "demo" / "train_qwen3.py"
 
 
-def launch(script, *arguments, processes=2, **environment):
-    """Runs a script in processes on CPU, with an environment, and returns the finished launcher."""
+def launch(script, *arguments, processes=2, folder=ROOT / "tests", **environment):
+    """Runs a script in processes on CPU, in a folder and with an environment, and returns the finished launcher."""
     # As a module: where packages were installed into a folder of their own, the script is not beside the interpreter.
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet"]
     port = free_port()
@@ -27,7 +27,7 @@ def launch(script, *arguments, processes=2, **environment):
     finished = subprocess.run(
         [*launcher, str(script), *arguments],
         # In the checkout's own folder a module would be looked for in its deepspeed/, which is not the whole package.
-        cwd=ROOT / "tests",
+        cwd=folder,
         env={
             # As a person's shell has it: with this variable Python does not find what lies beside a script.
             **{name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"},
@@ -44,12 +44,7 @@ def launch(script, *arguments, processes=2, **environment):
     return finished
 
 
-def without_numbers(line):
-    """What is the same in every run: not the figures, torch's version, or how far apart columns are."""
-    return re.sub(r"[\d.]*\d(\+\w+)?", "0", " ".join(line.split()))
-
-
-@pytest.mark.program("README.md", "examples/demo")
+@pytest.mark.program("examples/demo")
 def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     pytest.importorskip("transformers", reason="the demo needs transformers: pip install -r requirements/demo.txt")
     file = tmp_path / "results.json"
@@ -59,11 +54,6 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     assert finished.returncode == 0, finished.stdout
     for row in ("DeepCompile off", "first step", "later steps (median)", "loss of the last step", "after the step"):
         assert row in finished.stdout, finished.stdout
-
-    printed = {without_numbers(line) for line in finished.stdout.splitlines()}
-    for block in (block for block in blocks() if block.language == "text"):
-        unknown = [line for line in block.text.splitlines() if without_numbers(line) not in printed]
-        assert unknown == [], f"{block.where} shows what the demo does not print"
 
     results = json.loads(file.read_text())
     off, on = results["off"], results["on"]
@@ -83,12 +73,10 @@ def test_trains_alike_and_holds_no_gradients_between_steps(tmp_path):
     assert off["gradient_bytes"]["peak of the backward"] >= whole
 
 
-@pytest.mark.program("benchmarks/pictures.py", "examples/demo")
+@pytest.mark.program("examples/demo")
 def test_trains_with_muon(tmp_path):
-    """And a picture of its losses is drawn by what draws pictures for the documentation."""
     pytest.importorskip("transformers", reason="the demo needs transformers: pip install -r requirements/demo.txt")
-    pytest.importorskip("matplotlib", reason="pictures need matplotlib: requirements/benchmarks.txt")
-    file, picture = tmp_path / "Muon.json", tmp_path / "losses.png"
+    file = tmp_path / "Muon.json"
     shape = ["--layers", "1", "--hidden", "128", "--seq", "32"]
     arguments = ["--steps", "3", "--backend", "eager", "--optimizer", "muon", *shape, "--json", str(file)]
     # To compile Newton-Schulz for each shape of a matrix takes a minute.
@@ -98,9 +86,6 @@ def test_trains_with_muon(tmp_path):
     results = json.loads(file.read_text())
     assert results["config"]["optimizer"] == "muon"
     assert results["on"]["losses"] == pytest.approx(results["off"]["losses"], rel=1e-4)
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
-    draw = [sys.executable, "-m", "benchmarks.pictures", "demo", picture, file]
-    assert subprocess.run(draw, cwd=ROOT, env=environment).returncode == 0 and picture.stat().st_size > 5000
 
 
 @pytest.mark.program("examples/demo")
@@ -125,7 +110,7 @@ engine.destroy()
 
 @pytest.mark.launcher
 def test_program_of_the_docs_runs(tmp_path):
-    """The page's command would train without DeepCompile, or ranks under the launcher would not find each other.
+    """The page's command would train without DeepCompile, save nothing, or its ranks would not find each other.
 
     The files are those that the page shows by name, and the program also writes what its ranks have counted.
     """
@@ -135,8 +120,12 @@ def test_program_of_the_docs_runs(tmp_path):
         (tmp_path / name).write_text(block.text.replace("\nengine.destroy()\n", TELL))
     (command,) = [block.text.split() for block in blocks() if "train.py" in block.text and block.language == "sh"]
     arguments = command[command.index("train.py") + 1 :]
-    finished = launch(tmp_path / "train.py", *(str(tmp_path / each) if each in files else each for each in arguments))
+    arguments = [str(tmp_path / each) if each in files else each for each in arguments]
+    finished = launch(tmp_path / "train.py", *arguments, folder=tmp_path)
     assert finished.returncode == 0, finished.stdout
+    losses = [float(loss) for loss in re.findall(r"micro-batch \d+: loss ([\d.]+)", finished.stdout)]
+    assert len(losses) == 5 and losses[-1] < losses[0] - 0.2
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "global_step25"
     for file in (tmp_path / "rank0.json", tmp_path / "rank1.json"):
         told = json.loads(file.read_text())
         # 100 micro-batches, 4 of them to a step; 4 parameters, all of whose gradients compiled graphs reduce.

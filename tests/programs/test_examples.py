@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from support import shared_gpus
-from support.models import qwen3_config
 from support.pool import free_port, remove_buffers
 
 pytestmark = pytest.mark.program("examples", "requirements/front_doors.txt")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SUMS = [f"{a} plus {b} is {a + b}." for a in range(8) for b in range(8)]
 # The packages that each needs besides transformers.
 PROGRAMS = {
     "plain_loop.py": [],
@@ -29,32 +27,22 @@ PROGRAMS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A folder with a small model and its tokenizer, as ``save_pretrained()`` writes them."""
-    transformers = pytest.importorskip("transformers", reason="pip install -r requirements/front_doors.txt")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(SUMS, trainer)
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
-    config = qwen3_config(len(tokenizer), pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("model")
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_says_what_it_needs(tmp_path, program):
+    """Who lacks a package would get a traceback from each rank, and have to guess which command installs it."""
+    # The first that is imported; a further one would take the seconds in which the others are.
+    package = [*PROGRAMS[program], "transformers"][0]
+    (tmp_path / package).mkdir()
+    (tmp_path / package / "__init__.py").write_text(f"raise ModuleNotFoundError('nothing', name={package!r})")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run([sys.executable, str(EXAMPLES / program)], env=environment, capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (1, f"{package} is missing: pip install {package}\n")
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_trains(model, tmp_path, program):
-    for package in PROGRAMS[program]:
+def test_trains(tmp_path, program):
+    """A program would not run as it stands, need a download, or train without DeepCompile."""
+    for package in ["transformers", *PROGRAMS[program]]:
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
     gpus, port = torch.cuda.device_count(), free_port()
     # The launcher's argument --local_rank would tell of a GPU that is not there.
@@ -63,7 +51,7 @@ def test_trains(model, tmp_path, program):
         [
             *(sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", str(port)),
             *("--num_gpus" if gpus else "--num_accelerators", "2", *shared),
-            *(str(EXAMPLES / program), "--model", str(model), "--epochs", "1", "--lr", "1e-2"),
+            *(str(EXAMPLES / program), "--tiny", "--epochs", "1", "--lr", "1e-2"),
         ],
         cwd=tmp_path,
         env={

@@ -90,12 +90,12 @@ def train_and_collect_output(case):
     return WithOutput(result, "\n".join([*texts, printed.getvalue()]))
 
 
-def prepare(case):
-    """Makes a module and its engine, on which engine.compile() has not been called."""
+def prepare(case, module=None):
+    """Makes a module, unless one is given, and its engine, on which engine.compile() has not been called."""
     torch._dynamo.reset()
     config = {"compile": {}, **(case.config or {})}
     config["compile"] = {"deepcompile": True, **config["compile"]}
-    module = build(case)
+    module = build(case) if module is None else module
     return Started(module, make_engine(module, dataclasses.replace(case, config=config, deepcompile=False)))
 
 
@@ -122,3 +122,16 @@ def outcome(function, *args, **kwargs):
     except Exception as exception:
         return f"{type(exception).__name__}: {exception}"
     return None
+
+
+def compiled_outcome(make, *args, **kwargs):
+    """What making an engine or compiling it raised, as text; None if nothing did. ``make`` returns the engine."""
+
+    def make_and_compile():
+        engine = make(*args, **kwargs)
+        try:
+            engine.compile(backend="eager")
+        finally:
+            engine.destroy()
+
+    return outcome(make_and_compile)

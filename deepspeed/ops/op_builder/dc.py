@@ -9,17 +9,16 @@ Each builder builds a module with its own torch operators, which serves only its
 first used, or at installation with ``DS_BUILD_DEEP_COMPILE=1`` or ``DS_BUILD_DEEP_COMPILE_ZERO3=1``.
 """
 
-from typing import TYPE_CHECKING, Any, List
+import shlex
+import shutil
+import sysconfig
+from pathlib import Path
+from typing import Any, List
 
 # Import the file and not its class: DeepSpeed takes each name here that ends with Builder for another operator. Of the
 # two classes called DeepCompileBuilder, DeepSpeed takes the one here, because it reads dc.py before dc_base.py.
 from . import build_folder, dc_base
 from .builder import OpBuilder
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from deepspeed.compile.config import CompileConfig
 
 # Where setup.py keeps the base's native code.
 ZERO3_FOLDER = "csrc/compile_zero3"
@@ -73,6 +72,22 @@ class DeepCompileBuilder(OpBuilder):
         except (OSError, ImportError):
             return False
 
+    def lacking(self) -> str:
+        """Says what the machine lacks to build the module, and how to install it; "" if the module is built."""
+        from torch.utils import cpp_extension
+
+        if self.is_built():
+            return ""
+        compiler, header = cpp_extension.get_cxx_compiler(), Path(sysconfig.get_path("include"), "Python.h")
+        needs = {
+            f"a C++ compiler (there is no {compiler}; `apt-get install g++`, or name one in CXX)": shutil.which(
+                (shlex.split(compiler) or [compiler])[0]
+            ),
+            "ninja (`pip install ninja`)": cpp_extension.is_ninja_available(),
+            f"Python's headers (there is no {header}; `apt-get install python3-dev`)": header.is_file(),
+        }
+        return " and ".join(need for need, found in needs.items() if not found)
+
     def load_reducer(self) -> Any:
         """Returns the native module that holds ``Reducer``, built at first use."""
         return super().load(verbose=False)
@@ -105,17 +120,6 @@ class DeepCompileHandle:
 
     def __init__(self):
         self._zero3 = None
-
-    def init(self, process_group: "ProcessGroup", compile_config: "CompileConfig", reduce_bucket_size: int) -> None:
-        """Called by the engine when ZeRO-3 is compiled.
-
-        Raises:
-            ValueError: if an option is set that only ZeRO-1/2 have.
-        """
-        for name in compile_config.set_for_zero_1_and_2():
-            raise ValueError(f"compile.{name} goes with ZeRO-1 and ZeRO-2 only; leave it out or use one of these")
-        # __getattr__() loads the native module of ZeRO-3. A plain `self.init` would be this method again.
-        self.__getattr__("init")(process_group, compile_config, reduce_bucket_size)
 
     def start_backward(self, is_gradient_accumulation_boundary: bool) -> None:
         """Called by the base when a backward begins. Does nothing unless the native module of ZeRO-3 is loaded."""

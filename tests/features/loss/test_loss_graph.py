@@ -82,10 +82,11 @@ def test_cut_at_the_loss_it_trains_as_a_plain_loop(ranks, stage, backend, config
     assert result.error < BOUND
 
 
-def large_allocations(case, numel):
+def large_allocations(case, numel, frozen_head=False):
     """How often a backward allocates as much as the logits take."""
     torch._dynamo.reset()
     module = build(case)
+    module.head.requires_grad_(not frozen_head)
     with large_from(numel):
         engine = make_engine(module, case)
         for _ in range(2):
@@ -97,13 +98,16 @@ def large_allocations(case, numel):
     return sum(event.name() == "[memory]" and size <= event.nbytes() < size + 1024 for event in events)
 
 
-@vary("config", [None, pytest.param(WHOLE, marks=pytest.mark.slow)])
-def test_no_zeros_for_what_is_only_returned(ranks, config):
-    """A backward would allocate zeros as large as the logits for a gradient that nobody gives."""
+@vary("config, frozen_head", [(None, False), (None, True), pytest.param(WHOLE, False, marks=pytest.mark.slow)])
+def test_no_zeros_for_what_is_only_returned(ranks, config, frozen_head):
+    """A backward would allocate zeros as large as the logits for a gradient that nobody gives.
+
+    A frozen head, as with LoRA, leaves the graph of the loss without a trained parameter.
+    """
     case = Case(model="ReturnsLogits", backend="inductor", config=config)
     # The gradient of the logits; and zeros, which the caller might have put something into.
-    assert ranks(1).run(large_allocations, case, SMALL) == [1]
-    assert ranks(1).run(large_allocations, case, 10**9) == [2]
+    assert ranks(1).run(large_allocations, case, SMALL, frozen_head) == [1]
+    assert ranks(1).run(large_allocations, case, 10**9, frozen_head) == [2]
 
 
 def train_with_other_lengths(case):

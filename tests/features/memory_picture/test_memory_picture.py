@@ -501,6 +501,43 @@ def test_memory_that_is_freed_unseen():
     assert blocks.at == {}
 
 
+def test_a_partition_that_autograd_allocates():
+    """The partition of another system, which gradients are copied into, would be a part of the rest.
+
+    0.19.8 with DeepCompile allocates it in a hook of autograd, in which all kinds of memory are allocated.
+    """
+    from deepspeed.compile.features.memory_picture import record
+
+    cpu, layer = torch.device("cpu"), torch.nn.Linear(64, 256, bias=False)
+    held = {}
+
+    def allocate(_):
+        held["partition"] = torch.zeros(layer.weight.numel())
+        held["other"] = torch.zeros(300)  # what no gradient is copied into
+        held["other"].copy_(torch.ones(300))
+
+    def bind(weight):
+        held["partition"].copy_(weight.grad.view(-1))
+        weight.grad = None
+
+    layer.weight.register_post_accumulate_grad_hook(bind)
+    recording = record.Recording(cpu, {data.PARAMETERS: [layer.weight]})
+    with record.phase("forward", cpu):
+        y = layer(torch.randn(2, 64))
+        y.register_hook(allocate)
+    with record.phase("backward", cpu):
+        y.sum().backward()
+    with record.phase("step", cpu):
+        copy = held["partition"].to(torch.float64)
+        del copy, held["partition"]
+    step = recording.stop({})
+    assert max(step.held[data.TARGETS]) == layer.weight.nbytes
+    assert max(step.held[data.COPIES]) == 2 * layer.weight.nbytes
+    # Since the hook, when no gradient was there.
+    begins = step.held[data.TARGETS].index(layer.weight.nbytes)
+    assert step.held[data.ON_THEIR_WAY][begins] < 100 and step.held[data.TARGETS][-1] == 0
+
+
 class Quantized(torch.Tensor):
     """A tensor without memory of its own, as torchao makes them of weights and of states of optimizers."""
 

@@ -15,7 +15,7 @@ from deepspeed.compile.features.muon.muon import _update, norm_of_updates
 from support.beside import logged
 from support.ids import vary
 from support.muon import Training, check, products_in_fp32, seen, start, train, train_beside
-from support.options import outcome
+from support.options import compiled_outcome
 from support.training import BOUND, as_traced, device, forget_autocast, relative_error
 
 LARGE = {"depth": 3, "steps": 10, "compiled": True}
@@ -172,7 +172,7 @@ def test_clipping_is_told_with_its_number(ranks, clipping, warned):
 
 
 def raised(module, optimizer=None, **config):
-    """Returns what engine.compile() raises. Muon of the configuration, if no optimizer is given."""
+    """Returns what making an engine or compiling it raises. Muon of the configuration, if no optimizer is given."""
     zero = {"stage": 1, **config.pop("zero_optimization", {})}
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **config}
     config |= {"compile": {"deepcompile": True}, "zero_allow_untested_optimizer": True}
@@ -180,10 +180,7 @@ def raised(module, optimizer=None, **config):
         config["optimizer"] = {"type": "Muon", "params": {"lr": 0.01}}
     forget_autocast()
     arguments = {"model": module, "model_parameters": module.parameters(), "optimizer": optimizer}
-    engine = deepspeed.initialize(**arguments, config=config)[0]
-    said = outcome(engine.compile, backend="eager")
-    engine.destroy()
-    return said
+    return compiled_outcome(lambda: deepspeed.initialize(**arguments, config=config)[0])
 
 
 def refused():

@@ -53,6 +53,15 @@ def test_native_code_that_is_not_current_is_not_called_built(tmp_path, monkeypat
     assert not DeepCompileBuilder().is_built()
 
 
+def test_what_a_build_lacks_is_named(tmp_path, monkeypatch):
+    """The report would promise that the first training builds the native code, on a machine that cannot."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert dict(report.report())["fork's native code (dc)"].startswith(
+        "cannot be built; this machine lacks a C++ compiler (there is no no-such-compiler; `apt-get install g++`"
+    )
+
+
 def test_a_torch_that_was_not_tested_is_named(monkeypatch):
     """The report would take a torch for tested that only looks like one that is."""
     monkeypatch.setattr(torch, "__version__", "2.12.1+cpu")

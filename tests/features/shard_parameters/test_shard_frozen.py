@@ -844,6 +844,20 @@ def test_parameters_on_meta_are_refused(ranks):
         )
 
 
+def initialized_without_blocks():
+    """Returns what is said of a model without blocks, and how often a module was moved before."""
+    moves, to = [], torch.nn.Module.to
+    with mock.patch.object(torch.nn.Module, "to", lambda *args, **kwargs: moves.append(args) or to(*args, **kwargs)):
+        said = outcome(engine_by_configuration, torch.nn.Linear(4, 1), True, **SHARDED)
+    return said, len(moves)
+
+
+def test_a_model_without_blocks_is_refused_before_it_is_moved(ranks):
+    """A device that cannot hold the whole model would run out of memory, and nobody read the sentence."""
+    for said, moves in ranks(2).run(initialized_without_blocks):
+        assert "found no blocks that repeat in Linear" in said and moves == 0
+
+
 def with_peft(folder, config):
     """Trains adapters of a checkpointed Qwen3; returns losses, texts, adapters, weights and what was saved of them."""
     from peft import LoraConfig, get_peft_model

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""An engine begins with parameters that are made of other tensors as it begins with any others."""
+"""An engine begins with parameters that are tensor subclasses as it begins with any others."""
 
 import pytest
 import torch

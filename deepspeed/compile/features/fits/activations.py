@@ -342,8 +342,7 @@ class Run:
             graphs = self._trace(function, held, tensors)
             self._graphs[key] = graphs, unused[-1]
         graphs, unused_bytes = self._graphs[key]
-        reduces = any(each.requires_grad for each in held)
-        graphs, logits = as_trained(graphs, chunked_loss, 0 if own_loss else unused_bytes, reduces)
+        graphs, logits = as_trained(graphs, chunked_loss, 0 if own_loss else unused_bytes)
         (loss,) = self._apply(graphs, held, tensors, False)
         return loss, logits
 

@@ -14,16 +14,13 @@ from .liveness import Moment
 _FP32 = 4
 
 
-def as_trained(
-    graphs: TracedGraphs, chunked_loss: Optional[bool], unused: int, reduces: bool
-) -> Tuple[TracedGraphs, int]:
+def as_trained(graphs: TracedGraphs, chunked_loss: Optional[bool], unused: int) -> Tuple[TracedGraphs, int]:
     """Gives the graphs around the blocks the backward that training has.
 
     Args:
         graphs: of what is around the blocks.
         chunked_loss: ``compile.chunked_loss``.
         unused: bytes of what the model returns beside the loss and what has gradients.
-        reduces: whether parameters around the blocks are trained.
 
     Returns:
         The graphs, and the bytes of the logits, or 0 if there are none.
@@ -36,7 +33,7 @@ def as_trained(
     graphs = copy.copy(graphs)
     if chunked_loss or (chunked_loss is None and numel >= MANY_LOGITS):
         graphs.backward = _in_chunks(graphs)
-    elif unused and not (reduces and numel >= LARGE_NUMEL):
+    elif unused and numel < LARGE_NUMEL:
         # The graph is not cut, so autograd passes zeros for the gradients of what the caller does not use.
         graphs.backward = [
             each._replace(most=each.most + unused, after=each.after + unused) for each in graphs.backward

@@ -30,7 +30,7 @@ class Loss(Feature):
             return None
         compiled = functools.partial(compile_part, frame)
         split = self._chunked.cut_out(frame.gm, frame.inputs, frame.numbers, compiled)
-        if split is None and frame.graph_id is not None:
+        if split is None:
             split = own_graph.split_loss(frame.gm, [value in frame.numbers for value in frame.inputs])
         if split is None:
             return None

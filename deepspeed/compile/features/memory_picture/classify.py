@@ -8,8 +8,9 @@ Every allocation counts, on CPU and GPU alike, and belongs to one category at a 
 - What the forward allocates and the next backward finds is an activation.
 - A gradient counts from when autograd hands it to whatever reduces or accumulates it until its memory is freed, and
   so does what reduction and accumulation allocate. This fork's reducer marks a gradient as waiting, on its way or
-  bound. Of another system, a gradient that the step finds is a target, one that outlives another backward waits, and
-  all others are on their way.
+  bound. Of another system, what a gradient is copied into during the backward is a gradient too, since it was
+  allocated. A gradient that the step finds is a target, one that outlives another backward waits, and all others are
+  on their way.
 - A copy of gradients that the step makes, for example in fp32, is a gradient copy.
 - The rest are temporary results, batches, and what nothing above tells.
 """
@@ -44,6 +45,8 @@ FSDP_BACKWARD = ("FSDP::post_backward", "FSDP::root_post_backward")
 FSDP_GATHER = "FSDP::all_gather"
 # If the first operand of these is a gradient, what they allocate is a copy of it.
 COPIES_GRADIENT = {"aten::_to_copy", "aten::clone"}
+# Copies its second operand into its first.
+COPIES_INTO = "aten::copy_"
 # The marks of csrc/compile/memory.cpp: from such a mark on, the memory of its operand is in this category. None: the
 # reducer has dropped the memory. It does not mark what became a target before.
 STAGES: Dict[str, Optional[str]] = {
@@ -118,6 +121,15 @@ class _Allocations:
         allocation = self.at.get(address)
         if allocation is not None and not allocation.stands:
             allocation.put(index, category)
+
+    def holds_gradient(self, address: int) -> bool:
+        return self.category(address) in (TARGETS, ON_THEIR_WAY, WAITING)
+
+    def take_for_gradients(self, address: int) -> None:
+        """Puts the allocation at ``address``, of which nothing told what it is for, on the way since it was made."""
+        allocation = self.at.get(address)
+        if allocation is not None and allocation.courses == [(allocation.began, REST)] and not allocation.stands:
+            allocation.courses = [(allocation.began, ON_THEIR_WAY)]
 
     def category(self, address: int) -> Optional[str]:
         allocation = self.at.get(address)
@@ -199,9 +211,10 @@ def _find_phases(entries: List[_Entry], seconds: List[float]) -> _Phases:
     return _Phases(indices, spans)
 
 
-def _operands(event: Any) -> Iterator[int]:
-    """Yields the addresses of an operator's first operand, a tensor or a list of tensors."""
-    taken = event.extra_fields.inputs[0] if getattr(event.extra_fields, "inputs", None) else ()
+def _operands(event: Any, place: int = 0) -> Iterator[int]:
+    """Yields the addresses of an operator's operand, by default the first one, a tensor or a list of tensors."""
+    inputs = getattr(event.extra_fields, "inputs", None) or ()
+    taken = inputs[place] if place < len(inputs) else ()
     for tensor in taken if isinstance(taken, (list, tuple)) else [taken]:
         address = getattr(tensor, "storage_data_ptr", None)
         if address is not None:
@@ -225,8 +238,8 @@ def read_events(
     seconds = [max(0.0, (entry.event.start_time_ns - origin) / 1e9) for entry in entries]
     phases = _find_phases(entries, seconds)
     allocations = _Allocations(standing)
-    totals = _follow(entries, phases, allocations, device)
     staged = any(entry.event.name in STAGES for entry in entries)
+    totals = _follow(entries, phases, allocations, device, staged)
     begins = {name: [begin for begin, _ in phases.indices[name]] for name in ("forward", "backward")}
     for allocation in allocations.all:
         _look_back(allocation, phases, begins, len(entries), staged)
@@ -238,7 +251,7 @@ def read_events(
     return _lay_out(allocations, seconds, totals, phases)
 
 
-def _follow(entries, phases, allocations, device):
+def _follow(entries, phases, allocations, device, staged):
     """Notes what events do to ``allocations``; returns {index of an event: bytes that a GPU's allocator has out}."""
     totals: Dict[int, int] = {}
     copying_until: Dict[int, int] = {}  # thread -> nanoseconds at which it ends its last copy of a gradient
@@ -271,8 +284,13 @@ def _follow(entries, phases, allocations, device):
                 if allocations.category(address) in (REST, PARAMETERS):
                     allocations.put(index, address, ON_THEIR_WAY)
         elif event.name in COPIES_GRADIENT:
-            if any(allocations.category(address) in (TARGETS, ON_THEIR_WAY, WAITING) for address in _operands(event)):
+            if any(map(allocations.holds_gradient, _operands(event))):
                 copying_until[event.start_tid] = event.end_time_ns
+        elif event.name == COPIES_INTO and not staged and phases.within("backward", index):
+            # As 0.19.8 with DeepCompile fills its partition, which a hook of autograd has allocated.
+            if any(map(allocations.holds_gradient, _operands(event, place=1))):
+                for address in _operands(event):
+                    allocations.take_for_gradients(address)
     return totals
 
 

@@ -4,7 +4,7 @@
 
 import textwrap
 from pathlib import Path
-from typing import List, Tuple
+from typing import List, Optional, Tuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -24,6 +24,11 @@ from .data import (
     written,
 )
 
+# Pages and reports show a picture about 400 pixels wide. A point of text is about a pixel there.
+WIDTH, DPI = 5.4, 200  # inches, and pixels of an inch
+SMALL = 8  # points
+WIDEST_NAME = 0.13  # of a phase, as a part of the panel's width
+ROWS = 2  # of names of phases
 SECONDS = "seconds on the host, while torch's profiler recorded the step"
 
 
@@ -31,29 +36,39 @@ def draw(step: StepMemory, file: Path) -> None:
     """Draws a step as a PNG file."""
     peak = step.peak()
     unit = unit_for(peak.bytes)
-    figure = Figure(figsize=(11, 5.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
     panel = figure.subplots()
     draw_panel(panel, step, unit)
-    panel.set_ylabel(f"memory in {unit[1]}")
-    panel.set_xlabel(SECONDS)
+    panel.set_ylabel(f"memory in {unit[1]}", size=SMALL)
+    panel.set_xlabel(SECONDS, size=SMALL)
     handles, names = panel.get_legend_handles_labels()
     labels = [f"{name}: {written(peak.held[name], unit)}" for name in names]
-    panel.legend(
+    figure.legend(
         handles[::-1],
         labels[::-1],
         title="made of, at the peak",
-        loc="upper left",
-        bbox_to_anchor=(1.01, 1.0),
+        title_fontsize=SMALL,
+        fontsize=SMALL,
+        ncols=2,
+        loc="outside lower left",
         frameon=False,
         alignment="left",
     )
-    figure.suptitle(headline(step), x=0.01, ha="left", size=13, weight="bold")
-    panel.set_title("\n".join(textwrap.wrap(subtitle(step), 130)), loc="left", size=8, color=INK, pad=8)
-    figure.savefig(file, dpi=110)
+    title = "\n".join(textwrap.wrap(headline(step), 62))
+    figure.suptitle(title, x=0.01, ha="left", size=10, weight="bold")
+    panel.set_title("\n".join(textwrap.wrap(subtitle(step), 84)), loc="left", size=SMALL, color=INK, pad=8)
+    figure.savefig(file, dpi=DPI)
 
 
-def draw_panel(panel: Axes, step: StepMemory, unit: Tuple[int, str]) -> None:
-    """Draws a step's categories, phases and peak into a panel. The labels of its legend are the categories."""
+def draw_panel(panel: Axes, step: StepMemory, unit: Tuple[int, str], end: Optional[float] = None) -> None:
+    """Draws a step's categories, phases and peak into a panel. The labels of its legend are the categories.
+
+    Args:
+        panel: to draw into.
+        step: of whose memory.
+        unit: of memory: its number of bytes, and its name.
+        end: of the axis of time, in seconds. None: where the step ends.
+    """
     below = [0.0] * len(step.seconds)
     for name in categories_of(step):
         above = [low + held / unit[0] for low, held in zip(below, step.held[name])]
@@ -62,9 +77,9 @@ def draw_panel(panel: Axes, step: StepMemory, unit: Tuple[int, str]) -> None:
     panel.step(step.seconds, below, where="post", color=INK, linewidth=0.8)
     peak = step.peak()
     panel.set_ylim(0, 1.28 * peak.bytes / unit[0] or 1.0)
-    panel.set_xlim(0, step.seconds[-1] or 1.0)
-    _mark_phases(panel, step)
-    last = step.seconds[-1]
+    last = end or step.seconds[-1] or 1.0
+    panel.set_xlim(0, last)
+    _mark_phases(panel, step, last)
     panel.plot([peak.second], [peak.bytes / unit[0]], marker="o", color=INK, markersize=5, clip_on=False)
     panel.annotate(
         f"peak: {written(peak.bytes, unit)}",
@@ -73,30 +88,38 @@ def draw_panel(panel: Axes, step: StepMemory, unit: Tuple[int, str]) -> None:
         textcoords="offset points",
         ha="left" if peak.second < 0.2 * last else "right" if peak.second > 0.8 * last else "center",
         weight="bold",
-        size=9,
+        size=SMALL,
     )
+    panel.tick_params(labelsize=SMALL)
     panel.xaxis.set_major_locator(MaxNLocator(6))
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _mark_phases(panel: Axes, step: StepMemory) -> None:
+def _mark_phases(panel: Axes, step: StepMemory, last: float) -> None:
     spans = sorted((*span, name) for name in PHASES for span in step.phases.get(name, ()))
-    for index, (begin, end, name) in enumerate(spans):
+    row, before = 0, -last
+    for begin, end, name in spans:
         if name in ("backward", "gather"):
             panel.axvspan(begin, end, color="#eeeeee", linewidth=0, zorder=0)
         panel.axvline(begin, color=INK, linewidth=0.7, linestyle=":")
         if len(spans) <= NAMED_PHASES:
-            # A phase may be shorter than its name, so neighbours stand one below the other.
-            height = 0.985 - 0.045 * (index % 4)
-            late = begin > 0.9 * step.seconds[-1]
-            panel.text(
-                begin,
-                height,
+            # A phase may be shorter than its name, so a name stands below that of the phase before. Where no row has
+            # room, the phase has no name.
+            row = row + 1 if begin - before < WIDEST_NAME * last else 0
+            if row >= ROWS:
+                row = ROWS - 1
+                continue
+            before = begin
+            late = begin > (1 - WIDEST_NAME) * last
+            panel.annotate(
                 f"{name} " if late else f" {name}",
-                transform=panel.get_xaxis_transform(),
+                (begin, 1),
+                (0, -1 - row * (SMALL + 1)),
+                xycoords=panel.get_xaxis_transform(),
+                textcoords="offset points",
                 ha="right" if late else "left",
                 va="top",
-                size=8,
+                size=SMALL,
                 color=INK,
             )
 

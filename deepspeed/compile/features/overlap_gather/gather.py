@@ -29,8 +29,8 @@ def broadcasts_pay(units: List[List[Run]]) -> bool:
     """Whether to broadcast units under the next forward, rather than to gather all partitions with one collective.
 
     Each broadcast goes through all ranks, one after the other. On many ranks a unit has many owners. If these are more
-    than can broadcast side by side, the broadcasts take longer than the forward that they run under. ``docs/scale.md``
-    has the reckoning.
+    than can broadcast side by side, the broadcasts take longer than the forward that they run under:
+    ``benchmarks/scale.py`` reckons that.
     """
     return sum(len({run.owner for run in unit}) for unit in units) <= OWNERS_OF_A_UNIT * len(units)
 

@@ -22,8 +22,11 @@ def report() -> List[Tuple[str, str]]:
     base = deepspeed.__version__.partition("+")[0]
     release = ".".join(torch.__version__.split(".")[:2])
     tested = "one of those" if release in TESTED_TORCH else "none of those"
-    if DeepCompileBuilder().is_built():
+    builder = DeepCompileBuilder()
+    if builder.is_built():
         built = f"built, for {get_accelerator().device_name()}"
+    elif lacking := builder.lacking():
+        built = f"cannot be built; this machine lacks {lacking}"
     else:
         built = "not built; the first training builds it, which may take a minute"
     return [

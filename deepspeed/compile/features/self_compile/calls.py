@@ -15,6 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ...zero_1_and_2.engine.calls import is_set_up_by_compile
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform, tell, warn
@@ -28,7 +29,7 @@ def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
     if not engine.is_deepcompile_enabled() or engine.is_deepcompile_active() or engine.is_compiled:
         return False
     # An engine without an optimizer, such as that of a reference model, does not train: DeepCompile has no task there.
-    return engine.optimizer is not None and not _compiles_itself(engine)
+    return engine.optimizer is not None and not is_set_up_by_compile(engine)
 
 
 def before_forward(engine: "DeepSpeedEngine") -> None:
@@ -61,10 +62,13 @@ def _before_forward(engine):
         _compile(engine, "before its first forward")
         return
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
-    # too late for an error: check the options now.
-    from ...zero_1_and_2.engine.options import refuse_options
+    # too late for an error. deepspeed.initialize() has checked the options: check now what may have changed since.
+    from ...zero_1_and_2.engine.options import problems_of_call, refusal
 
-    refuse_options(Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={}), schedule=None)
+    request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
+    error = refusal(request, problems_of_call(request, schedule=None))
+    if error is not None:
+        raise error
 
 
 def after_step(engine: "DeepSpeedEngine") -> None:
@@ -113,18 +117,8 @@ def _tell_of_other_stages(engine):
     torch.compiler.disable(tell)(f"compile.deepcompile=true with ZeRO stage {stage} {does}")
 
 
-def _compiles_itself(engine):
-    return (
-        engine.is_deepcompile_enabled()
-        and engine.optimizer is not None
-        and engine.zero_optimization_stage() in (1, 2)
-        # The passes of AutoSP and AutoTP need inputs that the user prepares, so the user calls engine.compile().
-        and not engine.uses_parallelization_pass_only()
-    )
-
-
 def _is_due(engine):
-    if not _compiles_itself(engine) or getattr(engine, "_compile_arguments", None) is not None:
+    if not is_set_up_by_compile(engine) or getattr(engine, "_compile_arguments", None) is not None:
         # The caller called engine.compile() already. If that call raised and the caller goes on, the caller has
         # decided to train without DeepCompile.
         return False

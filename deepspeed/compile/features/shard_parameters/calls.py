@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any, Dict
 
 import torch
 
+from deepspeed.accelerator import get_accelerator
+
 from ...zero_1_and_2.engine.state import state_of
+from ...zero_1_and_2.feature import Request
 from ..subclasses.calls import BROADCAST_LATER
 from .at_rest import Resharded
 
@@ -22,7 +25,7 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
     sharded, so the model need not fit on one device.
 
     Raises:
-        ValueError: if parameters that are to be sharded are on the meta device.
+        ValueError: if parameters that are to be sharded are on the meta device, or if there are no blocks.
     """
     module, stays = engine.module, []
     trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
@@ -51,16 +54,17 @@ def _refuse_meta(module):
 
 def _to_be_sharded(engine):
     """Lists the parameters that will be sharded and are not on the engine's device."""
-    from ..blocks.choose_blocks import choose_blocks
+    from ...zero_1_and_2.engine.options import refusal
+    from ..blocks.feature import Blocks, chosen_blocks
+    from .feature import ShardFrozen
     from .sharded_blocks import frozen_of_blocks
 
-    try:
-        wanted = engine._config.compile_config.regional_compilation
-        blocks, _ = choose_blocks(engine.module, wanted, compile_kwargs={}, needed=True)
-    except ValueError:
-        # engine.compile() will raise it.
-        return []
-    frozen = itertools.chain.from_iterable(frozen_of_blocks(engine.module, blocks, []))
+    request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
+    # Now, because the device may lack memory for a whole model.
+    error = refusal(request, itertools.chain(Blocks.refusals(request), ShardFrozen.refusals(request)))
+    if error is not None:
+        raise error
+    frozen = itertools.chain.from_iterable(frozen_of_blocks(engine.module, chosen_blocks(request)[0], []))
     return [parameter for parameter in frozen if is_elsewhere(parameter, torch.device(engine.device))]
 
 

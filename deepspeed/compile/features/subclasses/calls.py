@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's engine calls to handle parameters that are made of other tensors."""
+"""What DeepSpeed's engine calls to handle parameters that are tensor subclasses."""
 
 from typing import Iterator, Tuple
 

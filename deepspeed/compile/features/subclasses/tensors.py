@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are made of other tensors and have no memory of their own, such as torchao's quantized weights."""
+"""Parameters that are tensor subclasses without memory of their own, such as torchao's quantized weights."""
 
 import sys
 from typing import Iterable, Iterator

@@ -1,12 +1,17 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Options with which ZeRO-1 and ZeRO-2 under DeepCompile would train in another way than the user asked for."""
+"""Options with which ZeRO-1 and ZeRO-2 under DeepCompile would train in another way than the user asked for.
+
+Also what the machine lacks.
+"""
 
 import inspect
 from typing import Iterator
 
 import torch
 from torch.nn import Embedding, EmbeddingBag
+
+from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 from ...zero_1_and_2.feature import Request
 
@@ -16,10 +21,18 @@ def refused(request: Request) -> Iterator[str]:
     yield from _unsupported_parameters(request.engine.module)
     yield from _unsupported_engines(request.engine)
     yield from _unsupported_compile_kwargs(request.backend, request.compile_kwargs)
+    lacking = DeepCompileBuilder().lacking()
+    if lacking:
+        yield f"its native code is not built yet, and this machine lacks {lacking}"
 
 
 def _unsupported_parameters(module):
     for name, parameter in module.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            yield (
+                f"parameter {name} is partitioned by deepspeed.zero.Init(), which is for stage 3; make the model "
+                "without it"
+            )
         if parameter.requires_grad and parameter.is_complex():
             yield (
                 f"parameter {name} is complex, and DeepSpeed's fp32 master weights lose the imaginary part; make it "

@@ -3,12 +3,13 @@
 """Checks an engine's options for DeepCompile ZeRO-1/2.
 
 :func:`check_options` refuses an option if the engine would train in another way, or in other memory, than the user
-asked for. Each error is one sentence. Optional parts refuse and warn of options too. ``docs/options.md`` lists every
-option with what happens to it.
+asked for. ``deepspeed.initialize()`` refuses already, in ``calls.py``, what no arguments of ``engine.compile()`` could
+mend. Each error is one sentence. Optional parts refuse and warn of options too. ``docs/options.md`` lists every option
+with what happens to it.
 """
 
 import itertools
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, Iterable, Iterator, List, Optional
 
 import torch
 from torch.torch_version import TorchVersion
@@ -36,19 +37,19 @@ def check_options(request: Request, schedule: Optional[List]) -> None:
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    refuse_options(request, schedule)
+    error = refusal(request, itertools.chain(problems_of_engine(request), problems_of_call(request, schedule)))
+    if error is not None:
+        raise error
     for ignored in itertools.chain.from_iterable(cls.warnings(request) for cls in classes()):
         warn(_beginning(request.engine) + ignored)
 
 
-def refuse_options(request: Request, schedule: Optional[List]) -> None:
-    """Checks the options of an engine. ``schedule``: as in ``set_up()``.
+def refusal(request: Request, problems: Iterable[str]) -> Optional[ValueError]:
+    """Returns the error for the first of some problems, or None without one.
 
-    Raises:
-        ValueError: for the first option that cannot be honoured.
+    The caller raises it, so that few frames of a traceback stand between the user's code and the sentence.
     """
-    for problem in _problems(request, schedule):
-        raise ValueError(_beginning(request.engine) + problem)
+    return next((ValueError(_beginning(request.engine) + problem) for problem in problems), None)
 
 
 def _beginning(engine):
@@ -63,15 +64,20 @@ def overlaps_reduction(request: Request) -> bool:
     return request.options.double_buffer and not asked_not_to
 
 
-def _problems(request, schedule):
-    """Yields a sentence for each option that cannot be honoured."""
+def problems_of_engine(request: Request) -> Iterator[str]:
+    """Yields a sentence for each option that no call of ``engine.compile()`` could honour, whatever its arguments."""
     engine = request.engine
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
     yield from _unsupported_engines(engine)
     yield from _unsupported_optimizers(engine)
-    yield from _unsupported_graphs(request)
     yield from itertools.chain.from_iterable(cls.refusals(request) for cls in classes())
+
+
+def problems_of_call(request: Request, schedule: Optional[List]) -> Iterator[str]:
+    """Yields a sentence for each problem of when, and with what, ``engine.compile()`` is called."""
+    engine = request.engine
+    yield from _unsupported_graphs(request)
     if engine.zero_optimization_stage() == 2:
         name, own_pass = zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce
     else:

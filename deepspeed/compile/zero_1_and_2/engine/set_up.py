@@ -128,7 +128,7 @@ def send_numel(ranks: int) -> int:
 
     Tens of megabytes keep NVLink busy long enough, and a bucket that is sent early is free early. But a reduction goes
     through all ranks one after the other, so each bucket also costs a latency that grows with the number of ranks.
-    Buckets grow with that number too, so that fewer of them are sent. ``docs/scale.md`` has the reckoning.
+    Buckets grow with that number too, so that fewer of them are sent. ``benchmarks/scale.py`` has the reckoning.
     """
     return max(SEND_NUMEL, SEND_NUMEL_OF_A_RANK * ranks)
 

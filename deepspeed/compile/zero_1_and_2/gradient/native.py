@@ -108,10 +108,9 @@ def reducer_module() -> NativeModule:
             )
         module: NativeModule = builder.load_reducer()
     except Exception as error:
-        raise RuntimeError(
-            "DeepCompile could not build its native code: check that a C++ compiler and ninja are installed "
-            "(`ds_report` lists what is missing) and see the output above"
-        ) from error
+        lacking = builder.lacking()
+        why = f"this machine lacks {lacking}" if lacking else "the output above says why"
+        raise RuntimeError(f"DeepCompile could not build its native code: {why}") from error
     # Nothing uses the results of these operators, but dead-code elimination must keep their calls.
     for operator in (torch.ops.deepcompile.reduce_grad.default, torch.ops.deepcompile.end_backward.default):
         torch.fx.node.has_side_effect(operator)

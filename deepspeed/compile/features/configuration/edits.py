@@ -1,0 +1,21 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What ``setup.py`` changes in DeepSpeed: (file, name of the edit, anchor, replacement)."""
+
+ENGINE = "deepspeed/runtime/engine.py"
+IMPORT = "from deepspeed.compile.z3_eager_fallback import"
+EDITS = (
+    (
+        ENGINE,
+        "import of configuration",
+        IMPORT,
+        f"from deepspeed.compile.features.configuration import calls as configuration\n{IMPORT}",
+    ),
+    (
+        ENGINE,
+        "beginning of an engine",
+        "        self._do_sanity_check()\n        if self.log_level() is not None:\n",
+        "        self._do_sanity_check()\n        configuration.refuse_stage_3(self)\n"
+        "        if self.log_level() is not None:\n",
+    ),
+)
