@@ -56,12 +56,12 @@ def _to_be_sharded(engine):
     """Lists the parameters that will be sharded and are not on the engine's device."""
     from ...zero_1_and_2.engine.options import refusal
     from ..blocks.feature import Blocks, chosen_blocks
-    from .feature import ShardFrozen
+    from .feature import ShardParameters
     from .sharded_blocks import frozen_of_blocks
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
     # Now, because the device may lack memory for a whole model.
-    error = refusal(request, itertools.chain(Blocks.refusals(request), ShardFrozen.refusals(request)))
+    error = refusal(request, itertools.chain(Blocks.refusals(request), ShardParameters.refusals(request)))
     if error is not None:
         raise error
     frozen = itertools.chain.from_iterable(frozen_of_blocks(engine.module, chosen_blocks(request)[0], []))
