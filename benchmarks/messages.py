@@ -17,7 +17,7 @@ from torch.nn import Parameter
 from .workload import Shape, build_model
 
 if TYPE_CHECKING:
-    from deepspeed.compile.zero_1_and_2.parameter.runs import Run
+    from deepspeed.compile.features.overlap_gather.runs import Run
 
 OUTSIDE = 0
 
@@ -111,7 +111,7 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
 
 def broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
     """Lists what each broadcast of the overlapped gather sends, by unit in the order in which units are sent."""
-    from deepspeed.compile.zero_1_and_2.parameter.runs import runs
+    from deepspeed.compile.features.overlap_gather.runs import runs
 
     members: list[list[Parameter]] = [[] for _ in range(1 + max(model.units))]
     for parameter, unit in zip(model.parameters, model.units):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.features.overlap_gather import gather
+from deepspeed.compile.features.overlap_gather.gather import grouped
 from deepspeed.compile.zero_1_and_2 import gradient_counters
-from deepspeed.compile.zero_1_and_2.collectives import grouped
 from deepspeed.compile.zero_1_and_2.engine import set_up
 
 from support.beside import Beside

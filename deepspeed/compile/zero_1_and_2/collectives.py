@@ -1,9 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of collectives that say what this rank could not do, timeouts of process groups, groups of collectives."""
+"""Errors of collectives that say what this rank could not do, and timeouts of process groups."""
 
 import contextlib
-from typing import TYPE_CHECKING, Iterator, List
+from typing import TYPE_CHECKING, Iterator
 
 import torch
 
@@ -12,7 +12,7 @@ import deepspeed.comm as dist
 from .gradient.native import reducer_module
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup, Work
+    from torch.distributed import ProcessGroup
 
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -63,25 +63,3 @@ def _communicating_backend(group, device):
     backend = group._get_backend(device)
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend, and torch 2.11's wrapper cannot set a timeout.
     return getattr(backend, "wrapped_pg", backend)
-
-
-@contextlib.contextmanager
-def grouped(process_group: "ProcessGroup", device: torch.device) -> Iterator[List["Work"]]:
-    """Context that sends asynchronous collectives of one process group as one group, if the backend has groups.
-
-    NCCL starts the collectives of a group with one kernel and runs them side by side. gloo has no groups.
-
-    Yields:
-        a list to which the caller appends the collectives' works. When the context has ended, the list holds what is
-        to be waited for: one work of the whole group, or the appended works.
-    """
-    works: List["Work"] = []
-    if not process_group._get_backend(device).supports_coalescing:
-        yield works
-        return
-    process_group._start_coalescing(device)
-    try:
-        yield works
-    finally:
-        # If a collective raised, end the group too: an open group would swallow the process group's later collectives.
-        works[:] = [process_group._end_coalescing(device)]

@@ -5,19 +5,23 @@
 ``gather_hooks.py`` makes the forward wait for them.
 """
 
+import contextlib
 from itertools import groupby
-from typing import TYPE_CHECKING, Dict, Iterable, List, Set, Tuple
+from typing import TYPE_CHECKING, Dict, Iterable, Iterator, List, Set, Tuple
 
+import torch
 from torch.nn import Parameter
 
 import deepspeed.comm as dist
 
-from ...zero_1_and_2.collectives import collective, grouped
+from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.gradient.layout import partition_offset
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
-from ...zero_1_and_2.parameter.runs import Run, runs
+from .runs import Run, runs
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 # How many owners a unit may have on average. NCCL runs as many broadcasts as it has channels side by side, usually 16,
@@ -154,3 +158,25 @@ class OverlappedGather(AllGather):
         # A step that was interrupted may have sent its first unit.
         self._sent_first = False
         self.wait(sorted(self._works))
+
+
+@contextlib.contextmanager
+def grouped(process_group: "ProcessGroup", device: torch.device) -> Iterator[List["Work"]]:
+    """Context that sends asynchronous collectives of one process group as one group, if the backend has groups.
+
+    NCCL starts the collectives of a group with one kernel and runs them side by side. gloo has no groups.
+
+    Yields:
+        a list to which the caller appends the collectives' works. When the context has ended, the list holds what is
+        to be waited for: one work of the whole group, or the appended works.
+    """
+    works: List["Work"] = []
+    if not process_group._get_backend(device).supports_coalescing:
+        yield works
+        return
+    process_group._start_coalescing(device)
+    try:
+        yield works
+    finally:
+        # If a collective raised, end the group too: an open group would swallow the process group's later collectives.
+        works[:] = [process_group._end_coalescing(device)]

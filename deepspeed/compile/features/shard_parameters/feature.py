@@ -49,9 +49,6 @@ class ShardedGather(AllGather):
     def linking(self) -> ContextManager:
         return self._sharded.linking()
 
-    def put_back(self) -> None:
-        """Does nothing: units bring parameters back that were given other memory."""
-
 
 class ShardParameters(WorksOnBlocks):
     """Shards the frozen parameters, or all parameters, of the blocks of one engine."""
@@ -72,10 +69,11 @@ class ShardParameters(WorksOnBlocks):
                 "compile.overlap_param_gather keeps all parameters on each rank, and compile.shard_parameters='all' a "
                 "part of them; leave one of them out"
             )
-        for parameter in registered_parameters(request.engine.optimizer):
-            if is_traceable_wrapper_subclass(parameter):
+        # The optimizer may not have been made yet.
+        for name, parameter in request.engine.module.named_parameters():
+            if parameter.requires_grad and is_traceable_wrapper_subclass(parameter):
                 yield (
-                    f"parameter {request.engine.param_names[parameter]} is trained and made of other tensors, which "
+                    f"parameter {name} is trained and made of other tensors, which "
                     "compile.shard_parameters='all' cannot shard; set it to 'frozen', or leave it out"
                 )
                 break

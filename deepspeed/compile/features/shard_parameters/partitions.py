@@ -17,7 +17,7 @@ from torch.nn import Parameter
 import deepspeed.comm as dist
 
 from ...zero_1_and_2.gradient.layout import flat_layout, partition_offset
-from ...zero_1_and_2.parameter.runs import runs
+from ..overlap_gather.runs import runs
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

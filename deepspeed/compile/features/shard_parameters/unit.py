@@ -21,8 +21,9 @@ from torch.nn import Parameter
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ...zero_1_and_2.collectives import collective, grouped
+from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.messages import warn
+from ..overlap_gather.gather import grouped
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
 from .at_rest import mark_resharded, unmark
@@ -505,7 +506,8 @@ def _baseline_use_count():
     return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
-def forget(address, reference):
+def forget(address: int, reference: "weakref.ref[Any]") -> None:
+    """Forgets what knows the places of a storage that is gone."""
     # The address may have become another unit's.
     if UNITS.get(address) is reference:
         del UNITS[address]

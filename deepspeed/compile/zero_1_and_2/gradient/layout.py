@@ -101,6 +101,9 @@ def partition(optimizer: DeepSpeedZeroOptimizer, group: int) -> torch.Tensor:
 def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:
     """Whether the data of each parameter of a group still lies at its place in the group's flat tensor."""
     flat = optimizer.bit16_groups_flat[group]
+    if not flat.untyped_storage().nbytes():
+        # An optional part has parameters elsewhere, and brings them back.
+        return True
     first, size = flat.data_ptr(), flat.element_size()
     # A parameter without elements has no address.
     return all(

@@ -10,7 +10,6 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from ..collectives import collective
-from ..gradient.layout import lies_in_flat_tensor
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -40,17 +39,6 @@ class AllGather:
                 allgather_bucket_size=optimizer.allgather_bucket_size,
             )
 
-    def put_back(self) -> None:
-        """Called after :meth:`start`: gives parameters their new values that do not lie in the flat tensors.
-
-        The caller replaced `parameter.data` (for example to swap in averaged weights), so the flat tensor no longer
-        backs the parameter.
-        """
-        optimizer = self._optimizer()
-        for group in range(len(optimizer.bit16_groups)):
-            if not lies_in_flat_tensor(optimizer, group):
-                optimizer._update_model_bit16_weights(group)
-
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
         """Returns an empty list: no parameter can be sent before all are stepped."""
         return []
@@ -59,11 +47,7 @@ class AllGather:
         """Does nothing: ``start()`` sends all parameters."""
 
     def refuse_to_offload(self, include: Optional[Container[OffloadStateTypeEnum]]) -> None:
-        """Called before states are moved to the host. ``include``: which; None: all.
-
-        Raises:
-            ValueError: if parameters are to be moved that cannot be.
-        """
+        """Raises ValueError if states to be moved to the host cannot be. ``include``: which; None: all."""
 
     def linking(self) -> ContextManager:
         """Returns a context in which the base links parameters with the partitions, of which it makes views."""

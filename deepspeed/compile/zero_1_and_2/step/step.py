@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_TIMERS,
 )
 
+from ..gradient.layout import lies_in_flat_tensor
 from ..timers import timed
 from .norm import factors_of, global_norm, overflowed
 
@@ -81,5 +82,9 @@ def _run(optimizer):
             groups.run()
         with timed(optimizer, OPTIMIZER_ALLGATHER_TIMER), torch.profiler.record_function("deepcompile::gather"):
             deepcompile.gather.start()
-        deepcompile.gather.put_back()
+        for group in range(len(optimizer.bit16_groups)):
+            if not lies_in_flat_tensor(optimizer, group):
+                # The caller replaced `parameter.data` (for example to swap in averaged weights), so the flat tensor no
+                # longer backs the parameter: copy.
+                optimizer._update_model_bit16_weights(group)
     optimizer.timers.log(OPTIMIZER_TIMERS)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Iterable, List, NamedTuple
 
 from torch.nn import Parameter
 
-from ..gradient.layout import pieces
+from ...zero_1_and_2.gradient.layout import pieces
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
