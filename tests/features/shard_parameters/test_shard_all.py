@@ -89,6 +89,7 @@ TRAINABLE = [model for model in MODELS if model not in ("quantized", "casting")]
         {"stage": 2, "groups": 2, "dtype": "bf16"},
         pytest.param({"stage": 2, "accumulation": 2, "groups": 2, "trained": "some"}, marks=SLOW),
         pytest.param({"stage": 1, "dtype": "bf16", "trained": "some"}, marks=SLOW),
+        pytest.param({"stage": 2, "dtype": "bf16", "offloaded": True}, marks=SLOW),
         pytest.param({"stage": 1, "dtype": "fp16", "adam": False, "clipping": 0.05}, marks=SLOW),
     ],
 )
