@@ -5,7 +5,7 @@
 From the root of the repository::
 
     python -m benchmarks.compare                                        tiny on a CPU, Qwen3-8B on GPUs
-    python -m benchmarks.compare --base /tmp/base --cases plain checkpoint -- --adam fused      the table of README.md
+    python -m benchmarks.compare --base /tmp/base --cases plain checkpoint -- --adam fused      all systems
     python -m benchmarks.compare --base /tmp/base --cases plain checkpoint --out results -- --layers 8 --steps 16
     python -m benchmarks.compare --base /tmp/base --systems fork "base without DeepCompile" DDP -- \\
         --shape deep --stage 2 --seq 16
