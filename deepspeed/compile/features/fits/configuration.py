@@ -66,7 +66,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         parsed = ForGpus(config)
     except Exception as error:  # noqa: BLE001  DeepSpeed raises many kinds for what it cannot read
         raise ValueError(f"DeepSpeed refuses {_SAYS}: {error}") from error
-    zero, section, optimizer = parsed.zero_config, parsed.compile_config, (parsed.optimizer_name or "AdamW")
+    zero, section, kind = parsed.zero_config, parsed.compile_config, (parsed.optimizer_name or "AdamW")
     dtype = torch.bfloat16 if parsed.bfloat16_config.enabled else torch.float32
     dtype = torch.float16 if parsed.float16_config.enabled else dtype
     if "bf16.enabled" in automatic or "fp16.enabled" in automatic:
@@ -75,7 +75,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
     for refused, why in (
         (not section.deepcompile, "does not set compile.deepcompile to true, and only DeepCompile is reckoned"),
         (zero.stage not in (1, 2), f"has ZeRO stage {int(zero.stage)}, and only the stages 1 and 2 are reckoned"),
-        (optimizer.lower() not in ("adam", "adamw"), f"has {optimizer}, and only Adam and AdamW are reckoned"),
+        (kind.lower() not in ("adam", "adamw"), f"has {kind}, and only Adam and AdamW are reckoned"),
         ((parsed.optimizer_params or {}).get("amsgrad"), "has amsgrad, whose third state is not reckoned"),
         ((config.get("sequence_parallel_size") or 1) > 1, "splits sequences, which is not reckoned"),
         (section.store_param_remainders and dtype != torch.bfloat16, f"keeps remainders of {dtype}, not of bf16"),

@@ -43,7 +43,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, tensors: Sequence[torch.Tensor]):
         super().__init__()
-        self.graph, self._nodes, self._kept = Graph(), {}, []
+        self.graph, self._nodes = Graph(), {}
         self.inputs = []
         for tensor in tensors:
             self._node_of(tensor)
@@ -109,6 +109,9 @@ def form_of(
         parameters, tensors: fake tensors.
         chunked_loss: ``compile.chunked_loss``.
     """
+    # Nodes of a graph refer to each other, and so keep the tensors that they stand for until Python collects garbage:
+    # let these not be those whose memory is counted.
+    tensors = [torch.empty_like(each).requires_grad_(each.requires_grad) for each in tensors]
     recorder = _Recorder((*parameters, *tensors))
     with recorder:
         result = call(*parameters, *tensors)
