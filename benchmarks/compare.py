@@ -5,7 +5,7 @@
 From the root of the repository::
 
     python -m benchmarks.compare                                        tiny on a CPU, Qwen3-8B on GPUs
-    python -m benchmarks.compare --base /tmp/base --cases plain checkpoint -- --adam fused      the table of README.md
+    python -m benchmarks.compare --base /tmp/base --cases plain checkpoint -- --adam fused      all systems
     python -m benchmarks.compare --base /tmp/base --cases plain checkpoint --out results -- --layers 8 --steps 16
     python -m benchmarks.compare --base /tmp/base --systems fork "base without DeepCompile" DDP -- \\
         --shape deep --stage 2 --seq 16
@@ -42,7 +42,8 @@ BASE, ZERO = "base", "fork without DeepCompile"
 KEPT, RESHARDED, FP32_REDUCE = "FSDP2, kept", "FSDP2, resharded", "FSDP2, resharded, fp32 reduce"
 FLOAT8_GATHERED = "FSDP2, kept, float8 gathered"
 BASE_ZERO, DDP = "base without DeepCompile", "DDP"
-SHARDED, ZERO3 = "fork, frozen sharded", "ZeRO-3 without DeepCompile"
+FROZEN_SHARDED, ZERO3 = "fork, frozen sharded", "ZeRO-3 without DeepCompile"
+SHARDED, SHARDED_REMAINDERS = "fork, sharded", "fork, sharded, remainders"
 COLUMNS = {
     FORK: ["--system", "deepcompile"],
     OVERLAPPED: ["--system", "deepcompile", "--overlap-gather"],
@@ -56,18 +57,21 @@ COLUMNS = {
     FLOAT8_GATHERED: ["--system", "fsdp2-kept", "--float8-gather"],
     BASE_ZERO: ["--system", "zero"],
     DDP: ["--system", "ddp"],
-    SHARDED: ["--system", "deepcompile", "--shard-frozen"],
+    SHARDED: ["--system", "deepcompile", "--shard", "all"],
+    SHARDED_REMAINDERS: ["--system", "deepcompile", "--shard", "all", "--remainders"],
+    FROZEN_SHARDED: ["--system", "deepcompile", "--shard", "frozen"],
     ZERO3: ["--system", "zero", "--stage", "3"],
 }
 # What is measured where no system is named.
-DEFAULT = (OVERLAPPED, REMAINDERS, KEPT, RESHARDED, FP32_REDUCE, BASE)
+DEFAULT = (OVERLAPPED, REMAINDERS, SHARDED, SHARDED_REMAINDERS, KEPT, RESHARDED, FP32_REDUCE, BASE)
 OF_BASE, OF_TORCH = (BASE, BASE_ZERO), (KEPT, RESHARDED, FP32_REDUCE, FLOAT8_GATHERED, DDP)
 ON_CPU = "--shape tiny --dtype fp32 --seq 64 --bucket 200000 --steps 12 --warm 4".split()
 ON_GPUS = "--shape qwen3-8b".split()
+WITH_REMAINDERS = (REMAINDERS, SHARDED_REMAINDERS)
 # These arguments follow from the system, or belong to benchmarks.measure alone.
 NOT_FOR_ALL = {
     *("--system", "--one-graph", "--overlap-gather", "--chunked-loss", "--activation-budget", "--float8-gather"),
-    *("--shard-frozen", "--remainders"),
+    *("--shard", "--remainders"),
     *("--json", "--trace"),
 }
 
@@ -114,7 +118,7 @@ def default_systems(case: str, gpus: list[str], rest: list[str]) -> list[str]:
     systems += [ZERO] if not gpus or case == "offload" else []
     # The recipe of float8 for which FSDP2 can gather weights in float8.
     systems += [FLOAT8_GATHERED] if "tensorwise" in rest else []
-    return systems + ([SHARDED, ZERO3] if "--lora" in rest else [])
+    return systems + ([FROZEN_SHARDED, ZERO3] if "--lora" in rest else [])
 
 
 def reason_against(
@@ -129,9 +133,9 @@ def reason_against(
         return "its DeepCompile aborts with accumulation in ZeRO-1"
     if system == BASE and case == "offload":
         return "its DeepCompile takes no optimizer on the host"
-    if system == REMAINDERS and case == "offload":
+    if system in WITH_REMAINDERS and case == "offload":
         return "masters on the host are not kept as remainders"
-    if system == REMAINDERS and ("fp32" in rest or (not gpus and "bf16" not in rest)):
+    if system in WITH_REMAINDERS and ("fp32" in rest or (not gpus and "bf16" not in rest)):
         return "parameters in fp32 have no remainders; give -- --dtype bf16"
     if system in OF_TORCH and case == "offload" and not gpus:
         return "its CPUOffloadPolicy needs GPUs"

@@ -138,57 +138,55 @@ SIZES = {
     "Qwen3-32B": SHAPES["qwen3-32b"],
     "Llama-3.1-70B": Shape(80, 8192, 28672, 64, 8, 128, 128256, tie_word_embeddings=False),
 }
-# Columns of the table of sizes -> what differs from Mode's defaults, and whether it is LoRA.
+# Columns of the table of sizes -> what differs from Mode's defaults, and the rank of adapters.
 COLUMNS = {
-    "plain": ({}, False),
-    "checkpointed": (CHECKPOINT, False),
-    "remainders, checkpointed": (CHECKPOINT | {"remainders": True}, False),
-    "8-bit, remainders, checkpointed": (CHECKPOINT | EIGHT_BIT | {"remainders": True}, False),
-    "optimizer on the host, checkpointed": (CHECKPOINT | OFFLOAD, False),
-    "LoRA 16, frozen sharded, checkpointed": (CHECKPOINT | FROZEN, True),
-    "FSDP2 resharded, checkpointed": (FSDP2 | CHECKPOINT | {"reshard": True}, False),
+    "plain": ({}, None),
+    "checkpointed": (CHECKPOINT, None),
+    "remainders, checkpointed": (CHECKPOINT | {"remainders": True}, None),
+    "8-bit, remainders, checkpointed": (CHECKPOINT | EIGHT_BIT | {"remainders": True}, None),
+    "optimizer on the host, checkpointed": (CHECKPOINT | OFFLOAD, None),
+    "LoRA 16, frozen sharded, checkpointed": (CHECKPOINT | FROZEN, 16),
+    "FSDP2 resharded, checkpointed": (FSDP2 | CHECKPOINT | {"reshard": True}, None),
 }
 
 
-def _subject(shape, lora):
-    from deepspeed.compile.features.fits import reckon
-
-    def make_model():
-        return build_model(shape, torch.bfloat16, "meta", checkpoint=False)
-
-    return reckon.Subject(make_model, torch.bfloat16, lora, lambda sentence: None)
+def _make(shape):
+    return lambda: build_model(shape, torch.bfloat16, "meta", checkpoint=False)
 
 
 def print_sizes(gpus: int, memory: int) -> None:
-    """Prints the peak of each size in some modes, in bold letters where it fits."""
-    from deepspeed.compile.features.fits import reckon
+    """Prints the peak of each size in some modes, bold where it fits, and in italics where that is tight."""
+    from deepspeed.compile.features.fits import fits
     from deepspeed.compile.features.fits.modes import Mode
 
     print(f"| {gpus} GPUs of {memory} GB, peak, GiB | {' | '.join(COLUMNS)} |\n|{' --- |' * (1 + len(COLUMNS))}")
+    marks = {"yes": "**", "tight": "*", "no": ""}
     for name, shape in SIZES.items():
-        subjects = {is_lora: _subject(shape, 16 if is_lora else None) for is_lora in (False, True)}
-        cells = []
-        for column, (varied, is_lora) in COLUMNS.items():
-            row: Any = reckon.row_of(subjects[is_lora], Mode(column, "", 1.0, **varied), gpus, 4096)
-            peak = f"{row.peak / GIB:.1f}"
-            cells.append(f"**{peak}**" if row.peak / GIB <= memory - reckon.MARGIN else peak)
-        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        cells = {}
+        for lora in (None, 16):
+            modes = [Mode(column, **varied) for column, (varied, rank) in COLUMNS.items() if rank == lora]
+            answer = fits(_make(shape), modes=modes, gpus=gpus, memory=memory, sequence=4096, lora=lora)
+            for row in answer.rows:
+                mark = marks[answer.verdict(row)]
+                cells[row.mode.name] = f"{mark}{row.peak / GIB:.1f}{mark}"
+        print(f"| {name} | {' | '.join(cells[column] for column in COLUMNS)} |", flush=True)
 
 
 def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]]:
     """Returns (run, phase, reckoned, measured) of each figure."""
     from deepspeed.compile.features.fits import reckon
-    from deepspeed.compile.features.fits.modes import Mode
+    from deepspeed.compile.features.fits.modes import Mode, Question
 
     found, subjects = [], {}
     for run in measured:
         shape = SHAPES[run.shape]
         shape = dataclasses.replace(shape, num_hidden_layers=run.layers or shape.num_hidden_layers)
-        key = shape, run.lora, run.seq, run.micro_batch
+        asked = {name: getattr(run, name) for name in ("gpus", "micro_batch", "accumulation", "lora")}
+        question = Question(sequence=run.seq, dtype=torch.bfloat16, **asked)
+        key = shape, run.lora
         if key not in subjects:
-            subjects[key] = _subject(shape, run.lora)
-        mode = Mode(run.line, "", 1.0, **run.mode)
-        row: Any = reckon.row_of(subjects[key], mode, run.gpus, run.seq, run.micro_batch, run.accumulation)
+            subjects[key] = reckon.Subject(_make(shape), question, lambda sentence: None)
+        row: Any = reckon.row_of(subjects[key], Mode(run.line, **run.mode), question)
         if subjects[key].untraceable:
             raise RuntimeError(f"{run.line}: {subjects[key].untraceable}")
         for phase, figure in run.figures.items():

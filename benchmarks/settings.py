@@ -35,7 +35,7 @@ class Settings:
         float8_gather: whether FSDP2 casts its shards to float8 before it gathers them, with scales that are computed
             after each step. Only for the recipe "tensorwise".
         lora: the rank of adapters at every linear layer of the blocks; all else is frozen. None: all is trained.
-        shard_frozen: whether DeepCompile shards the blocks' frozen parameters (``shard_parameters``).
+        shard: which parameters of the blocks DeepCompile shards, "frozen" or "all" (``shard_parameters``); None: none.
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
         overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
         chunked_loss: whether DeepCompile computes the loss in chunks of logits, "on", "off" or by "size"; None: as by
@@ -69,7 +69,7 @@ class Settings:
     float8: str | None = None
     float8_gather: bool = False
     lora: int | None = None
-    shard_frozen: bool = False
+    shard: str | None = None
     one_graph: bool = False
     overlap_gather: bool = False
     chunked_loss: str | None = None
@@ -128,7 +128,7 @@ def parse_command_line(description: str) -> CommandLine:
         "--float8-gather", action="store_true", default=None, help="FSDP2 gathers weights in float8, tensorwise only"
     )
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank and freeze all else")
-    parser.add_argument("--shard-frozen", action="store_true", default=None, help="DeepCompile's shard_parameters")
+    parser.add_argument("--shard", choices=("frozen", "all"), help="DeepCompile's shard_parameters")
     parser.add_argument(
         "--one-graph", action="store_true", default=None, help="DeepCompile with one graph for the whole model"
     )
@@ -167,8 +167,12 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--warm must be at least 1 and less than --steps, so that a step is left to be timed")
     if (settings.one_graph or settings.overlap_gather) and settings.system != "deepcompile":
         parser.error("--one-graph and --overlap-gather go with --system deepcompile")
-    if settings.shard_frozen and (settings.system != "deepcompile" or not settings.lora):
-        parser.error("--shard-frozen goes with --system deepcompile and --lora")
+    if settings.shard and settings.system != "deepcompile":
+        parser.error("--shard goes with --system deepcompile")
+    if settings.shard == "frozen" and not settings.lora:
+        parser.error("--shard frozen goes with --lora; without it no parameter is frozen")
+    if settings.shard == "all" and (settings.overlap_gather or settings.one_graph):
+        parser.error("--shard all goes with neither --overlap-gather nor --one-graph")
     if settings.stage == 3 and settings.system != "zero":
         parser.error("--stage 3 goes with --system zero")
     if settings.chunked_loss and settings.system != "deepcompile":

@@ -90,7 +90,7 @@ class DeepSpeed:
     def __init__(self, settings: Settings, model: torch.nn.Module):
         import deepspeed
 
-        budget, self._shards_frozen = settings.activation_budget, settings.shard_frozen
+        budget, self._shards = settings.activation_budget, settings.shard is not None
         in_engine = settings.states is not None and settings.system == "deepcompile"
         muon = settings.optimizer == "muon"
         params = {"muon_lr": settings.learning_rate, "adam_lr": settings.learning_rate}
@@ -114,7 +114,7 @@ class DeepSpeed:
                     "deepcompile": settings.system == "deepcompile",
                     # The base does not know these options, so they are there only where they are asked for.
                     **({"regional_compilation": False} if settings.one_graph else {}),
-                    **({"shard_parameters": "frozen"} if settings.shard_frozen else {}),
+                    **({"shard_parameters": settings.shard} if settings.shard else {}),
                     **({"overlap_param_gather": True} if settings.overlap_gather else {}),
                     **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
                     **({"activation_memory_budget": budget} if budget is not None else {}),
@@ -147,7 +147,7 @@ class DeepSpeed:
             masters = record.flattened(optimizer.fp32_partitioned_groups_flat)
             return {data.PARAMETERS: shards, data.OPTIMIZER_STATES: [*masters, *_states(optimizer.optimizer)]}
         gradients = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
-        parts = optimizer._deepcompile.features if self._shards_frozen else []
+        parts = optimizer._deepcompile.features if self._shards else []
         sharded = [share for part in parts for share in part.shares]
         parameters = [*optimizer.bit16_groups_flat, *self._engine.module.parameters(), *sharded]
         return {

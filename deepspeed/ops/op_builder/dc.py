@@ -78,12 +78,14 @@ class DeepCompileBuilder(OpBuilder):
 
         if self.is_built():
             return ""
-        compiler, header = cpp_extension.get_cxx_compiler(), Path(sysconfig.get_path("include"), "Python.h")
+        compiler = cpp_extension.get_cxx_compiler()
+        # torch looks there too, whatever scheme of paths is the default.
+        header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
         needs = {
             f"a C++ compiler (there is no {compiler}; `apt-get install g++`, or name one in CXX)": shutil.which(
                 (shlex.split(compiler) or [compiler])[0]
             ),
-            "ninja (`pip install ninja`)": cpp_extension.is_ninja_available(),
+            "ninja (`pip install ninja`, and the environment's bin in PATH)": cpp_extension.is_ninja_available(),
             f"Python's headers (there is no {header}; `apt-get install python3-dev`)": header.is_file(),
         }
         return " and ".join(need for need, found in needs.items() if not found)

@@ -2,26 +2,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """``features/fits``: what is reckoned beside what engines and autograd hold, and the command."""
 
+import gc
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
 
 from deepspeed.compile.features.eight_bit.blockwise import SIGNED, names_of
 from deepspeed.compile.features.fits import __main__ as command
-from deepspeed.compile.features.fits import fits, gradients, liveness, reckon
-from deepspeed.compile.features.fits.activations import Run
-from deepspeed.compile.features.fits.modes import Mode
+from deepspeed.compile.features.fits import configuration, fits, fsdp2, gradients, liveness, modes, reckon, sources
+from deepspeed.compile.features.fits.activations import Activations, Moment
+from deepspeed.compile.features.fits.modes import Mode, Question
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.ids import vary
 from support.training import Case, batch, build, device, make_engine
 
-WIDTH, TOKENS, LAYERS, VOCABULARY = 64, 48, 3, 80
-PLAIN = Mode("plain", "", 1.0)
+WIDTH, TOKENS, LAYERS, VOCABULARY, MANY = 64, 48, 3, 80, 1024
+PLAIN = Mode("plain")
 
 
 class Block(nn.Module):
@@ -62,8 +65,8 @@ class ReadsValues(Small):
         return super().forward(ids) * (2 if ids.sum() > 3 else 1)
 
 
-def subject_of(make_model, dtype=torch.bfloat16):
-    return reckon.Subject(make_model, dtype, None, lambda sentence: None)
+def subject_of(make_model, dtype=torch.bfloat16, **asked):
+    return reckon.Subject(make_model, Question(dtype=dtype, **asked), lambda sentence: None)
 
 
 def held_by_engine(case):
@@ -99,7 +102,7 @@ def test_a_rank_holds_what_is_reckoned(ranks, model, eight_bit, remainders):
     for rank, held in enumerate(ranks(2).run(held_by_engine, case)):
         whole = 2 * 2 * gradients.layout_of(flat, 2).partition_size[0]
         bound = gradients.send(flat, [*reversed(range(len(flat)))], 2, rank, bucket=500).bound
-        states = reckon.states(flat, 2, rank, Mode("", "", 1.0, eight_bit=eight_bit, remainders=remainders))
+        states = reckon.states(flat, 2, rank, Mode("", eight_bit=eight_bit, remainders=remainders))
         assert held == {"parameters": whole, **states, "gradients": bound}
 
 
@@ -117,8 +120,17 @@ def kept_by_autograd(model, ids):
     return sum(size for place, size in kept.items() if place not in others), loss
 
 
+@pytest.fixture
+def uncollected():
+    """Python collects no garbage, as it may do nothing for long in any process."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
 def test_activations_are_those_that_autograd_keeps():
-    """Activations would be counted twice, or as of other layers."""
+    """Activations would be counted twice, as of other layers, or for as long as Python collects no garbage."""
     kept, loss = kept_by_autograd(Small().to(device()), torch.zeros(2, TOKENS, dtype=torch.long, device=device()))
     found = activations_of(Small)
     # The last block's output goes to the head, and the loss is one number.
@@ -130,9 +142,11 @@ def test_activations_are_those_that_autograd_keeps():
 
 def activations_of(make_model, **varied):
     subject = subject_of(make_model, torch.float32)
-    assert len(subject.run.blocks) == LAYERS
-    with subject.fake:
-        return subject.run.run({"ids": torch.zeros(2, TOKENS, dtype=torch.long)}, lambda loss: loss, **varied)
+    batch = {"ids": torch.zeros(2, TOKENS, dtype=torch.long)}
+    question = Question(gpus=2, sequence=TOKENS, micro_batch=2, batch=lambda *sizes: batch)
+    found = subject.activations(Mode("", **varied), question)
+    assert subject.untraceable == {}
+    return found
 
 
 def test_a_checkpointed_block_keeps_its_input():
@@ -142,6 +156,138 @@ def test_a_checkpointed_block_keeps_its_input():
     assert plain.forward[-1].after - checkpointed.forward[-1].after == LAYERS * of_block
     in_blocks = [moment.most for moment in checkpointed.backward if moment.in_block]
     assert max(in_blocks) > of_block
+
+
+class WithLoss(Small):
+    """A language model whose loss is that of transformers."""
+
+    smoothing = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, MANY)
+
+    def forward(self, ids):
+        logits = self.head(self.body(ids))
+        labels = ids.view(-1)
+        return functional.cross_entropy(logits.view(-1, MANY), labels, label_smoothing=self.smoothing), logits
+
+
+class Smoothed(WithLoss):
+    smoothing = 0.1
+
+
+class ScalesLoss(WithLoss):
+    """Uses a parameter behind the logits, so that training leaves the graph whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, ids):
+        loss, logits = super().forward(ids)
+        return loss * self.temperature, logits
+
+
+def highest(found):
+    return max(moment.most for moment in found.backward)
+
+
+def test_a_loss_is_in_chunks_only_where_training_has_chunks(monkeypatch):
+    """A loss that training computes in one piece would be taken for one in chunks, and the peak would be too low."""
+    monkeypatch.setattr("deepspeed.compile.features.loss.chunked_loss.CHUNK_LOGITS", 1)
+    monkeypatch.setattr("deepspeed.compile.features.loss.chunked_loss.ALIGNED_ROWS", 8)
+    whole, chunked = (activations_of(WithLoss, chunked_loss=wanted) for wanted in (False, True))
+    logits = 4 * 2 * TOKENS * MANY
+    assert highest(whole) - highest(chunked) >= logits // 2
+    smoothed = {highest(activations_of(Smoothed, chunked_loss=wanted)) for wanted in (False, True)}
+    assert len(smoothed) == 1
+
+
+def test_zeros_for_logits_that_nobody_uses(monkeypatch):
+    """Of a large loss that cannot have a graph of its own, autograd's zeros would be missing."""
+    monkeypatch.setattr("deepspeed.compile.features.loss.own_graph.LARGE_NUMEL", 1)
+    logits = 4 * 2 * TOKENS * MANY
+    assert highest(activations_of(ScalesLoss)) - highest(activations_of(WithLoss)) >= logits // 2
+
+
+class Attends(Block):
+    dropout = 0.0
+
+    def forward(self, x):
+        heads = x.view(*x.shape[:2], 4, -1).transpose(1, 2)
+        made = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=self.dropout, is_causal=True)
+        return super().forward(made.transpose(1, 2).reshape(x.shape))
+
+
+class DropsOut(Attends):
+    dropout = 0.1
+
+
+def attending(kind):
+    def make_model():
+        model = Small()
+        model.body.layers = nn.ModuleList(kind() for _ in range(LAYERS))
+        return model
+
+    return make_model
+
+
+def test_attention_with_dropout_keeps_no_matrix():
+    """Attention would have its matrix [tokens, tokens] as on a CPU, which no GPU keeps."""
+    assert activations_of(attending(DropsOut)).forward == activations_of(attending(Attends)).forward
+
+
+class CallsBlocksItself(WithLoss):
+    """As nanoGPT: the model itself calls its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.embedding = self.body.layers, self.body.embedding
+        del self.body
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return logits, functional.cross_entropy(logits.view(-1, MANY), ids.view(-1))
+
+
+def test_modes_that_need_blocks_make_some():
+    """A model that calls its blocks itself would have no checkpointed mode, though the engine makes blocks for it."""
+    chosen = [PLAIN, Mode("checkpointed", checkpoint=True), Mode("FSDP2", system="fsdp2")]
+    answer = fits(CallsBlocksItself, modes=chosen, gpus=2, sequence=TOKENS)
+    rows = {row.mode.name: row for row in answer.rows}
+    plain, checkpointed, sharded = (rows[mode.name] for mode in chosen)
+    assert all(answer.verdict(row) == "yes" for row in answer.rows)
+    assert '"regional_compilation": true' in checkpointed.line and "regional" not in plain.line + sharded.line
+    assert "lines with regional_compilation make blocks" in " ".join(answer.notes)
+
+
+class Twice(Small):
+    def forward(self, ids):
+        return (self.body(ids) - self.body(ids + 1)).square().mean()
+
+
+def test_what_is_not_reckoned_is_unknown():
+    """A peak without activations would be called one that fits."""
+    answer = fits(Twice, modes=[PLAIN], gpus=2, sequence=TOKENS)
+    assert answer.verdict(answer.first) == "unknown"
+    assert "it calls what calls its blocks more than once" in answer.notes[0]
+    # The states alone may be too much.
+    assert fits(Twice, modes=[PLAIN], gpus=2, sequence=TOKENS, memory=1).verdict(answer.first) == "no"
+
+
+def test_one_mode_that_cannot_be_traced_leaves_the_others(monkeypatch):
+    """After an error in one mode all later rows would lack activations, and a mistake of ours would look like that."""
+    subject, question = subject_of(Small), Question(sequence=TOKENS, micro_batch=1)
+    assert subject.activations(Mode("", budget="half"), question) is None
+    assert len(subject.untraceable) == 1
+    assert subject.activations(PLAIN, question) is not None
+    monkeypatch.setattr(sources, "batch_for", None)
+    with pytest.raises(TypeError):
+        subject.activations(Mode("", checkpoint=True), question)
 
 
 def test_results_of_kernels_have_memory():
@@ -154,6 +300,29 @@ def test_results_of_kernels_have_memory():
     moment = liveness.life_of_forward(make_fx(function, tracing_mode="fake")(x, weight), 1, [])[-1]
     # exp, sin and cos are one kernel, which writes over the first product; then the second product stands beside it.
     assert moment == liveness.Moment(2 * x.nbytes, x.nbytes, None)
+
+
+def test_a_value_of_many_reads_has_memory():
+    """What Inductor writes to memory, because two kernels would read too much to make it again, would be left out."""
+
+    def function(*inputs):
+        a, b, c, d, e = inputs
+        made = a * b + c * d + e
+        return [made.sum(0), (made * made).mean(-1)]
+
+    inputs = [torch.empty(64, 64, device="meta") for _ in range(5)]
+    life = liveness.life_of_forward(make_fx(function, tracing_mode="fake")(*inputs), 2, [])
+    assert life[-1].most >= inputs[0].nbytes
+
+
+def test_fsdp2_holds_what_its_units_need():
+    """A unit larger than the last one would not be counted, nor the padding of a parameter's first dimension."""
+    assert fsdp2.share_of((5, 3), 4) == 6 and fsdp2.share_of((), 4) == 1
+    activations = Activations([Moment(10, 10)], [Moment(10, 0, name) for name in "cba"], 0)
+    units = [fsdp2.Unit([name], size, 0, size // 2) for name, size in (("a", 4), ("b", 100), ("c", 8))]
+    found = fsdp2.peaks_of(activations, units, {"a": 4, "b": 100, "c": 8}, reshard=True, size=2)
+    assert found.at_rest == 12 * 56 and found.step == found.at_rest + 4 * 56
+    assert found.forward == found.at_rest + 10 + 2 * 100 + 2 * 100
 
 
 def test_the_last_rank_has_its_gradients_first():
@@ -171,6 +340,31 @@ def test_gradients_of_earlier_micro_batches(stage):
     sent = gradients.send(flat, [3, 2, 1, 0], 2, 0, stage, accumulation=3)
     assert sent.before == 8000 // stage
     assert sent.bound == 4000
+
+
+def test_accumulation_has_a_row_for_each_stage():
+    """ZeRO-2 would have the figure of ZeRO-1, which keeps whole gradients."""
+    asked = {"gpus": 2, "sequence": TOKENS, "accumulation": 3}
+    found = {
+        row.mode.name: row
+        for row in fits(Small, modes=modes.modes_for(Question(**asked), False, False)[:2], **asked).rows
+    }
+    assert found["ZeRO-1"].peak > found["ZeRO-2"].peak
+    assert '"stage": 2' in found["ZeRO-2"].line
+
+
+@pytest.mark.quick
+def test_modes_that_have_a_meaning():
+    """The table would have a mode that is refused, or lack one because a parameter is frozen."""
+
+    def names(has_frozen=False, has_blocks=True, **asked):
+        return {mode.name for mode in modes.modes_for(Question(accumulation=1, **asked), has_frozen, has_blocks)}
+
+    everything = names(True, gpus=2, dtype=torch.bfloat16)
+    assert everything == {mode.name for mode in modes.MODES}
+    assert everything - names(True, gpus=1, dtype=torch.bfloat16) == {"frozen sharded", "frozen sharded, checkpointed"}
+    assert not any("remainders" in name for name in names(gpus=2, dtype=torch.float32))
+    assert not any("checkpointed" in name or "FSDP2" in name for name in names(has_blocks=False))
 
 
 def on_its_device():
@@ -206,26 +400,76 @@ def test_the_command_prints_modes(capsys, this_module):
     rows = [line.split("  ")[0] for line in lines[4 : lines.index("", 4)]]
     for name in ("ZeRO-1 or 2", "checkpointed", "8-bit states", "optimizer on the host", "FSDP2, resharded"):
         assert name in rows
-    assert '"activation_memory_budget": 0.5' in printed and "yes, 5.4 left" in printed
-    assert lines[-1].startswith("Left out: the CUDA context, NCCL, and fragmentation.")
+    assert '"compile": {"deepcompile": true, "activation_memory_budget": 0.5}' in printed
+    assert "torch.utils.checkpoint at each block" in printed and "gradient_checkpointing_enable" not in printed
+    assert lines[-1].startswith("Off the 8 go not shown by the GPU 0.12, CUDA context 0.75, NCCL 1.25 (assumed).")
+
+
+BASE = {"zero_optimization": {"stage": 2}, "compile": {"deepcompile": True}, "bf16": {"enabled": True}}
 
 
 def test_json_has_bytes(capsys, this_module, tmp_path):
     """A program that reads the figures would get rounded ones, or not those of its own configuration."""
     config = tmp_path / "ds_config.json"
-    config.write_text(json.dumps({"gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}))
+    config.write_text(json.dumps({**BASE, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}))
     arguments = ("--model", f"{this_module}:small", "--gpus", 2, "--sequence", TOKENS)
     answer = json.loads(run(capsys, *arguments, "--config", config, "--json", "-"))
-    assert answer["accumulation"] == 2 and answer["trained"] == sum(each.numel() for each in Small().parameters())
+    elements = sum(each.numel() for each in Small().parameters())
+    assert answer["trained"] == elements and (answer["micro_batch"], answer["accumulation"]) == (2, 2)
     first = answer["rows"][0]
-    assert first["mode"] == "your configuration"
-    assert first["peak"] == max(first["forward"], first["backward"], first["step"]) == sum(first["parts"].values())
+    assert first["mode"] == "your configuration" and first["fits"] == "yes"
+    # bf16 parameters, and half of the masters and moments.
+    assert first["at_rest"] - reckon.WORKSPACES == pytest.approx(2 * elements + 12 * elements // 2, rel=1e-3)
+
+
+@pytest.mark.quick
+@vary(
+    "varied, sentence",
+    [
+        ({"zero_optimization": {"stage": 3}}, "has ZeRO stage 3, and only the stages 1 and 2 are reckoned"),
+        ({"compile": {"deepcompile": False}}, "does not set compile.deepcompile to true"),
+        ({"compile": None}, "DeepSpeed refuses the configuration"),
+        ({"compile": {"deepcompile": True, "activation_memory_budget": "half"}}, "is no part of the activations"),
+        ({"optimizer": {"type": "Lamb", "params": {}}}, "has lamb, and only Adam and AdamW are reckoned"),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "has zero_optimization.round_robin"),
+        ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "DeepSpeed refuses the configuration"),
+        ({"bf16": {"enabled": False}}, "trains in torch.float32, and torch.bfloat16 is asked for"),
+    ],
+)
+def test_a_configuration_that_is_not_reckoned(varied, sentence):
+    """The row of a configuration would have the figures of another one, or the command would end with a traceback."""
+    with pytest.raises(ValueError) as raised:
+        configuration.apply({**BASE, **varied}, Question(gpus=2, dtype=torch.bfloat16), False)
+    assert sentence in str(raised.value)
+
+
+@pytest.mark.quick
+def test_what_a_configuration_completes():
+    """The micro-batch, the dtype and buckets of the row would not be those with which DeepSpeed trains."""
+    zero = {"stage": 2, "reduce_bucket_size": "auto", "overlap_comm": False, "offload_optimizer": {"device": "cpu"}}
+    config = {"train_batch_size": 256, "zero_optimization": zero, "compile": {"deepcompile": True}}
+    mode, question, notes = configuration.apply(config, Question(gpus=2), True)
+    assert (mode.stage, mode.offload, mode.checkpoint) == (2, True, True)
+    assert (question.micro_batch, question.accumulation, question.dtype) == (128, 1, torch.float32)
+    assert not question.overlap and question.bucket == Question.bucket
+    assert "zero_optimization.reduce_bucket_size" in notes[0]
+    *_, question, _ = configuration.apply({**config, "bf16": {"enabled": "auto"}}, Question(micro_batch=2), False)
+    assert (question.micro_batch, question.accumulation, question.dtype) == (2, 128, torch.bfloat16)
+
+
+@pytest.mark.quick
+@vary("name, value", [("gpus", 0), ("memory", -5), ("sequence", 0)])
+def test_numbers_that_no_gpu_has(name, value):
+    """A question without a meaning would get an answer."""
+    with pytest.raises(ValueError, match=f"{name}={value} is not"):
+        Question(**{name: value})
 
 
 def test_a_model_that_cannot_be_traced(capsys, this_module):
     """The command would end with the traceback of a model whose code reads values, though its states are known."""
     printed = run(capsys, "--model", f"{this_module}:reads_values", "--gpus", 2)
     assert "ReadsValues could not be traced (" in printed and "at least" in printed
+    assert "unknown" in printed and "yes" not in printed
 
 
 @vary(
@@ -276,15 +520,13 @@ def test_a_model_of_transformers(capsys, tmp_path, lora):
     printed = run(capsys, "--model", tmp_path / "config.json", "--gpus", 2, "--sequence", 128, *adapters)
     assert "(Qwen3ForCausalLM)" in printed and "could not be traced" not in printed
     assert ('"shard_parameters": "frozen"' in printed) == bool(lora)
-    from deepspeed.compile.features.fits import sources
-
-    make_model, _ = sources.named(str(tmp_path))
+    make_model = sources.named(str(tmp_path))
     masks = []
     subject = subject_of(make_model)
     subject.model.model.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: masks.append(kwargs.get("attention_mask")), with_kwargs=True
     )
-    assert reckon.row_of(subject, PLAIN, 2, 128).forward is not None
+    assert reckon.row_of(subject, PLAIN, Question(gpus=2, sequence=128, accumulation=1)).forward is not None
     assert masks == [None]
 
 
@@ -299,9 +541,52 @@ def test_what_was_measured(package, word):
     assert runs and not far
 
 
-def test_a_function_gets_an_answer():
-    """A caller would need the command to ask."""
-    answer = fits(Small, gpus=2, memory=8, sequence=TOKENS, modes=[PLAIN])
-    (row,) = answer.rows
-    assert answer.spare(row) == pytest.approx(8 - reckon.MARGIN - row.peak / reckon.GIB)
-    assert isinstance(Run(Small(), print).why_whole, str)
+def test_verdicts():
+    """A mode would be said to fit that leaves less than the allocator reserves beyond the peak."""
+    answer = fits(Small, modes=[PLAIN], gpus=2, sequence=TOKENS)
+    row = answer.first
+    taken = 80 - sum(answer.left_out.values())
+    for part, verdict in ((1.01, "no"), (0.99, "tight"), (0.82, "tight"), (0.81, "yes")):
+        assert answer.verdict(row._replace(peak=int(part * taken * reckon.GIB))) == verdict
+
+
+def test_the_rank_with_the_highest_peak(monkeypatch):
+    """The rank whose gradients make the peak would be left out."""
+    asked = []
+    send = gradients.send
+    monkeypatch.setattr(reckon, "send", lambda flat, *key: asked.append(key[2]) or send(flat, *key))
+    fits(Small, modes=[PLAIN], gpus=5, sequence=TOKENS)
+    assert asked == [*range(5)]
+
+
+class Conv1D(nn.Module):
+    """As transformers has it: a linear layer whose weight is transposed."""
+
+    def __init__(self, outer, inner):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inner, outer))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+def with_positions():
+    model = Small()
+    model.positions, model.config = nn.Embedding(32, WIDTH), SimpleNamespace(max_position_embeddings=32)
+    for layer in model.body.layers:
+        layer.up, layer.down = Conv1D(4 * WIDTH, WIDTH), Conv1D(WIDTH, 4 * WIDTH)
+    return model
+
+
+def test_adapters_and_positions_as_a_gpt_has_them():
+    """A GPT of transformers would have no adapters, and be asked about more tokens than it has positions."""
+    answer = fits(with_positions, modes=[PLAIN], gpus=2, lora=4)
+    assert answer.trained == LAYERS * 2 * 4 * 5 * WIDTH and answer.question.sequence == 32
+    with pytest.raises(ValueError, match="has 32 positions"):
+        fits(with_positions, modes=[PLAIN], sequence=33)
+
+
+def test_a_class_that_takes_arguments():
+    """A caller would get a TypeError, and not what to name."""
+    with pytest.raises(ValueError, match="name a function without arguments"):
+        fits(nn.Linear, modes=[PLAIN])

@@ -308,6 +308,10 @@ def save_and_resume(case, folder, excludes):
         model, engine = start(deepcompile=True)
         resumed = [resume(model, engine, folder, "off", *of_off)]
         of_on = save_and_go_on(model, engine, "on", 1)
+        if case.kind == "int8-bitsandbytes":
+            # bitsandbytes 0.50 refuses to load what it has saved into layers whose forward has run.
+            engine.destroy()
+            model, engine = start(deepcompile=True)
         resumed.append(resume(model, engine, folder, "on", *of_on))
         engine.destroy()
         model, engine = start(deepcompile=False)

@@ -17,11 +17,12 @@ def parser() -> argparse.ArgumentParser:
         "--model", required=True, help="a name of the hub, a folder, a config.json, or module:function that makes it"
     )
     parser.add_argument("--gpus", type=int, default=1, help="how many train it. Default: 1")
-    parser.add_argument("--memory", type=float, default=80, help="of each GPU, GiB. Default: 80")
-    parser.add_argument("--sequence", type=int, default=4096, help="tokens. Default: 4096")
+    parser.add_argument("--memory", type=float, default=80, help="of each GPU, GB as it is sold. Default: 80")
+    parser.add_argument("--sequence", type=int, help="tokens. Default: 4096, or as many as the model has positions")
     parser.add_argument("--micro-batch", type=int, help="sequences. Default: 1, or what --config says")
     parser.add_argument("--accumulation", type=int, help="micro-batches. Default: 1, or what --config says")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank, and freeze the rest")
+    parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="Default: bf16, or what --config says")
     parser.add_argument("--config", metavar="FILE", help="a ds_config.json, which becomes a line of the table")
     parser.add_argument("--checkpoint", action="store_true", help="with --config: every layer is checkpointed")
     parser.add_argument("--json", metavar="FILE", help="write the figures there, in bytes; - prints them alone")
@@ -32,9 +33,6 @@ def main(arguments: Optional[List[str]] = None) -> int:
     """Runs the command; returns its exit status."""
     parse = parser()
     options = parse.parse_args(arguments)
-    for name in ("gpus", "sequence", "micro_batch", "accumulation", "lora"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            parse.error(f"--{name.replace('_', '-')} must be at least 1")
     config = None
     if options.config is not None:
         try:
@@ -45,26 +43,20 @@ def main(arguments: Optional[List[str]] = None) -> int:
     elif options.checkpoint:
         parse.error("--checkpoint goes with --config")
     # After the arguments, because torch takes seconds.
+    import torch
+
     from . import fits, sources
 
-    def of_config(name: str, given: Optional[int]) -> int:
-        value = (config or {}).get(name, 1)
-        return given or (value if isinstance(value, int) else 1)
-
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, None: None}
+    names = ("gpus", "memory", "sequence", "micro_batch", "accumulation", "lora")
     try:
-        make_model, make_batch = sources.named(options.model)
         answer = fits(
-            make_model,
-            options.gpus,
-            options.memory,
-            options.sequence,
-            of_config("train_micro_batch_size_per_gpu", options.micro_batch),
-            of_config("gradient_accumulation_steps", options.accumulation),
-            options.lora,
-            make_batch,
+            sources.named(options.model),
             config,
             options.checkpoint,
             say=lambda sentence: print(f"... {sentence}", file=sys.stderr, flush=True),
+            dtype=dtypes[options.dtype],
+            **{name: getattr(options, name) for name in names},
         )
     except ValueError as error:
         parse.error(str(error))
@@ -82,44 +74,57 @@ def main(arguments: Optional[List[str]] = None) -> int:
 def as_json(answer: Any) -> Dict[str, Any]:
     """Returns an answer as what JSON has."""
     rows = [
-        {**row._asdict(), "mode": row.mode.name, "line": row.mode.lines, "spare_gib": round(answer.spare(row), 3)}
+        {
+            **row._asdict(),
+            "mode": row.mode.name,
+            "fits": answer.verdict(row),
+            "spare_gib": round(answer.spare(row), 3),
+        }
         for row in answer.rows
     ]
-    return {**answer._asdict(), "rows": rows}
+    names = ("gpus", "memory", "sequence", "micro_batch", "accumulation", "lora")
+    asked = {**{name: getattr(answer.question, name) for name in names}, "dtype": str(answer.question.dtype)}
+    known = {"model": answer.model, "elements": answer.elements, "trained": answer.trained}
+    return {**known, **asked, "rows": rows, "left_out_gib": answer.left_out, "notes": answer.notes}
 
 
 def table(answer: Any, model: str) -> List[str]:
     """Returns the lines that the command prints."""
-    from .reckon import GIB, MARGIN, RESERVED
+    from .reckon import GIB, RESERVED
 
+    asked = answer.question
     trains = "" if answer.trained == answer.elements else f", of which {answer.trained / 1e9:.3f} are trained"
-    batch = f"{answer.micro_batch} x {answer.sequence} tokens"
+    batch = f"{asked.micro_batch} x {asked.sequence} tokens without padding, {asked.accumulation} for a step"
+    dtype = str(asked.dtype).rpartition(".")[2]
     lines = [
         f"{model} ({answer.model}): {answer.elements / 1e9:.3f} billion parameters{trains}.",
-        f"{answer.gpus} GPUs of {answer.memory:g} GiB, micro-batch {batch}, {answer.accumulation} for a step. GiB:",
+        f"{asked.gpus} GPUs of {asked.memory:g} GB, {dtype}, micro-batch {batch}. GiB:",
         "",
     ]
-    head = ("mode", "at rest", "peak", "in", "fits", "the line to write")
+    head = ("mode", "at rest", "peak", "in", "fits", "step", "the lines to write")
     cells = [head]
     for row in answer.rows:
         spare = answer.spare(row)
-        verdict = f"yes, {spare:.1f} left" if spare >= 0 else f"no, {-spare:.1f} too much"
-        phase = row.phase if row.forward is not None else "at least"
-        cells.append(
-            (row.mode.name, f"{row.at_rest / GIB:.1f}", f"{row.peak / GIB:.1f}", phase, verdict, row.mode.lines)
+        is_known = row.forward is not None
+        verdict = answer.verdict(row) + (
+            f", {abs(spare):.1f} {'left' if spare >= 0 else 'too much'}" if is_known else ""
         )
+        phase = row.phase if is_known else "at least"
+        pace = f"{row.mode.pace:.1f} x" if row.mode.pace else ""
+        peaks = (f"{row.at_rest / GIB:.1f}", f"{row.peak / GIB:.1f}")
+        cells.append((row.mode.name, *peaks, phase, verdict, pace, row.line))
     widths = [max(len(cell[column]) for cell in cells) for column in range(len(head) - 1)]
     for cell in cells:
         lines.append("  ".join([each.ljust(width) for each, width in zip(cell, widths)] + [cell[-1]]).rstrip())
-    first = next((row for row in answer.rows if answer.spare(row) >= 0), None)
-    shown = first or min(answer.rows, key=lambda row: row.peak)
+    shown = answer.first
     made_of = ", ".join(f"{name} {count / GIB:.2f}" for name, count in shown.parts.items() if count / GIB >= 0.005)
     lines += ["", f'The peak of "{shown.mode.name}" on rank {shown.rank}: {made_of}.']
     lines += answer.notes
-    least, most = RESERVED
+    left_out = ", ".join(f"{name} {count:.2f}" for name, count in answer.left_out.items())
     lines.append(
-        f"Left out: the CUDA context, NCCL, and fragmentation. torch reserved {least:g} to {most:g} GiB more than the "
-        f'peak where that was measured (docs/performance.md); "fits" leaves {MARGIN:g} for all of it.'
+        f"Off the {asked.memory:g} go {left_out} (assumed). Beyond the peak torch reserved up to "
+        f"{RESERVED['fork']:.0%} of it, and of FSDP2's {RESERVED['fsdp2']:.0%} (docs/performance.md): what leaves "
+        'less is "tight".'
     )
     return lines
 

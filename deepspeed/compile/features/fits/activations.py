@@ -11,18 +11,21 @@ import contextlib
 import functools
 import weakref
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
 from torch.nn import Module
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..blocks.block_calls import CHECKPOINT, checkpoints_what_it_decorates, forward_of
-from ..blocks.choose_blocks import choose_blocks, parents_of
+from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
 from .graphs import trace
-from .head import as_trained
+from .head import Form, form_of, with_form
 from .liveness import bytes_of
 
 
@@ -48,13 +51,11 @@ class Activations(NamedTuple):
     Attributes:
         forward, backward: their moments.
         inputs: bytes of the batch.
-        logits: bytes of the largest product of matrices around the blocks.
     """
 
     forward: List[Moment]
     backward: List[Moment]
     inputs: int
-    logits: int
 
 
 # Stands for a tensor among what a block returns.
@@ -96,6 +97,13 @@ class Memory(TorchDispatchMode):
     def _forget(self, key, size, _):
         self._known.pop(key, None)
         self.live -= size
+
+    @contextlib.contextmanager
+    def without(self, size: int) -> Iterator[None]:
+        """Context in which so many bytes do not count."""
+        self.live -= size
+        yield
+        self.live += size
 
     def note(self, more: int) -> None:
         """Notes that there are ``more`` bytes now than all tensors have."""
@@ -152,11 +160,9 @@ class _Compiled(torch.autograd.Function):
             name = None if moment.gradient is None else ctx.names[moment.gradient]
             memory.end_moment(name, moment.after, ctx.is_block)
         del tensors
-        # The graph has dropped what it kept; autograd drops the tensors that stand for it after this function.
-        kept = sum(saved.bytes for saved in graphs.saved)
-        memory.live -= kept
-        gradients = [each if each is None else _like(each) for each in graphs.gradients[count:]]
-        memory.live += kept
+        # The graph has dropped what it kept, and autograd drops the tensors that stand for it after this function.
+        with memory.without(sum(saved.bytes for saved in graphs.saved)):
+            gradients = [each if each is None else _like(each) for each in graphs.gradients[count:]]
         return None, None, None, None, *[None] * count, *gradients
 
 
@@ -169,20 +175,16 @@ class Run:
 
     Args:
         model: the model.
-        say: is told what is being done.
-
-    Attributes:
         blocks: the modules that have graphs of their own.
-        why_whole: why there are none, or "".
+        say: is told what is being done.
     """
 
-    def __init__(self, model: Module, say: Callable[[str], None]):
-        self._model, self._say = model, say
+    def __init__(self, model: Module, blocks: List[Module], say: Callable[[str], None]):
+        self._model, self.blocks, self._say = model, blocks, say
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._graphs: Dict[Any, Any] = {}
         self._memory = Memory()
         self._budget: Optional[float] = None
-        self.blocks, self.why_whole = choose_blocks(model, None, {})
 
     def run(
         self,
@@ -215,9 +217,10 @@ class Run:
         try:
             with contextlib.ExitStack() as stack:
                 for block in self.blocks:
-                    stack.enter_context(_forward_of(block, self._stand_in(block, checkpoint)))
+                    stack.enter_context(patch.object(block, "forward", self._stand_in(block, checkpoint)))
                 with memory:
-                    loss, logits = self._around(batch, loss_of, chunked_loss, own_loss)
+                    with _Attention():
+                        loss = self._around(batch, loss_of, chunked_loss, own_loss)
                     forward = memory.take_moments()
                     loss.backward()
                     del loss
@@ -225,7 +228,7 @@ class Run:
         finally:
             for handle in handles:
                 handle.remove()
-        return Activations(forward, backward, sum(map(bytes_of, batch.values())), logits)
+        return Activations(forward, backward, sum(map(bytes_of, batch.values())))
 
     def _gradient_of_autograd(self, parameter):
         # A graph has given its gradient to the reducer, and autograd gets none.
@@ -235,7 +238,7 @@ class Run:
 
     def _stand_in(self, block, checkpoint):
         forward = block.forward
-        held = [*block.parameters(), *block.buffers()]
+        held = _held([block])
         # Where a layer's forward checkpoints, what is checkpointed is compiled, and not what checkpoints.
         checkpoints = getattr(block, CHECKPOINT, None) is not None and checkpoints_what_it_decorates(
             forward_of(type(block))
@@ -263,7 +266,8 @@ class Run:
                 for place, tensor in zip(places, tensors[len(held) :]):
                     given[place] = tensor
                 args, kwargs = pytree.tree_unflatten(given, spec)
-                with _forward_of(block, forward), _holding(block, held, tensors), _plain(block):
+                plain = patch.object(block, "gradient_checkpointing", False) if checkpoints else _NOTHING
+                with patch.object(block, "forward", forward), _holding(block, held, tensors), plain, _Attention():
                     returned = block.forward(*args, **kwargs)
                 tensors, results["spec"] = pytree.tree_flatten(returned)
                 results["others"] = [_TENSOR if isinstance(each, torch.Tensor) else each for each in tensors]
@@ -272,7 +276,7 @@ class Run:
             key = _key(block, held, tensors, leaves, self._budget)
             if key not in self._graphs:
                 self._say(f"tracing a {type(block).__name__}")
-                graphs = self._trace(function, held, tensors)
+                graphs = self._trace(function, held, tensors, False)
                 self._graphs[key] = graphs, results
             graphs, results = self._graphs[key]
             made = iter(self._apply(graphs, held, tensors, True))
@@ -281,35 +285,29 @@ class Run:
 
         return run
 
-    def _trace(self, function, parameters, tensors):
-        # Not counted: tracing makes tensors that no training makes.
-        from torch.utils._python_dispatch import _disable_current_modes
-
-        mode = next(each.fake_mode for each in (*parameters, *tensors) if hasattr(each, "fake_mode"))
-        with _disable_current_modes(), mode, torch.enable_grad():
-            return trace(function, parameters, tensors, self._budget)
+    def _trace(self, function, parameters, tensors, is_cut):
+        with _uncounted(parameters):
+            return trace(function, parameters, tensors, self._budget, is_cut)
 
     def _apply(self, graphs, parameters, tensors, is_block):
         names = [self._names.get(id(parameter), "") for parameter in parameters]
         return _Compiled.apply(self._memory, graphs, names, is_block, *parameters, *tensors)
 
     def _around(self, batch, loss_of, chunked_loss, own_loss):
-        """Runs the model: what calls its blocks as it is, and what is around that as a graph."""
+        """Runs the model: what calls its blocks as it is, and what is around that as a graph. Returns the loss."""
         model = self._model
         parents = parents_of(model, self.blocks)
         outputs: List[Any] = []
         if parents:
-            with contextlib.ExitStack() as stack:
+            with contextlib.ExitStack() as stack, contextlib.suppress(_Enough):
                 for parent in parents:
-                    stack.enter_context(_forward_of(parent, _noted(parent.forward, outputs, len(parents))))
-                try:
-                    model(**batch)
-                except _Enough:
-                    pass
-        # Each once, because some are tied.
-        outside = modules_outside(model, parents)
-        parameters = {id(each): each for module in outside for each in module.parameters(recurse=False)}
-        held = [*parameters.values(), *(each for module in outside for each in module.buffers(recurse=False))]
+                    noted = _noted(parent.forward, outputs, len(parents))
+                    stack.enter_context(patch.object(parent, "forward", noted))
+                model(**batch)
+            if any(parent is model for parent in parents):
+                # All around the blocks runs as it is.
+                return loss_of(outputs.pop())
+        held = _held(modules_outside(model, self.blocks), recurse=False)
         leaves, spec = pytree.tree_flatten((outputs, batch))
         places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         tensors = [leaves[place] for place in places]
@@ -317,38 +315,62 @@ class Run:
             leaves[place] = None
         outputs.clear()
 
-        def function(*tensors):
+        def call(*tensors):
             given = list(leaves)
             for place, tensor in zip(places, tensors[len(held) :]):
                 given[place] = tensor
             outputs, batch = pytree.tree_unflatten(given, spec)
             upcoming = iter(outputs)
+
+            def run_again(*args, **kwargs):
+                for output in upcoming:
+                    return output
+                raise Untraceable("it calls what calls its blocks more than once")
+
             with contextlib.ExitStack() as stack:
                 for parent in parents:
-                    stack.enter_context(_forward_of(parent, lambda *args, **kwargs: next(upcoming)))
+                    stack.enter_context(patch.object(parent, "forward", run_again))
                 stack.enter_context(_holding(model, held, tensors))
-                result = model(**batch)
-            loss = loss_of(result)
-            others = [
-                each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor) and each.requires_grad
-            ]
-            unused.append(sum(bytes_of(each) for each in others if each is not loss))
-            return [loss]
+                return model(**batch)
 
-        key = _key(model, held, tensors, [], self._budget)
+        def loss_alone(*tensors):
+            with _Attention():
+                return [loss_of(call(*tensors))]
+
+        form = Form(is_cut=True)
+        if not own_loss:
+            with _uncounted(held):
+                form = form_of(call, loss_of, held, tensors, chunked_loss)
+        key = _key(model, held, tensors, form.is_cut, self._budget)
         if key not in self._graphs:
             self._say(f"tracing {'what is around the blocks of ' if parents else ''}{type(model).__name__}")
-            unused: List[int] = []
-            graphs = self._trace(function, held, tensors)
-            self._graphs[key] = graphs, unused[-1]
-        graphs, unused_bytes = self._graphs[key]
-        graphs, logits = as_trained(graphs, chunked_loss, 0 if own_loss else unused_bytes)
-        (loss,) = self._apply(graphs, held, tensors, False)
-        return loss, logits
+            self._graphs[key] = self._trace(loss_alone, held, tensors, form.is_cut)
+        (loss,) = self._apply(with_form(self._graphs[key], form), held, tensors, False)
+        return loss
+
+
+class Untraceable(Exception):
+    """Why a model cannot be traced."""
 
 
 class _Enough(Exception):
     """All modules that call blocks have run."""
+
+
+class _Attention(TorchFunctionMode):
+    """Has torch's attention drop nothing: a GPU's then keeps what a CPU's does, which has no flash attention with
+    dropout. A GPU's keeps two numbers more for dropout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), {**kwargs}
+            if len(args) < 5:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def _noted(forward, outputs, number):
@@ -362,50 +384,27 @@ def _noted(forward, outputs, number):
 
 
 @contextlib.contextmanager
-def _forward_of(module: Module, forward: Callable) -> Iterator[None]:
-    """Context in which an instance has another forward."""
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
+def _uncounted(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Context for what makes tensors that no training makes."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    mode = next(each.fake_mode for each in tensors if hasattr(each, "fake_mode"))
+    with _disable_current_modes(), mode, torch.enable_grad():
         yield
-    finally:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
 
 
-@contextlib.contextmanager
-def _holding(module: Module, held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Context in which a module has the first of ``tensors`` for the parameters and buffers that it holds."""
+def _held(modules, recurse=True):
+    """Lists the parameters and the buffers of modules, each once, because some are tied."""
+    tensors = [each for module in modules for each in module.parameters(recurse)]
+    tensors += [each for module in modules for each in module.buffers(recurse)]
+    return [*{id(each): each for each in tensors}.values()]
+
+
+def _holding(module: Module, held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
+    """Returns a context in which a module has the first of ``tensors`` for what it holds."""
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
     given = {id(each): tensor for each, tensor in zip(held, tensors)}
-    changed = [
-        (own, name, tensor)
-        for each in module.modules()
-        for own in (each._parameters, each._buffers)
-        for name, tensor in own.items()
-        if id(tensor) in given
-    ]
-    for own, name, tensor in changed:
-        own[name] = given[id(tensor)]
-    try:
-        yield
-    finally:
-        for own, name, tensor in changed:
-            own[name] = tensor
-
-
-@contextlib.contextmanager
-def _plain(block: Module) -> Iterator[None]:
-    """Context in which a layer of transformers does not checkpoint its own forward."""
-    before = getattr(block, "gradient_checkpointing", None)
-    if before:
-        block.gradient_checkpointing = False
-    try:
-        yield
-    finally:
-        if before:
-            block.gradient_checkpointing = before
+    return _reparametrize_module(module, {name: given[id(each)] for name, each in every if id(each) in given})
 
 
 def _key(module, parameters, tensors, others, budget):

@@ -8,6 +8,7 @@ reduce-scatter, whose output is cast to fp32: a rank's share of the gradients. `
 so.
 """
 
+import math
 from typing import Dict, List, NamedTuple, Sequence
 
 from .activations import Activations, Moment
@@ -21,12 +22,21 @@ class Unit(NamedTuple):
     Attributes:
         trained: names of its parameters that are trained.
         elements: of all its parameters.
+        frozen, sharded: a rank's share of those that are frozen, and of those that are trained.
         is_root: whether it is whole from the forward to the end of the backward.
     """
 
     trained: Sequence[str]
     elements: int
+    frozen: int
+    sharded: int
     is_root: bool = False
+
+
+def share_of(shape: Sequence[int], ranks: int) -> int:
+    """Returns the elements of a rank's share of a parameter, which is cut along its first dimension, and padded."""
+    rows, *others = shape or (1,)
+    return -(-rows // ranks) * math.prod(others)
 
 
 class Peaks(NamedTuple):
@@ -39,7 +49,7 @@ class Peaks(NamedTuple):
 
 
 def peaks_of(
-    activations: Activations, units: Sequence[Unit], sizes: Dict[str, int], ranks: int, reshard: bool, size: int
+    activations: Activations, units: Sequence[Unit], sizes: Dict[str, int], reshard: bool, size: int
 ) -> Peaks:
     """Returns what a rank holds.
 
@@ -47,7 +57,6 @@ def peaks_of(
         activations: of a micro-batch.
         units: in the order of the forward.
         sizes: name of a trained parameter -> elements.
-        ranks: how many share the parameters.
         reshard: whether a unit is dropped behind its forward, and gathered again for its backward.
         size: bytes of an element of what is gathered.
     """
@@ -55,12 +64,14 @@ def peaks_of(
     of_unit = {name: index for index, unit in enumerate(units) for name in unit.trained}
     elements = [unit.elements for unit in units]
     root = sum(unit.elements for unit in units if unit.is_root)
-    frozen = sum(elements) - sum(trained)
-    at_rest = (_STATES * sum(trained) + size * frozen) // ranks
+    shares = [unit.sharded for unit in units]
+    at_rest = _STATES * sum(shares) + size * sum(unit.frozen for unit in units)
     most = max(moment.most for moment in activations.forward)
-    # What was gathered last is still in the buffer of the all-gather, too.
-    kept = size * (root + elements[-1] if reshard else sum(elements))
-    forward = at_rest + most + kept + size * elements[-1]
+    # What was gathered last is still in the buffer of the all-gather, too. Any unit but the first, before which there
+    # are no activations, may be in use at the peak.
+    last = max(elements[1:] or elements)
+    kept = size * (root + last if reshard else sum(elements))
+    forward = at_rest + most + kept + size * last
     backward, sharded, unit = 0, 0, len(units) - 1
     held: Dict[int, int] = {index: 0 for index in range(len(units))}
     ends = _ends(activations.backward, of_unit, len(units))
@@ -72,12 +83,12 @@ def peaks_of(
         if moment.gradient is not None and (owner := of_unit[moment.gradient]) in held:
             held[owner] += size * sizes[moment.gradient]
         while unit >= 0 and index >= ends[unit]:
-            scattered = size * (trained[unit] + trained[unit] // ranks)
+            scattered = size * (trained[unit] + shares[unit])
             backward = max(backward, sharded + gathered + sum(held.values()) + scattered + moment.after)
-            sharded += _FP32 * trained[unit] // ranks
+            sharded += _FP32 * shares[unit]
             del held[unit]
             unit -= 1
-    return Peaks(at_rest, forward, at_rest + backward, at_rest + _FP32 * sum(trained) // ranks)
+    return Peaks(at_rest, forward, at_rest + backward, at_rest + _FP32 * sum(shares))
 
 
 def _ends(moments: Sequence[Moment], of_unit: Dict[str, int], count: int) -> List[int]:

@@ -21,11 +21,10 @@ from ...zero_1_and_2.engine.set_up import send_numel
 from ...zero_1_and_2.gradient.layout import flat_layout, pieces
 from ...zero_1_and_2.gradient.native import reducer_module
 from ..ranges.partition_gradient import GATHERED_NUMEL, IN_PLACE_NUMEL
+from .modes import Question
 
 # DeepSpeed pads a flat tensor to a multiple of so many elements for each rank (``nccl_start_alignment_factor``).
 ALIGNMENT = 2
-# DeepSpeed's default of ``reduce_bucket_size``.
-BUCKET = 500_000_000
 
 
 def layout_of(parameters: Sequence[torch.Tensor], ranks: int) -> Any:
@@ -92,7 +91,8 @@ def send(
     rank: int,
     stage: int = 1,
     accumulation: int = 1,
-    bucket: int = BUCKET,
+    bucket: int = Question.bucket,
+    overlap: bool = True,
     on_host: bool = False,
 ) -> Sent:
     """Gives the reducer of one rank the gradients of a step.
@@ -104,6 +104,7 @@ def send(
         stage: of ZeRO.
         accumulation: micro-batches in a step.
         bucket: ``reduce_bucket_size``.
+        overlap: whether buckets travel while the backward goes on.
         on_host: whether what has arrived lies in the host's memory, which does not count.
     """
     layout, meta = layout_of(parameters, ranks), torch.device("meta")
@@ -113,7 +114,7 @@ def send(
             identity=-1,
             bucket_numel=bucket,
             send_numel=send_numel(ranks),
-            overlap=True,
+            overlap=overlap,
             synchronize_before=False,
             synchronize_after=False,
         )

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Traces a function as training compiles it, and splits it with the partitioner that training uses.
 
-All tensors are fake ones on a CPU. torch's CPU has a flash attention whose graph keeps what that of a GPU keeps, so
-no GPU is needed.
+All tensors are fake ones on a CPU. torch's CPU has a flash attention whose graph keeps what that of a GPU keeps, if it
+drops nothing, so no GPU is needed.
 """
 
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -12,7 +12,6 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from ..activation_budget.split import split_joint
-from ..loss.own_graph import LARGE_NUMEL
 from .liveness import Life, Saved, base_of, life_of_backward, life_of_forward
 
 
@@ -34,6 +33,7 @@ class TracedGraphs:
         forward, backward: the graphs. Without a backward, nothing of the function is trained.
         outputs: how many tensors the function returns.
         parameters: how many of its arguments, the first ones, are parameters.
+        is_cut: whether training cuts the graph in two behind the largest product.
 
     Attributes:
         outputs: fake tensors like those that the function returns.
@@ -43,14 +43,15 @@ class TracedGraphs:
         forward, backward: the lives of the graphs.
     """
 
-    def __init__(self, forward: GraphModule, backward: Optional[GraphModule], outputs: int, parameters: int):
+    def __init__(
+        self, forward: GraphModule, backward: Optional[GraphModule], outputs: int, parameters: int, is_cut: bool
+    ):
         self.saved: List[Saved] = []
         self.forward: Life = life_of_forward(forward, outputs, self.saved)
         self.outputs = [node.meta["val"] for node in forward.graph.output_node().args[0][:outputs]]
         self.product = _largest_product(forward.graph)
         apart = None
-        if self.product is not None and self.product.rows * self.product.columns >= LARGE_NUMEL:
-            # Training gives the loss of such logits a graph of its own.
+        if is_cut and self.product is not None:
             values = {id(each.value): each.memory for each in self.saved}
             apart = next((values[id(v)] for v in self.product.values if id(v) in values), None)
         self.backward: Life = []
@@ -61,7 +62,11 @@ class TracedGraphs:
 
 
 def trace(
-    function: Callable, parameters: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], budget: Optional[float]
+    function: Callable,
+    parameters: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    budget: Optional[float],
+    is_cut: bool,
 ) -> TracedGraphs:
     """Traces a function of tensors.
 
@@ -69,6 +74,7 @@ def trace(
         function: takes parameters and inputs, and returns a list of tensors.
         parameters, inputs: fake tensors. Those that require gradients get one.
         budget: the activations that the forward may keep, from 0 to 1; None for all.
+        is_cut: whether training cuts the graph in two behind the largest product of matrices with a parameter.
     """
     from torch._functorch.aot_autograd import aot_function
     from torch._guards import detect_fake_mode
@@ -100,7 +106,7 @@ def trace(
     # In place of the hooks of checkpointing, which would take the traced function for a part of the block.
     with torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
         results = compiled(*map(_alike, (*parameters, *inputs)))
-    return TracedGraphs(found["forward"], found.get("backward"), len(results), len(parameters))
+    return TracedGraphs(found["forward"], found.get("backward"), len(results), len(parameters), is_cut)
 
 
 def _largest_product(graph: Graph) -> Optional[Product]:

@@ -1,45 +1,148 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of a head and its loss as the part ``loss`` has them: in chunks, or in graphs of their own."""
+"""The memory of a head and its loss as the part ``loss`` has them: in chunks, or in graphs of their own.
+
+The part itself decides which, of the graph of what is around the blocks.
+"""
 
 import copy
-from typing import Optional, Tuple
+import operator
+from typing import Any, Callable, NamedTuple, Optional, Sequence
 
+import torch
+from torch.fx import Graph, GraphModule
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ...zero_1_and_2.graph.parameter_numbers import ParameterNumbers
 from ..loss.chunked_loss import chunks
-from ..loss.find_loss import MANY_LOGITS
-from ..loss.own_graph import LARGE_NUMEL
+from ..loss.find_loss import ChunkedLosses
+from ..loss.own_graph import split_loss
 from .graphs import TracedGraphs
-from .liveness import Moment
+from .liveness import Moment, bytes_of
 
 _FP32 = 4
 
 
-def as_trained(graphs: TracedGraphs, chunked_loss: Optional[bool], unused: int) -> Tuple[TracedGraphs, int]:
-    """Gives the graphs around the blocks the backward that training has.
+class Form(NamedTuple):
+    """What training makes of a head and its loss.
+
+    Attributes:
+        is_chunked: whether the loss is computed in chunks.
+        is_cut: whether the loss has a graph of its own.
+        unused: bytes of zeros that autograd passes for what the model returns beside the loss, if the graph is whole.
+    """
+
+    is_chunked: bool = False
+    is_cut: bool = False
+    unused: int = 0
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down which functions of torch are called, as the graph that Dynamo would make of them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        super().__init__()
+        self.graph, self._nodes = Graph(), {}
+        self.inputs = []
+        for tensor in tensors:
+            self._node_of(tensor)
+
+    def _node_of(self, tensor):
+        if id(tensor) not in self._nodes:
+            inputs = self.graph.find_nodes(op="placeholder")
+            with self.graph.inserting_after(inputs[-1]) if inputs else self.graph.inserting_before():
+                self._note(self.graph.placeholder(f"input_{len(inputs)}"), tensor)
+            self.inputs.append(tensor)
+        return self._nodes[id(tensor)]
+
+    def _note(self, node, tensor):
+        node.meta["example_value"], self._nodes[id(tensor)] = tensor, node
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.__name__
+        made = list(result) if isinstance(result, (tuple, list)) else [result]
+        if not any(isinstance(each, torch.Tensor) for each in made) and name not in (
+            "__setitem__",
+            "_set_grad_enabled",
+        ):
+            return result
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (args, kwargs))
+        if name == "__get__":
+            node = self.graph.call_function(getattr, (args[0], func.__self__.__name__))
+        elif name.startswith("__r") and hasattr(operator, f"__{name[3:]}"):
+            node = self.graph.call_function(getattr(operator, f"__{name[3:]}"), args[::-1])
+        elif name.startswith("__") and hasattr(operator, name):
+            node = self.graph.call_function(getattr(operator, name), args)
+        elif getattr(torch.Tensor, name, None) is func:
+            node = self.graph.call_method(name, args, kwargs)
+        else:
+            node = self.graph.call_function(func, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            self._note(node, result)
+        else:
+            for index, each in enumerate(made):
+                if isinstance(each, torch.Tensor):
+                    self._note(self.graph.call_function(operator.getitem, (node, index)), each)
+        return result
+
+    def finish(self, results: Sequence[torch.Tensor]) -> GraphModule:
+        """Returns the graph, which returns these results."""
+        self.graph.output(tuple(map(self._node_of, results)))
+        return GraphModule({}, self.graph)
+
+
+def form_of(
+    call: Callable[..., Any],
+    loss_of: Callable[[Any], torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    chunked_loss: Optional[bool],
+) -> Form:
+    """Asks the part ``loss`` what it makes of the head and the loss of a model.
 
     Args:
-        graphs: of what is around the blocks.
+        call: what is around the blocks: takes parameters and other tensors, and returns what the model returns.
+        loss_of: returns the loss of that.
+        parameters, tensors: fake tensors.
         chunked_loss: ``compile.chunked_loss``.
-        unused: bytes of what the model returns beside the loss and what has gradients.
-
-    Returns:
-        The graphs, and the bytes of the logits, or 0 if there are none.
     """
-    product = graphs.product
-    if not graphs.backward:
-        return graphs, 0
-    numel = product.rows * product.columns if product is not None else 0
-    logits = numel * product.element_size if product is not None else 0
+    # Nodes of a graph refer to each other, and so keep the tensors that they stand for until Python collects garbage:
+    # let these not be those whose memory is counted.
+    tensors = [torch.empty_like(each).requires_grad_(each.requires_grad) for each in tensors]
+    recorder = _Recorder((*parameters, *tensors))
+    with recorder:
+        result = call(*parameters, *tensors)
+        loss = loss_of(result)
+    returned = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    if not any(each is loss for each in returned):
+        # The caller makes the loss of what the model returns.
+        return Form()
+    gm = recorder.finish(returned)
+    trained = ParameterNumbers(0, [each for each in parameters if each.requires_grad])
+    if ChunkedLosses(chunked_loss).cut_out(gm, recorder.inputs, trained, lambda part: part) is not None:
+        return Form(is_chunked=True, is_cut=True)
+    if split_loss(gm, [each in trained for each in recorder.inputs]) is not None:
+        return Form(is_cut=True)
+    return Form(unused=sum(bytes_of(each) for each in returned if each.requires_grad and each is not loss))
+
+
+def with_form(graphs: TracedGraphs, form: Form) -> TracedGraphs:
+    """Gives the graphs around the blocks the backward that training has."""
+    if not graphs.backward or not (form.is_chunked or form.unused):
+        return graphs
     graphs = copy.copy(graphs)
-    if chunked_loss or (chunked_loss is None and numel >= MANY_LOGITS):
+    if form.is_chunked:
         graphs.backward = _in_chunks(graphs)
-    elif unused and numel < LARGE_NUMEL:
-        # The graph is not cut, so autograd passes zeros for the gradients of what the caller does not use.
+    else:
+        # Autograd passes zeros for the gradients of what the caller does not use.
         graphs.backward = [
-            each._replace(most=each.most + unused, after=each.after + unused) for each in graphs.backward
+            each._replace(most=each.most + form.unused, after=each.after + form.unused) for each in graphs.backward
         ]
-        graphs.backward[-1] = graphs.backward[-1]._replace(after=graphs.backward[-1].after - unused)
-    return graphs, logits
+        graphs.backward[-1] = graphs.backward[-1]._replace(after=graphs.backward[-1].after - form.unused)
+    return graphs
 
 
 def _in_chunks(graphs):

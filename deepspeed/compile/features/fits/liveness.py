@@ -3,9 +3,9 @@
 """What memory a compiled graph has at each moment.
 
 Inductor fuses what treats each element by itself into the kernels that read it, so such values have memory only if a
-graph returns them, or if an operator reads them that is no kernel of Inductor's, such as a product of matrices. All
-others have memory from their operator to their last reader. A fused kernel may write its result over an input that
-nobody reads later.
+graph returns them, if an operator reads them that is no kernel of Inductor's, such as a product of matrices, or if
+several kernels would read too much to make them again. All others have memory from their operator to the last that
+reads it. A fused kernel may write its result over an input that nobody reads later.
 """
 
 import operator
@@ -106,7 +106,8 @@ def life_of_backward(gm: GraphModule, saved: List[Saved], parameters: int, apart
         # One memory is dropped when the last of its tensors has been read.
         last = max(nodes, key=lambda node: _last_reader(gm.graph, node))
         for node in nodes:
-            owned[last], owned[node] = (owned[last], owned[node]) if node is last else (owned[last] + owned[node], 0)
+            if node is not last:
+                owned[last] += owned.pop(node)
     gradients = list(gm.graph.output_node().args[0])[:parameters]
     return _life(gm.graph, owned, gradients, kept)
 
@@ -150,6 +151,34 @@ def _is_fused(node):
 
 def _with_memory(graph: Graph) -> Set[Node]:
     """Returns the nodes whose results have memory of their own."""
+    from torch._inductor import config
+
+    found = _with_memory_for_operators(graph)
+    for node in graph.nodes:
+        # As `should_realize_on_reuse()` of torch's Inductor. Users that are one kernel leave nothing in memory.
+        if node.op == "call_function" and _is_fused(node) and node not in found and len(node.users) > 1:
+            if len(_reads(node, found)) > config.realize_reads_threshold and _read_by_several(node):
+                found.add(node)
+    return {node for node in found if bytes_of(node.meta.get("val"))}
+
+
+def _read_by_several(node):
+    """Whether kernels of several shapes read what is fused into them."""
+    open_, kernels, seen = [node], set(), set()
+    while open_:
+        for user in open_.pop().users:
+            if user not in seen and user.op == "call_function":
+                seen.add(user)
+                if _is_view(user) or (_is_fused(user) and user.users):
+                    open_.append(user)
+                else:
+                    kernels.add(
+                        (_is_reduction(user), str(user.args[1:]), getattr(user.meta.get("val"), "shape", None))
+                    )
+    return len(kernels) > 1
+
+
+def _with_memory_for_operators(graph):
     found = set()
     for node in graph.nodes:
         if node.op == "output":
@@ -162,7 +191,7 @@ def _with_memory(graph: Graph) -> Set[Node]:
             if not _has_items(node):
                 found.add(node)
             found.update(base for each in node.all_input_nodes if (base := base_of(each)).op == "call_function")
-    return {node for node in found if bytes_of(node.meta.get("val"))}
+    return found
 
 
 def _has_items(node):

@@ -1,9 +1,54 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The modes that are compared: the lines of a configuration, and what they change of the sums."""
+"""What is asked, and the modes that are compared: their lines of a configuration, and what they change of the sums."""
 
 import dataclasses
-from typing import Any, Dict, List, Optional, Tuple
+import json
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What is to fit, and where.
+
+    Attributes:
+        gpus: how many train the model, with data in parallel.
+        memory: of each GPU, as it is sold: GB of an H100, which torch shows as 79.1 GiB of 80.
+        sequence: tokens of a sequence. None: 4096, or as many as the model has positions.
+        micro_batch: sequences of a micro-batch. None: what the configuration says, or 1.
+        accumulation: micro-batches of a step. None: what the configuration says, or 1.
+        lora: the rank of adapters at all linear layers of the blocks; None: all is trained that the model trains.
+        batch: returns the model's arguments for (micro_batch, sequence); by default token ids or images, as the
+            model's configuration says.
+        dtype: of parameters and activations. None: what the configuration says, or bf16. Masters and moments are fp32.
+        bucket: ``reduce_bucket_size``.
+        overlap: whether buckets travel while the backward goes on.
+        regional: ``compile.regional_compilation``.
+    """
+
+    gpus: int = 1
+    memory: float = 80
+    sequence: Optional[int] = None
+    micro_batch: Optional[int] = None
+    accumulation: Optional[int] = None
+    lora: Optional[int] = None
+    batch: Optional[Callable[[int, int], Dict[str, torch.Tensor]]] = None
+    dtype: Optional[torch.dtype] = None
+    bucket: int = int(DeepSpeedZeroConfig().reduce_bucket_size)
+    overlap: bool = True
+    regional: Any = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "memory", "sequence", "micro_batch", "accumulation", "lora"):
+            value = getattr(self, name)
+            if value is not None and not (value > 0 if name == "memory" else value >= 1):
+                raise ValueError(
+                    f"{name}={value!r} is not {'above 0' if name == 'memory' else 'at least 1'}; name what there is"
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,13 +57,12 @@ class Mode:
 
     Attributes:
         name: for the table.
-        lines: what is written into the configuration, beside ``"deepcompile": true``.
         pace: the time of a step, as a multiple of the plain one, to the next tenth: docs/performance.md and
             docs/what_people_train_with.md have the measurements.
         system: "fork" or "fsdp2".
         checkpoint: whether every block is computed again in the backward.
         budget, chunked_loss: the options of these names of the section ``compile``.
-        shard_frozen: whether ``shard_parameters`` is "frozen".
+        shard_frozen: ``shard_parameters: "frozen"``.
         eight_bit: ``optimizer_states: "8bit"``.
         remainders: ``store_param_remainders``.
         offload: whether masters, moments and gradients are on the host.
@@ -27,8 +71,7 @@ class Mode:
     """
 
     name: str
-    lines: str
-    pace: float
+    pace: float = 1.0
     system: str = "fork"
     checkpoint: bool = False
     budget: Optional[float] = None
@@ -41,93 +84,89 @@ class Mode:
     stage: int = 1
 
     @property
+    def by_blocks(self) -> bool:
+        """Whether the mode needs blocks, so that the engine makes some where it would compile the model as a whole."""
+        return self.checkpoint or self.shard_frozen or self.system == "fsdp2"
+
+    @property
     def of_activations(self) -> Tuple:
-        """What the activations depend on."""
+        """What the activations depend on, beside the blocks."""
         # FSDP2's users compute the loss of logits that the model returns.
         own_loss = self.system == "fsdp2"
         return self.checkpoint, self.budget, False if own_loss else self.chunked_loss, own_loss
 
+    def lines(self, enables: bool, is_whole: bool) -> str:
+        """Returns what to write.
 
-CHECKPOINTED = "model.gradient_checkpointing_enable()"
-_OFFLOAD = '"offload_optimizer": {"device": "cpu"}'
-_EIGHT_BIT, _REMAINDERS = '"optimizer_states": "8bit"', '"store_param_remainders": true'
-_KEPT = "fully_shard(..., reshard_after_forward=False)"
-_RESHARDED = "fully_shard(..., reshard_after_forward=True)"
+        Args:
+            enables: whether the model has transformers' ``gradient_checkpointing_enable()``.
+            is_whole: whether the model would be compiled as a whole, unless the configuration asks for blocks.
+        """
+        options: Dict[str, Any] = {
+            "deepcompile": True,
+            "regional_compilation": True if is_whole and self.by_blocks else None,
+            "activation_memory_budget": self.budget,
+            "chunked_loss": self.chunked_loss,
+            "shard_parameters": "frozen" if self.shard_frozen else None,
+            "optimizer_states": "8bit" if self.eight_bit else None,
+            "store_param_remainders": self.remainders or None,
+        }
+        zero: Dict[str, Any] = {
+            "stage": self.stage if self.stage > 1 else None,
+            "offload_optimizer": {"device": "cpu"} if self.offload else None,
+        }
+        sections = {"compile": options, "zero_optimization": zero}
+        given = {key: {name: v for name, v in each.items() if v is not None} for key, each in sections.items()}
+        lines = [f'"{name}": {json.dumps(section)}' for name, section in given.items() if section]
+        if self.system == "fsdp2":
+            lines = [f"fully_shard(..., reshard_after_forward={self.reshard})"]
+        if self.checkpoint:
+            enabled = enables and self.system == "fork"
+            lines += ["model.gradient_checkpointing_enable()" if enabled else "torch.utils.checkpoint at each block"]
+        return ", ".join(lines)
 
-MODES = (
-    Mode("ZeRO-1 or 2", '"deepcompile": true', 1.0),
-    Mode("overlapped", '"overlap_param_gather": true', 1.0),
-    Mode("loss in chunks", '"chunked_loss": true', 1.0, chunked_loss=True),
-    Mode("budget 0.5", '"activation_memory_budget": 0.5', 1.1, budget=0.5),
-    Mode("budget 0.25", '"activation_memory_budget": 0.25', 1.2, budget=0.25),
-    Mode("checkpointed", CHECKPOINTED, 1.3, checkpoint=True),
-    Mode("8-bit states", _EIGHT_BIT, 1.0, eight_bit=True),
-    Mode("8-bit states, checkpointed", f"{_EIGHT_BIT}, {CHECKPOINTED}", 1.3, eight_bit=True, checkpoint=True),
-    Mode("remainders", _REMAINDERS, 1.0, remainders=True),
-    Mode("remainders, checkpointed", f"{_REMAINDERS}, {CHECKPOINTED}", 1.3, remainders=True, checkpoint=True),
-    Mode("remainders, 8-bit states", f"{_REMAINDERS}, {_EIGHT_BIT}", 1.0, remainders=True, eight_bit=True),
-    Mode(
-        "remainders, 8-bit states, checkpointed",
-        f"{_REMAINDERS}, {_EIGHT_BIT}, {CHECKPOINTED}",
-        1.3,
-        remainders=True,
-        eight_bit=True,
-        checkpoint=True,
-    ),
-    Mode("optimizer on the host", _OFFLOAD, 7.0, offload=True),
-    Mode("optimizer on the host, checkpointed", f"{_OFFLOAD}, {CHECKPOINTED}", 7.0, offload=True, checkpoint=True),
-    Mode("frozen sharded", '"shard_parameters": "frozen"', 1.1, shard_frozen=True),
-    Mode(
-        "frozen sharded, checkpointed",
-        f'"shard_parameters": "frozen", {CHECKPOINTED}',
-        1.4,
-        shard_frozen=True,
-        checkpoint=True,
-    ),
-    Mode("FSDP2, kept", _KEPT, 1.1, "fsdp2"),
-    Mode("FSDP2, resharded", _RESHARDED, 1.2, "fsdp2", reshard=True),
-    Mode("FSDP2, kept, checkpointed", f"{_KEPT}, checkpoint_wrapper", 1.4, "fsdp2", checkpoint=True),
-    Mode(
-        "FSDP2, resharded, checkpointed",
-        f"{_RESHARDED}, checkpoint_wrapper",
-        1.5,
-        "fsdp2",
-        reshard=True,
-        checkpoint=True,
-    ),
+
+_BASES = (
+    Mode("ZeRO-1 or 2"),
+    Mode("loss in chunks", chunked_loss=True),
+    Mode("budget 0.5", 1.1, budget=0.5),
+    Mode("budget 0.25", 1.2, budget=0.25),
+    Mode("8-bit states", eight_bit=True),
+    Mode("remainders", remainders=True),
+    Mode("remainders, 8-bit states", remainders=True, eight_bit=True),
+    Mode("optimizer on the host", 7.0, offload=True),
+    Mode("frozen sharded", 1.1, shard_frozen=True),
+    Mode("FSDP2, kept", 1.1, "fsdp2"),
+    Mode("FSDP2, resharded", 1.2, "fsdp2", reshard=True),
 )
 
 
-def modes_for(trains_all: bool, ranks: int, has_blocks: bool) -> List[Mode]:
+def _checkpointed(mode):
+    name = "checkpointed" if mode == _BASES[0] else f"{mode.name}, checkpointed"
+    return dataclasses.replace(mode, name=name, pace=round(mode.pace + 0.3, 1), checkpoint=True)
+
+
+# A budget, too, has the backward compute again.
+MODES = (*_BASES, *(_checkpointed(mode) for mode in _BASES if mode.budget is None))
+
+
+def modes_for(question: Question, has_frozen: bool, has_blocks: bool) -> List[Mode]:
     """Lists the modes that have a meaning for a model.
 
     Args:
-        trains_all: whether no parameter is frozen.
-        ranks: how many GPUs train it.
-        has_blocks: whether it has blocks that have graphs of their own.
+        question: what is asked.
+        has_frozen: whether a parameter of a block is frozen.
+        has_blocks: whether it has blocks that can have graphs of their own.
     """
-    return [
+    modes = [
         mode
         for mode in MODES
-        if (not mode.shard_frozen or (not trains_all and ranks > 1 and has_blocks))
-        and (has_blocks or not (mode.checkpoint or mode.name == "overlapped" or mode.system == "fsdp2"))
-        and (trains_all or not (mode.offload or mode.eight_bit or mode.remainders))
+        if (not mode.shard_frozen or (has_frozen and question.gpus > 1))
+        and (has_blocks or not mode.by_blocks)
+        and (question.dtype == torch.bfloat16 or not mode.remainders)
     ]
-
-
-def configured(config: Dict[str, Any], checkpoint: bool) -> Mode:
-    """Returns the mode of a DeepSpeed configuration."""
-    section, zero = config.get("compile", {}), config.get("zero_optimization", {})
-    return Mode(
-        "your configuration",
-        "as it is",
-        0.0,
-        checkpoint=checkpoint,
-        budget=section.get("activation_memory_budget"),
-        chunked_loss=section.get("chunked_loss"),
-        shard_frozen=section.get("shard_parameters") == "frozen",
-        eight_bit=section.get("optimizer_states") == "8bit",
-        remainders=bool(section.get("store_param_remainders")),
-        offload=(zero.get("offload_optimizer") or {}).get("device", "none") != "none",
-        stage=zero.get("stage", 1),
-    )
+    if question.accumulation == 1:
+        return modes
+    # Before the last micro-batch, ZeRO-1 keeps whole gradients, and ZeRO-2 a partition.
+    each_stage = [dataclasses.replace(modes[0], name=f"ZeRO-{stage}", stage=stage) for stage in (1, 2)]
+    return each_stage + [mode if mode.system == "fsdp2" else dataclasses.replace(mode, stage=2) for mode in modes[1:]]

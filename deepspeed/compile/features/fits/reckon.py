@@ -2,29 +2,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adds up what a rank holds at the peak of each phase, for each mode."""
 
+import contextlib
+import dataclasses
 import itertools
+import logging
+import os
+import traceback
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn import Module, Parameter
 
+from ..blocks.choose_blocks import choose_blocks
 from ..blocks.parameters import by_block
 from ..eight_bit.blockwise import SIGNED, count_of_blocks
 from ..one_pass_adam.dynamic_map import BLOCK
-from . import fsdp2, sources
-from .activations import Activations, Run
-from .gradients import BUCKET, Sent, gathered_in_step, layout_of, send
-from .modes import Mode, configured, modes_for
+from ..shard_parameters.sharded_blocks import MOST_GATHERED, frozen_of_blocks
+from . import configuration, fsdp2, sources
+from .activations import Activations, Run, Untraceable
+from .gradients import Sent, gathered_in_step, layout_of, send
+from .modes import Mode, Question, modes_for
 
 GIB = 2**30
 _FP32, _REMAINDER = 4, 2  # bytes of a master weight, and of what is kept of one beside a bf16 parameter
 # cuBLAS's and cuBLASLt's on an H100 or H200, which torch's allocator gives out: docs/performance.md has them at rest.
 WORKSPACES = 2**26
-# What is left out, and what was measured of it: the allocator reserved so much more than it had given out at the peak,
-# from the least to the most of docs/performance.md's tables of the fork. NCCL and the CUDA context come on top.
-RESERVED = (1.2, 9.1)
-# A mode fits if so much is left, in GiB: what the allocator reserved beside the peak of Qwen3-8B on 2 GPUs.
-MARGIN = 2.5
+# The part of a GPU's memory, as it is sold in GB, that torch shows in GiB: 79.1 of an H100's 80, 39.4 of an A100's 40.
+SHOWN = 0.985
+# In GiB, outside of torch's allocator. These are assumed, not measured: the CUDA context with the code of kernels, and
+# buffers of NCCL on one host.
+CONTEXT, NCCL = 0.75, 1.25
+# What the allocator reserved beyond the peak, as a part of the peak: the most in docs/performance.md's tables, which
+# are of GPUs with memory to spare. Short of memory it may reserve less, and nobody has measured how much less.
+RESERVED = {"fork": 0.23, "fsdp2": 0.36}
+_PHASES = ("forward", "backward", "step")
 
 
 class Row(NamedTuple):
@@ -32,6 +43,7 @@ class Row(NamedTuple):
 
     Attributes:
         mode: the mode.
+        line: what to write for it.
         at_rest: between two steps.
         forward, backward, step: the peaks of the phases; None where the model could not be traced.
         peak, phase: the highest of them, and which one it is.
@@ -40,6 +52,7 @@ class Row(NamedTuple):
     """
 
     mode: Mode
+    line: str
     at_rest: int
     forward: Optional[int]
     backward: Optional[int]
@@ -56,26 +69,41 @@ class Answer(NamedTuple):
     Attributes:
         model: its class.
         elements, trained: of its parameters, and of those that are trained.
-        gpus, memory: how many, and the GiB of each.
-        sequence, micro_batch, accumulation: of a step.
-        rows: the modes, the fastest first, and of those that are alike the one with the smallest peak.
+        question: what was asked, completed.
+        rows: the modes: that of the configuration first, then by their pace, and of equal ones by their peak.
+        first: the row of the configuration, or of the first mode.
         notes: what could not be reckoned, and why.
     """
 
     model: str
     elements: int
     trained: int
-    gpus: int
-    memory: float
-    sequence: int
-    micro_batch: int
-    accumulation: int
+    question: Question
     rows: List[Row]
+    first: Row
     notes: List[str]
 
+    @property
+    def left_out(self) -> Dict[str, float]:
+        """The GiB of a GPU that torch's allocator never has."""
+        question = self.question
+        shown = {"not shown by the GPU": (1 - SHOWN) * question.memory, "CUDA context": CONTEXT}
+        return {**shown, "NCCL": NCCL} if question.gpus > 1 else shown
+
     def spare(self, row: Row) -> float:
-        """Returns how many GiB a mode leaves, or lacks, beside the peak and ``MARGIN``."""
-        return self.memory - MARGIN - row.peak / GIB
+        """Returns how many GiB the peak of a mode leaves, or lacks."""
+        return self.question.memory - sum(self.left_out.values()) - row.peak / GIB
+
+    def verdict(self, row: Row) -> str:
+        """Returns "yes", "tight", "no" or "unknown".
+
+        A mode is tight if it leaves less than the allocator has been seen to reserve beyond the peak.
+        """
+        if self.spare(row) < 0:
+            return "no"
+        if row.forward is None:
+            return "unknown"
+        return "yes" if self.spare(row) >= RESERVED[row.mode.system] * row.peak / GIB else "tight"
 
 
 class Subject:
@@ -83,69 +111,83 @@ class Subject:
 
     Args:
         make_model: makes it.
-        dtype: in which it trains.
-        lora: the rank of adapters at the linear layers of its blocks, or None.
+        question: what is asked. Its dtype is not None.
         say: is told what is being done.
 
     Attributes:
-        untraceable: why the model cannot be traced, or None.
+        blocks: the blocks that have graphs of their own.
+        why_whole: why there are none, or "".
+        repeated: the blocks for modes that need some.
+        untraceable: why the model could not be traced.
+        without_adapters: the classes of modules with matrices that have no adapter.
     """
 
-    def __init__(
-        self, make_model: Callable[[], Module], dtype: torch.dtype, lora: Optional[int], say: Callable[[str], None]
-    ):
+    def __init__(self, make_model: Callable[[], Module], question: Question, say: Callable[[str], None]):
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        dtype: Any = question.dtype
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         say("making the model without memory")
+        self.without_adapters = set()
         try:
             with torch.device("meta"):
                 try:
                     model = make_model()
-                except (NotImplementedError, RuntimeError) as error:
+                except Exception as error:  # noqa: BLE001  whatever the caller's code raises
                     raise sources.Unusable(
-                        f"the model cannot be made without memory ({error}); leave its weights and its device to "
-                        "the program that trains it"
+                        f"the model cannot be made without memory ({error}); name a function without arguments, and "
+                        "leave its weights and its device to the program that trains it"
                     ) from error
-                if lora is not None:
-                    sources.adapt(model, Run(model, say).blocks or [model], lora)
+                if question.lora is not None:
+                    blocks, _ = choose_blocks(model, question.regional, {}, needed=True)
+                    self.without_adapters = sources.adapt(model, blocks or [model], question.lora)
         finally:
             torch.set_default_dtype(before)
         with self.fake:
             sources.without_memory(model, dtype)
         self.model = model.train()
-        self.run = Run(self.model, say)
         self._say = say
+        self.blocks, self.why_whole = choose_blocks(model, question.regional, {})
+        self.repeated = self.blocks or choose_blocks(model, question.regional, {}, needed=True)[0]
+        self._runs = {by_blocks: Run(model, self.of(by_blocks), say) for by_blocks in (False, True)}
         named = dict(self.model.named_parameters())
         self.trained = {name: each for name, each in named.items() if each.requires_grad}
         self.names = list(self.trained)
         self.flat = [Parameter(torch.empty(each.shape, dtype=dtype, device="meta")) for each in self.trained.values()]
-        frozen = [each for each in named.values() if not each.requires_grad]
-        self.frozen = sum(each.numel() * each.element_size() for each in frozen)
+        self.frozen = sum(_bytes_of(each) for each in named.values() if not each.requires_grad)
         self.elements = sum(each.numel() for each in named.values())
-        self.buffers = sum(each.numel() * each.element_size() for each in self.model.buffers())
-        _, *of_blocks = by_block(frozen, self.model, self.run.blocks)
-        self.frozen_of_blocks = [sum(each.numel() * each.element_size() for each in block) for block in of_blocks]
-        self.untraceable: Optional[str] = None
+        self.buffers = sum(map(_bytes_of, self.model.buffers()))
+        frozen = frozen_of_blocks(self.model, self.repeated, list(self.trained.values()))
+        self.frozen_of_blocks = [sum(map(_bytes_of, block)) for block in frozen]
+        self.untraceable: Dict[Tuple, str] = {}
         self.sent: Dict[Tuple, Sent] = {}
         self._activations: Dict[Tuple, Activations] = {}
 
-    def activations(self, mode: Mode, make_batch: Callable[[Module], Dict[str, Any]]) -> Optional[Activations]:
+    def of(self, by_blocks: bool) -> List[Module]:
+        """Returns the blocks of modes that need some, or of others."""
+        return self.repeated if by_blocks else self.blocks
+
+    def activations(self, mode: Mode, question: Question) -> Optional[Activations]:
         """Returns those of a mode, which are reckoned once, or None if the model cannot be traced."""
-        key = mode.of_activations
-        if key not in self._activations and self.untraceable is None:
-            try:
-                with self.fake, sources.whole_rows():
-                    batch = make_batch(self.model)
-                    self._say(f"running a forward and a backward without memory: {mode.name}")
-                    self._activations[key] = self.run.run(batch, sources.loss_of, *key)
-            except Exception as error:  # noqa: BLE001  whatever the model's code raises without values
-                self.untraceable = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        by_blocks = mode.by_blocks and not self.blocks
+        key = by_blocks, question.sequence, question.micro_batch, *mode.of_activations
+        if key in self._activations or key in self.untraceable:
+            return self._activations.get(key)
+        make_batch = question.batch or (lambda *sizes: sources.batch_for(self.model, *sizes))
+        try:
+            with self.fake, sources.whole_rows(), _without_logs():
+                batch = make_batch(question.micro_batch or 1, question.sequence or 1)
+                self._say(f"running a forward and a backward without memory: {mode.name}")
+                self._activations[key] = self._runs[by_blocks].run(batch, sources.loss_of, *mode.of_activations)
+        except Exception as error:  # noqa: BLE001  whatever the model's code raises without values
+            if _is_own(error):
+                raise
+            self.untraceable[key] = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return self._activations.get(key)
 
-    def units(self) -> List[fsdp2.Unit]:
+    def units(self, ranks: int) -> List[fsdp2.Unit]:
         """Returns what FSDP2 gathers together, in the order of the forward.
 
         That is what is before the blocks, each block, and what is behind them. Tied weights are used before and
@@ -155,7 +197,7 @@ class Subject:
         is_tied = len({id(each) for _, each in every}) < len(every)
         names = {id(each): name for name, each in reversed(every)}
         places = {id(each): place for place, (_, each) in reversed([*enumerate(every)])}
-        outside, *blocks = by_block(self.model.parameters(), self.model, self.run.blocks)
+        outside, *blocks = by_block(self.model.parameters(), self.model, self.repeated)
         first = min((places[id(each)] for block in blocks for each in block), default=0)
         after = [each for each in outside if places[id(each)] > first and not is_tied]
         before = [each for each in outside if places[id(each)] < first or is_tied]
@@ -163,6 +205,8 @@ class Subject:
             fsdp2.Unit(
                 [names[id(each)] for each in unit if each.requires_grad],
                 sum(each.numel() for each in unit),
+                sum(fsdp2.share_of(each.shape, ranks) for each in unit if not each.requires_grad),
+                sum(fsdp2.share_of(each.shape, ranks) for each in unit if each.requires_grad),
                 is_tied and unit is before,
             )
             for unit in (before, *blocks, after)
@@ -170,84 +214,82 @@ class Subject:
         ]
 
 
+def _bytes_of(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_own(error):
+    """Whether an error is a mistake of this folder, and not what a model's code or the compiler says of the model."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    says = isinstance(error, (sources.Unusable, Untraceable)) or frame.name == "__torch_dispatch__"
+    return os.path.dirname(frame.filename) == os.path.dirname(__file__) and not says
+
+
+@contextlib.contextmanager
+def _without_logs():
+    """Context in which torch does not log the errors of a model that it cannot trace, which the answer has."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def fits_of(
     make_model: Callable[[], Module],
-    gpus: int,
-    memory: float,
-    sequence: int,
-    micro_batch: int,
-    accumulation: int,
-    lora: Optional[int],
-    make_batch: Optional[sources.MakeBatch],
+    question: Question,
     config: Optional[Dict[str, Any]],
     checkpoint: bool,
-    dtype: torch.dtype,
     modes: Optional[Sequence[Mode]],
     say: Callable[[str], None],
 ) -> Answer:
     """Returns what :func:`deepspeed.compile.features.fits.fits` returns."""
-    subject, notes = Subject(make_model, dtype, lora, say), []
+    given, notes = [], []
+    if config is not None:
+        mode, question, notes = configuration.apply(config, question, checkpoint)
+        given = [mode]
+    question = dataclasses.replace(
+        question,
+        dtype=question.dtype or torch.bfloat16,
+        micro_batch=question.micro_batch or 1,
+        accumulation=question.accumulation or 1,
+    )
+    subject = Subject(make_model, question, say)
+    question = dataclasses.replace(question, sequence=sources.tokens_for(subject.model, question.sequence))
     if not subject.trained:
         raise sources.Unusable("no parameter of the model is trained; set requires_grad of some")
     if modes is None:
-        has_blocks = bool(subject.run.blocks)
-        modes = modes_for(lora is None and not subject.frozen, gpus, has_blocks)
-        if not has_blocks:
-            notes.append(f"The model is one graph, because {subject.run.why_whole}: no mode by blocks.")
-    bucket = BUCKET
-    if config is not None:
-        modes = [configured(config, checkpoint), *modes]
-        bucket = int(config.get("zero_optimization", {}).get("reduce_bucket_size", BUCKET))
-
-    rows: List[Row] = []
-    for mode in modes:
-        row = row_of(subject, mode, gpus, sequence, micro_batch, accumulation, make_batch, bucket)
-        rows += [] if row is None else [row]
-    if subject.untraceable is not None:
+        modes = modes_for(question, any(subject.frozen_of_blocks), bool(subject.repeated))
+    if not subject.blocks:
+        by_blocks = "; lines with regional_compilation make blocks" if subject.repeated else ": no mode by blocks"
+        notes.append(f"The model is one graph, because {subject.why_whole}{by_blocks}.")
+    if subject.without_adapters:
+        notes.append(f"Without adapters are {', '.join(sorted(subject.without_adapters))}.")
+    found = [row_of(subject, mode, question) for mode in (*given, *modes)]
+    rows = [row for row in found if row is not None]
+    if not rows:
+        raise sources.Unusable(f"nothing can be reckoned ({', '.join(subject.untraceable.values())})")
+    for why in dict.fromkeys(subject.untraceable.values()):
         notes.append(
-            f"{type(subject.model).__name__} could not be traced ({subject.untraceable}), so the table "
-            "lacks activations."
+            f"{type(subject.model).__name__} could not be traced ({why}): rows that lack activations say unknown."
         )
-    rows.sort(key=lambda row: (row.mode.pace, row.peak))
+    first, others = rows[0], rows[len(given) :]
+    others.sort(key=lambda row: (row.mode.pace, row.peak))
     trained = sum(each.numel() for each in subject.trained.values())
-    name = type(subject.model).__name__
-    return Answer(name, subject.elements, trained, gpus, memory, sequence, micro_batch, accumulation, rows, notes)
+    ordered = [*rows[: len(given)], *others]
+    return Answer(type(subject.model).__name__, subject.elements, trained, question, ordered, first, notes)
 
 
-def row_of(
-    subject: Subject,
-    mode: Mode,
-    gpus: int,
-    sequence: int,
-    micro_batch: int = 1,
-    accumulation: int = 1,
-    make_batch: Optional[sources.MakeBatch] = None,
-    bucket: int = BUCKET,
-) -> Optional[Row]:
-    """Returns what a mode needs, or None of FSDP2 where the model cannot be traced. Arguments: as of ``fits()``."""
-
-    def batch_of(model: Module) -> Dict[str, torch.Tensor]:
-        if make_batch is not None:
-            return make_batch(micro_batch, sequence)
-        return sources.batch_for(model, micro_batch, sequence)
-
-    activations = subject.activations(mode, batch_of)
+def row_of(subject: Subject, mode: Mode, question: Question) -> Optional[Row]:
+    """Returns what a mode needs, or None of FSDP2 where the model cannot be traced."""
+    activations = subject.activations(mode, question)
     if mode.system == "fsdp2":
-        return None if activations is None else _of_fsdp2(subject, mode, activations, gpus, accumulation)
-
-    def sent(arrivals: Tuple[int, ...], rank: int) -> Sent:
-        key = arrivals, gpus, rank, mode.stage, accumulation, bucket, mode.offload
-        if key not in subject.sent:
-            subject.sent[key] = send(subject.flat, *key)
-        return subject.sent[key]
-
-    ranks = sorted({0, gpus // 2, max(gpus - 2, 0), gpus - 1})
-    rows = [_of_fork(subject, mode, activations, gpus, rank, sent) for rank in ranks]
+        return None if activations is None else _of_fsdp2(subject, mode, activations, question)
+    rows = [_of_fork(subject, mode, activations, question, rank) for rank in range(question.gpus)]
     highest = max(rows, key=lambda row: row.peak)
-    if activations is None:
-        return highest
-    phases = {phase: max(getattr(row, phase) for row in rows) for phase in ("at_rest", "forward", "backward", "step")}
-    return highest._replace(**phases)
+    phases = ("at_rest", "step") if activations is None else ("at_rest", *_PHASES)
+    return highest._replace(**{phase: max(getattr(row, phase) for row in rows) for phase in phases})
 
 
 def states(flat: Sequence[torch.Tensor], ranks: int, rank: int, mode: Mode) -> Dict[str, int]:
@@ -261,8 +303,12 @@ def states(flat: Sequence[torch.Tensor], ranks: int, rank: int, mode: Mode) -> D
     return {"masters": (_REMAINDER if mode.remainders else _FP32) * numel, "moments": moments}
 
 
-def _of_fork(subject, mode, activations, ranks, rank, sent):
-    flat = subject.flat
+def _line_of(subject, mode):
+    return mode.lines(hasattr(subject.model, "gradient_checkpointing_enable"), not subject.blocks)
+
+
+def _of_fork(subject, mode, activations, question, rank):
+    flat, ranks = subject.flat, question.gpus
     whole = layout_of(flat, ranks).partition_size[0] * ranks * flat[0].element_size()
     in_blocks = sum(subject.frozen_of_blocks) if mode.shard_frozen else 0
     parts = {
@@ -270,52 +316,50 @@ def _of_fork(subject, mode, activations, ranks, rank, sent):
         **states(flat, ranks, rank, mode),
         "workspaces of cuBLAS": WORKSPACES,
     }
-    at_rest = sum(parts.values())
-    # A block in use, and one on its way.
-    gathered = 2 * max(subject.frozen_of_blocks) if in_blocks else 0
+    line, at_rest = _line_of(subject, mode), sum(parts.values())
+    gathered = MOST_GATHERED * max(subject.frozen_of_blocks) if in_blocks else 0
     if activations is None:
         bound = 0 if mode.offload else layout_of(flat, ranks).partition_size[0] * flat[0].element_size()
         step = at_rest + bound
-        return Row(mode, at_rest, None, None, step, step, "step", rank, {**parts, "gradients": bound})
+        return Row(mode, line, at_rest, None, None, step, step, "step", rank, {**parts, "gradients": bound})
     place = {name: index for index, name in enumerate(subject.names)}
     arrivals = tuple(place[moment.gradient] for moment in activations.backward if moment.gradient is not None)
-    gradients = sent(arrivals, rank)
+    key = arrivals, ranks, rank, mode.stage, question.accumulation, question.bucket, question.overlap, mode.offload
+    if key not in subject.sent:
+        subject.sent[key] = send(flat, *key)
+    gradients = subject.sent[key]
     held, arrived = gradients.before, iter(gradients.arrived)
-    found = []  # (phase, bytes, parts)
+    found = []  # (phase, bytes of gradients, of activations, of what graphs work with, of gathered blocks)
     for phase, moments in (("forward", activations.forward), ("backward", activations.backward)):
         before = 0 if phase == "forward" else activations.forward[-1].after
         for moment in moments:
             kept = max(min(before, moment.most), 0)
-            more = {
-                "gradients": held,
-                "activations": kept,
-                "what graphs work with": moment.most - kept,
-                "gathered blocks": gathered if moment.in_block else 0,
-                "batch": activations.inputs,
-            }
-            found.append((phase, at_rest + sum(more.values()), {**parts, **more}))
+            found.append((phase, held, kept, moment.most - kept, gathered if moment.in_block else 0))
             before = moment.after
             if moment.gradient is not None:
                 held = next(arrived)
-    more = {"gradients": gradients.bound, "small gradients together": gathered_in_step(flat, ranks, rank)}
-    found.append(("step", at_rest + sum(more.values()), {**parts, **more}))
-    peaks = {
-        phase: max(each[1] for each in of_phase) for phase, of_phase in itertools.groupby(found, lambda each: each[0])
+    names = ("gradients", "activations", "what graphs work with", "gathered blocks")
+    highest = {
+        phase: max(of_phase, key=lambda each: sum(each[1:]))
+        for phase, of_phase in itertools.groupby(found, lambda each: each[0])
     }
-    phase, peak, parts = max(found, key=lambda each: each[1])
-    parts = {name: count for name, count in parts.items() if count}
-    return Row(mode, at_rest, peaks["forward"], peaks["backward"], peaks["step"], peak, phase, rank, parts)
+    more = {phase: {**dict(zip(names, each[1:])), "batch": activations.inputs} for phase, each in highest.items()}
+    more["step"] = {"gradients": gradients.bound, "small gradients together": gathered_in_step(flat, ranks, rank)}
+    forward, backward, step = (at_rest + sum(more[phase].values()) for phase in _PHASES)
+    peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda each: each[0])
+    parts = {name: count for name, count in {**parts, **more[phase]}.items() if count}
+    return Row(mode, line, at_rest, forward, backward, step, peak, phase, rank, parts)
 
 
-def _of_fsdp2(subject, mode, activations, ranks, accumulation):
+def _of_fsdp2(subject, mode, activations, question):
     sizes = {name: each.numel() for name, each in subject.trained.items()}
     size = subject.flat[0].element_size()
-    found = fsdp2.peaks_of(activations, subject.units(), sizes, ranks, mode.reshard, size)
+    found = fsdp2.peaks_of(activations, subject.units(question.gpus), sizes, mode.reshard, size)
     # Until the last micro-batch, as benchmarks/systems.py sets it up, gradients are whole and not reduced.
-    waiting = size * sum(sizes.values()) if accumulation > 1 else 0
+    waiting = size * sum(sizes.values()) if question.accumulation > 1 else 0
     more = (0, waiting, waiting, 0)
-    at_rest, *peaks = (each + WORKSPACES + subject.buffers + held for each, held in zip(found, more))
-    forward, backward, step = peaks
-    phase, peak = max(zip(("forward", "backward", "step"), peaks), key=lambda each: each[1])
+    at_rest, forward, backward, step = (each + WORKSPACES + subject.buffers + held for each, held in zip(found, more))
+    peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda each: each[0])
     parts = {"at rest": at_rest, "beside it": peak - at_rest}
-    return Row(mode, at_rest, forward, backward, step, peak, phase, ranks - 1, parts)
+    line = _line_of(subject, mode)
+    return Row(mode, line, at_rest, forward, backward, step, peak, phase, question.gpus - 1, parts)

@@ -8,21 +8,19 @@ import inspect
 import os
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, Optional, Set
 
 import torch
-from torch.nn import Linear, Module, Parameter
-
-# Makes a batch of (sequences, tokens of a sequence).
-MakeBatch = Callable[[int, int], Dict[str, torch.Tensor]]
+from torch.nn import Embedding, Linear, Module, Parameter
+from torch.utils import _pytree as pytree
 
 
 class Unusable(ValueError):
     """A model that cannot be made. The text is a sentence with a remedy."""
 
 
-def named(source: str) -> Tuple[Callable[[], Module], Optional[MakeBatch]]:
-    """Returns what makes a model, and what makes its batches; None where the model itself tells.
+def named(source: str) -> Callable[[], Module]:
+    """Returns what makes a model.
 
     Args:
         source: ``module:function``, a folder, a ``config.json``, or the name of a model of transformers' hub.
@@ -32,7 +30,7 @@ def named(source: str) -> Tuple[Callable[[], Module], Optional[MakeBatch]]:
     """
     module, colon, function = source.partition(":")
     if colon and not os.path.exists(source):
-        return _of_function(module, function), None
+        return _of_function(module, function)
     return _of_transformers(source)
 
 
@@ -76,10 +74,32 @@ def _of_transformers(source):
         # As the fork trains: without a cache, and with torch's attention.
         text = config.get_text_config()
         text.use_cache = False
+        of = kind._from_config if kind else transformers.AutoModelForCausalLM.from_config
         config._attn_implementation = "sdpa"
-        return kind._from_config(config) if kind else transformers.AutoModelForCausalLM.from_config(config)
+        try:
+            return of(config)
+        except ValueError:
+            # Some classes have no other.
+            config._attn_implementation = "eager"
+            return of(config)
 
-    return make, None
+    return make
+
+
+def tokens_for(model: Module, wanted: Optional[int]) -> int:
+    """Returns the tokens of a sequence: those that are wanted, or at most 4096.
+
+    Raises:
+        Unusable: if the model has an embedding of fewer positions.
+    """
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    positions = getattr(text, "max_position_embeddings", None) or sys.maxsize
+    # Some models put two rows before the positions. Rotary positions have no rows.
+    rows = {each.num_embeddings for each in model.modules() if isinstance(each, Embedding)}
+    if wanted is not None and wanted > positions and rows & {positions, positions + 2}:
+        raise Unusable(f"{type(model).__name__} has {positions} positions; ask for a sequence of at most so many")
+    return wanted or min(4096, positions)
 
 
 def batch_for(model: Module, sequences: int, tokens: int) -> Dict[str, torch.Tensor]:
@@ -108,15 +128,19 @@ def batch_for(model: Module, sequences: int, tokens: int) -> Dict[str, torch.Ten
     names = list(inspect.signature(model.forward).parameters)
     # A model of one's own may call its tokens otherwise, and make its loss of them.
     first = name if name in names else names[0]
-    return {first: ids, **({"labels": ids} if "labels" in names else {})}
+    of_rows = type(model).__name__.endswith("ForSequenceClassification")
+    labels = torch.zeros(sequences, dtype=torch.long) if of_rows else ids
+    return {first: ids, **({"labels": labels} if "labels" in names else {})}
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    """Returns the loss of what a model returns: its ``loss``, its first tensor, or that tensor's mean."""
+    """Returns the loss of what a model returns: its ``loss``, its tensor [], or the mean of its first tensor."""
     loss = getattr(result, "loss", None)
     if loss is None:
         loss = result["loss"] if isinstance(result, dict) and "loss" in result else result
-        loss = loss[0] if isinstance(loss, (tuple, list)) else loss
+    if not isinstance(loss, torch.Tensor):
+        tensors = [each for each in pytree.tree_leaves(loss) if isinstance(each, torch.Tensor)]
+        loss = next((each for each in tensors if each.dim() == 0), tensors[0])
     return loss if loss.dim() == 0 else loss.float().mean()
 
 
@@ -156,21 +180,31 @@ def without_memory(model: Module, dtype: torch.dtype) -> None:
 class Adapted(Module):
     """A frozen linear layer with an adapter (LoRA) that is trained."""
 
-    def __init__(self, linear: Linear, rank: int):
+    def __init__(self, linear: Module, inner: int, outer: int, rank: int):
         super().__init__()
         self.base = linear
         like = {"bias": False, "device": linear.weight.device, "dtype": linear.weight.dtype}
-        self.first, self.second = Linear(linear.in_features, rank, **like), Linear(rank, linear.out_features, **like)
+        self.first, self.second = Linear(inner, rank, **like), Linear(rank, outer, **like)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.second(self.first(x))
 
 
-def adapt(model: Module, blocks: Any, rank: int) -> None:
-    """Freezes a model, and gives each linear layer of its blocks an adapter of this rank."""
+def adapt(model: Module, blocks: Iterable[Module], rank: int) -> Set[str]:
+    """Freezes a model, and gives each linear layer of its blocks an adapter of this rank.
+
+    Returns the classes of other modules in blocks that have matrices, such as experts, and get no adapter.
+    """
     model.requires_grad_(False)
+    without = set()
     for block in blocks:
         for module in list(block.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, Linear):
-                    setattr(module, name, Adapted(child, rank))
+                    setattr(module, name, Adapted(child, child.in_features, child.out_features, rank))
+                elif type(child).__name__ == "Conv1D":
+                    # That of transformers: a linear layer whose weight is transposed.
+                    setattr(module, name, Adapted(child, child.weight.shape[0], child.weight.shape[1], rank))
+                elif any(each.dim() > 1 for each in child.parameters(recurse=False)):
+                    without.add(type(child).__name__)
+    return without

@@ -1,17 +1,12 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Options with which ZeRO-1 and ZeRO-2 under DeepCompile would train in another way than the user asked for.
-
-Also what the machine lacks.
-"""
+"""Options with which ZeRO-1 and ZeRO-2 under DeepCompile would train in another way than the user asked for."""
 
 import inspect
 from typing import Iterator
 
 import torch
 from torch.nn import Embedding, EmbeddingBag
-
-from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
 from ...zero_1_and_2.feature import Request
 
@@ -21,9 +16,6 @@ def refused(request: Request) -> Iterator[str]:
     yield from _unsupported_parameters(request.engine.module)
     yield from _unsupported_engines(request.engine)
     yield from _unsupported_compile_kwargs(request.backend, request.compile_kwargs)
-    lacking = DeepCompileBuilder().lacking()
-    if lacking:
-        yield f"its native code is not built yet, and this machine lacks {lacking}"
 
 
 def _unsupported_parameters(module):

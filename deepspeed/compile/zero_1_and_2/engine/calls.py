@@ -48,7 +48,9 @@ def check(engine: "DeepSpeedEngine") -> None:
     if error is not None:
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
             hook.remove()
-        engine.destroy()
+        # Whatever the end of a refused engine raises, the user is to learn why the engine was refused.
+        with contextlib.suppress(Exception):
+            engine.destroy()
         raise error
 
 

@@ -77,8 +77,7 @@ class StepLocalGradients(_NextClass):
         step.run(self)
         if not linked and not self.overflow:
             # In the first step, the base has linked the states of a group before later groups had any.
-            self._hp_optimizer_states_linked = False
-            self._lazy_init_hp_params_optimizer_state()
+            _link_anew(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._deepcompile.backward.refuse_to_drop_within()
@@ -190,7 +189,13 @@ def _link_states(optimizer):
     transformed = optimizer._deepcompile.transformed
     masters = enumerate(optimizer.single_partition_of_fp32_groups)
     if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in transformed):
-        optimizer._lazy_init_hp_params_optimizer_state()
+        _link_anew(optimizer)
+
+
+def _link_anew(optimizer):
+    """Links parameters with their states, whether or not they were linked before."""
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def _can_be_cut(state, spans):

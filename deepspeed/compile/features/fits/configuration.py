@@ -1,0 +1,132 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a DeepSpeed configuration as the engine does, and refuses what is not reckoned."""
+
+import dataclasses
+from typing import Any, Dict, List, Tuple
+
+import torch
+
+from deepspeed.runtime.config import DeepSpeedConfig
+
+from .modes import Mode, Question
+
+_SAYS = "the configuration"
+# Options that change the memory in a way that is not reckoned, unless they are off.
+_NOT_RECKONED = (
+    "bf16.bf16_master_weights_and_grads",
+    "bf16.bf16_optimizer_states",
+    "communication_data_type",
+    "data_types.grad_accum_dtype",
+    "data_types.param_dtype",
+    "fp16.fp16_master_weights_and_grads",
+    "pipeline",
+    "tensor_parallel",
+    "torch_autocast.enabled",
+    "weight_quantization",
+    "zero_optimization.parameter_alignment",
+    "zero_optimization.round_robin_gradients",
+    "zero_optimization.zenflow",
+)
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_MICRO, _ACCUMULATION, _ALL = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple[Mode, Question, List[str]]:
+    """Reads a configuration.
+
+    Args:
+        config: of DeepSpeed. What it leaves to transformers' Trainer ("auto") is as the question says, or DeepSpeed's
+            default.
+        question: what is asked. Its micro-batch and accumulation go before those of the configuration.
+        checkpoint: whether every block is computed again in the backward.
+
+    Returns:
+        The mode of the configuration, the question as it completes it, and sentences on what it left open.
+
+    Raises:
+        ValueError: if DeepSpeed refuses the configuration, or if it asks for what is not reckoned.
+    """
+    automatic: List[str] = []
+    config = _decided(config, "", automatic)
+    for name, value in ((_MICRO, question.micro_batch), (_ACCUMULATION, question.accumulation)):
+        if value is not None:
+            config[name] = value
+    if question.micro_batch and question.accumulation:
+        config.pop(_ALL, None)
+    elif _ALL not in config:
+        config.setdefault(_MICRO, 1)
+
+    class ForGpus(DeepSpeedConfig):
+        def _configure_train_batch_size(self) -> None:
+            self.world_size = question.gpus
+            super()._configure_train_batch_size()
+
+    try:
+        parsed = ForGpus(config)
+    except Exception as error:  # noqa: BLE001  DeepSpeed raises many kinds for what it cannot read
+        raise ValueError(f"DeepSpeed refuses {_SAYS}: {error}") from error
+    zero, section, kind = parsed.zero_config, parsed.compile_config, (parsed.optimizer_name or "AdamW")
+    dtype = torch.bfloat16 if parsed.bfloat16_config.enabled else torch.float32
+    dtype = torch.float16 if parsed.float16_config.enabled else dtype
+    if "bf16.enabled" in automatic or "fp16.enabled" in automatic:
+        dtype = question.dtype or torch.bfloat16
+    host = zero.offload_optimizer.device if zero.offload_optimizer is not None else "none"
+    for refused, why in (
+        (not section.deepcompile, "does not set compile.deepcompile to true, and only DeepCompile is reckoned"),
+        (zero.stage not in (1, 2), f"has ZeRO stage {int(zero.stage)}, and only the stages 1 and 2 are reckoned"),
+        (kind.lower() not in ("adam", "adamw"), f"has {kind}, and only Adam and AdamW are reckoned"),
+        ((parsed.optimizer_params or {}).get("amsgrad"), "has amsgrad, whose third state is not reckoned"),
+        ((config.get("sequence_parallel_size") or 1) > 1, "splits sequences, which is not reckoned"),
+        (section.store_param_remainders and dtype != torch.bfloat16, f"keeps remainders of {dtype}, not of bf16"),
+        (host not in ("none", "cpu"), f"has its optimizer on {host}, which is not reckoned"),
+        (question.dtype not in (None, dtype), f"trains in {dtype}, and {question.dtype} is asked for"),
+        *(
+            (_value(config, name) not in (None, False, _NAMES[dtype]), f"has {name}, which is not reckoned")
+            for name in _NOT_RECKONED
+        ),
+    ):
+        if refused:
+            raise ValueError(f"{_SAYS} {why}; change that, or leave the configuration out")
+    mode = Mode(
+        "your configuration",
+        checkpoint=checkpoint,
+        budget=section.activation_memory_budget,
+        chunked_loss=section.chunked_loss,
+        shard_frozen=section.shard_parameters == "frozen",
+        eight_bit=section.optimizer_states == "8bit",
+        remainders=section.store_param_remainders,
+        offload=host == "cpu",
+        stage=int(zero.stage),
+    )
+    completed = dataclasses.replace(
+        question,
+        micro_batch=parsed.train_micro_batch_size_per_gpu,
+        accumulation=parsed.gradient_accumulation_steps,
+        dtype=dtype,
+        bucket=int(zero.reduce_bucket_size),
+        overlap=section.double_buffer and _value(config, "zero_optimization.overlap_comm") is not False,
+        regional=section.regional_compilation,
+    )
+    notes = []
+    if automatic:
+        notes.append(f'"auto" stands for what the command says, or for DeepSpeed\'s default: {", ".join(automatic)}.')
+    return mode, completed, notes
+
+
+def _decided(section: Dict[str, Any], place: str, automatic: List[str]) -> Dict[str, Any]:
+    """Returns a section without what is "auto", whose names are added to ``automatic``."""
+    automatic += [f"{place}{name}" for name, value in section.items() if value == "auto"]
+    return {
+        name: _decided(value, f"{place}{name}.", automatic) if isinstance(value, dict) else value
+        for name, value in section.items()
+        if value != "auto"
+    }
+
+
+def _value(config: Dict[str, Any], name: str) -> Any:
+    """Returns the value of an option by its dotted name, or None."""
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
