@@ -170,6 +170,8 @@ def describe(result: Result) -> str:
         kept += f", activation budget {run['activation_budget']:g}"
     if run.get("float8"):
         kept += f", float8 {run['float8']} by torchao {where['torchao']}"
+    if run.get("shard"):
+        kept += f", {run['shard']} parameters of blocks sharded"
     adam = f"with {run['states']} states" if run.get("states") else adam
     adam += ", masters as remainders" if run.get("remainders") else ""
     return (
