@@ -175,8 +175,10 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
         ("fp32 states", EveryStepAdam, BYTES_OF_AN_UPDATE),
         ("8-bit states", EightBitAdam, BYTES_WITH_8_BITS),
     ):
-        parameters, remainders = split(master.data)
-        new.copy_(parameters)
+        # In pieces, because the whole in 32 bits several times does not fit beside the states of the runs before.
+        remainders = torch.empty_like(new, dtype=torch.int16)
+        for masters, parameters, rests in zip(*(each.split(2**26) for each in (master.data, new, remainders))):
+            parameters[:], rests[:] = split(masters)
         rule = RemaindersAdam([remainders], [states()])
         run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), rule)
         took, floor = seconds(run, repetitions), (size - BYTES_LESS) * numel / rate
