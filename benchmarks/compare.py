@@ -127,6 +127,8 @@ def reason_against(
     """Returns why a system cannot be measured in a case, or None if it can."""
     if system in OF_BASE and not options.base:
         return "--base was not given"
+    if system in (SHARDED, SHARDED_REMAINDERS) and (options.processes or len(gpus)) == 1:
+        return "one rank has nothing to shard"
     if system == BASE and not gpus:
         return "its DeepCompile needs GPUs"
     if system == BASE and case == "accumulation":

@@ -90,7 +90,7 @@ class DeepSpeed:
     def __init__(self, settings: Settings, model: torch.nn.Module):
         import deepspeed
 
-        budget, self._shards = settings.activation_budget, settings.shard is not None
+        budget = settings.activation_budget
         in_engine = settings.states is not None and settings.system == "deepcompile"
         muon = settings.optimizer == "muon"
         params = {"muon_lr": settings.learning_rate, "adam_lr": settings.learning_rate}
@@ -147,9 +147,10 @@ class DeepSpeed:
             masters = record.flattened(optimizer.fp32_partitioned_groups_flat)
             return {data.PARAMETERS: shards, data.OPTIMIZER_STATES: [*masters, *_states(optimizer.optimizer)]}
         gradients = [group for group in optimizer.averaged_gradients.values() if isinstance(group, (list, tuple))]
-        parts = optimizer._deepcompile.features if self._shards else []
-        sharded = [share for part in parts for share in part.shares]
-        parameters = [*optimizer.bit16_groups_flat, *self._engine.module.parameters(), *sharded]
+        parts = optimizer._deepcompile.features if self._counting else []
+        # Partitions of parameters, and remainders, which are the other half of a parameter's master weight.
+        shares = [share for part in parts for share in part.shares]
+        parameters = [*optimizer.bit16_groups_flat, *self._engine.module.parameters(), *shares]
         return {
             data.PARAMETERS: record.flattened(parameters),
             data.OPTIMIZER_STATES: [

@@ -157,12 +157,14 @@ def test_what_the_readme_compares(package, monkeypatch):
     """The command of README.md's table would leave out a mode of FSDP2, or run a system that nobody asked for."""
     compare = package("compare")
     fork, fsdp2 = "fork, gather overlapped", ["FSDP2, kept", "FSDP2, resharded", "FSDP2, resharded, fp32 reduce"]
-    expected = [fork, f"{fork}, remainders", *fsdp2, "base"]
+    expected = [fork, f"{fork}, remainders", "fork, sharded", "fork, sharded, remainders", *fsdp2, "base"]
     assert compare.default_systems("plain", ["0", "1"], []) == expected
     monkeypatch.setattr(sys, "argv", ["compare", "--cases", "plain", "checkpoint", "--", "--adam", "fused"])
     options, rest = compare.parse_arguments()
     reasons = [compare.reason_against(name, "checkpoint", ["0", "1"], rest, options) for name in expected]
-    assert reasons == [None] * 5 + ["--base was not given"]
+    assert reasons == [None] * 7 + ["--base was not given"]
+    reasons = [compare.reason_against(name, "plain", ["0"], rest, options) for name in expected]
+    assert reasons[:5] == [None, None, "one rank has nothing to shard", "one rank has nothing to shard", None]
 
 
 class Decoder(torch.nn.Module):
