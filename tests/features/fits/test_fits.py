@@ -154,7 +154,7 @@ def test_a_checkpointed_block_keeps_its_input():
     plain, checkpointed = activations_of(Small), activations_of(Small, checkpoint=True)
     of_block = 4 * 2 * TOKENS * 4 * WIDTH
     assert plain.forward[-1].after - checkpointed.forward[-1].after == LAYERS * of_block
-    in_blocks = [moment.most for moment in checkpointed.backward if moment.in_block]
+    in_blocks = [moment.most for moment in checkpointed.backward if moment.block is not None]
     assert max(in_blocks) > of_block
 
 

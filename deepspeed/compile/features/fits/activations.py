@@ -36,13 +36,13 @@ class Moment(NamedTuple):
         most: the most within it.
         after: at its end.
         gradient: the name of the parameter whose gradient is complete at its end, or None.
-        in_block: whether a block runs in it.
+        block: the number of the block that runs in it, or None.
     """
 
     most: int
     after: int
     gradient: Optional[str] = None
-    in_block: bool = False
+    block: Optional[int] = None
 
 
 class Activations(NamedTuple):
@@ -109,9 +109,9 @@ class Memory(TorchDispatchMode):
         """Notes that there are ``more`` bytes now than all tensors have."""
         self._most = max(self._most, self.live + more)
 
-    def end_moment(self, gradient: Optional[str], more: int = 0, in_block: bool = False) -> None:
+    def end_moment(self, gradient: Optional[str], more: int = 0, block: Optional[int] = None) -> None:
         """Ends a moment, at whose end there are ``more`` bytes than all tensors have."""
-        self.moments.append(Moment(self._most, self.live + more, gradient, in_block))
+        self.moments.append(Moment(self._most, self.live + more, gradient, block))
         self._most = self.live + more
 
     def take_moments(self) -> List[Moment]:
@@ -125,7 +125,7 @@ class _Compiled(torch.autograd.Function):
     """Stands for a compiled graph: makes what it returns and keeps, and notes what it has within."""
 
     @staticmethod
-    def forward(ctx, memory, graphs, names, is_block, *tensors):
+    def forward(ctx, memory, graphs, names, block, *tensors):
         count = len(names)
         memory.end_moment(None)
         for moment in graphs.forward:
@@ -143,8 +143,8 @@ class _Compiled(torch.autograd.Function):
                 # Inductor may keep it in memory that holds more than the tensor.
                 made[saved.memory] = torch.empty(saved.bytes, dtype=torch.uint8)
         ctx.save_for_backward(*kept, *made.values())
-        ctx.memory, ctx.graphs, ctx.names, ctx.is_block = memory, graphs, names, is_block
-        memory.end_moment(None, in_block=is_block)
+        ctx.memory, ctx.graphs, ctx.names, ctx.block = memory, graphs, names, block
+        memory.end_moment(None, block=block)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
         return results
@@ -158,7 +158,7 @@ class _Compiled(torch.autograd.Function):
         for moment in graphs.backward:
             memory.note(moment.most)
             name = None if moment.gradient is None else ctx.names[moment.gradient]
-            memory.end_moment(name, moment.after, ctx.is_block)
+            memory.end_moment(name, moment.after, ctx.block)
         del tensors
         # The graph has dropped what it kept, and autograd drops the tensors that stand for it after this function.
         with memory.without(sum(saved.bytes for saved in graphs.saved)):
@@ -216,8 +216,8 @@ class Run:
         ]
         try:
             with contextlib.ExitStack() as stack:
-                for block in self.blocks:
-                    stack.enter_context(patch.object(block, "forward", self._stand_in(block, checkpoint)))
+                for number, block in enumerate(self.blocks):
+                    stack.enter_context(patch.object(block, "forward", self._stand_in(number, block, checkpoint)))
                 with memory:
                     with _Attention():
                         loss = self._around(batch, loss_of, chunked_loss, own_loss)
@@ -236,7 +236,7 @@ class Run:
             self._memory.end_moment(self._names[id(parameter)], -bytes_of(parameter.grad))
             parameter.grad = None
 
-    def _stand_in(self, block, checkpoint):
+    def _stand_in(self, number, block, checkpoint):
         forward = block.forward
         held = _held([block])
         # Where a layer's forward checkpoints, what is checkpointed is compiled, and not what checkpoints.
@@ -279,7 +279,7 @@ class Run:
                 graphs = self._trace(function, held, tensors, False)
                 self._graphs[key] = graphs, results
             graphs, results = self._graphs[key]
-            made = iter(self._apply(graphs, held, tensors, True))
+            made = iter(self._apply(graphs, held, tensors, number))
             filled = [next(made) if other is _TENSOR else other for other in results["others"]]
             return pytree.tree_unflatten(filled, results["spec"])
 
@@ -289,9 +289,9 @@ class Run:
         with _uncounted(parameters):
             return trace(function, parameters, tensors, self._budget, is_cut)
 
-    def _apply(self, graphs, parameters, tensors, is_block):
+    def _apply(self, graphs, parameters, tensors, block=None):
         names = [self._names.get(id(parameter), "") for parameter in parameters]
-        return _Compiled.apply(self._memory, graphs, names, is_block, *parameters, *tensors)
+        return _Compiled.apply(self._memory, graphs, names, block, *parameters, *tensors)
 
     def _around(self, batch, loss_of, chunked_loss, own_loss):
         """Runs the model: what calls its blocks as it is, and what is around that as a graph. Returns the loss."""
@@ -345,7 +345,7 @@ class Run:
         if key not in self._graphs:
             self._say(f"tracing {'what is around the blocks of ' if parents else ''}{type(model).__name__}")
             self._graphs[key] = self._trace(loss_alone, held, tensors, form.is_cut)
-        (loss,) = self._apply(with_form(self._graphs[key], form), held, tensors, False)
+        (loss,) = self._apply(with_form(self._graphs[key], form), held, tensors)
         return loss
 
 

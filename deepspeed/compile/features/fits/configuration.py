@@ -93,7 +93,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         checkpoint=checkpoint,
         budget=section.activation_memory_budget,
         chunked_loss=section.chunked_loss,
-        shard_frozen=section.shard_parameters == "frozen",
+        shard_parameters=section.shard_parameters,
         eight_bit=section.optimizer_states == "8bit",
         remainders=section.store_param_remainders,
         offload=host == "cpu",

@@ -61,8 +61,7 @@ class Mode:
             docs/what_people_train_with.md have the measurements.
         system: "fork" or "fsdp2".
         checkpoint: whether every block is computed again in the backward.
-        budget, chunked_loss: the options of these names of the section ``compile``.
-        shard_frozen: ``shard_parameters: "frozen"``.
+        budget, chunked_loss, shard_parameters: the options of these names of the section ``compile``.
         eight_bit: ``optimizer_states: "8bit"``.
         remainders: ``store_param_remainders``.
         offload: whether masters, moments and gradients are on the host.
@@ -76,7 +75,7 @@ class Mode:
     checkpoint: bool = False
     budget: Optional[float] = None
     chunked_loss: Optional[bool] = None
-    shard_frozen: bool = False
+    shard_parameters: Optional[str] = None
     eight_bit: bool = False
     remainders: bool = False
     offload: bool = False
@@ -86,7 +85,7 @@ class Mode:
     @property
     def by_blocks(self) -> bool:
         """Whether the mode needs blocks, so that the engine makes some where it would compile the model as a whole."""
-        return self.checkpoint or self.shard_frozen or self.system == "fsdp2"
+        return self.checkpoint or self.shard_parameters is not None or self.system == "fsdp2"
 
     @property
     def of_activations(self) -> Tuple:
@@ -107,7 +106,7 @@ class Mode:
             "regional_compilation": True if is_whole and self.by_blocks else None,
             "activation_memory_budget": self.budget,
             "chunked_loss": self.chunked_loss,
-            "shard_parameters": "frozen" if self.shard_frozen else None,
+            "shard_parameters": self.shard_parameters,
             "optimizer_states": "8bit" if self.eight_bit else None,
             "store_param_remainders": self.remainders or None,
         }
@@ -135,7 +134,10 @@ _BASES = (
     Mode("remainders", remainders=True),
     Mode("remainders, 8-bit states", remainders=True, eight_bit=True),
     Mode("optimizer on the host", 7.0, offload=True),
-    Mode("frozen sharded", 1.1, shard_frozen=True),
+    Mode("frozen sharded", 1.1, shard_parameters="frozen"),
+    Mode("sharded", 1.1, shard_parameters="all"),
+    Mode("sharded, remainders", 1.1, shard_parameters="all", remainders=True),
+    Mode("sharded, remainders, 8-bit states", 1.1, shard_parameters="all", remainders=True, eight_bit=True),
     Mode("FSDP2, kept", 1.1, "fsdp2"),
     Mode("FSDP2, resharded", 1.2, "fsdp2", reshard=True),
 )
@@ -161,7 +163,8 @@ def modes_for(question: Question, has_frozen: bool, has_blocks: bool) -> List[Mo
     modes = [
         mode
         for mode in MODES
-        if (not mode.shard_frozen or (has_frozen and question.gpus > 1))
+        if (mode.shard_parameters is None or question.gpus > 1)
+        and (mode.shard_parameters != "frozen" or has_frozen)
         and (has_blocks or not mode.by_blocks)
         and (question.dtype == torch.bfloat16 or not mode.remainders)
     ]

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 import torch
 from torch.nn import Module, Parameter
 
+from ...zero_1_and_2.gradient.layout import pieces
 from ..blocks.choose_blocks import choose_blocks
 from ..blocks.parameters import by_block
 from ..eight_bit.blockwise import SIGNED, count_of_blocks
@@ -161,6 +162,9 @@ class Subject:
         self.buffers = sum(map(_bytes_of, self.model.buffers()))
         frozen = frozen_of_blocks(self.model, self.repeated, list(self.trained.values()))
         self.frozen_of_blocks = [sum(map(_bytes_of, block)) for block in frozen]
+        place = {id(parameter): index for index, parameter in enumerate(self.trained.values())}
+        _, *trained = by_block(self.trained.values(), self.model, self.repeated)
+        self.trained_of_blocks = [[self.flat[place[id(parameter)]] for parameter in block] for block in trained]
         self.untraceable: Dict[Tuple, str] = {}
         self.sent: Dict[Tuple, Sent] = {}
         self._activations: Dict[Tuple, Activations] = {}
@@ -307,17 +311,40 @@ def _line_of(subject, mode):
     return mode.lines(hasattr(subject.model, "gradient_checkpointing_enable"), not subject.blocks)
 
 
+def _parameters(subject, mode, ranks, rank):
+    """Returns the bytes of parameters that are always on a rank, and of each block those that must be gathered."""
+    layout, size = layout_of(subject.flat, ranks), subject.flat[0].element_size()
+    whole, frozen = layout.partition_size[0] * ranks * size, sum(subject.frozen_of_blocks)
+    if mode.shard_parameters is None:
+        return whole + subject.frozen, []
+    always = whole + subject.frozen - frozen + frozen // ranks
+    if mode.shard_parameters == "frozen":
+        return always, subject.frozen_of_blocks
+    here = {id(piece.parameter) for piece in pieces(layout, 0) if piece.owner == rank}
+    of_blocks = [
+        sum(_bytes_of(parameter) for parameter in block if id(parameter) not in here)
+        for block in subject.trained_of_blocks
+    ]
+    away = [sum(both) for both in zip(of_blocks, subject.frozen_of_blocks, strict=True)]
+    return always - sum(of_blocks), away
+
+
+def _window(first, direction, count):
+    """Lists the blocks that are gathered while block ``first`` runs, or no block: it, and those after it."""
+    if first is None:
+        return []
+    return [each for each in range(first, first + direction * MOST_GATHERED, direction) if 0 <= each < count]
+
+
 def _of_fork(subject, mode, activations, question, rank):
     flat, ranks = subject.flat, question.gpus
-    whole = layout_of(flat, ranks).partition_size[0] * ranks * flat[0].element_size()
-    in_blocks = sum(subject.frozen_of_blocks) if mode.shard_frozen else 0
+    parameters, away = _parameters(subject, mode, ranks, rank)
     parts = {
-        "parameters": whole + subject.frozen - in_blocks + in_blocks // ranks + subject.buffers,
+        "parameters": parameters + subject.buffers,
         **states(flat, ranks, rank, mode),
         "workspaces of cuBLAS": WORKSPACES,
     }
     line, at_rest = _line_of(subject, mode), sum(parts.values())
-    gathered = MOST_GATHERED * max(subject.frozen_of_blocks) if in_blocks else 0
     if activations is None:
         bound = 0 if mode.offload else layout_of(flat, ranks).partition_size[0] * flat[0].element_size()
         step = at_rest + bound
@@ -331,10 +358,11 @@ def _of_fork(subject, mode, activations, question, rank):
     held, arrived = gradients.before, iter(gradients.arrived)
     found = []  # (phase, bytes of gradients, of activations, of what graphs work with, of gathered blocks)
     for phase, moments in (("forward", activations.forward), ("backward", activations.backward)):
-        before = 0 if phase == "forward" else activations.forward[-1].after
+        before, next_one = (0, 1) if phase == "forward" else (activations.forward[-1].after, -1)
         for moment in moments:
+            gathered = sum(away[each] for each in _window(moment.block, next_one, len(away)))
             kept = max(min(before, moment.most), 0)
-            found.append((phase, held, kept, moment.most - kept, gathered if moment.in_block else 0))
+            found.append((phase, held, kept, moment.most - kept, gathered))
             before = moment.after
             if moment.gradient is not None:
                 held = next(arrived)
