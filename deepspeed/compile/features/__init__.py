@@ -12,6 +12,11 @@ needs:
 - ``feature.py``: ``FEATURE``, a class of ``zero_1_and_2/feature.py`` whose methods the core calls.
 """
 
+import functools
+import importlib
+import importlib.util
+from typing import Any, Tuple
+
 # In the order in which an engine's parts are made and called: a part stands behind those that it needs.
 NAMES = (
     "configuration",
@@ -39,3 +44,10 @@ NAMES = (
     "offload",
     "fits",
 )
+
+
+@functools.cache
+def doors(file: str, name: str) -> Tuple[Any, ...]:
+    """Lists what the parts that have a file of this name have in it by another name, in the order of the parts."""
+    files = (f"{__name__}.{part}.{file}" for part in NAMES)
+    return tuple(getattr(importlib.import_module(path), name) for path in files if importlib.util.find_spec(path))

@@ -8,9 +8,6 @@ part are in ``features/__init__.py``.
 
 import contextlib
 import dataclasses
-import functools
-import importlib
-import importlib.util
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -33,7 +30,7 @@ from typing import (
 import torch
 from torch.nn import Module
 
-from ..features import NAMES
+from ..features import doors
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -224,12 +221,9 @@ class Feature:
         """Called on all ranks after an optimizer step."""
 
 
-@functools.cache
 def classes() -> Tuple[Type[Feature], ...]:
-    """Lists the classes of all parts that have a file ``feature.py``, which names its class as ``FEATURE``."""
-    package = f"{__package__.rpartition('.')[0]}.features"
-    files = (f"{package}.{name}.feature" for name in NAMES)
-    return tuple(importlib.import_module(file).FEATURE for file in files if importlib.util.find_spec(file))
+    """Lists the classes of all parts that have one."""
+    return doors("feature", "FEATURE")
 
 
 def find(features: Iterable[Feature], cls: Type[Part]) -> Optional[Part]:

@@ -345,17 +345,3 @@ def test_blocks_of_another_engine():
     assert chosen(model) == (blocks, "")
     undo.close()
     refuse_blocks_of_others(model)
-
-
-def test_belongs_to_zero_1_and_2():
-    """An option of DeepCompile for ZeRO-1 and ZeRO-2 would be accepted, and do nothing, elsewhere."""
-    from deepspeed.compile.config import CompileConfig
-
-    options = dict.fromkeys(["regional_compilation", "overlap_param_gather", "chunked_loss", "monitor_memory"], True)
-    for option, value in {**options, "activation_memory_budget": 0}.items():
-        with pytest.raises(ValueError, match=f"compile.{option} goes with ZeRO-1 and ZeRO-2 only"):
-            CompileConfig(deepcompile=True, passes=["autosp"], **{option: value})
-        # What deepspeed.initialize() refuses in stage 3.
-        assert CompileConfig(deepcompile=True, **{option: value}).set_for_zero_1_and_2() == [option]
-    with pytest.raises(ValueError, match="names no classes"):
-        CompileConfig(deepcompile=True, regional_compilation=[])

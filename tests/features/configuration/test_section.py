@@ -64,6 +64,17 @@ def test_what_is_told_without_deepcompile(tmp_path):
 
 
 @pytest.mark.quick
+def test_belongs_to_zero_1_and_2():
+    """An option of DeepCompile for ZeRO-1 and ZeRO-2 would be accepted, and do nothing, elsewhere."""
+    options = dict.fromkeys(["regional_compilation", "overlap_param_gather", "chunked_loss", "monitor_memory"], True)
+    for option, value in {**options, "activation_memory_budget": 0}.items():
+        with pytest.raises(ValueError, match=f"compile.{option} goes with ZeRO-1 and ZeRO-2 only"):
+            CompileConfig(deepcompile=True, passes=["autosp"], **{option: value})
+        # What deepspeed.initialize() refuses in stage 3.
+        assert CompileConfig(deepcompile=True, **{option: value}).set_for_zero_1_and_2() == [option]
+
+
+@pytest.mark.quick
 @vary(
     "section, says",
     [

@@ -4,8 +4,9 @@
 
 from typing import Any, List
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError, model_validator
 
+from .. import doors
 from .sentences import in_one_sentence
 
 
@@ -17,7 +18,7 @@ class Options(BaseModel):
         Raises:
             ValueError: for a name or a value that the section cannot have, in one sentence.
         """
-        ignored = [] if _is_on(data.get("deepcompile")) else _set_for_deepcompile(type(self), data)
+        ignored = [] if _is_on(data.get("deepcompile")) else _set_for_zero_1_and_2(data)
         # Left out before they are read: what has no effect is not refused, whatever its value.
         read = {name: value for name, value in data.items() if name not in ignored}
         problem = ""
@@ -35,13 +36,29 @@ class Options(BaseModel):
             names, have = ", ".join(f"compile.{name}" for name in ignored), "have" if len(ignored) > 1 else "has"
             warn(f"{names} {have} no effect, because compile.deepcompile is not true; training is that of DeepSpeed")
 
+    def set_for_zero_1_and_2(self) -> List[str]:
+        """Lists those options that are set and that only ZeRO-1 and ZeRO-2 can honour."""
+        return _set_for_zero_1_and_2(vars(self))
 
-def _set_for_deepcompile(section, data) -> List[str]:
-    """Lists which options a section sets that work with DeepCompile only. ``section``: its class."""
+    @model_validator(mode="after")
+    def _belong_to_zero_1_and_2(self):
+        passes = getattr(self, "passes", None)
+        for name in self.set_for_zero_1_and_2():
+            if set(passes or ()) - {"z1"}:
+                raise ValueError(
+                    f"compile.{name} goes with ZeRO-1 and ZeRO-2 only, not with compile.passes={passes}; leave one of "
+                    "them out"
+                )
+        return self
+
+
+def _set_for_zero_1_and_2(section):
+    """Lists which options are set in a section (name -> value) that only ZeRO-1 and ZeRO-2 can honour, under
+    DeepCompile: all that this fork adds, except those that work without DeepCompile."""
+    kinds = [options for options in doors("options", "Options") if not getattr(options, "WORKS_EVERYWHERE", False)]
+    names = (name for options in kinds for name in options.model_fields)
     # A number that is 0 is set. DeepSpeed leaves out what is "auto".
-    return [
-        name for name in section.for_zero_1_and_2() if not any(data.get(name) is off for off in (None, False, "auto"))
-    ]
+    return [name for name in names if not any(section.get(name) is off for off in (None, False, "auto"))]
 
 
 def _is_on(value):

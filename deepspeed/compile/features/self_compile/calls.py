@@ -19,9 +19,18 @@ from ...zero_1_and_2.engine.calls import is_set_up_by_compile
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform, tell, warn
+from .. import doors
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+# Options with which all ranks make every forward together, and need a compiled engine for each.
+_NEED_EVERY_FORWARD = [
+    name
+    for options in doors("options", "Options")
+    if getattr(options, "NEED_EVERY_FORWARD", False)
+    for name in options.model_fields
+]
 
 
 def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
@@ -45,7 +54,7 @@ def before_forward(engine: "DeepSpeedEngine") -> None:
     if not engine.is_deepcompile_enabled() or engine.is_compiled:
         return
     _tell_of_other_stages(engine)
-    if not (torch.is_grad_enabled() or engine._config.compile_config.compiles_before_any_forward()):
+    if not (torch.is_grad_enabled() or _compiles_before_any_forward(engine)):
         return
     # Otherwise a caller's torch.compile would trace this call, and the compiled module would become part of the
     # caller's graph. As a decorator, disable() would import torch._dynamo with DeepSpeed, which takes a second.
@@ -58,7 +67,7 @@ def _before_forward(engine):
     if engine.module.training and torch.is_grad_enabled():
         _compile(engine, "before its first training forward")
         return
-    if engine._config.compile_config.compiles_before_any_forward():
+    if _compiles_before_any_forward(engine):
         _compile(engine, "before its first forward")
         return
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
@@ -69,6 +78,10 @@ def _before_forward(engine):
     error = refusal(request, problems_of_call(request, schedule=None))
     if error is not None:
         raise error
+
+
+def _compiles_before_any_forward(engine):
+    return any(getattr(engine._config.compile_config, name) for name in _NEED_EVERY_FORWARD)
 
 
 def after_step(engine: "DeepSpeedEngine") -> None:
