@@ -3,7 +3,6 @@
 """Sets an engine up for DeepCompile ZeRO-1/2, and undoes the setup when the engine is destroyed."""
 
 import contextlib
-import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
@@ -11,7 +10,7 @@ import torch
 import deepspeed.comm as dist
 
 from ..collectives import collective, shorten_timeouts
-from ..feature import Feature, Request, SetUpContext, classes, only, overriding
+from ..feature import Feature, Request, SetUpContext, classes, overriding
 from ..gradient.layout import flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
 from ..graph.backend import Backend
@@ -23,6 +22,8 @@ from .state import EngineState
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+    from ...config import CompileConfig
+
 _last_identity = 0
 # With how many elements a bucket is sent; see send_numel().
 SEND_NUMEL = 2**25
@@ -32,7 +33,12 @@ SEND_NUMEL_OF_A_RANK = 2**20
 # The caller may compile the engine for a forward in inference mode, and memory made there cannot train.
 @torch.inference_mode(False)
 def set_up(
-    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
+    engine: "DeepSpeedEngine",
+    backend: str,
+    compile_config: "CompileConfig",
+    compile_kwargs: Dict[str, Any],
+    schedule: Optional[List],
+    use_z2: bool = False,
 ) -> Callable:
     """Prepares an engine and returns the backend with which its module is to be compiled.
 
@@ -40,8 +46,9 @@ def set_up(
     later step raises, these functions run at once, and the engine trains as it did before; otherwise they run at the
     engine's end. An earlier ``compile()`` of a part of the module is not restored.
 
-    ``backend`` is "inductor" or "eager". ``schedule`` is None, or the default schedule, which runs this stage's own
-    pass at step 0.
+    The arguments are those of the base. ``backend`` is "inductor" or "eager". ``schedule`` is None, or the default
+    schedule, which runs this stage's own pass at step 0. The section ``compile`` and the stage, which the base passes
+    too, are the engine's.
 
     Raises:
         ValueError: if ZeRO-1/2 under DeepCompile cannot honour an option. The message names the option and says what
@@ -57,17 +64,19 @@ def set_up(
     with contextlib.ExitStack() as undo:
         reducer = make_reducer(request)
         undo.callback(reducer.close)
-        undo.callback(_note_end, weakref.ref(engine))
         # The profiler, which one rank starts, replaces functions that the compiler traces.
         profiler = engine._config.flops_profiler_config
         undo.callback(setattr, profiler, "enabled", profiler.enabled)
         profiler.enabled = False
         graphs = Backend(request, registered_parameters(optimizer), reducer.identity)
-        features = make_features(SetUpContext(request, [], undo, graphs))
+        # The parts that are made, each of which finds those before it here.
+        features: List[Feature] = []
+        for cls in classes():
+            if cls.is_wanted(request):
+                features.append(cls(SetUpContext(request, features, undo, graphs)))
         graphs.use(features)
-        placement = only(features, "placement") or Placement()
-        register_parameters(engine, reducer, placement)
-        deepcompile = EngineState(engine, reducer=reducer, features=features, placement=placement)
+        deepcompile = EngineState(engine, reducer, features)
+        register_parameters(engine, reducer, deepcompile.placement)
         # It refuses loaded states of another form, so it comes before anything is given up.
         if deepcompile.states is not None:
             deepcompile.states.adopt(optimizer)
@@ -77,14 +86,6 @@ def set_up(
         attach(optimizer, deepcompile)
         deepcompile.undo = undo.pop_all()
     return graphs
-
-
-def make_features(context: SetUpContext) -> List[Feature]:
-    """Makes the optional parts of an engine, each of which finds those before it in ``context``."""
-    for cls in classes():
-        if cls.is_wanted(context.request):
-            context.features.append(cls(context))
-    return context.features
 
 
 def make_reducer(request: Request) -> Reducer:
@@ -145,11 +146,3 @@ def _next_identity(optimizer):
         dist.all_reduce(identity, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
     _last_identity = int(identity)
     return _last_identity
-
-
-def _note_end(reference):
-    engine = reference()
-    if engine is not None:
-        # If this flag stayed set, DeepSpeed's destroy() would give the module the hooks of an engine without
-        # DeepCompile.
-        engine._deepcompile_active = False

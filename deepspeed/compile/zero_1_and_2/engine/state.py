@@ -3,7 +3,6 @@
 """The state that DeepCompile ZeRO-1/2 keeps for one engine."""
 
 import contextlib
-import dataclasses
 import weakref
 from typing import TYPE_CHECKING, Collection, Dict, List, Optional, Tuple, Type
 
@@ -20,34 +19,33 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-@dataclasses.dataclass(eq=False)
 class EngineState:
     """The state of an engine under DeepCompile ZeRO-1/2. An attached optimizer has it as ``_deepcompile``."""
 
-    owner: dataclasses.InitVar["DeepSpeedEngine"]  # the engine, whose optimizer is the ZeRO-1/2 optimizer
-    reducer: Reducer
-    features: List[Feature]  # the optional parts
-    placement: Placement  # where gradients and new parameters are written
-
-    def __post_init__(self, owner: "DeepSpeedEngine") -> None:
-        self._engine = weakref.ref(owner)
+    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, features: List[Feature]):
+        self._engine = weakref.ref(engine)
+        self.reducer = reducer
+        # The optional parts.
+        self.features = features
+        # Where gradients and new parameters are written.
+        self.placement: Placement = only(features, "placement") or Placement()
         # In the order in which the reducer numbers them.
-        self.registered = registered_parameters(owner.optimizer)
-        self.backward = BackwardLife(owner, self.reducer, self.placement)
+        self.registered = registered_parameters(engine.optimizer)
+        self.backward = BackwardLife(engine, reducer, self.placement)
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
         # Makes the step of the partitions.
-        self.step_of_groups = only(self.features, "step_of_groups") or StepOfGroups
-        self.transform: Optional[Transform] = only(self.features, "transform")
+        self.step_of_groups = only(features, "step_of_groups") or StepOfGroups
+        self.transform: Optional[Transform] = only(features, "transform")
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
-        self.states: Optional[StateFormat] = only(self.features, "states")
+        self.states: Optional[StateFormat] = only(features, "states")
         # Distributes the stepped parameters to all ranks.
-        self.gather: AllGather = only(self.features, "gather") or AllGather(owner.optimizer)
+        self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
         # Methods of the optional parts that do something: around each forward, when a backward ends, after each step.
-        self.around_forward = overriding(self.features, "around_forward")
-        self.backward_ends = overriding(self.features, "backward_ends")
-        self.after_step = overriding(self.features, "after_step")
+        self.around_forward = overriding(features, "around_forward")
+        self.backward_ends = overriding(features, "backward_ends")
+        self.after_step = overriding(features, "after_step")
         # Functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         self.undo = contextlib.ExitStack()
         # Whether a later engine trains the parameters.
@@ -77,6 +75,10 @@ class EngineState:
         """Drops all gradients, and undoes the setup of the engine."""
         self.backward.release()
         self.interrupted_step.forget()
+        if self.engine is not None:
+            # If this flag stayed set, DeepSpeed's destroy() would give the module the hooks of an engine without
+            # DeepCompile.
+            self.engine._deepcompile_active = False
         self.undo.close()
 
 

@@ -65,17 +65,9 @@ class BackwardLife:
         # A region is the scope of engine.coalesce_grad_reduction(). Whether a backward has begun in the current one.
         self._in_region = False
         self._has_warned = False
-
-    def listen(self) -> None:
-        """Has the reducer call this object when a gradient comes unannounced."""
         # The reducer may outlive this object, and must not keep it alive.
-        reference = weakref.ref(self)
-
-        def begin():
-            life = reference()
-            return life is not None and life.begin_unannounced()
-
-        self._reducer.listen(begin)
+        begin = weakref.WeakMethod(self.begin_unannounced)
+        reducer.listen(lambda: (call := begin()) is not None and call())
 
     @property
     def _is_complete(self):

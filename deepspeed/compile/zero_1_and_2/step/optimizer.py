@@ -215,7 +215,6 @@ def _with_step_local_gradients(cls):
 
 def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     """Makes an optimizer take its gradients from the reducer of ``deepcompile``, the optimizer's new state."""
-    deepcompile.backward.listen()
     # The reducer replaces the base's gradient hooks, and its targets replace the memory of contiguous_gradients.
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
