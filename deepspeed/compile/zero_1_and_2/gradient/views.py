@@ -12,7 +12,7 @@ from .native import HandedOver
 
 
 class _NotMade:
-    """Stands in a PartitionViews for a view that nobody has looked at."""
+    """Stands in a PartitionViews for each view, until somebody looks at one."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -29,7 +29,7 @@ _NOT_MADE = _NotMade()
 class PartitionViews(list):
     """``averaged_gradients[group]``: views of the targets in this rank's partition, in partition order.
 
-    The list also has an entry without elements for each run of padding. A view is made when somebody looks at it.
+    The list also has an entry without elements for each run of padding. The views are made when somebody looks at one.
     Until then only the reducer holds the targets, and their memory is free as soon as the reducer forgets them.
 
     Attributes and methods have the names of the base's own entries, because the base's code and users' code look these
@@ -61,7 +61,7 @@ class PartitionViews(list):
         self._padding = padding
         self._release = release
         self._is_fixed = is_fixed
-        self._is_touched = False  # whether somebody has looked at an entry, or put one there
+        self._is_made = False  # whether somebody has looked at an entry, who may have changed the list since
 
     @property
     def flat_partition(self) -> Optional[torch.Tensor]:
@@ -83,39 +83,14 @@ class PartitionViews(list):
     # Views, made when somebody looks ------------------------------------------------------------------------------
 
     def make(self) -> None:
-        """Makes the views that nobody has looked at so far."""
-        if not any(entry is _NOT_MADE for entry in super().__iter__()):
-            return
-        targets = self._targets()
-        entries = zip(super().__iter__(), self._specs, strict=True)
-        super().__setitem__(
-            slice(None),
-            [self._view(targets.get(spec.offset), spec) if entry is _NOT_MADE else entry for entry, spec in entries],
-        )
-        self._is_touched = True
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            self.make()
-            return super().__getitem__(index)
-        entry = super().__getitem__(index)
-        if entry is _NOT_MADE:
-            spec = self._specs[index]
-            entry = self._view(self._target(spec.offset), spec)
-            self[index] = entry
-        return entry
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        if isinstance(index, slice):
-            self.make()
-        super().__setitem__(index, value)
-        self._is_touched = True
+        """Makes the views, unless they are made."""
+        if not self._is_made:
+            targets = self._targets()
+            super().__setitem__(slice(None), [self._view(targets.get(spec.offset), spec) for spec in self._specs])
+            self._is_made = True
 
     def __radd__(self, other: List) -> List:
         return other + list(self)
-
-    def _target(self, offset):
-        return self._replaced.get(offset) if self._handed_over is None else self._handed_over.target(offset)
 
     def _view(self, target, spec):
         if spec.is_padding:
@@ -130,7 +105,7 @@ class PartitionViews(list):
 
     def _forget_views(self):
         super().__setitem__(slice(None), [_NOT_MADE] * len(self._specs))
-        self._is_touched = False
+        self._is_made = False
 
     # What the caller has changed ------------------------------------------------------------------------------------
 
@@ -143,19 +118,23 @@ class PartitionViews(list):
         Raises:
             ValueError: if this is no list with a tensor, of as many elements as the target, for each entry.
         """
-        if entries is self and self._is_as_made():
+        if entries is self and not self._is_made:
             return
         if not isinstance(entries, (list, tuple)) or len(entries) != len(self._specs):
             raise ValueError(
                 f"{name} is no list of {len(self._specs)} tensors; assign a tensor to an entry of the list"
             )
-        targets, flat, changed = self._targets(), self.flat_partition, {}
-        found = super().__iter__() if entries is self else entries
-        for index, (spec, entry) in enumerate(zip(self._specs, found, strict=True)):
-            if spec.is_padding or entry is _NOT_MADE:
-                continue
+        found = [(spec, entry) for spec, entry in zip(self._specs, entries, strict=True) if not spec.is_padding]
+        for spec, entry in found:
             if not isinstance(entry, torch.Tensor) or entry.numel() != spec.numel:
+                index = self._specs.index(spec)
                 raise ValueError(f"{name}[{index}] is no tensor of {spec.numel} elements; assign one")
+        # One native call tells of all entries.
+        handed_over = self._handed_over
+        if entries is self and handed_over is not None and handed_over.are_views([entry for _, entry in found]):
+            return
+        targets, flat, changed = self._targets(), self.flat_partition, {}
+        for spec, entry in found:
             if flat is None:
                 place = targets[spec.offset].data_ptr()
             else:
@@ -169,18 +148,6 @@ class PartitionViews(list):
             self._replaced, self._handed_over = {**targets, **changed}, None
         if changed or entries is not self:
             self._forget_views()
-
-    def _is_as_made(self):
-        """Whether :meth:`read` would find nothing new. One native call tells of all entries."""
-        handed_over = self._handed_over
-        if handed_over is None or len(self) != len(self._specs):
-            return False
-        if not self._is_touched:
-            return True
-        entries = [entry for entry, spec in zip(super().__iter__(), self._specs) if not spec.is_padding]
-        if not all(isinstance(entry, (torch.Tensor, _NotMade)) for entry in entries):
-            return False
-        return handed_over.are_views([None if entry is _NOT_MADE else entry for entry in entries])
 
     # What becomes of the targets ------------------------------------------------------------------------------------
 
@@ -212,8 +179,8 @@ class PartitionViews(list):
 
     def release_grad_buffers(self) -> None:
         """Makes this object and the reducer drop the gradients. Repeated calls are allowed."""
-        self.clear()
-        self._handed_over, self._replaced = None, {}
+        super().clear()
+        self._handed_over, self._replaced, self._is_made = None, {}, True
         self._release()
 
 
@@ -230,8 +197,9 @@ def _after_views_are_made(name):
 
 # What else reads or changes entries of a list. Nothing here tells how many there are.
 for _name in (
-    *("__add__", "__contains__", "__delitem__", "__iadd__", "__imul__", "__iter__", "__mul__", "__rmul__"),
-    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__reversed__"),
-    *("append", "copy", "count", "extend", "index", "insert", "pop", "remove", "reverse", "sort"),
+    *("__add__", "__contains__", "__delitem__", "__getitem__", "__iadd__", "__imul__", "__iter__", "__mul__"),
+    *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__reversed__", "__rmul__"),
+    *("__setitem__", "append", "clear", "copy", "count", "extend", "index", "insert", "pop", "remove", "reverse"),
+    "sort",
 ):
     setattr(PartitionViews, _name, _after_views_are_made(_name))
