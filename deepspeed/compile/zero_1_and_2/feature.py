@@ -86,13 +86,9 @@ class SetUpContext(NamedTuple):
     def module(self) -> Module:
         return self.request.engine.module
 
-    def find(self, cls: Type[Part]) -> Optional[Part]:
-        """Returns the part of this class that stands before this one, if the engine has it."""
-        return find(self.features, cls)
-
     def get(self, cls: Type[Part]) -> Part:
         """Returns the part of this class, which every engine with this part has, because this one needs it."""
-        part = self.find(cls)
+        part = find(self.features, cls)
         assert part is not None, f"{cls.__name__} stands behind a part that needs it"
         return part
 

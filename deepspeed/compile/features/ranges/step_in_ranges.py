@@ -10,8 +10,7 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER
 
 from ...zero_1_and_2.gradient.layout import partition_offset
-from ...zero_1_and_2.step.partitions import StepOfGroups
-from ...zero_1_and_2.timers import timed
+from ...zero_1_and_2.step.partitions import StepOfGroups, timed
 from .authors import is_replaced, steps_as_written
 from .partition_gradient import PartitionGradient
 from .ranges import Ranges

@@ -9,7 +9,6 @@ import torch
 
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
 
-from ..timers import timed
 from .scaling import take_scaled
 
 if TYPE_CHECKING:
@@ -60,6 +59,16 @@ class StepOfGroups:
         placement = optimizer._deepcompile.placement
         placement.new_parameters(optimizer, group).copy_(master.data)
         placement.send(optimizer, group, 0, master.numel())
+
+
+@contextlib.contextmanager
+def timed(optimizer: "DeepSpeedZeroOptimizer", name: str) -> Iterator[None]:
+    """Context whose time DeepSpeed's timer of this name counts (``wall_clock_breakdown``)."""
+    optimizer.timers(name).start()
+    try:
+        yield
+    finally:
+        optimizer.timers(name).stop()
 
 
 @contextlib.contextmanager

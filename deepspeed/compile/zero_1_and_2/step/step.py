@@ -18,8 +18,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 )
 
 from ..gradient.layout import lies_in_flat_tensor
-from ..timers import timed
 from .norm import factors_of, global_norm, overflowed
+from .partitions import timed
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
