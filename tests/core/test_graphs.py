@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.compile.zero_1_and_2.graph import partitioner
+from deepspeed.compile.zero_1_and_2.graph.reductions import finish_backward_graph
 
 from support.ids import vary
 from support.training import Case, batch, build, make_engine
@@ -39,7 +40,7 @@ def backward_graph(reductions):
         outputs.append(graph.call_function(reduce_grad, (gradient, registrations, 1 + index)))
     outputs.append(graph.placeholder("activation_gradient"))
     graph.output(tuple(outputs))
-    return graph
+    return GraphModule(torch.nn.Module(), graph)
 
 
 def calls(graph):
@@ -49,21 +50,21 @@ def calls(graph):
 @pytest.mark.quick
 def test_end_backward_stands_after_every_reduction(fx):
     """The backward would end before its last reduction, or keep the reduced gradients as outputs."""
-    graph = backward_graph(2)
-    fx.add_end_backward(graph, 7, release_reduce_buckets=True)
-    fx.replace_reduce_outputs_with_none(graph)
-    graph.lint()
-    *_, (_, target, arguments) = calls(graph)
+    backward = backward_graph(2)
+    finish_backward_graph(backward, 7, release_reduce_buckets=True)
+    *_, (_, target, arguments) = calls(backward.graph)
     assert target == "deepcompile.end_backward.default"
     assert str(arguments) == "([reduce_grad_default, reduce_grad_default_1, registrations], 7, True)"
-    assert str(fx.get_output_node(graph).args[0]) == "(None, None, activation_gradient)"
+    assert str(backward.graph.output_node().args[0]) == "(None, None, activation_gradient)"
 
 
 def test_an_input_may_be_called_output(fx):
-    """The output node would be looked up by its name, and an input of that name be found."""
+    """The output node would be looked up by its name, and an input of that name be found, by ZeRO-3's end too."""
+    from deepspeed.compile import fx_base
+
     graph = Graph()
     graph.output((graph.placeholder("output"),))
-    assert fx.get_output_node(graph).op == "output"
+    assert fx.get_output_node(graph).op == fx_base.get_output_node(graph).op == "output"
 
 
 def test_the_base_ends_its_zero3_backward_with_its_own_operator(fx):
@@ -89,11 +90,10 @@ def test_the_base_ends_its_zero3_backward_with_its_own_operator(fx):
 
 def test_a_graph_that_reduces_nothing_gets_no_end(fx):
     """A graph without reductions would end a backward in which others have still to reduce."""
-    graph = backward_graph(0)
-    before = str(graph)
-    fx.add_end_backward(graph, 0)
-    fx.replace_reduce_outputs_with_none(graph)
-    assert str(graph) == before
+    backward = backward_graph(0)
+    before = str(backward.graph)
+    finish_backward_graph(backward, 0, release_reduce_buckets=True)
+    assert str(backward.graph) == before
 
 
 @pytest.mark.quick

@@ -14,9 +14,9 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._inductor import compile_fx, config
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.compile.fx import reduce_nodes
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.compile.zero_1_and_2.graph import partitioner
+from deepspeed.compile.zero_1_and_2.graph.reductions import reduce_nodes
 
 from support.beside import Beside, Outcome, check
 from support.ids import vary

@@ -6,8 +6,6 @@ import functools
 import hashlib
 from pathlib import Path
 
-_FOLDER = Path(__file__).parent
-
 
 @functools.cache
 def hash_of_source(*paths: Path) -> str:
@@ -19,6 +17,5 @@ def hash_of_source(*paths: Path) -> str:
 @functools.cache
 def cache_key() -> str:
     """Hashes the source of the core that shapes generated code. An optional part hashes its own."""
-    return hash_of_source(
-        _FOLDER, _FOLDER.parent / "gradient" / "native.py", *sorted(_FOLDER.parents[1].glob("fx*.py"))
-    )
+    folder = Path(__file__).parent
+    return hash_of_source(folder, folder.parent / "gradient" / "native.py")

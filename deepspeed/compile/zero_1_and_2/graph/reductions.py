@@ -2,13 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Inserts reductions into joint graphs, and ends them in backward graphs."""
 
-from typing import Mapping, Optional
+from typing import List, Mapping, Optional
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-from torch.fx import GraphModule, Node
-
-from ...fx import add_end_backward, reduce_nodes, replace_reduce_outputs_with_none
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_aggregate
 
 
 def index_of(placeholder: Node) -> Optional[int]:
@@ -49,12 +48,25 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> None:
     joint.recompile()
 
 
+def reduce_nodes(graph: Graph) -> List[Node]:
+    """Lists the reductions of a backward graph in the order in which they run."""
+    return graph.find_nodes(op="call_function", target=torch.ops.deepcompile.reduce_grad.default)
+
+
 def finish_backward_graph(backward: GraphModule, graph_id: Optional[int], release_reduce_buckets: bool) -> None:
-    """Adds ``end_backward`` to a backward graph that reduces. The graph then returns no gradient that it reduces."""
-    if graph_id is None:
+    """Adds one ``end_backward`` after all reductions of a backward graph, unless it has none.
+
+    The graph then returns None for each gradient that it reduces, so autograd accumulates nothing.
+    """
+    reductions, output = reduce_nodes(backward.graph), backward.graph.output_node()
+    if not reductions:
         return
-    add_end_backward(backward.graph, graph_id, release_reduce_buckets)
-    replace_reduce_outputs_with_none(backward.graph)
+    # The registrations lead to the engine's reducer.
+    after = [*reductions, reductions[-1].args[1]]
+    with backward.graph.inserting_before(output):
+        end_backward = torch.ops.deepcompile.end_backward.default
+        backward.graph.call_function(end_backward, (after, graph_id, release_reduce_buckets))
+    output.args = (map_aggregate(output.args[0], lambda value: None if value in reductions else value),)
     backward.graph.lint()
     backward.recompile()
 
