@@ -54,7 +54,6 @@ def _parts_that_shape_graphs():
 _OURS = (
     "deepspeed.compile.zero_1_and_2.graph.",
     "deepspeed.compile.zero_1_and_2.gradient.native",
-    "deepspeed.compile.fx",
 )
 _OURS = (*_OURS, *_parts_that_shape_graphs())
 _SHAPING = [*(module for name, module in sorted(sys.modules.items()) if name.startswith(_OURS)), partitioners]
