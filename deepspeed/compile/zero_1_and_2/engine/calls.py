@@ -77,7 +77,13 @@ def _around_forward(engine, deepcompile, inputs, kwargs):
     with contextlib.ExitStack() as stack:
         for around in deepcompile.around_forward:
             stack.enter_context(around(engine.module.training))
-        acts = _acts_around_forward(engine) and engine.is_deepcompile_active()
+        # Takes times, or casts the inputs. The report of the throughput alone does not count, because its timer would
+        # synchronize the device in every step.
+        acts = engine.is_deepcompile_active() and (
+            engine.wall_clock_breakdown()
+            or engine.memory_breakdown()
+            or (engine.fp16_enabled() and engine.fp16_auto_cast())
+        )
         if acts:
             for name in engine.engine_timers.forward_timers + engine.engine_timers.step_timers:
                 # No forward or step is under way here, so a timer that runs belongs to a forward or step that raised.
@@ -87,18 +93,6 @@ def _around_forward(engine, deepcompile, inputs, kwargs):
         yield inputs, kwargs
         if acts:
             engine._forward_epilogue()
-
-
-def _acts_around_forward(engine):
-    """Whether an option makes the engine act before and after each forward: take times, cast the inputs.
-
-    The report of the throughput alone does not count, because its timer would synchronize the device in every step.
-    """
-    return (
-        engine.wall_clock_breakdown()
-        or engine.memory_breakdown()
-        or (engine.fp16_enabled() and engine.fp16_auto_cast())
-    )
 
 
 def is_own_backward(engine: "DeepSpeedEngine") -> bool:
