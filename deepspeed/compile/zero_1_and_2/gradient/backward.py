@@ -285,7 +285,7 @@ class BackwardLife:
         """Makes a backward one of the current step, or the first of a new one."""
         engine = self._engine()
         if self._restarts_region():
-            self.release()
+            self.drop_step()
             self._reducer.replace_gradients()
         elif self._replaces_gradients():
             # What the reducer keeps has come after the step's gradients, so it belongs to the new step.
@@ -306,8 +306,6 @@ class BackwardLife:
         if not self._optimizer()._coalesce_grad_reduction or self._in_region:
             return False
         self._in_region = True
-        if self._step.by_earlier_region:
-            self._lost = 0
         return self._step.by_earlier_region
 
     def _replaces_gradients(self):
