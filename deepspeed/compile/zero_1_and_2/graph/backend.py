@@ -69,15 +69,10 @@ class Backend:
         with contextlib.ExitStack() as stack:
             for compiling in self._compiling:
                 stack.enter_context(compiling(frame))
-            compiled = self._compile(frame)
+            # The first part that cuts the graph compiles it.
+            cuts = (cut(frame) for cut in self._cut)
+            compiled = next((cut for cut in cuts if cut is not None), None) or frame.compile_graph(gm, example_inputs)
         return _preceded(compiled, [call for call in before if call is not None])
-
-    def _compile(self, frame):
-        for cut in self._cut:
-            compiled = cut(frame)
-            if compiled is not None:
-                return compiled
-        return frame.compile_graph(frame.gm, frame.inputs)
 
     def _place(self, parameters) -> Tuple[Optional[int], bool]:
         """Returns the graph id of a frame with these parameters, and whether its backward is the last that reduces.
