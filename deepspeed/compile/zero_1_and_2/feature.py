@@ -109,8 +109,8 @@ class Transform(Protocol):
         them. What this changes is part of the step."""
 
 
-class StateFormat(Protocol):
-    """Another form of optimizer states than the optimizer's own."""
+class StateFormat:
+    """The optimizer's own form of its states. An optional part may have a subclass for another form."""
 
     def adopt(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
         """Called when an engine is set up and when states were loaded. Brings the states into the form in which the
@@ -122,6 +122,7 @@ class StateFormat(Protocol):
 
     def as_saved(self, optimizer: "DeepSpeedZeroOptimizer", state_dict: Dict[str, Any]) -> Dict[str, Any]:
         """Returns a state dict of the ZeRO-1/2 optimizer as a checkpoint is to have it."""
+        return state_dict
 
     def link(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
         """Called when parameters were linked with the states that have the shape of the master weights, for

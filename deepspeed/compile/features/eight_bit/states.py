@@ -20,6 +20,7 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ...zero_1_and_2.feature import StateFormat
 from ...zero_1_and_2.gradient.layout import partition_offset
 from ..one_pass_adam.dynamic_map import BLOCK
 from .blockwise import FORM, SIGNED, fp32_values, has_moments, is_blockwise, saved, to_blocks, to_fp32
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-class StatesOfAdam:
-    """The form of an optimizer's states. The methods are those of ``StateFormat`` in ``feature.py``.
+class StatesOfAdam(StateFormat):
+    """The form of an optimizer's states.
 
     Args:
         in_8_bits: whether the optimizer is to go on with 8-bit states, or with fp32 states.

@@ -78,8 +78,7 @@ def set_up(
         deepcompile = EngineState(engine, reducer, features)
         register_parameters(engine, reducer, deepcompile.placement)
         # It refuses loaded states of another form, so it comes before anything is given up.
-        if deepcompile.states is not None:
-            deepcompile.states.adopt(optimizer)
+        deepcompile.states.adopt(optimizer)
         for commit in overriding(features, "commit"):
             commit()
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Collection, Dict, List, Optional, Tuple, Type
 
 from ..feature import Feature, Part, StateFormat, Transform, find, only, overriding
 from ..gradient.backward import BackwardLife
-from ..gradient.layout import registered_parameters
 from ..gradient.native import Reducer
 from ..parameter.gather import AllGather
 from ..parameter.placement import Placement
@@ -29,8 +28,6 @@ class EngineState:
         self.features = features
         # Where gradients and new parameters are written.
         self.placement: Placement = only(features, "placement") or Placement()
-        # In the order in which the reducer numbers them.
-        self.registered = registered_parameters(engine.optimizer)
         self.backward = BackwardLife(engine, reducer, self.placement)
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
@@ -39,7 +36,7 @@ class EngineState:
         self.transform: Optional[Transform] = only(features, "transform")
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
-        self.states: Optional[StateFormat] = only(features, "states")
+        self.states: StateFormat = only(features, "states") or StateFormat()
         # Distributes the stepped parameters to all ranks.
         self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
         # Methods of the optional parts that do something: around each forward, when a backward ends, after each step.

@@ -89,14 +89,12 @@ class StepLocalGradients(_NextClass):
     def state_dict(self) -> Dict[str, Any]:
         self._deepcompile.interrupted_step.refuse()
         self._deepcompile.gather.wait_all()
-        state_dict, states = super().state_dict(), self._deepcompile.states
-        return state_dict if states is None else states.as_saved(self, state_dict)
+        return self._deepcompile.states.as_saved(self, super().state_dict())
 
     def load_state_dict(self, *args, **kwargs) -> None:
         self._deepcompile.gather.wait_all()
         super().load_state_dict(*args, **kwargs)
-        if self._deepcompile.states is not None:
-            self._deepcompile.states.adopt(self)
+        self._deepcompile.states.adopt(self)
         _link_states(self)
         # All parameters have the checkpoint's values now, and a new step begins.
         self._deepcompile.interrupted_step.forget()
@@ -131,10 +129,9 @@ class StepLocalGradients(_NextClass):
             ]
         # The links of safe_get_full_optimizer_state() are views of the states, and would keep the memory of those that
         # move: drop the links before the base gives memory back, and link what there is then.
-        for parameter in self._deepcompile.registered:
-            mapping = getattr(parameter, "_hp_mapping", None)
-            if mapping is not None and mapping.optim_fragment is not None:
-                mapping.optim_fragment.clear()
+        for links in _links(self):
+            if links.optim_fragment is not None:
+                links.optim_fragment.clear()
         super().offload_states(include, *args, **kwargs)
         _link_states(self)
 
@@ -160,7 +157,7 @@ class StepLocalGradients(_NextClass):
         The base raises in the middle of the step if a state is quantized in blocks and a parameter begins in a block.
         """
         if not self._hp_optimizer_states_linked:
-            transformed, states = self._deepcompile.transformed, self._deepcompile.states
+            transformed = self._deepcompile.transformed
             for group, (parameters, master) in enumerate(zip(self.bit16_groups, self.single_partition_of_fp32_groups)):
                 # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
                 spans = [(piece.offset, piece.numel) for piece in pieces(self, group)]
@@ -168,8 +165,7 @@ class StepLocalGradients(_NextClass):
                 cut = {name: value for name, value in state if group not in transformed and _can_be_cut(value, spans)}
                 lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
             self._hp_optimizer_states_linked = True
-            if states is not None:
-                states.link(self)
+            self._deepcompile.states.link(self)
 
     def _get_offload_gradient_dict(self):
         """Does nothing: the placement of gradients fills the dict when they are handed over."""
@@ -181,6 +177,12 @@ class StepLocalGradients(_NextClass):
         attached.discard(self)
         del self._deepcompile
         self.destroy()
+
+
+def _links(optimizer):
+    """Yields what the base keeps of each parameter for ``safe_get_full_*``, of those of which it keeps anything."""
+    links = (getattr(parameter, "_hp_mapping", None) for group in optimizer.bit16_groups for parameter in group)
+    return (each for each in links if each is not None)
 
 
 def _link_states(optimizer):
@@ -235,11 +237,8 @@ def keep_no_graph(optimizer: DeepSpeedZeroOptimizer) -> None:
     the stream on which the node was made. These nodes were made on the stream of ``deepspeed.initialize()``, but the
     model may be trained on another stream.
     """
-    for group in optimizer.bit16_groups:
-        for parameter in group:
-            mapping = getattr(parameter, "_hp_mapping", None)
-            if mapping is not None:
-                mapping.lp_fragment = mapping.lp_fragment.detach()
+    for links in _links(optimizer):
+        links.lp_fragment = links.lp_fragment.detach()
 
 
 def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -250,7 +249,7 @@ def take_over_parameters(optimizer: DeepSpeedZeroOptimizer) -> None:
     """
     taken = {id(parameter) for parameter in registered_parameters(optimizer)}
     for earlier in list(attached):
-        if any(id(parameter) in taken for parameter in earlier._deepcompile.registered):
+        if any(id(parameter) in taken for parameter in registered_parameters(earlier)):
             earlier._deepcompile.taken_over = True
             earlier._deepcompile.let_go()
             attached.discard(earlier)
