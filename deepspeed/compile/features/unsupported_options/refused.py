@@ -8,14 +8,39 @@ from typing import Iterator
 import torch
 from torch.nn import Embedding, EmbeddingBag
 
+from deepspeed.moe.utils import is_moe_param
+
 from ...zero_1_and_2.feature import Request
 
 
 def refused(request: Request) -> Iterator[str]:
     """Yields a sentence for each option that cannot be honoured."""
+    yield from _unsupported_parallelism(request.engine)
     yield from _unsupported_parameters(request.engine.module)
     yield from _unsupported_engines(request.engine)
     yield from _unsupported_compile_kwargs(request.backend, request.compile_kwargs)
+
+
+def _unsupported_parallelism(engine):
+    """Yields a sentence for each kind of parallelism that reduces gradients otherwise."""
+    if getattr(engine, "pipeline_parallelism", False):
+        yield "pipeline parallelism is not supported; set compile.deepcompile to false"
+    marked = any(group.get("moe") for group in getattr(engine.optimizer, "param_groups", ()))
+    if engine.has_moe_layers or marked or any(map(is_moe_param, engine.module.parameters())):
+        yield (
+            "mixture-of-experts layers, whose experts have process groups of their own, are not supported; "
+            "set compile.deepcompile to false"
+        )
+    if engine.autotp_size() > 1:
+        yield (
+            f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
+            "compile.passes to ['autotp']"
+        )
+    if engine.sequence_parallel_size > 1:
+        yield (
+            f"sequence parallelism over {engine.sequence_parallel_size} ranks is only supported with the pass "
+            "'autosp'; set compile.passes to ['autosp'] and use stage 1"
+        )
 
 
 def _unsupported_parameters(module):

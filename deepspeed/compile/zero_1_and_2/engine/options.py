@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Iterable, Iterator, List, Optional
 import torch
 from torch.torch_version import TorchVersion
 
-from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
@@ -66,11 +65,9 @@ def overlaps_reduction(request: Request) -> bool:
 
 def problems_of_engine(request: Request) -> Iterator[str]:
     """Yields a sentence for each option that no call of ``engine.compile()`` could honour, whatever its arguments."""
-    engine = request.engine
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
-    yield from _unsupported_engines(engine)
-    yield from _unsupported_optimizers(engine)
+    yield from _unsupported_optimizers(request.engine)
     yield from itertools.chain.from_iterable(cls.refusals(request) for cls in classes())
 
 
@@ -91,28 +88,6 @@ def problems_of_call(request: Request, schedule: Optional[List]) -> Iterator[str
         yield (
             "gradients computed before engine.compile() would be lost; call it before the first backward or after "
             "engine.step() at the gradient accumulation boundary"
-        )
-
-
-def _unsupported_engines(engine):
-    """Yields a sentence for each kind of parallelism that reduces gradients otherwise."""
-    if getattr(engine, "pipeline_parallelism", False):
-        yield "pipeline parallelism is not supported; set compile.deepcompile to false"
-    marked = any(group.get("moe") for group in getattr(engine.optimizer, "param_groups", ()))
-    if engine.has_moe_layers or marked or any(map(is_moe_param, engine.module.parameters())):
-        yield (
-            "mixture-of-experts layers, whose experts have process groups of their own, are not supported; "
-            "set compile.deepcompile to false"
-        )
-    if engine.autotp_size() > 1:
-        yield (
-            f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
-            "compile.passes to ['autotp']"
-        )
-    if engine.sequence_parallel_size > 1:
-        yield (
-            f"sequence parallelism over {engine.sequence_parallel_size} ranks is only supported with the pass "
-            "'autosp'; set compile.passes to ['autosp'] and use stage 1"
         )
 
 
