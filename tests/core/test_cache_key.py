@@ -28,7 +28,7 @@ def key_of_an_edited(name, key):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["reductions.py", "partitioner.py", "frame.py", "lowering.py", "native.py"])
+@pytest.mark.parametrize("name", ["reductions.py", "partitioner.py", "backend.py", "lowering.py", "native.py"])
 def test_source_that_was_edited(name):
     """Generated code of the source before would be used, and would reduce as that source did."""
     assert key_of_an_edited(name, keys.cache_key) != keys.cache_key()

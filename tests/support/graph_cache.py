@@ -35,17 +35,17 @@ from torch.fx import GraphModule  # noqa: E402
 
 try:
     from deepspeed.compile.zero_1_and_2.feature import Feature, classes
-    from deepspeed.compile.zero_1_and_2.graph import frame, keys
+    from deepspeed.compile.zero_1_and_2.graph import backend, keys
 except ModuleNotFoundError:
     # Some tests have ranks import the released DeepSpeed.
-    frame = None
+    backend = None
 
 # Whether this torch keeps graphs that run as traced. Older releases keep only what Inductor has compiled.
-SUPPORTED = frame is not None and hasattr(debugging, "AOTEagerOutputCode")
+SUPPORTED = backend is not None and hasattr(debugging, "AOTEagerOutputCode")
 
 
 def _parts_that_shape_graphs():
-    for part in [] if frame is None else classes():
+    for part in [] if backend is None else classes():
         if any(getattr(part, name) is not getattr(Feature, name) for name in ("cut", "rewrite", "split")):
             yield part.__module__.removesuffix("feature")
 
@@ -62,7 +62,7 @@ _FILES = [Path(__file__), *(Path(module.__file__) for module in _SHAPING)]
 _IS_AS_IMPORTED = _IS_FIRST and all(file.stat().st_mtime < _STARTED for file in _FILES)
 _OWN_HASH = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 # Hashes the sources now, for the life of the process and of the processes that are forked from it.
-if frame is not None:
+if backend is not None:
     keys.cache_key()
     for file in _FILES:
         keys.hash_of_source(file)
@@ -137,7 +137,7 @@ def install():
     global is_installed
     if not SUPPORTED or not _IS_AS_IMPORTED:
         return
-    trace = frame.run_as_traced
+    trace = backend.run_as_traced
 
     def load_or_trace(gm, inputs, partitioner):
         tag = None
@@ -155,7 +155,7 @@ def install():
 
     # With these options the compiler boxed_nop, which the backend uses, makes objects of this class.
     debugging.AOTEagerOutputCode = StoredGraph
-    frame.run_as_traced = load_or_trace
+    backend.run_as_traced = load_or_trace
     installed, is_installed = _names(), True
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from .graph.frame import Frame
+    from .graph.backend import Frame
     from .graph.partitioner import Rewrite, Split
     from .parameter.gather import AllGather
     from .parameter.placement import Placement

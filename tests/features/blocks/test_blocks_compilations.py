@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero_1_and_2.graph import frame
+from deepspeed.compile.zero_1_and_2.graph import backend
 
 from support.beside import Beside, Outcome, check
 from support.ids import vary
@@ -135,14 +135,14 @@ def attention_of_qwen3(checkpoint):
     model = Qwen3ForCausalLM(config).train()
     if checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    masks, run = [], frame.run_as_traced
+    masks, run = [], backend.run_as_traced
 
     def recording(gm, *args):
         attention = torch.nn.functional.scaled_dot_product_attention
         masks.extend(str(node.kwargs["attn_mask"]) for node in gm.graph.nodes if node.target is attention)
         return run(gm, *args)
 
-    with mock.patch.object(frame, "run_as_traced", recording):
+    with mock.patch.object(backend, "run_as_traced", recording):
         pair = Beside(LossOfIds(model), Case(config=REGIONAL))
         for step in range(2):
             pair.step(batch(step, 0, dist.get_rank(), 8))

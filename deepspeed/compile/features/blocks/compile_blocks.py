@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Type
 import torch
 from torch.nn import Module
 
-from ...zero_1_and_2.graph.frame import own_code
+from ...zero_1_and_2.graph.backend import own_code
 from ...zero_1_and_2.messages import warn
 from .block_calls import Around, BlockCall, BlockParentCall, Call, ModuleCall, forward_of, run_forward, runs
 from .choose_blocks import called_by, is_compiled, parents_of

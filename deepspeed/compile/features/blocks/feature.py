@@ -19,7 +19,7 @@ from .compilation_limit import CompilationLimit
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from ...zero_1_and_2.graph.frame import Frame
+    from ...zero_1_and_2.graph.backend import Frame
 
 _chosen: "weakref.WeakKeyDictionary[Request, Tuple[List[Module], str]]" = weakref.WeakKeyDictionary()
 

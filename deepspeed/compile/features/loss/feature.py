@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
 import torch
 
 from ...zero_1_and_2.feature import Feature, SetUpContext
-from ...zero_1_and_2.graph.frame import own_code
+from ...zero_1_and_2.graph.backend import own_code
 from . import own_graph
 from .find_loss import ChunkedLosses
 
 if TYPE_CHECKING:
-    from ...zero_1_and_2.graph.frame import Frame
+    from ...zero_1_and_2.graph.backend import Frame
 
 
 class Loss(Feature):
@@ -29,9 +29,9 @@ class Loss(Feature):
         if frame.block is not None or not torch.is_grad_enabled():
             return None
         compiled = functools.partial(compile_part, frame)
-        split = self._chunked.cut_out(frame.gm, frame.inputs, frame.numbers, compiled)
+        split = self._chunked.cut_out(frame.gm, frame.inputs, frame.backend.numbers, compiled)
         if split is None:
-            split = own_graph.split_loss(frame.gm, [value in frame.numbers for value in frame.inputs])
+            split = own_graph.split_loss(frame.gm, [value in frame.backend.numbers for value in frame.inputs])
         if split is None:
             return None
         if hasattr(split, own_graph.HEAD):
@@ -47,12 +47,12 @@ FEATURE = Loss
 
 def compile_part(frame: "Frame", part: Callable) -> Callable:
     """Returns a part of a frame that has no registered parameters, to be compiled when it is called."""
-    if not frame.settings.generates_code:
+    if not frame.backend.generates_code:
         return part
 
     # torch 2.11 does not compile a graph module that Dynamo has made, but compiles a function that calls one.
     def run_part(*args):
         return part(*args)
 
-    arguments: Dict[str, Any] = {"mode": frame.mode, "options": frame.options, "dynamic": frame.settings.dynamic}
-    return torch.compile(own_code(run_part), backend=frame.settings.compiler, **arguments)
+    arguments: Dict[str, Any] = {"mode": frame.mode, "options": frame.options, "dynamic": frame.backend.dynamic}
+    return torch.compile(own_code(run_part), backend=frame.backend.compiler, **arguments)

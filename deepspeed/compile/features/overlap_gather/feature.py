@@ -10,7 +10,7 @@ from ..blocks.feature import Blocks, WorksOnBlocks
 from .gather_hooks import ParameterArrivals
 
 if TYPE_CHECKING:
-    from ...zero_1_and_2.graph.frame import Frame
+    from ...zero_1_and_2.graph.backend import Frame
 
 
 class OverlapGather(WorksOnBlocks):

@@ -27,7 +27,7 @@ from ..blocks.feature import Blocks, chosen_blocks
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from ...zero_1_and_2.graph.frame import Frame
+    from ...zero_1_and_2.graph.backend import Frame
 
 
 class Progress(Feature):

@@ -10,7 +10,7 @@ import torch
 import deepspeed.comm as dist
 
 from ..collectives import collective, shorten_timeouts
-from ..feature import Feature, Request, SetUpContext, classes, overriding
+from ..feature import Feature, Request, SetUpContext, classes, only, overriding
 from ..gradient.layout import flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
 from ..graph.backend import Backend
@@ -68,13 +68,16 @@ def set_up(
         profiler = engine._config.flops_profiler_config
         undo.callback(setattr, profiler, "enabled", profiler.enabled)
         profiler.enabled = False
-        graphs = Backend(request, registered_parameters(optimizer), reducer.identity)
+        dynamic, registered = compile_kwargs.get("dynamic"), registered_parameters(optimizer)
+        graphs = Backend(backend, dynamic, request.options.debug_log, registered, reducer.identity)
         # The parts that are made, each of which finds those before it here.
         features: List[Feature] = []
         for cls in classes():
             if cls.is_wanted(request):
                 features.append(cls(SetUpContext(request, features, undo, graphs)))
-        graphs.use(features)
+        shaping = {name: overriding(features, name) for name in ("graph", "compiling", "cut", "rewrite")}
+        no_graph_is_last = any(feature.no_graph_is_last for feature in features)
+        graphs.use(**shaping, split=only(features, "split"), no_graph_is_last=no_graph_is_last)
         deepcompile = EngineState(engine, reducer, features)
         register_parameters(engine, reducer, deepcompile.placement)
         # It refuses loaded states of another form, so it comes before anything is given up.

@@ -4,53 +4,68 @@
 
 import contextlib
 import dataclasses
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+import functools
+import types
+from typing import Any, Callable, Dict, Optional, Sequence, Tuple
 
 import torch
 from torch._inductor.utils import GPU_ALIGN_BYTES
 from torch.fx import GraphModule
 
-from ..feature import Feature, Request, only, overriding
 from . import guards, lowering
-from .frame import CompileSettings, Frame
-from .parameter_numbers import ParameterNumbers
+from .parameter_numbers import ParameterNumbers, one_more_input, traced_registrations
+from .partitioner import ReduceGradPartitioner, Split
+from .reductions import index_of
 
 
 class Backend:
     """A ``torch.compile`` backend that reduces the gradients of parameters where they are produced.
 
-    ``registered`` are the registered parameters, in the reducer's order. ``identity`` is the reducer's number.
+    Args:
+        compiler: "inductor", or "eager", with which graphs run as they are traced.
+        dynamic: as in torch.compile.
+        debug_log: whether rewritten graphs are logged.
+        registered: the registered parameters, in the reducer's order.
+        identity: the reducer's number.
     """
 
-    def __init__(self, request: Request, registered: Sequence[torch.nn.Parameter], identity: int):
+    def __init__(
+        self,
+        compiler: str,
+        dynamic: Optional[bool],
+        debug_log: bool,
+        registered: Sequence[torch.nn.Parameter],
+        identity: int,
+    ):
         lowering.register()
         # Keep no module: Dynamo's caches hold this backend after the engine is gone.
-        self._settings = CompileSettings(
-            request.backend,
-            request.compile_kwargs.get("dynamic"),
-            request.options.debug_log,
-            ParameterNumbers(identity, registered),
-            are_aligned=all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered),
-        )
-        self._no_graph_is_last = False
-        # Methods of the engine's optional parts.
-        self._graph: List[Callable] = []
-        self._compiling: List[Callable] = []
-        self._cut: List[Callable] = []
+        self.compiler, self.dynamic, self.debug_log = compiler, dynamic, debug_log
+        # Says which inputs of a graph are registered parameters, and numbers them.
+        self.numbers = ParameterNumbers(identity, registered)
+        # Whether all of these lie at addresses that Inductor takes for aligned.
+        self.are_aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
+        self.use()
         # Dynamo's number of a frame that reduces -> the frame's graph id, in forward order. Recompilations of a frame
         # share its number. Graph ids count from 0, so that a model gets the same graphs in every run and finds them in
         # torch's caches.
         self._graph_ids: Dict[int, int] = {}
 
-    def use(self, features: Sequence[Feature]) -> None:
-        """Has the optional parts of the engine, which are made after the backend, shape graphs too."""
-        self._graph, self._compiling, self._cut = (
-            overriding(features, method) for method in ("graph", "compiling", "cut")
-        )
-        self._settings = dataclasses.replace(
-            self._settings, rewrites=overriding(features, "rewrite"), split=only(features, "split")
-        )
-        self._no_graph_is_last = any(feature.no_graph_is_last for feature in features)
+    def use(
+        self,
+        graph: Sequence[Callable] = (),
+        compiling: Sequence[Callable] = (),
+        cut: Sequence[Callable] = (),
+        rewrite: Sequence[Callable] = (),
+        split: Optional[Callable[[Sequence], Split]] = None,
+        no_graph_is_last: bool = False,
+    ) -> None:
+        """Takes the methods of these names of the engine's optional parts, which are made after the backend."""
+        self._graph, self._compiling, self._cut, self.rewrites = graph, compiling, cut, rewrite
+        self.split, self._no_graph_is_last = split, no_graph_is_last
+
+    @property
+    def generates_code(self) -> bool:
+        return self.compiler != "eager"
 
     def __call__(
         self,
@@ -62,9 +77,9 @@ class Backend:
     ) -> Callable:
         """Compiles a :class:`Frame`."""
         guards.guard_all()
-        parameters = [value for value in example_inputs if value in self._settings.numbers]
+        parameters = [value for value in example_inputs if value in self.numbers]
         graph_id, is_last = self._place(parameters)
-        frame = Frame(gm, example_inputs, parameters, block, graph_id, is_last, mode, options, self._settings)
+        frame = Frame(gm, example_inputs, parameters, block, graph_id, is_last, mode, options, self)
         before = [graph(frame) for graph in self._graph]
         with contextlib.ExitStack() as stack:
             for compiling in self._compiling:
@@ -90,6 +105,52 @@ class Backend:
         return graph_id, graph_id == 0 and not self._no_graph_is_last
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Frame:
+    """A frame that Dynamo has traced, while its graph is compiled."""
+
+    gm: GraphModule  # the frame's graph as Dynamo traced it
+    inputs: Sequence  # examples of the graph's inputs
+    parameters: Sequence[torch.Tensor]  # those inputs that are registered parameters
+    block: Optional[str]  # the name of the block's class if the frame is a block's: one graph may serve several layers
+    graph_id: Optional[int]  # None if the frame reduces nothing
+    release_reduce_buckets: bool  # whether the backward of this frame is the last that reduces
+    mode: Optional[str]  # as in torch.compile
+    options: Optional[Dict[str, Any]]  # as in torch.compile
+    backend: Backend  # the engine's
+
+    def compile_graph(self, gm: GraphModule, inputs: Sequence) -> Callable:
+        """Compiles the frame's graph, or a part of it, with reductions in its backward."""
+        backend, numbers = self.backend, self.backend.numbers
+        reduced = [index for index, value in enumerate(inputs) if self.graph_id is not None and value in numbers]
+        rewrites = (rewrite(inputs) for rewrite in backend.rewrites)
+        partitioner = ReduceGradPartitioner(
+            {index: slot for slot, index in enumerate(reduced, start=1)},
+            self.graph_id,
+            self.release_reduce_buckets,
+            backend.debug_log,
+            [not backend.are_aligned and value in numbers for value in inputs],
+            [rewrite for rewrite in rewrites if rewrite is not None],
+            backend.split and backend.split(inputs),
+            # Inductor rearranges a graph, so lowering.py decides there.
+            donates=not backend.generates_code,
+        )
+        if not reduced:
+            return self._compile(gm, inputs, partitioner)
+        tensor_for = numbers.tensor_for
+        inputs = [*inputs, traced_registrations(tensor_for([inputs[index] for index in reduced]), inputs)]
+        with one_more_input(gm):
+            compiled = self._compile(gm, inputs, partitioner)
+        # Dynamo keeps what it is given from being compiled. Without the compiler's own wrapper, it does so once.
+        compiled = getattr(compiled, "_torchdynamo_orig_callable", compiled)
+        return lambda *args: compiled(*args, tensor_for([args[index] for index in reduced]))
+
+    def _compile(self, gm, inputs, partitioner):
+        if self.backend.generates_code:
+            return _generate_code(gm, inputs, partitioner, self.mode, self.options)
+        return run_as_traced(gm, inputs, partitioner)
+
+
 def _preceded(compiled, before):
     """Returns ``compiled`` with calls before each of its own."""
     if not before:
@@ -101,3 +162,57 @@ def _preceded(compiled, before):
         return compiled(*args)
 
     return run
+
+
+def own_code(function: Callable) -> types.FunctionType:
+    """Returns a copy, with a code object of its own, of a function that has no defaults.
+
+    Dynamo counts compilations by code object, so it has counted none of the copy.
+    """
+    return types.FunctionType(function.__code__.replace(), function.__globals__, closure=function.__closure__)
+
+
+def run_as_traced(gm: GraphModule, inputs: Sequence, partitioner: ReduceGradPartitioner) -> Callable:
+    """Returns what runs a graph as it is traced, without generated code."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    # With boxed_nop, a graph drops each of its inputs after the last use, so a backward frees activations early.
+    return aot_autograd(fw_compiler=boxed_nop, bw_compiler=boxed_nop, partition_fn=partitioner)(gm, inputs)
+
+
+def _generate_code(gm, example_inputs, partitioner, mode, options):
+    from torch._inductor import list_mode_options
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**(list_mode_options(mode) if mode else {}), **(options or {}), "custom_partitioner_fn": partitioner}
+    if not any(partitioner.lies_anywhere):
+        return compile_fx(gm, example_inputs, config_patches=patches)
+    inner_compile = functools.partial(_compile_for_any_address, partitioner.lies_anywhere)
+    return compile_fx(gm, example_inputs, inner_compile, config_patches=patches)
+
+
+def _compile_for_any_address(lies_anywhere, gm, example_inputs, **kwargs):
+    """Compiles a forward or backward graph that may be called with parameters at addresses of any alignment.
+
+    A graph that serves several layers is compiled for one layer, and Inductor assumes that the other layers'
+    parameters are aligned in the same way. This is not so in a flat tensor, where parameters of all sizes lie side by
+    side.
+    """
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    indices = {index for index, flag in enumerate(lies_anywhere) if flag}
+    # torch's partitioner hands the placeholders of a joint graph on to the graphs that it splits it into.
+    inputs = [
+        _at_any_address(value) if index_of(node) in indices and isinstance(value, torch.Tensor) else value
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+    ]
+    return compile_fx_inner(gm, inputs, **kwargs)
+
+
+def _at_any_address(example):
+    """Returns a fake tensor like ``example`` that begins one element after the beginning of its memory."""
+    numel = 1 + sum((size - 1) * stride for size, stride in zip(example.size(), example.stride()))
+    with example.fake_mode:
+        memory = torch.empty(numel + 1, dtype=example.dtype, device=example.device)
+        return memory.as_strided(example.size(), example.stride(), 1)
