@@ -7,20 +7,14 @@
 
 from typing import Iterable, Tuple
 
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 from . import fx_base
 from .fx_base import *  # noqa: F403 (whatever a new base adds is found here too)
 from .fx_base import _make_node_meta  # noqa: F401 (the base's passes import the first from here)
 
-
-def get_output_node(graph: Graph) -> Node:
-    """Returns the graph's output node. The base's own function returns an input that is called "output"."""
-    return graph.output_node()
-
-
-# The base's other functions look it up there.
-fx_base.get_output_node = get_output_node
+# The base's own function returns an input that is called "output". The base's other functions find this one too.
+get_output_node = fx_base.get_output_node = Graph.output_node
 
 
 def should_release_reduce_buckets(graph_order: Iterable[Tuple[int, bool]], graph_id: int) -> bool:
