@@ -114,17 +114,7 @@ def reducer_module() -> NativeModule:
     # Nothing uses the results of these operators, but dead-code elimination must keep their calls.
     for operator in (torch.ops.deepcompile.reduce_grad.default, torch.ops.deepcompile.end_backward.default):
         torch.fx.node.has_side_effect(operator)
-    torch.library.register_fake("deepcompile::reduce_grad", _reduce_grad_traced)
-    torch.library.register_fake("deepcompile::end_backward", _end_backward_traced)
+    # What they return while a graph is traced. Registrations are on the host then, even if gradients are not.
+    torch.library.register_fake("deepcompile::reduce_grad", lambda grad, *_, **__: grad.new_empty(0))
+    torch.library.register_fake("deepcompile::end_backward", lambda *_: None)
     return module
-
-
-# What the operators return while a graph is traced. Registrations are on the host then, even if gradients are not.
-
-
-def _reduce_grad_traced(grad, registrations, slot, donated=False):
-    return grad.new_empty(0)
-
-
-def _end_backward_traced(reductions_and_registrations, graph_id, release_reduce_buckets):
-    pass
