@@ -7,7 +7,7 @@
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Container, Dict, Optional
+from typing import Any, Callable, Container, Dict, Optional
 
 import torch
 
@@ -19,17 +19,11 @@ from ..engine.state import EngineState
 from ..gradient.layout import partition, pieces, registered_parameters
 from . import step
 
-if TYPE_CHECKING:
-    # attach() puts the mixin before this class at run time.
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
-else:
-    _NextClass = object
-
 # The attached optimizers whose parameters no later engine has taken over.
 attached = weakref.WeakSet()
 
 
-class StepLocalGradients(_NextClass):
+class StepLocalGradients(DeepSpeedZeroOptimizer):
     """The methods of the base's ZeRO-1/2 optimizer that work differently while an engine's reducer reduces.
 
     :func:`attach` mixes this class into the class of the optimizer, as FSDP2 does with the classes of modules. The
