@@ -47,10 +47,6 @@ class RemaindersOfParameters(_NextClass):
         else:
             self.masters_as_remainders.take_parameters()
 
-    def update_lp_params(self) -> None:
-        # The parameters of this rank's partition are a part of its master weights.
-        self.masters_as_remainders.send_parameters()
-
     def _link_all_hp_params(self) -> None:
         super()._link_all_hp_params()
         link(self, self.masters_as_remainders)

@@ -101,7 +101,9 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         gather = self._deepcompile.gather
         gather.wait_all()
         for group, master in enumerate(self.single_partition_of_fp32_groups):
-            partition(self, group).copy_(master.data)
+            # A master weight that is kept in another form has shape and no memory here, and its parameter is there.
+            if master.untyped_storage().nbytes() >= master.nbytes:
+                partition(self, group).copy_(master.data)
         gather.start()
         gather.wait_all()
 
