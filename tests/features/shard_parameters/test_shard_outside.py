@@ -151,17 +151,19 @@ def compare(model, delay=None, **more):
         with late(delay) if delay is not None else contextlib.nullcontext():
             results, at_rest = train(model, True, **more)
         expected, _ = train(model, False, **more)
-    assert not more.get("chunked") or seen.chunks
+    # Where the model itself calls blocks, its loss is no part of a graph.
+    assert not more.get("chunked") or model == "calls all" or seen.chunks
     return [torch.equal(a, b) for a, b in zip(results, expected, strict=True)], at_rest
 
 
 CASES = [
     {},
-    {"stage": 2, "dtype": "bf16", "delay": 0.01},
-    {"forwards": 2, "direct": True, "accumulation": 2},
-    {"frozen": True, "kept": 1},
     {"chunked": True, "kept": 3, "stage": 2},
-    {"kept": 2, "forwards": 2, "delay": 0.01},
+    pytest.param({"stage": 2, "dtype": "bf16", "delay": 0.01}, marks=SLOW),
+    pytest.param({"forwards": 2, "direct": True, "accumulation": 2}, marks=SLOW),
+    pytest.param({"frozen": True, "kept": 1}, marks=SLOW),
+    pytest.param({"kept": 2, "forwards": 2, "delay": 0.01}, marks=SLOW),
+    pytest.param({"backend": "inductor"}, marks=SLOW),
 ]
 
 
@@ -207,13 +209,13 @@ def test_what_a_step_gathers(ranks, model, kept, sends, whole):
 
 
 def agreed():
-    """Returns the number of blocks that "fit" keeps where this rank has room for some of the last ones, by rank."""
+    """Returns the number of blocks that "fit" keeps where the first rank has room for one alone."""
     torch._dynamo.reset()
     module, rank = Adapted().to(device()).requires_grad_(True), dist.get_rank()
     engine = make_engine(module, Case(config=config(True, keep_gathered="fit")))
     sharded, spare = feature.sharded_blocks(engine), keep.spare_memory
     blocks = list(sharded._unit_of.values())
-    keep.spare_memory = lambda device: 10**9 if rank else sum(each.nbytes for each in blocks[-2:])
+    keep.spare_memory = lambda device: 10**9 if rank else blocks[-1].nbytes
     numbers = []
     try:
         for step in range(3):
@@ -228,7 +230,7 @@ def agreed():
 
 def test_fit_keeps_as_many_on_every_rank(ranks):
     """Ranks that keep what fits on each of them would gather different blocks."""
-    assert ranks(2).run(agreed) == [[0, 2, 2]] * 2
+    assert ranks(2).run(agreed) == [[0, 1, 1]] * 2
 
 
 class Large(Adapted):
