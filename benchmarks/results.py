@@ -172,6 +172,8 @@ def describe(result: Result) -> str:
         kept += f", float8 {run['float8']} by torchao {where['torchao']}"
     if run.get("shard"):
         kept += f", {run['shard']} parameters of blocks sharded"
+    if run.get("keep") is not None:
+        kept += f", {run['keep']} blocks kept whole"
     adam = f"with {run['states']} states" if run.get("states") else adam
     adam += ", masters as remainders" if run.get("remainders") else ""
     return (

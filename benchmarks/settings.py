@@ -36,6 +36,7 @@ class Settings:
             after each step. Only for the recipe "tensorwise".
         lora: the rank of adapters at every linear layer of the blocks; all else is frozen. None: all is trained.
         shard: which parameters of the blocks DeepCompile shards, "frozen" or "all" (``shard_parameters``); None: none.
+        keep: how many blocks stay whole until their backward, or "fit" (``keep_gathered``); None: as by default.
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
         overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
         chunked_loss: whether DeepCompile computes the loss in chunks of logits, "on", "off" or by "size"; None: as by
@@ -70,6 +71,7 @@ class Settings:
     float8_gather: bool = False
     lora: int | None = None
     shard: str | None = None
+    keep: int | str | None = None
     one_graph: bool = False
     overlap_gather: bool = False
     chunked_loss: str | None = None
@@ -104,6 +106,10 @@ class CommandLine(NamedTuple):
     trace: str | None
 
 
+def _blocks(text):
+    return text if text == "fit" else int(text)
+
+
 def parse_command_line(description: str) -> CommandLine:
     """Reads the command line of benchmarks.measure; ends the process with a sentence if something is wrong with it."""
     parser = argparse.ArgumentParser(prog="deepspeed --module benchmarks.measure", description=description)
@@ -129,6 +135,7 @@ def parse_command_line(description: str) -> CommandLine:
     )
     parser.add_argument("--lora", type=int, metavar="RANK", help="train adapters of this rank and freeze all else")
     parser.add_argument("--shard", choices=("frozen", "all"), help="DeepCompile's shard_parameters")
+    parser.add_argument("--keep", type=_blocks, help="DeepCompile's keep_gathered: a number of blocks, or fit")
     parser.add_argument(
         "--one-graph", action="store_true", default=None, help="DeepCompile with one graph for the whole model"
     )
@@ -169,6 +176,8 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--one-graph and --overlap-gather go with --system deepcompile")
     if settings.shard and settings.system != "deepcompile":
         parser.error("--shard goes with --system deepcompile")
+    if settings.keep is not None and not settings.shard:
+        parser.error("--keep goes with --shard")
     if settings.shard == "frozen" and not settings.lora:
         parser.error("--shard frozen goes with --lora; without it no parameter is frozen")
     if settings.shard == "all" and (settings.overlap_gather or settings.one_graph):

@@ -115,6 +115,7 @@ class DeepSpeed:
                     # The base does not know these options, so they are there only where they are asked for.
                     **({"regional_compilation": False} if settings.one_graph else {}),
                     **({"shard_parameters": settings.shard} if settings.shard else {}),
+                    **({"keep_gathered": settings.keep} if settings.keep is not None else {}),
                     **({"overlap_param_gather": True} if settings.overlap_gather else {}),
                     **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
                     **({"activation_memory_budget": budget} if budget is not None else {}),

@@ -21,6 +21,7 @@ from support.training import BOUND, Case, build, make_engine
 OF_THE_FORK = {
     "store_param_remainders": True,
     "shard_parameters": "frozen",
+    "keep_gathered": 1,
     "chunked_loss": True,
     "activation_memory_budget": 0,
     "monitor_memory": True,
@@ -53,7 +54,7 @@ def test_without_deepcompile_it_trains_as_deepspeed(ranks):
 def test_what_is_told_without_deepcompile(tmp_path):
     """An option that is off, or that works without DeepCompile, would be called one without effect."""
     picture = {"folder": str(tmp_path)}
-    off = {"optimizer_states": None, "shard_parameters": None, "chunked_loss": "auto"}
+    off = {"optimizer_states": None, "shard_parameters": None, "keep_gathered": None, "chunked_loss": "auto"}
     with logged(logging.WARNING) as texts:
         assert CompileConfig(memory_picture=picture, **off).memory_picture is not None
         CompileConfig(deepcompile="true", shard_parameters="frozen")
@@ -83,6 +84,11 @@ def test_belongs_to_zero_1_and_2():
             "compile.shard_paramters is no option; the nearest name is shard_parameters, and all names are: ",
         ),
         ({"shard_frozen": True}, "compile.shard_frozen is shard_parameters now; set it to "),
+        ({"keep_gathered": 2}, "compile.keep_gathered says how many of the blocks that compile.shard_parameters "),
+        (
+            {"shard_parameters": "all", "keep_gathered": -1},
+            "compile.keep_gathered=-1 is no number of blocks; set it to one, which may be 0, or to ",
+        ),
         (
             {"Deepcompile": False},
             "compile.Deepcompile is no option; the nearest name is deepcompile, and all names are: ",

@@ -357,7 +357,7 @@ def memory():
     engine.step()
     held()
     homes = sum(home.memory.untyped_storage().nbytes() for home in sharded.partitions.homes)
-    outside = sharded.outside.nbytes
+    outside = 0 if sharded.outside is None else sharded.outside.nbytes
     most = max(sum(each.nbytes for each in block.parameters()) for block in module.body.blocks) + 1024
     engine.destroy()
     return whole, homes, outside, most, counts

@@ -102,13 +102,20 @@ class ModuleCall(Call):
 
     def __init__(self, module: Module, compiled: Callable, limit: "CompilationLimit"):
         super().__init__(module)
-        self._compiled = compiled
-        self._limit = limit
+        self._run: Callable = functools.partial(_call_compiled, limit, compiled)
 
     # Keep the call out of a caller's own torch.compile: the caller's graphs reduce nothing.
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):
-        return self._limit.call_module(self._module(), self._compiled, args, kwargs)
+        return self._run(self._module(), *args, **kwargs)
+
+    def wrap(self, around: Callable[[Callable], Callable]) -> None:
+        """Puts a call around this one. ``around`` makes it of the call within."""
+        self._run = around(self._run)
+
+
+def _call_compiled(limit, compiled, module, /, *args, **kwargs):
+    return limit.call_module(module, compiled, args, kwargs)
 
 
 class BlockParentCall(Call):

@@ -64,6 +64,13 @@ def wrap_calls(module: Module, blocks: List[Module], around: Around, always: boo
         vars(block)["_compiled_call_impl"].wrap(around, always)
 
 
+def wrap_module(module: Module, around: Callable[[Callable], Callable]) -> None:
+    """Puts a call around each call of a module that is compiled as a whole, as of the code around blocks."""
+    call = vars(module)["_compiled_call_impl"]
+    if isinstance(call, ModuleCall):
+        call.wrap(around)
+
+
 def compile_module(
     module: Module, limit: CompilationLimit, undo: contextlib.ExitStack, compile_kwargs: Dict[str, Any]
 ) -> None:

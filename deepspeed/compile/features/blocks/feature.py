@@ -3,7 +3,7 @@
 """Compiles each block of a model by itself, and limits how often code is compiled again."""
 
 import weakref
-from typing import TYPE_CHECKING, Iterator, List, Tuple
+from typing import TYPE_CHECKING, Callable, Iterator, List, Tuple
 
 import torch
 from torch.nn import Module
@@ -114,6 +114,10 @@ class Blocks(Feature):
                 the caller compiles.
         """
         compile_blocks.wrap_calls(self._module(), self.blocks, around, always)
+
+    def wrap_module(self, around: Callable[[Callable], Callable]) -> None:
+        """Puts a call around each call of the engine's module, unless that module itself calls blocks."""
+        compile_blocks.wrap_module(self._module(), around)
 
     def graph(self, frame: "Frame") -> None:
         # A frame without registered parameters, such as a function that logs metrics by name, does not change what is

@@ -59,12 +59,12 @@ class ParameterArrivals:
             if isinstance(submodule, torch.jit.ScriptModule):
                 # A ScriptModule takes no hooks. The engine's forward and the modules around the ScriptModule wait too.
                 continue
-            self._hooks.append(submodule.register_state_dict_pre_hook(_outside_graphs(self.leave)))
-            self._hooks.append(submodule.register_load_state_dict_pre_hook(_outside_graphs(self.leave)))
+            self._hooks.append(submodule.register_state_dict_pre_hook(outside_graphs(self.leave)))
+            self._hooks.append(submodule.register_load_state_dict_pre_hook(outside_graphs(self.leave)))
             own = self.gather.units_of(submodule.parameters(recurse=False))
             if id(submodule) in outside and (own or submodule is module):
                 # Run before other hooks: they may compute with parameters, as the hook of weight_norm() does.
-                self._hooks.append(submodule.register_forward_pre_hook(_outside_graphs(self.begin), prepend=True))
+                self._hooks.append(submodule.register_forward_pre_hook(outside_graphs(self.begin), prepend=True))
 
     def forward_begins(self, training: bool) -> None:
         """Called before a forward of the engine: waits as :meth:`begin`, and for all blocks that may not wait.
@@ -124,7 +124,7 @@ class ParameterArrivals:
             logger.warning(f"The engine is destroyed, but parameters of the last step did not arrive: {error}")
 
 
-def _outside_graphs(wait):
+def outside_graphs(wait: Callable) -> Hook:
     """Returns a hook that calls ``wait()``, but not in a compiled graph: ``before_graph()`` waits there."""
 
     def hook(*_):

@@ -54,6 +54,9 @@ class Gatherable(Protocol):
     def gather_for_backward(self) -> None:
         """Called when a backward reads a parameter."""
 
+    def gather_for_forward(self) -> bool:
+        """Called when other code reads a parameter. Returns whether the parameters were gathered for it."""
+
     def trains(self, name: str) -> bool:
         """Whether the optimizer has a parameter."""
 
@@ -84,15 +87,16 @@ class _Share:
         self.is_copy = False
 
     def values(self) -> Optional[torch.Tensor]:
-        """Returns the parameter's values if they are here now, or if a backward can gather them. Otherwise None."""
+        """Returns the parameter's values if they are here now or can be gathered. Otherwise None."""
         unit = self.unit()
         if unit is None or self.is_copy:
             return None
         parameter = unit.parameter(self.name)
         if isinstance(parameter, Resharded):
-            if not in_backward():
+            if in_backward():
+                unit.gather_for_backward()
+            elif not unit.gather_for_forward():
                 return None
-            unit.gather_for_backward()
             # What a hook changes now is kept.
             unit.is_used = True
         return parameter.detach()

@@ -19,6 +19,7 @@ from ...zero_1_and_2.gradient.layout import registered_parameters
 from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks, WorksOnBlocks
+from .keep import STEPS_BEFORE
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
@@ -91,11 +92,16 @@ class ShardParameters(WorksOnBlocks):
         if self.sharded.partitions is not None:
             self.gather = ShardedGather(optimizer, self.sharded)
         context.undo.callback(self.sharded.close)
+        kept = context.request.options.keep_gathered
+        self._steps_before_keeping = STEPS_BEFORE if kept == "fit" else 0
+        self.sharded.kept_blocks = kept if isinstance(kept, int) else 0
         if not self.sharded.units:
             warn("compile.shard_parameters has no effect, because no block has such parameters of its own")
         # A graph of the code around a block has no place at which to gather the block. The backward may compute the
         # block again when its parameters have been given back.
         blocks.wrap_calls(self.sharded.around_call, always=True)
+        if self.sharded.around is not None:
+            blocks.wrap_module(self.sharded.around_module)
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:
@@ -119,6 +125,13 @@ class ShardParameters(WorksOnBlocks):
         # Other ranks may wait for this rank's part of a block that this rank has skipped.
         self.sharded.end_backward()
         self.sharded.join_skipped()
+        self.sharded.reshard_kept()
+
+    def after_step(self, engine: "DeepSpeedEngine") -> None:
+        if self._steps_before_keeping:
+            self._steps_before_keeping -= 1
+            if not self._steps_before_keeping:
+                self.sharded.keep_what_fits()
 
 
 FEATURE = ShardParameters

@@ -1,10 +1,10 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The option of this part."""
+"""The options of this part."""
 
-from typing import Any, ClassVar, Literal, Optional
+from typing import Any, ClassVar, Literal, Optional, Union
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, field_validator, model_validator
 
 
 class Options(BaseModel):
@@ -17,6 +17,22 @@ class Options(BaseModel):
     as in ZeRO-3, and steps are those of ZeRO-1/2. This needs regional compilation. Off by default, because all ranks
     must then evaluate together, and read such parameters only in
     ``deepspeed.compile.features.shard_parameters.unsharded_parameters(engine)``."""
+
+    keep_gathered: Union[int, Literal["fit"], None] = None
+    """How many blocks stay whole from their forward to their backward, the last ones of the forward first, so that the
+    backward need not gather them again. ``"fit"`` keeps, from the third step on, as many as fit into the memory that
+    no rank needed in the first two. By default (null), none."""
+
+    @field_validator("keep_gathered", mode="before")
+    @classmethod
+    def _is_a_number_of_blocks(cls, value: Any) -> Any:
+        is_number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if value is not None and value != "fit" and not is_number:
+            raise ValueError(
+                f"compile.keep_gathered={value!r} is no number of blocks; set it to one, which may be 0, or to "
+                '"fit", or leave it out'
+            )
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -31,5 +47,10 @@ class Options(BaseModel):
             raise ValueError(
                 "compile.shard_parameters needs blocks whose parameters are gathered; set "
                 "compile.regional_compilation to true, or leave one of them out"
+            )
+        if self.keep_gathered is not None and not self.shard_parameters:
+            raise ValueError(
+                "compile.keep_gathered says how many of the blocks that compile.shard_parameters shards stay whole; "
+                "set that too, or leave this out"
             )
         return self

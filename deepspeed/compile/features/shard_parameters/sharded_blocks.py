@@ -15,11 +15,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed.utils import logger
 
-from ...zero_1_and_2.messages import warn
+from ...zero_1_and_2.messages import tell, warn
 from ..blocks.parameters import by_block
 from ..subclasses.tensors import is_dtensor, plain_tensors
 from .at_rest import in_backward, refusal, stands_for
 from .gather_order import GatherOrder, tensors_in
+from .keep import blocks_that_fit
+from .outside import OutsideUnits, large_outside
 from .partitions import Partitions, TrainedPart
 from .saved_tensors import saving_handles
 from .unit import UNITS, Unit, forget
@@ -65,8 +67,10 @@ class ShardedBlocks:
         device: torch.device,
         optimizer: "Optional[DeepSpeedZeroOptimizer]" = None,
     ):
+        self._group, self._device = process_group, device
         self.partitions = None
-        # Trained parameters that no block holds alone: in a unit that is never resharded.
+        # Trained parameters that no block holds alone: large ones, and others in a unit that is never resharded.
+        self.around: Optional[OutsideUnits] = None
         self.outside: Optional[Unit] = None
         of_blocks: List[List[Parameter]] = [[] for _ in blocks]
         make_trained = None
@@ -89,15 +93,29 @@ class ShardedBlocks:
                     make_trained=make_trained,
                 )
         self.units = list(self._unit_of.values())
-        if self.partitions is not None and outside:
-            self.outside = Unit(
-                {},
-                process_group,
-                device,
-                number=len(self.units),
-                trained={names.get(parameter, "a parameter"): parameter for parameter in outside},
-                make_trained=make_trained,
-            )
+        if self.partitions is not None:
+            large = {}
+            for parameter in large_outside(outside, module, blocks):
+                large[parameter] = Unit(
+                    {},
+                    process_group,
+                    device,
+                    number=len(self.units),
+                    trained={names[parameter]: parameter},
+                    make_trained=make_trained,
+                )
+                self.units.append(large[parameter])
+            self.around = OutsideUnits(self, module, blocks, large)
+            outside = [parameter for parameter in outside if parameter not in large]
+            if outside:
+                self.outside = Unit(
+                    {},
+                    process_group,
+                    device,
+                    number=len(self.units),
+                    trained={names.get(parameter, "a parameter"): parameter for parameter in outside},
+                    make_trained=make_trained,
+                )
         for unit in self.units:
             unit.owner = weakref.ref(self)
         # The passes that are under way: one calls blocks that call others in turn.
@@ -111,6 +129,9 @@ class ShardedBlocks:
         # forward is under way.
         self._gathered: List[Unit] = []
         self._in_use: collections.Counter = collections.Counter()
+        # How many units of blocks stay gathered until their backward, and those that do, in the order of forwards.
+        self.kept_blocks = 0
+        self._kept: List[Unit] = []
         # Units whose memory others have, and whether the caller has been told.
         self._lent: List[Unit] = []
         self._has_warned = self._has_warned_of_hidden = False
@@ -158,22 +179,41 @@ class ShardedBlocks:
 
     def begin(self, unit: Unit) -> None:
         """Begins to gather a unit, unless it is gathered or on its way, and reshards others for it."""
-        if self._all_gathered or unit in self._gathered:
+        if self._all_gathered:
             return
-        idle = [other for other in self._gathered if not self._in_use[other]]
-        while idle and len(self._gathered) >= MOST_GATHERED:
-            self.reshard(idle.pop(0))
+        if unit in self._kept and in_backward():
+            # From now on it is as others, and was gathered last.
+            self._kept.remove(unit)
+            if unit in self._gathered:
+                self._gathered.remove(unit)
+        if unit in self._gathered:
+            return
+        others = [other for other in self._gathered if other not in self._kept]
+        idle = [other for other in others if not self._in_use[other] and not self._must_stay(other, unit)]
+        for other in idle[: max(len(others) - MOST_GATHERED + 1, 0)]:
+            self.reshard(other)
         self._free_lent()
         self._gathered.append(unit)
         unit.start_gather()
 
+    def _must_stay(self, gathered, unit):
+        """Whether a unit outside of blocks must stay while another one is gathered."""
+        if self.around is None or gathered not in self.around:
+            return False
+        # Compiled code goes on behind a block that it calls itself. It may have such a unit, or several.
+        is_called_alone = self._passes and len(self._passes[0].units) == 1
+        return unit in self.around or is_called_alone
+
     def reshard(self, unit: Unit) -> None:
-        """Reshards a unit, unless the forward of its block is under way."""
-        if unit in self._gathered and not self._in_use[unit] and not self._all_gathered:
-            self._gathered.remove(unit)
+        """Reshards a unit, unless the forward of its block is under way, or it is kept."""
+        is_needed = self._in_use[unit] or unit in self._kept
+        if unit in self._gathered and not is_needed and not self._all_gathered:
             self._reshard(unit)
 
     def _reshard(self, unit):
+        for units in (self._gathered, self._kept):
+            if unit in units:
+                units.remove(unit)
         unit.reshard()
         if unit.is_lent and unit not in self._lent:
             self._lent.append(unit)
@@ -186,6 +226,18 @@ class ShardedBlocks:
         self._lent = [unit for unit in self._lent if unit.is_lent]
 
     # Forwards ------------------------------------------------------------------------------------------------------
+
+    def around_module(self, call: Callable) -> Callable:
+        """Returns the call of the model, around another call."""
+
+        def run(*args, **kwargs):
+            if self._backward is not None and not in_backward():
+                # The last backward raised.
+                self.end_backward()
+            with self.around.forward():
+                return call(*args, **kwargs)
+
+        return run
 
     def around_call(self, module: Module, blocks: Optional[List[Module]], call: Callable) -> Callable:
         """Returns the call of a block (``blocks`` is None) or of a module that calls blocks, around another call."""
@@ -226,19 +278,42 @@ class ShardedBlocks:
         if self._lent and not self._has_warned:
             self._has_warned = True
             warn(LENT.format(self._lent[0].name))
+        if self.kept_blocks and torch.is_grad_enabled() and not in_backward():
+            self._keep_last(schedule.units)
         self._passes.append(schedule)
         try:
             output = self._within(schedule, unit, call, args, kwargs)
         except torch.distributed.DistBackendError:
+            self._passes.remove(schedule)
             raise
         except BaseException:
             # Other ranks may be waiting for this rank's part.
-            schedule.end()
+            self._leave(schedule)
             raise
-        finally:
-            self._passes.pop()
-        schedule.end()
+        self._leave(schedule)
         return output
+
+    def _keep_last(self, units):
+        """Keeps the last units of a pass that begins until its backward, and fewer of those that are kept."""
+        before = [unit for unit in self._kept if unit not in units]
+        self._kept = [*before, *units][-self.kept_blocks :]
+        for unit in before:
+            self.reshard(unit)
+
+    def keep_what_fits(self) -> None:
+        """Called on all ranks between steps. From now on, as many units of blocks are kept as fit beside the rest."""
+        units = list(self._unit_of.values())
+        self.kept_blocks = blocks_that_fit(units, self._group, self._device)
+        tell(f"compile.keep_gathered: of {len(units)} blocks, {self.kept_blocks} stay whole until their backward")
+
+    def _leave(self, schedule):
+        """Ends a pass. Code behind the outermost one finds parameters outside of blocks."""
+        self._passes.remove(schedule)
+        schedule.end()
+        # Code that is compiled does not run again in a backward, but blocks that it has checkpointed do.
+        is_alone_in_backward = in_backward() and len(schedule.units) == 1
+        if self.around is not None and not self._passes and not is_alone_in_backward:
+            self.around.gather_last()
 
     def _within(self, current, unit, call, args, kwargs):
         schedule = current.forward
@@ -250,6 +325,8 @@ class ShardedBlocks:
         self._in_use[unit] += 1
         try:
             current.reach(unit)
+            if self.around is not None and self._passes[:1] == [current] and current.units[-1] is unit:
+                self.around.begin_last()
             unit.is_used = True
             if in_backward():
                 # What checkpointing computes again must save as its forward did, so not from a caller's memory.
@@ -303,6 +380,9 @@ class ShardedBlocks:
             if unit.is_gathered:
                 return
             raise refusal(unit.name, "read")
+        if self.around is not None and unit in self.around:
+            self.around.gather(unit)
+            return
         if schedule is None:
             schedule = self._backward.forward if self._backward is not None and unit in self._backward else None
         self._backward_reaches(schedule or GatherOrder(self, [unit]))
@@ -320,12 +400,29 @@ class ShardedBlocks:
             self._backward = schedule.reversed()
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(schedule))
 
+    def gather_for_forward(self, unit: Unit) -> bool:
+        """Called when code that is not compiled reads a parameter at rest. Returns whether a forward may read it."""
+        if self.around is None or unit not in self.around:
+            return False
+        if not self._passes:
+            return self.around.gather_outside_blocks(unit)
+        self.around.gather(unit)
+        return True
+
     def end_backward(self, schedule: Optional[GatherOrder] = None) -> None:
         """Ends the backward that is under way, or that has raised. ``schedule``: only if it goes through this pass."""
         if self._backward is not None and (schedule is None or schedule is self._backward.forward):
             backward, self._backward, self._read_last = self._backward, None, None
             backward.end()
             self._free_lent()
+
+    def reshard_kept(self) -> None:
+        """Called when a backward has run: reshards what was gathered for the backward and was not read there."""
+        kept, self._kept = self._kept, []
+        for unit in kept:
+            self.reshard(unit)
+        if self.around is not None:
+            self.around.reshard()
 
     def forget_skipped(self) -> None:
         """Called when a forward begins to which a backward may come."""
@@ -409,6 +506,8 @@ class ShardedBlocks:
     def close(self) -> None:
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
         self._is_closed = True
+        if self.around is not None:
+            self.around.remove_hooks()
         if any(not unit.is_gathered for unit in self.units):
             logger.warning(
                 "The engine is destroyed, and parameters stay sharded, so the model cannot be used; destroy "

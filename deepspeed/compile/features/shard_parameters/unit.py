@@ -60,6 +60,9 @@ class Owner(Protocol):
     def gather_for_backward(self, unit: "Unit", schedule: Any = None) -> None:
         """Called when a backward reads a unit. ``schedule``: the pass in which what it reads was saved."""
 
+    def gather_for_forward(self, unit: "Unit") -> bool:
+        """Called when other code reads a parameter at rest. Returns whether the unit was gathered for it."""
+
 
 @dataclasses.dataclass(eq=False)
 class Place:
@@ -488,6 +491,11 @@ class Unit:
         """Called when autograd saves a tensor of the unit. Returns the pass to which that belongs."""
         owner = self.owner and self.owner()
         return owner.pass_that_saves(self) if owner else None
+
+    def gather_for_forward(self) -> bool:
+        """Called when a parameter at rest is read outside of a backward. Returns whether the unit was gathered."""
+        owner = self.owner and self.owner()
+        return bool(owner) and owner.gather_for_forward(self)
 
     def gather_for_backward(self, schedule: Any = None) -> None:
         """Called when a backward reads the unit. ``schedule``: the pass in which what it reads was saved."""

@@ -1,0 +1,46 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""How many blocks may stay whole from their forward to their backward (``compile.keep_gathered: "fit"``)."""
+
+import itertools
+from typing import TYPE_CHECKING, Sequence
+
+import torch
+
+import deepspeed.comm as dist
+from deepspeed.accelerator import get_accelerator
+
+from ...zero_1_and_2.collectives import collective
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# After so many steps, memory has been used as in later ones: the second has all optimizer states from its beginning.
+STEPS_BEFORE = 2
+# Part of a device's memory that is left free, because an allocator cannot use all of it.
+LEFT_FREE = 0.05
+
+
+def blocks_that_fit(units: Sequence[Unit], process_group: "ProcessGroup", device: torch.device) -> int:
+    """Returns how many units, the last ones first, fit into the memory that no rank has needed until now.
+
+    All ranks call this, and get the same number.
+    """
+    spare = spare_memory(device)
+    sizes = itertools.accumulate(unit.nbytes for unit in reversed(units))
+    number = torch.tensor(sum(size <= spare for size in sizes), device=device)
+    with collective("agree how many blocks stay whole"):
+        dist.all_reduce(number, op=dist.ReduceOp.MIN, group=process_group)
+    return int(number)
+
+
+def spare_memory(device: torch.device) -> float:
+    """Returns how many bytes of a device no step has needed. Of a CPU, whose memory other programs use, 0."""
+    if device.type == "cpu":
+        return 0
+    accelerator = get_accelerator()
+    # What the allocator holds beyond the peak is there too.
+    unused = accelerator.memory_reserved(device.index) - accelerator.max_memory_allocated(device.index)
+    free = accelerator.available_memory(device.index) - LEFT_FREE * accelerator.total_memory(device.index)
+    return free + unused

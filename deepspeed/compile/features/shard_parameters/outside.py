@@ -1,0 +1,161 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Large trained parameters that no block holds, such as an embedding and a head (``compile.shard_parameters: "all"``).
+
+Each is a unit of its own. Code around blocks reads these parameters, and most of that code is compiled. Dynamo must
+not meet a parameter at rest, so units are gathered before such code runs, and not where it reads them:
+
+- Embeddings are gathered when a forward of the engine begins. The first blocks take their place, because the backward
+  of a lookup reads no weight.
+- Parameters of modules that lie around the modules that call blocks, such as the head, are gathered when the latter
+  have run. They stay until the backward comes to the last block.
+- Code that is not compiled gathers what it reads: a module when it is called, a parameter when a function gets it.
+"""
+
+import contextlib
+import functools
+from collections import defaultdict
+from typing import Dict, Iterator, List, Protocol
+
+import torch
+from torch.nn import Embedding, Module, Parameter
+
+from ..blocks.choose_blocks import parents_of
+from ..blocks.parameters import modules_outside
+from ..overlap_gather.gather_hooks import outside_graphs
+from ..subclasses.tensors import plain_tensors
+from .unit import Unit
+
+# Which part of the largest block's bytes a parameter has at least that is not kept whole on every rank.
+LARGE_PART = 1 / 8
+
+
+class Gatherer(Protocol):
+    """Who gathers and reshards units: ``ShardedBlocks``."""
+
+    def begin(self, unit: Unit) -> None:
+        """Begins to gather a unit, unless it is gathered or on its way."""
+
+    def reshard(self, unit: Unit) -> None:
+        """Reshards a unit, unless it is in use."""
+
+
+def large_outside(parameters: List[Parameter], module: Module, blocks: List[Module]) -> List[Parameter]:
+    """Lists those of ``parameters`` that are large and that a module outside of blocks holds, and no block."""
+    largest = max(sum(tensor.nbytes for tensor in plain_tensors(block.parameters())) for block in blocks)
+    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+    holders = _holders(module, blocks)
+    return [
+        parameter
+        for parameter in parameters
+        if id(parameter) in holders
+        and id(parameter) not in inside
+        and parameter.nbytes >= max(LARGE_PART * largest, 1)
+    ]
+
+
+def _holders(module, blocks) -> Dict[int, List[Module]]:
+    """Returns id of a parameter -> the modules outside of blocks that hold it themselves.
+
+    Parameters that a ScriptModule holds are left out, because nothing sees it read them.
+    """
+    holders, scripted = defaultdict(list), set()
+    for submodule in modules_outside(module, blocks):
+        for parameter in submodule.parameters(recurse=False):
+            holders[id(parameter)].append(submodule)
+            if isinstance(submodule, torch.jit.ScriptModule):
+                scripted.add(id(parameter))
+    return {number: held_by for number, held_by in holders.items() if number not in scripted}
+
+
+class OutsideUnits:
+    """Gathers the units of large parameters outside of blocks when they are needed.
+
+    Args:
+        owner: who gathers and reshards units.
+        module, blocks: the model, and its blocks.
+        units: parameter -> its unit.
+    """
+
+    def __init__(self, owner: Gatherer, module: Module, blocks: List[Module], units: Dict[Parameter, Unit]):
+        self._owner, self._units = owner, list(units.values())
+        # Which units are gathered when a forward begins, and when the modules that call blocks have run.
+        self._first: List[Unit] = []
+        self._last: List[Unit] = []
+        # How many calls of the model are under way, and whether blocks have run in the last one.
+        self._forwards = 0
+        self._have_blocks_run = False
+        self._hooks = []
+        within = {id(part) for parent in parents_of(module, blocks) for part in parent.modules()}
+        holders = _holders(module, blocks)
+        for parameter, unit in units.items():
+            of_unit = holders[id(parameter)]
+            if any(isinstance(holder, Embedding) for holder in of_unit):
+                self._first.append(unit)
+            if any(id(holder) not in within for holder in of_unit):
+                self._last.append(unit)
+            for holder in of_unit:
+                hook = outside_graphs(functools.partial(self.gather, unit))
+                self._hooks.append(holder.register_forward_pre_hook(hook, prepend=True))
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._units
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context of each call of the model, unless the model itself calls blocks."""
+        self._forwards += 1
+        self._have_blocks_run = False
+        try:
+            self._gather(self._first)
+            yield
+        finally:
+            self._forwards -= 1
+            if not torch.is_grad_enabled():
+                self.reshard()
+
+    def begin_last(self) -> None:
+        """Called when the last block of those that a module calls has its parameters."""
+        for unit in self._units:
+            if unit in self._last:
+                self._owner.begin(unit)
+            else:
+                # Blocks that are kept have not taken its place.
+                self._owner.reshard(unit)
+
+    def gather_last(self) -> None:
+        """Called when blocks have run, before other code goes on."""
+        self._have_blocks_run = True
+        self._gather(self._last)
+
+    def gather(self, unit: Unit) -> None:
+        """Gathers a unit where it is read."""
+        self._gather([unit])
+
+    def gather_outside_blocks(self, unit: Unit) -> bool:
+        """Gathers a unit that code around the modules that call blocks reads. Returns whether there is such code."""
+        if not self._forwards:
+            return False
+        # The next time, the unit shall be here before, or torch would compile this code again.
+        units = self._last if self._have_blocks_run else self._first
+        if unit not in units:
+            units.append(unit)
+        self._gather([unit])
+        if torch._guards.TracingContext.try_get() is not None:
+            # Dynamo has met a parameter at rest, which is a subclass of tensors to it. It is none any more.
+            raise torch._dynamo.exc.UnspecializeRestartAnalysis(restart_reason="a sharded parameter was gathered")
+        return True
+
+    def _gather(self, units):
+        for unit in units:
+            self._owner.begin(unit)
+        for unit in units:
+            unit.finish_gather()
+
+    def reshard(self) -> None:
+        for unit in self._units:
+            self._owner.reshard(unit)
+
+    def remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
