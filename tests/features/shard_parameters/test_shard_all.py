@@ -3,16 +3,21 @@
 """Trained parameters that are sharded over ranks train to the same bits as whole ones."""
 
 import contextlib
+import time
 from typing import List, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.shard_parameters import feature, unsharded_parameters
+import deepspeed
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.compile.features.shard_parameters import feature, sharded_blocks, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
+    logger,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -147,6 +152,20 @@ def exported(engine, module, folder):
     return [*torch.load(f"{folder}/weights.bin").values()]
 
 
+def cloned(engine, module, folder):
+    """As Accelerate and the trainers that are made of it take a model's weights."""
+    clones = clone_tensors_for_torch_save(module.state_dict())
+    sharded = feature.sharded_blocks(engine)
+    held = sum(unit._buffer.untyped_storage().nbytes() for unit in sharded.units) if sharded else 0
+    return [*clones.values(), torch.tensor(held)] if dist.get_rank() == 0 else []
+
+
+def moved(engine, module, folder):
+    """As Lightning moves a module to the host at its end. There is nothing to move at rest, on CPU."""
+    module.cpu()
+    module.to(device())
+
+
 def loaded(engine, module, folder):
     generator = torch.Generator().manual_seed(5)
     module.load_state_dict(
@@ -221,8 +240,8 @@ def hooked(engine, module, folder):
 WORKS = {
     function.__name__: function
     for function in (
-        *(checkpointed, weights_alone, exported, loaded, evaluated_by_one, full_values, changed_within),
-        *(stepped_within, states_moved, held_by_others, hooked),
+        *(checkpointed, weights_alone, exported, cloned, moved, loaded, evaluated_by_one, full_values),
+        *(changed_within, stepped_within, states_moved, held_by_others, hooked),
     )
 }
 
@@ -246,6 +265,36 @@ def test_what_works_at_rest(ranks, tmp_path, work, case):
     """What users do beside training would read, or change, memory that no longer has the parameters."""
     for equal in ranks(2).run(beside_whole, work, str(tmp_path), **case):
         assert all(equal)
+
+
+def made_anew(destroys):
+    """Makes an engine of the module of another, at rest, and trains it."""
+    results = []
+    for config in (SHARDED, WHOLE):
+        module, engine = make("plain", config)
+        results.append(trained_on(engine, module))
+        if destroys:
+            engine.destroy()
+            other = make_engine(module, Case(config=config, adam=True))
+            results[-1] += trained_on(other, module)
+            with unsharded_parameters(other):
+                other.destroy()
+        else:
+            other = deepspeed.initialize(model=module, config={"train_micro_batch_size_per_gpu": 4})[0]
+            other.eval()
+            with torch.no_grad():
+                results[-1].append(other(batch(3, 3, dist.get_rank(), 4)))
+            engine.train()
+            results[-1] += trained_on(engine, module)
+            engine.destroy()
+        results[-1].append(module(batch(2, 2, 2, 4)).detach())
+    return same(*results)
+
+
+@vary("destroys", [True, pytest.param(False, marks=SLOW)])
+def test_another_engine_of_a_module_at_rest(ranks, destroys):
+    """Trainers make an engine for every call: training again, or validation after it, would find nothing."""
+    assert ranks(2).run(made_anew, destroys) == [True, True]
 
 
 def crossed(folder):
@@ -307,7 +356,11 @@ def refusals(folder):
     said["read"] = outcome(weight.sum)
     said["offload"] = outcome(engine.offload_states)
     said["saved"] = outcome(lambda: torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt"))
-    said["again"] = outcome(make_engine, module, Case(config=SHARDED))
+    if dist.get_rank() == 0:
+        clone_tensors_for_torch_save(module.state_dict())
+    else:
+        clones = clone_tensors_for_torch_save(module.state_dict())
+        said["saved elsewhere"] = outcome(lambda: torch.save(clones, f"{folder}/{dist.get_rank()}.pt"))
     engine.destroy()
     return said
 
@@ -317,6 +370,25 @@ def test_what_is_refused(ranks, tmp_path):
     for said in ranks(2).run(refusals, str(tmp_path)):
         for name, sentence in said.items():
             assert sentence is not None and "compile.shard_parameters" in sentence, name
+
+
+def saved_by_one():
+    """The first rank takes a state dict to save it, and the other one comes later."""
+    module, engine = make("plain", SHARDED)
+    told = []
+    with mock.patch.object(sharded_blocks, "PATIENCE", 0.1), mock.patch.object(logger, "warning", told.append):
+        time.sleep(0.5 * dist.get_rank())
+        clone_tensors_for_torch_save(module.state_dict())
+    with unsharded_parameters(engine):
+        engine.destroy()
+    return told
+
+
+def test_a_rank_that_saves_alone_is_told(ranks):
+    """A program that has the first rank alone save would hang to the timeout, and nobody knew why."""
+    first, second = ranks(2).run(saved_by_one)
+    assert second == [] and len(first) == 1
+    assert first[0].startswith("rank 0 has waited") and "all ranks must save a model" in first[0]
 
 
 # Memory ------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 
@@ -36,6 +37,12 @@ LENT = (
     "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
     "sharded by compile.shard_parameters"
 )
+
+AWAITED = (
+    "rank {} has waited {:.0f} s for others: with compile.shard_parameters all ranks must save a model, or take its "
+    "state dict to save it, together, and rank 0 alone gets the values"
+)
+PATIENCE = 20.0  # seconds before a rank says that
 
 HIDDEN = (
     "rank {} ran no block in a call of {} whose output hides its tensors from torch; where other ranks ran blocks in "
@@ -390,7 +397,7 @@ class ShardedBlocks:
         self.end_backward()
         of_units: Dict[Unit, Dict[str, List[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
         for key, entry in state_dict.items():
-            stands = stands_for(entry) if isinstance(entry, torch.Tensor) else None
+            stands = stands_for(entry)
             if stands is not None:
                 unit, name = stands
                 of_units[unit][name].append(key)
@@ -398,22 +405,51 @@ class ShardedBlocks:
             if unit not in of_units:
                 continue
             unit.start_gather()
+            self._await_others(unit)
             unit.finish_gather()
             if torch.distributed.get_rank() == 0:
                 for name, keys in of_units[unit].items():
-                    values = unit.parameter(name).detach()
-                    state_dict.update(dict.fromkeys(keys, values.clone() if values.is_cpu else values.cpu()))
+                    state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.parameter(name))))
             self._reshard(unit)
         return state_dict
+
+    def _await_others(self, unit):
+        """Says so if ranks that must gather a unit with this one do not come."""
+        until = time.monotonic() + PATIENCE
+        while not unit.have_all_come():
+            if time.monotonic() > until:
+                # Each rank that waits says it.
+                logger.warning(AWAITED.format(torch.distributed.get_rank(), PATIENCE))
+                return
+            time.sleep(0.001)
+
+    def give_up(self) -> None:
+        """Gathers all parameters for good. All ranks call it."""
+        self.end_backward()
+        for unit in self.units:
+            unit.start_gather()
+            unit.finish_gather()
+        # Nothing reshards them any more.
+        self._all_gathered += 1
+        self._lent.clear()
 
     def close(self) -> None:
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
         self._is_closed = True
+        for unit in self.units:
+            # Where parameters have their values from once the engine is gone, if another engine is made of them.
+            unit.keep(self)
         if any(not unit.is_gathered for unit in self.units):
             logger.warning(
-                "The engine is destroyed, and parameters stay sharded, so the model cannot be used; destroy "
-                "the engine within `with unsharded_parameters(engine):` to use it"
+                "The engine is destroyed, and parameters stay sharded, so the model cannot be used but by another "
+                "engine; destroy the engine within `with unsharded_parameters(engine):` to use it"
             )
+
+
+def _copy_on_host(tensor):
+    # In a function, whose variables are gone when the unit is resharded: a view would keep its memory.
+    values = tensor.detach()
+    return values.clone() if values.is_cpu else values.cpu()
 
 
 def _any_requires_grad(args, kwargs):

@@ -26,7 +26,7 @@ from ...zero_1_and_2.messages import warn
 from ..overlap_gather.gather import grouped
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
-from .at_rest import mark_resharded, unmark
+from .at_rest import keep_owner, mark_resharded, unmark
 from .partitions import Home, TrainedPart
 
 if TYPE_CHECKING:
@@ -230,6 +230,10 @@ class Unit:
             self._stream, self._target = get_accelerator().current_stream(), self._buffer
         self._send()
 
+    def have_all_come(self) -> bool:
+        """Whether all ranks have come to the gather that was started."""
+        return self._compared is None or self._compared.is_completed()
+
     def _send(self):
         works: List[Any] = []
         with collective(PURPOSE):
@@ -334,6 +338,11 @@ class Unit:
         """Undoes :meth:`mark`."""
         for name in self._places:
             unmark(self._parameters[name])
+
+    def keep(self, owner: Owner) -> None:
+        """Has parameters at rest keep the unit, and who gathers it, as long as they live."""
+        for name in self._places:
+            keep_owner(self._parameters[name], owner, self)
 
     def free(self) -> None:
         """Frees the memory of a unit that is not gathered, unless others have views of it."""
