@@ -41,13 +41,14 @@ class Run(Case):
     """What to train, and how. Ranks share the sequences of a batch, so that their number changes only rounding.
 
     ``schedule`` of the learning rate: a key of SCHEDULES, or None. ``overlapped``: parameters are gathered under the
-    next forward where there is DeepCompile.
+    next forward where there is DeepCompile. ``sharded``: so are all parameters of blocks over the ranks.
     """
 
     accumulation: int = 2
     optimizer: str = "AdamW"
     schedule: Optional[str] = None
     overlapped: bool = False
+    sharded: bool = False
 
 
 # Engines and plain loops ----------------------------------------------------------------------------------------
@@ -86,6 +87,8 @@ def start(run, seed=0):
         config["fp16"] = {"loss_scale_window": 3, **config.get("fp16", {})}
     if run.overlapped and run.deepcompile:
         config["compile"] = {**OVERLAPPED["compile"], **config.get("compile", {})}
+    if run.sharded and run.deepcompile:
+        config["compile"] = {"shard_parameters": "all", **config.get("compile", {})}
     if run.schedule == "WarmupDecayLR":
         config["scheduler"] = {"type": run.schedule, "params": WARMUP_DECAY}
     elif run.schedule == "LambdaLR":
