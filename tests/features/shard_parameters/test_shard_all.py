@@ -22,6 +22,8 @@ from deepspeed.utils import (
     safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
 )
 
 from support.frozen import HIDING, MODELS, Adapted, late
@@ -121,6 +123,35 @@ def test_gathers_that_come_late(ranks, model):
         assert equal == [True, True, True]
 
 
+def both(option, case):
+    """The options of the section, with and without sharded parameters."""
+    return [{"compile": {**config["compile"], **option}} for config in (SHARDED, WHOLE)], case
+
+
+OPTIONS = {
+    "8bit": both({"optimizer_states": "8bit"}, {"dtype": "bf16", "stage": 2}),
+    "remainders": both({"store_param_remainders": True}, {"dtype": "bf16", "stage": 1, "groups": 2}),
+    "8bit and remainders": both(
+        {"optimizer_states": "8bit", "store_param_remainders": True}, {"dtype": "bf16", "stage": 2}
+    ),
+    "budget": both({"activation_memory_budget": 0.0}, {"stage": 2, "accumulation": 2}),
+    "chunks": both({"chunked_loss": True}, {"stage": 1}),
+}
+
+
+def beside_option(option):
+    (sharded, whole), case = OPTIONS[option]
+    first, second = train("plain", sharded, **case), train("plain", whole, **case)
+    return [same(getattr(first, name), getattr(second, name)) for name in ("losses", "parameters")], first.at_rest
+
+
+@vary("option", ["remainders", *(pytest.param(option, marks=SLOW) for option in OPTIONS if option != "remainders")])
+def test_other_options(ranks, option):
+    """An option that changes what lies in partitions, or what backwards read, would train to other bits."""
+    for equal, at_rest in ranks(2).run(beside_option, option):
+        assert equal == [True, True] and at_rest >= 15
+
+
 # What works at rest ------------------------------------------------------------------------------------------------
 
 
@@ -194,6 +225,48 @@ def full_values(engine, module, folder):
     return found
 
 
+def set_values(engine, module, folder):
+    """DeepSpeed's functions that set states, and a gradient before the step."""
+    parameters = [*module.parameters()]
+    for parameter in parameters:
+        safe_set_full_optimizer_state(parameter, safe_get_full_optimizer_state(parameter, "exp_avg") * 2, "exp_avg")
+    engine.backward(engine(batch(9, 0, dist.get_rank(), 4)))
+    for parameter in parameters:
+        safe_set_full_grad(parameter, safe_get_full_grad(parameter) * 0.5)
+    engine.step()
+
+
+def partly_loaded(engine, module, folder):
+    """From a file that lacks a parameter, and has one that the module lacks."""
+    engine.save_checkpoint(folder, tag="one")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = f"{folder}/one/mp_rank_00_model_states.pt"
+        saved = torch.load(path, weights_only=False)
+        saved["module"]["other"] = saved["module"].pop("body.blocks.0.up.weight")
+        torch.save(saved, path)
+    dist.barrier()
+    trained_on(engine, module)
+    engine.load_checkpoint(folder, tag="one", load_module_strict=False, load_optimizer_states=False)
+    engine.optimizer.refresh_fp32_params()
+
+
+def averaged(engine, module, folder):
+    """Average weights take the place of the parameters for an evaluation, as an EMA's."""
+    with unsharded_parameters(engine):
+        own = [parameter.detach().clone() for parameter in module.parameters()]
+        for parameter, value in zip(module.parameters(), own, strict=True):
+            parameter.data = value * 0.9
+    engine.eval()
+    with torch.no_grad():
+        found = [engine(batch(3, 3, dist.get_rank(), 5))]
+    with unsharded_parameters(engine):
+        for parameter, value in zip(module.parameters(), own, strict=True):
+            parameter.data = value
+    engine.train()
+    return found
+
+
 def changed_within(engine, module, folder):
     """As where adapters are merged into weights."""
     with unsharded_parameters(engine), torch.no_grad():
@@ -241,6 +314,7 @@ WORKS = {
     function.__name__: function
     for function in (
         *(checkpointed, weights_alone, exported, cloned, moved, loaded, evaluated_by_one, full_values),
+        *(set_values, partly_loaded, averaged),
         *(changed_within, stepped_within, states_moved, held_by_others, hooked),
     )
 }
