@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.shard_parameters import unsharded_parameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from support.checkpoints import Plain, Run, differing, start, to_universal, train
+from support.checkpoints import Plain, Run, differing, start, to_universal, train, whole
 from support.parameter_gather import DELAY, one_rank_late
 from support.training import BOUND, ROUNDING, device, relative_error, total_error
 
@@ -59,7 +58,7 @@ def load_universal(run, folder):
     module, engine = start(dataclasses.replace(run, config={"checkpoint": {"load_universal": True}}), seed=1)
     engine.load_checkpoint(folder, tag="universal")
     loaded = whole_state(module)
-    with unsharded_parameters(engine), torch.no_grad():
+    with whole(engine, run), torch.no_grad():
         written = {name: parameter.clone() for name, parameter in module.named_parameters()}
     wrong = [name for name, value in written.items() if not torch.equal(value, loaded[name].to(value.dtype))]
     train(engine, run, [3, 4])
@@ -92,7 +91,7 @@ def load_module_only(run, folder):
     with torch.no_grad():
         for name, value in zip(names, expected, strict=True):
             plain.module.get_parameter(name).copy_(value)
-    with unsharded_parameters(engine):
+    with whole(engine, run):
         read = relative_error(module.parameters(), expected)
     masters = relative_error([safe_get_full_fp32_param(p) for p in module.parameters()], plain.module.parameters())
     train(engine, run, [0])
@@ -191,7 +190,7 @@ def export(run, folder, late=False):
         "fp32": get_fp32_state_dict_from_zero_checkpoint(folder),
     }
     # Of what a step has written, so that old values do not pass for new ones.
-    with unsharded_parameters(engine):
+    with whole(engine, run):
         parameters = dict(module.named_parameters(remove_duplicate=False))
         own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         masters = {

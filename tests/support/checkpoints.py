@@ -5,6 +5,7 @@
 The functions run on every rank, in the processes of ``support.pool``.
 """
 
+import contextlib
 import dataclasses
 import sys
 from typing import List, NamedTuple, Optional
@@ -97,6 +98,15 @@ def start(run, seed=0):
         schedule = SCHEDULES[run.schedule]
     case = dataclasses.replace(run, config=config)
     return lifetime.start(case, module, optimizer=optimizer, lr_scheduler=schedule)
+
+
+def whole(engine, run):
+    """Returns a context in which this rank has all parameters."""
+    if not run.sharded:
+        return contextlib.nullcontext()
+    from deepspeed.compile.features.shard_parameters import unsharded_parameters
+
+    return unsharded_parameters(engine)
 
 
 class Plain:

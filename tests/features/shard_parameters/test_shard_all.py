@@ -192,9 +192,19 @@ def cloned(engine, module, folder):
 
 
 def moved(engine, module, folder):
-    """As Lightning moves a module to the host at its end. There is nothing to move at rest, on CPU."""
+    """As Lightning moves a module to the host at its end. There is nothing to move at rest."""
+    if feature.sharded_blocks(engine):
+        # What `module.cpu()` does to parameters on a GPU, also where tests have none.
+        for parameter in module.body.blocks.parameters():
+            parameter.data = parameter.to("meta")
     module.cpu()
     module.to(device())
+
+
+def without_frozen(engine, module, folder):
+    engine.save_checkpoint(folder, tag="one", exclude_frozen_parameters=True)
+    dist.barrier()
+    return [*torch.load(f"{folder}/one/mp_rank_00_model_states.pt", weights_only=False)["module"].values()]
 
 
 def loaded(engine, module, folder):
@@ -314,7 +324,7 @@ WORKS = {
     function.__name__: function
     for function in (
         *(checkpointed, weights_alone, exported, cloned, moved, loaded, evaluated_by_one, full_values),
-        *(set_values, partly_loaded, averaged),
+        *(set_values, partly_loaded, averaged, without_frozen),
         *(changed_within, stepped_within, states_moved, held_by_others, hooked),
     )
 }
@@ -338,6 +348,14 @@ def beside_whole(name, folder, **case):
 def test_what_works_at_rest(ranks, tmp_path, work, case):
     """What users do beside training would read, or change, memory that no longer has the parameters."""
     for equal in ranks(2).run(beside_whole, work, str(tmp_path), **case):
+        assert all(equal)
+
+
+@SLOW
+@vary("work", [without_frozen.__name__, cloned.__name__])
+def test_what_works_with_frozen_parameters(ranks, tmp_path, work):
+    """Frozen parameters have no owner: a block's lie in parts on all ranks."""
+    for equal in ranks(2).run(beside_whole, work, str(tmp_path), stage=1, trained="some"):
         assert all(equal)
 
 
@@ -429,6 +447,7 @@ def refusals(folder):
     weight = module.body.blocks[0].up.weight
     said["read"] = outcome(weight.sum)
     said["offload"] = outcome(engine.offload_states)
+    said["cast"] = outcome(module.bfloat16)
     said["saved"] = outcome(lambda: torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt"))
     if dist.get_rank() == 0:
         clone_tensors_for_torch_save(module.state_dict())

@@ -400,7 +400,7 @@ class Unit:
         moved = [place for place in self._all_places() if not self._is_in_place(place)]
         for place in moved:
             memory = self._memory_of(place)
-            if torch.equal(memory, place.tensor.detach()):
+            if memory.device == place.tensor.device and torch.equal(memory, place.tensor.detach()):
                 place.tensor.data = memory
                 continue
             self._take_in(place)
