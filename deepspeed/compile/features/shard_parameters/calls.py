@@ -20,14 +20,26 @@ if TYPE_CHECKING:
     from .sharded_blocks import ShardedBlocks
 
 
-def take_from_other_engines(module: torch.nn.Module) -> None:
+def take_from_other_engines(engine: "DeepSpeedEngine") -> None:
     """Called on all ranks when an engine begins. Makes parameters whole that another engine has sharded.
 
-    That engine may be destroyed. If not, it trains on with whole parameters.
+    That engine trains on with whole parameters, unless it was destroyed.
+
+    Raises:
+        ValueError: if both engines are to train the parameters.
     """
-    owners = (owner_of(parameter) for parameter in module.parameters())
+    owners = (owner_of(parameter) for parameter in engine.module.parameters())
     for owner in dict.fromkeys(owner for owner in owners if owner is not None):
+        if _trains(engine) and not owner.is_closed:
+            raise ValueError(
+                "another engine trains this model, and has sharded its parameters by compile.shard_parameters; "
+                "call destroy() of that engine first, on all ranks"
+            )
         owner.give_up()
+
+
+def _trains(engine):
+    return engine.client_optimizer is not None or engine.optimizer_name() is not None
 
 
 def owner_of(item: Any) -> "Optional[ShardedBlocks]":
@@ -46,9 +58,8 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
         ValueError: if parameters that are to be sharded are on the meta device, or if there are no blocks.
     """
     module, stays = engine.module, []
-    trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
     shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_parameters
-    if shards and trains and engine.zero_optimization_stage() in (1, 2):
+    if shards and _trains(engine) and engine.zero_optimization_stage() in (1, 2):
         _refuse_meta(module)
         stays = _to_be_sharded(engine)
     if not stays:

@@ -15,7 +15,7 @@ EDITS = (
         ENGINE,
         "parameters that another engine has sharded",
         "        is_zero_init_model = self.zero_optimization_partition_weights() and any(\n",
-        "        shard_parameters.take_from_other_engines(self.module)\n"
+        "        shard_parameters.take_from_other_engines(self)\n"
         "        is_zero_init_model = self.zero_optimization_partition_weights() and any(\n",
     ),
     (

@@ -61,6 +61,9 @@ class ShardedBlocks:
         blocks: its blocks.
         trained: the parameters that the optimizer has.
         process_group, device: as for :class:`Unit`.
+
+    Attributes:
+        is_closed: whether the engine was destroyed.
     """
 
     def __init__(
@@ -122,7 +125,7 @@ class ShardedBlocks:
         self._lent: List[Unit] = []
         self._has_warned = self._has_warned_of_hidden = False
         self._all_gathered = 0
-        self._is_closed = False
+        self.is_closed = False
 
     def _units_without_gradient(self, caller, called):
         """Counts the units of blocks before the first trained parameter of a module that calls blocks."""
@@ -304,7 +307,7 @@ class ShardedBlocks:
 
     def gather_for_backward(self, unit: Unit, schedule: Optional[GatherOrder] = None) -> None:
         """Called when a backward reads a unit. ``schedule``: the pass in which what it reads was saved."""
-        if self._all_gathered or self._is_closed or (unit is self._read_last and unit.is_gathered):
+        if self._all_gathered or self.is_closed or (unit is self._read_last and unit.is_gathered):
             return
         if not in_backward():
             if unit.is_gathered:
@@ -318,7 +321,7 @@ class ShardedBlocks:
 
     def _backward_reaches(self, schedule):
         """Called when a backward comes to a pass."""
-        if self._all_gathered or self._is_closed:
+        if self._all_gathered or self.is_closed:
             return
         if self._backward is None or self._backward.forward is not schedule:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
@@ -370,7 +373,7 @@ class ShardedBlocks:
                 yield
         finally:
             self._all_gathered -= 1
-            if not self._all_gathered and not self._is_closed:
+            if not self._all_gathered and not self.is_closed:
                 for unit in self.units:
                     unit.is_used = True
                     self._reshard(unit)
@@ -435,7 +438,7 @@ class ShardedBlocks:
 
     def close(self) -> None:
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
-        self._is_closed = True
+        self.is_closed = True
         for unit in self.units:
             # Where parameters have their values from once the engine is gone, if another engine is made of them.
             unit.keep(self)
