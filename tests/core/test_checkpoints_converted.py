@@ -14,7 +14,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from support.checkpoints import Plain, Run, differing, start, to_universal, train
+from support.checkpoints import Plain, Run, differing, start, to_universal, train, whole
 from support.parameter_gather import DELAY, one_rank_late
 from support.training import BOUND, ROUNDING, device, relative_error, total_error
 
@@ -58,7 +58,7 @@ def load_universal(run, folder):
     module, engine = start(dataclasses.replace(run, config={"checkpoint": {"load_universal": True}}), seed=1)
     engine.load_checkpoint(folder, tag="universal")
     loaded = whole_state(module)
-    with torch.no_grad():
+    with whole(engine, run), torch.no_grad():
         written = {name: parameter.clone() for name, parameter in module.named_parameters()}
     wrong = [name for name, value in written.items() if not torch.equal(value, loaded[name].to(value.dtype))]
     train(engine, run, [3, 4])
@@ -91,7 +91,8 @@ def load_module_only(run, folder):
     with torch.no_grad():
         for name, value in zip(names, expected, strict=True):
             plain.module.get_parameter(name).copy_(value)
-    read = relative_error(module.parameters(), expected)
+    with whole(engine, run):
+        read = relative_error(module.parameters(), expected)
     masters = relative_error([safe_get_full_fp32_param(p) for p in module.parameters()], plain.module.parameters())
     train(engine, run, [0])
     plain.train([0])
@@ -115,6 +116,9 @@ SLOW = pytest.mark.slow
 CONVERTED = [
     Converted(2, 1, Run("FillsPartition", stage=1, groups=2)),
     Converted(1, 2, Run("FillsPartition", stage=2, dtype="bf16", groups=2, offloaded=True)),
+    Converted(2, 1, Run("BlocksWithin", stage=2, sharded=True)),
+    pytest.param(Converted(2, 3, Run("BlocksWithin", stage=1, dtype="bf16", sharded=True)), marks=SLOW),
+    pytest.param(Converted(3, 2, Run("BlocksWithin", stage=2, sharded=True, deepcompile=False)), marks=SLOW),
     pytest.param(Converted(2, 3, Run(stage=1)), marks=SLOW),
     pytest.param(Converted(2, 3, Run(stage=2, dtype="bf16", deepcompile=False)), marks=SLOW),
     pytest.param(Converted(3, 2, Run(stage=1, dtype="bf16")), marks=SLOW),
@@ -126,7 +130,8 @@ CONVERTED = [
 def converted_id(value):
     run = value.run
     offloaded = "-offloaded" if run.offloaded else ""
-    return f"ranks{value.saved_by}to{value.loaded_by}-stage{run.stage}-{run.dtype}{offloaded}"
+    sharded = "-sharded" if run.sharded else ""
+    return f"ranks{value.saved_by}to{value.loaded_by}-stage{run.stage}-{run.dtype}{offloaded}{sharded}"
 
 
 @pytest.fixture(scope="module", params=CONVERTED, ids=converted_id)
@@ -185,11 +190,16 @@ def export(run, folder, late=False):
         "fp32": get_fp32_state_dict_from_zero_checkpoint(folder),
     }
     # Of what a step has written, so that old values do not pass for new ones.
-    own = dict(module.named_parameters(remove_duplicate=False))
-    masters = {
-        name: safe_get_full_fp32_param(parameter) if hasattr(parameter, "_hp_mapping") else parameter.float()
-        for name, parameter in own.items()
-    }
+    with whole(engine, run):
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        own = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        masters = {
+            name: safe_get_full_fp32_param(parameter) if hasattr(parameter, "_hp_mapping") else parameter.float()
+            for name, parameter in parameters.items()
+        }
+    if run.sharded and dist.get_rank() > 0:
+        # The first rank alone gets the values.
+        exported["state_dict"] = own
     wrong = {how: [n for n in own if n not in values] for how, values in exported.items()}
     for how, values in exported.items():
         expected = masters if how == "fp32" else own
@@ -204,6 +214,7 @@ def export(run, folder, late=False):
     [
         Run(stage=1, dtype="bf16", groups=3, overlapped=True),
         Run(stage=2, dtype="bf16", model="FrozenAndUnused"),
+        Run(stage=2, dtype="bf16", model="BlocksWithin", groups=2, sharded=True),
         Run(stage=2, dtype="fp32", model="OddSizes", groups=2),
         Run(stage=2, dtype="fp16", model="TiedEmbedding", overlapped=True),
     ],

@@ -9,6 +9,7 @@ nothing about DeepCompile but its line in the configuration. It trains, evaluate
 
 import dataclasses
 import os
+import pathlib
 from typing import NamedTuple
 
 import pytest
@@ -87,6 +88,14 @@ def accelerate_loop(case, resumes, **dynamo):
             evaluations.append(evaluate())
         if step == HALF:
             accelerator.save_state(case.folder)
+    if case.exports:
+        accelerator.unwrap_model(engine).save_pretrained(
+            os.path.join(case.folder, "pretrained"),
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=accelerator.get_state_dict(engine),
+        )
+        accelerator.save_model(engine, os.path.join(case.folder, "saved"))
     return Outcome(losses, evaluations, engine)
 
 
@@ -126,6 +135,7 @@ def trainer_arguments(case, **others):
         "save_steps": HALF,
         "report_to": "none",
         "disable_tqdm": True,
+        "load_best_model_at_end": case.exports,
         **others,
     }
 
@@ -136,6 +146,9 @@ def train(trainer, case, resumes, others=()):
     # The history of a trainer that resumes begins with that of the checkpoint.
     history = [entry for entry in trainer.state.log_history if entry["step"] > (HALF if resumes else 0)]
     losses, evaluations = ([entry[key] for entry in history if key in entry] for key in ("loss", "eval_loss"))
+    if case.exports:
+        evaluations.append(trainer.evaluate()["eval_loss"])
+        trainer.save_model(os.path.join(case.folder, "exported"))
     return Outcome(losses, evaluations, trainer.model_wrapped, list(others))
 
 
@@ -306,7 +319,11 @@ def lightning_trainer(case, resumes):
         DataLoader(evaluation_rows(), batch_size=ROWS),
         ckpt_path=os.path.join(case.folder, f"step={HALF}.ckpt") if resumes else None,
     )
-    return Outcome(module.losses, module.evaluations, trainer.strategy.deepspeed_engine)
+    engine = trainer.strategy.deepspeed_engine
+    if case.exports:
+        # In a new engine, of the same module.
+        trainer.validate(module, DataLoader(evaluation_rows(), batch_size=ROWS), verbose=False)
+    return Outcome(module.losses, module.evaluations, engine)
 
 
 DOORS = {
@@ -424,6 +441,74 @@ def test_trains_with_the_line_in_the_configuration(ranks, tmp_path, door, stage,
         assert len(told) == 2 and all("compiled before" in message for message in told), told
     else:
         assert not told
+
+
+def whole_and_sharded(case):
+    """Runs the program of a case with whole parameters, with sharded ones, and from the second run's checkpoint.
+
+    Returns the runs' records, and on the first rank for each run with sharded ones the names of weights in its files
+    that differ from those of whole ones. Lightning saves the last checkpoint of a run that resumes in another file.
+    """
+    cases = [
+        dataclasses.replace(case, exports=True, sharded=sharded, folder=os.path.join(case.folder, name))
+        for name, sharded in (("whole", False), ("sharded", True))
+    ]
+    records = [run(cases[0], resumes=False), run(cases[1], resumes=False)]
+    dist.barrier()
+    # Before the next run writes them.
+    found = [weights_below(each.folder) for each in cases] if dist.get_rank() == 0 else []
+    dist.barrier()
+    records.append(run(cases[1], resumes=True))
+    dist.barrier()
+    if dist.get_rank() > 0:
+        return records, None
+    found.append(weights_below(cases[1].folder))
+    assert found[0], "nothing was saved"
+    wrong = [[name for name, value in found[0].items() if not torch.equal(value, each[name])] for each in found[1:]]
+    return records, wrong
+
+
+def weights_below(folder):
+    """Returns the tensors of all files of weights below a folder, by file and name."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for path in sorted(pathlib.Path(folder).rglob("*")):
+        if path.suffix == ".safetensors":
+            tensors = load_file(path)
+        elif path.name == "mp_rank_00_model_states.pt":
+            tensors = torch.load(path, weights_only=False)["module"]
+        else:
+            continue
+        found.update({f"{path.relative_to(folder)}: {name}": value for name, value in tensors.items()})
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.table
+@vary(
+    "door, stage",
+    [
+        ("Accelerate", 2),
+        ("Trainer", 1),
+        ("Lightning", 1),
+        ("SFTTrainer", 2),
+        ("SFTTrainer with LoRA", 1),
+        ("SFTTrainer with LoRA on NF4", 1),
+        ("DPOTrainer", 2),
+    ],
+)
+def test_sharded_parameters_train_and_save_alike(ranks, tmp_path, door, stage):
+    """A trainer that reads parameters between two steps, as where it saves weights, would find nothing there."""
+    for package in packages(door):
+        pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
+    results = ranks(2).run(whole_and_sharded, Case(door, str(tmp_path), stage))
+    assert [wrong for _, wrong in results] == [[[], []], None]
+    for (whole, sharded, resumed), _ in results:
+        assert whole.losses == sharded.losses and whole.evaluations == sharded.evaluations
+        assert len(sharded.losses) == STEPS
+        assert resumed.losses == sharded.losses[HALF:]
+        assert resumed.evaluations == sharded.evaluations[1:]
 
 
 @pytest.mark.slow

@@ -51,13 +51,15 @@ def largest(losses, expected):
     return max(abs(a - e) for a, e in zip(losses, expected, strict=True))
 
 
-def test_stock_then_fork_then_stock(ranks, stock, tmp_path):
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+def test_stock_then_fork_then_stock(ranks, stock, tmp_path, sharded):
+    """A checkpoint of another format, or of this rank's parameters alone, would end a training or change it."""
     folder = str(tmp_path)
     # Processes of one DeepSpeed at a time.
     pool = ranks(2, **stock)
     whole = pool.run(part, KINDS, folder, 0, parts=3)
     parts = [pool.run(part, KINDS, folder, 0)]
-    parts.append(ranks(2).run(part, KINDS, folder, 1, deepcompile=True))
+    parts.append(ranks(2).run(part, KINDS, folder, 1, deepcompile=True, sharded=sharded))
     parts.append(ranks(2, **stock).run(part, KINDS, folder, 2))
     for rank in range(2):
         for index, kind in enumerate(KINDS):

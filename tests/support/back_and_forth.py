@@ -43,7 +43,7 @@ class Part(NamedTuple):
     reached: Dict[str, Any]  # and at the end
 
 
-def part(kinds, folder, number, parts=1, deepcompile=False):
+def part(kinds, folder, number, parts=1, deepcompile=False, sharded=False):
     """Goes on with a training of each kind, from where the part before has saved it, and saves it in ``folder``.
 
     Args:
@@ -52,11 +52,13 @@ def part(kinds, folder, number, parts=1, deepcompile=False):
         number: the number of this part. The first one begins anew.
         parts: how many parts to train at once, without a checkpoint between them.
         deepcompile: whether with DeepCompile.
+        sharded: whether with all parameters of blocks sharded, which only the fork can do.
     """
-    return [_part(kind, os.path.join(folder, f"stage{kind.stage}"), number, parts, deepcompile) for kind in kinds]
+    options = {"deepcompile": deepcompile, **({"shard_parameters": "all"} if sharded else {})}
+    return [_part(kind, os.path.join(folder, f"stage{kind.stage}"), number, parts, options) for kind in kinds]
 
 
-def _part(kind, folder, number, parts, deepcompile):
+def _part(kind, folder, number, parts, options):
     torch._dynamo.reset()
     torch.manual_seed(number)
     device = get_accelerator().current_device_name()
@@ -69,10 +71,10 @@ def _part(kind, folder, number, parts, deepcompile):
         "zero_optimization": {"stage": kind.stage, "reduce_bucket_size": 150},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 1e-4, "torch_adam": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 5}},
-        "compile": {"deepcompile": deepcompile},
+        "compile": options,
     }
     engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
-    if deepcompile:
+    if options["deepcompile"]:
         engine.compile(backend="eager")
     if number:
         engine.load_checkpoint(folder, tag=f"part{number - 1}")

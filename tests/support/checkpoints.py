@@ -5,6 +5,7 @@
 The functions run on every rank, in the processes of ``support.pool``.
 """
 
+import contextlib
 import dataclasses
 import sys
 from typing import List, NamedTuple, Optional
@@ -41,13 +42,14 @@ class Run(Case):
     """What to train, and how. Ranks share the sequences of a batch, so that their number changes only rounding.
 
     ``schedule`` of the learning rate: a key of SCHEDULES, or None. ``overlapped``: parameters are gathered under the
-    next forward where there is DeepCompile.
+    next forward where there is DeepCompile. ``sharded``: so are all parameters of blocks over the ranks.
     """
 
     accumulation: int = 2
     optimizer: str = "AdamW"
     schedule: Optional[str] = None
     overlapped: bool = False
+    sharded: bool = False
 
 
 # Engines and plain loops ----------------------------------------------------------------------------------------
@@ -86,6 +88,8 @@ def start(run, seed=0):
         config["fp16"] = {"loss_scale_window": 3, **config.get("fp16", {})}
     if run.overlapped and run.deepcompile:
         config["compile"] = {**OVERLAPPED["compile"], **config.get("compile", {})}
+    if run.sharded and run.deepcompile:
+        config["compile"] = {"shard_parameters": "all", **config.get("compile", {})}
     if run.schedule == "WarmupDecayLR":
         config["scheduler"] = {"type": run.schedule, "params": WARMUP_DECAY}
     elif run.schedule == "LambdaLR":
@@ -94,6 +98,15 @@ def start(run, seed=0):
         schedule = SCHEDULES[run.schedule]
     case = dataclasses.replace(run, config=config)
     return lifetime.start(case, module, optimizer=optimizer, lr_scheduler=schedule)
+
+
+def whole(engine, run):
+    """Returns a context in which this rank has all parameters."""
+    if not run.sharded:
+        return contextlib.nullcontext()
+    from deepspeed.compile.features.shard_parameters import unsharded_parameters
+
+    return unsharded_parameters(engine)
 
 
 class Plain:

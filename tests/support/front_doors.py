@@ -43,6 +43,8 @@ class Case:
     backend: str = "eager"  # of torch.compile
     deepcompile: bool = True
     pictured: bool = False  # whether the memory of a step is recorded
+    sharded: bool = False  # whether all parameters of blocks are
+    exports: bool = False  # whether the weights are saved at the end, in the trainer's own format
 
 
 class Outcome(NamedTuple):
@@ -115,11 +117,13 @@ def evaluation_rows():
 
 
 def ds_config(case) -> Dict[str, Any]:
-    picture = {"memory_picture": {"folder": case.folder}} if case.pictured else {}
+    others = {"memory_picture": {"folder": case.folder}} if case.pictured else {}
+    if case.sharded:
+        others["shard_parameters"] = "all"
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "zero_optimization": {"stage": case.stage},
-        "compile": {"deepcompile": case.deepcompile, **picture},
+        "compile": {"deepcompile": case.deepcompile, **others},
     }
 
 

@@ -3,20 +3,27 @@
 """Trained parameters that are sharded over ranks train to the same bits as whole ones."""
 
 import contextlib
+import time
 from typing import List, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.shard_parameters import feature, unsharded_parameters
+import deepspeed
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.compile.features.shard_parameters import feature, sharded_blocks, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
+    logger,
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
 )
 
 from support.frozen import HIDING, MODELS, Adapted, late
@@ -116,6 +123,35 @@ def test_gathers_that_come_late(ranks, model):
         assert equal == [True, True, True]
 
 
+def both(option, case):
+    """The options of the section, with and without sharded parameters."""
+    return [{"compile": {**config["compile"], **option}} for config in (SHARDED, WHOLE)], case
+
+
+OPTIONS = {
+    "8bit": both({"optimizer_states": "8bit"}, {"dtype": "bf16", "stage": 2}),
+    "remainders": both({"store_param_remainders": True}, {"dtype": "bf16", "stage": 1, "groups": 2}),
+    "8bit and remainders": both(
+        {"optimizer_states": "8bit", "store_param_remainders": True}, {"dtype": "bf16", "stage": 2}
+    ),
+    "budget": both({"activation_memory_budget": 0.0}, {"stage": 2, "accumulation": 2}),
+    "chunks": both({"chunked_loss": True}, {"stage": 1}),
+}
+
+
+def beside_option(option):
+    (sharded, whole), case = OPTIONS[option]
+    first, second = train("plain", sharded, **case), train("plain", whole, **case)
+    return [same(getattr(first, name), getattr(second, name)) for name in ("losses", "parameters")], first.at_rest
+
+
+@vary("option", ["remainders", *(pytest.param(option, marks=SLOW) for option in OPTIONS if option != "remainders")])
+def test_other_options(ranks, option):
+    """An option that changes what lies in partitions, or what backwards read, would train to other bits."""
+    for equal, at_rest in ranks(2).run(beside_option, option):
+        assert equal == [True, True] and at_rest >= 15
+
+
 # What works at rest ------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +183,30 @@ def exported(engine, module, folder):
     return [*torch.load(f"{folder}/weights.bin").values()]
 
 
+def cloned(engine, module, folder):
+    """As Accelerate and the trainers that are made of it take a model's weights."""
+    clones = clone_tensors_for_torch_save(module.state_dict())
+    sharded = feature.sharded_blocks(engine)
+    held = sum(unit._buffer.untyped_storage().nbytes() for unit in sharded.units) if sharded else 0
+    return [*clones.values(), torch.tensor(held)] if dist.get_rank() == 0 else []
+
+
+def moved(engine, module, folder):
+    """As Lightning moves a module to the host at its end. There is nothing to move at rest."""
+    if feature.sharded_blocks(engine):
+        # What `module.cpu()` does to parameters on a GPU, also where tests have none.
+        for parameter in module.body.blocks.parameters():
+            parameter.data = parameter.to("meta")
+    module.cpu()
+    module.to(device())
+
+
+def without_frozen(engine, module, folder):
+    engine.save_checkpoint(folder, tag="one", exclude_frozen_parameters=True)
+    dist.barrier()
+    return [*torch.load(f"{folder}/one/mp_rank_00_model_states.pt", weights_only=False)["module"].values()]
+
+
 def loaded(engine, module, folder):
     generator = torch.Generator().manual_seed(5)
     module.load_state_dict(
@@ -172,6 +232,48 @@ def full_values(engine, module, folder):
     for parameter in module.parameters():
         safe_set_full_fp32_param(parameter, safe_get_full_fp32_param(parameter) * 0.5)
     engine.optimizer.update_lp_params()
+    return found
+
+
+def set_values(engine, module, folder):
+    """DeepSpeed's functions that set states, and a gradient before the step."""
+    parameters = [*module.parameters()]
+    for parameter in parameters:
+        safe_set_full_optimizer_state(parameter, safe_get_full_optimizer_state(parameter, "exp_avg") * 2, "exp_avg")
+    engine.backward(engine(batch(9, 0, dist.get_rank(), 4)))
+    for parameter in parameters:
+        safe_set_full_grad(parameter, safe_get_full_grad(parameter) * 0.5)
+    engine.step()
+
+
+def partly_loaded(engine, module, folder):
+    """From a file that lacks a parameter, and has one that the module lacks."""
+    engine.save_checkpoint(folder, tag="one")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path = f"{folder}/one/mp_rank_00_model_states.pt"
+        saved = torch.load(path, weights_only=False)
+        saved["module"]["other"] = saved["module"].pop("body.blocks.0.up.weight")
+        torch.save(saved, path)
+    dist.barrier()
+    trained_on(engine, module)
+    engine.load_checkpoint(folder, tag="one", load_module_strict=False, load_optimizer_states=False)
+    engine.optimizer.refresh_fp32_params()
+
+
+def averaged(engine, module, folder):
+    """Average weights take the place of the parameters for an evaluation, as an EMA's."""
+    with unsharded_parameters(engine):
+        own = [parameter.detach().clone() for parameter in module.parameters()]
+        for parameter, value in zip(module.parameters(), own, strict=True):
+            parameter.data = value * 0.9
+    engine.eval()
+    with torch.no_grad():
+        found = [engine(batch(3, 3, dist.get_rank(), 5))]
+    with unsharded_parameters(engine):
+        for parameter, value in zip(module.parameters(), own, strict=True):
+            parameter.data = value
+    engine.train()
     return found
 
 
@@ -221,8 +323,9 @@ def hooked(engine, module, folder):
 WORKS = {
     function.__name__: function
     for function in (
-        *(checkpointed, weights_alone, exported, loaded, evaluated_by_one, full_values, changed_within),
-        *(stepped_within, states_moved, held_by_others, hooked),
+        *(checkpointed, weights_alone, exported, cloned, moved, loaded, evaluated_by_one, full_values),
+        *(set_values, partly_loaded, averaged, without_frozen),
+        *(changed_within, stepped_within, states_moved, held_by_others, hooked),
     )
 }
 
@@ -246,6 +349,44 @@ def test_what_works_at_rest(ranks, tmp_path, work, case):
     """What users do beside training would read, or change, memory that no longer has the parameters."""
     for equal in ranks(2).run(beside_whole, work, str(tmp_path), **case):
         assert all(equal)
+
+
+@SLOW
+@vary("work", [without_frozen.__name__, cloned.__name__])
+def test_what_works_with_frozen_parameters(ranks, tmp_path, work):
+    """Frozen parameters have no owner: a block's lie in parts on all ranks."""
+    for equal in ranks(2).run(beside_whole, work, str(tmp_path), stage=1, trained="some"):
+        assert all(equal)
+
+
+def made_anew(destroys):
+    """Makes an engine of the module of another, at rest, and trains it."""
+    results = []
+    for config in (SHARDED, WHOLE):
+        module, engine = make("plain", config)
+        results.append(trained_on(engine, module))
+        if destroys:
+            engine.destroy()
+            other = make_engine(module, Case(config=config, adam=True))
+            results[-1] += trained_on(other, module)
+            with unsharded_parameters(other):
+                other.destroy()
+        else:
+            other = deepspeed.initialize(model=module, config={"train_micro_batch_size_per_gpu": 4})[0]
+            other.eval()
+            with torch.no_grad():
+                results[-1].append(other(batch(3, 3, dist.get_rank(), 4)))
+            engine.train()
+            results[-1] += trained_on(engine, module)
+            engine.destroy()
+        results[-1].append(module(batch(2, 2, 2, 4)).detach())
+    return same(*results)
+
+
+@vary("destroys", [True, pytest.param(False, marks=SLOW)])
+def test_another_engine_of_a_module_at_rest(ranks, destroys):
+    """Trainers make an engine for every call: training again, or validation after it, would find nothing."""
+    assert ranks(2).run(made_anew, destroys) == [True, True]
 
 
 def crossed(folder):
@@ -306,8 +447,13 @@ def refusals(folder):
     weight = module.body.blocks[0].up.weight
     said["read"] = outcome(weight.sum)
     said["offload"] = outcome(engine.offload_states)
+    said["cast"] = outcome(module.bfloat16)
     said["saved"] = outcome(lambda: torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt"))
-    said["again"] = outcome(make_engine, module, Case(config=SHARDED))
+    if dist.get_rank() == 0:
+        clone_tensors_for_torch_save(module.state_dict())
+    else:
+        clones = clone_tensors_for_torch_save(module.state_dict())
+        said["saved elsewhere"] = outcome(lambda: torch.save(clones, f"{folder}/{dist.get_rank()}.pt"))
     engine.destroy()
     return said
 
@@ -317,6 +463,25 @@ def test_what_is_refused(ranks, tmp_path):
     for said in ranks(2).run(refusals, str(tmp_path)):
         for name, sentence in said.items():
             assert sentence is not None and "compile.shard_parameters" in sentence, name
+
+
+def saved_by_one():
+    """The first rank takes a state dict to save it, and the other one comes later."""
+    module, engine = make("plain", SHARDED)
+    told = []
+    with mock.patch.object(sharded_blocks, "PATIENCE", 0.1), mock.patch.object(logger, "warning", told.append):
+        time.sleep(0.5 * dist.get_rank())
+        clone_tensors_for_torch_save(module.state_dict())
+    with unsharded_parameters(engine):
+        engine.destroy()
+    return told
+
+
+def test_a_rank_that_saves_alone_is_told(ranks):
+    """A program that has the first rank alone save would hang to the timeout, and nobody knew why."""
+    first, second = ranks(2).run(saved_by_one)
+    assert second == [] and len(first) == 1
+    assert first[0].startswith("rank 0 has waited") and "all ranks must save a model" in first[0]
 
 
 # Memory ------------------------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ else:
 _DESCRIBE = {
     *("numel", "nelement", "size", "dim", "ndimension", "stride", "element_size", "storage_offset", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "untyped_storage", "__len__"),
+    "_has_compatible_shallow_copy_type",
 }
 # Functions that need no values of any of their arguments, and hooks.
 _LIKE = {
@@ -32,7 +33,7 @@ _LIKE = {
     *("expand_as", "type_as", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
     *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
 }
-_SAME_VALUES = {"detach", "clone", "cpu", "to", "contiguous"}
+_SAME_VALUES = {"detach", "clone", "cpu", "cuda", "to", "contiguous"}
 # Attributes that are tensors of the parameter's values.
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
 # The attribute of a tensor at rest that says whose values it stands for.
@@ -79,12 +80,14 @@ class _Share:
 
     Attributes:
         is_copy: whether the tensor is a copy of the parameter, which later changes of the parameter do not change.
+        kept: who gathers the parameter, when the engine is gone that had it.
     """
 
     def __init__(self, name: str, unit: Gatherable):
         self.name = name
         self.unit = weakref.ref(unit)
         self.is_copy = False
+        self.kept: Any = None
 
     def values(self) -> Optional[torch.Tensor]:
         """Returns the parameter's values if they are here now or can be gathered. Otherwise None."""
@@ -128,7 +131,8 @@ def refusal(name: str, what: str) -> RuntimeError:
     return RuntimeError(
         f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} here; do it "
         "within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks "
-        "enter together, or save with engine.save_checkpoint() or engine.save_16bit_model()"
+        "enter together, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's "
+        "get_state_dict(), which all ranks call"
     )
 
 
@@ -160,6 +164,9 @@ class Resharded(_NextClass):
             accessed = function.__self__.__name__
             if accessed not in _VALUES and accessed != "data":
                 return _access(function, name, args)
+            if name == "__set__" and _is_moved(*args):
+                # Such as by `module.cpu()`, which trainers call at their end. There is nothing to move.
+                return None
             name = accessed
         elif isinstance(first, Resharded):
             share = vars(first)[_SHARE]
@@ -185,6 +192,14 @@ class Resharded(_NextClass):
                 return first
         at_rest = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Resharded))
         raise vars(at_rest)[_SHARE].refusal(f"read or changed ({name})")
+
+
+def _is_moved(tensor, other):
+    """Whether another tensor at rest stands for the values of a tensor at rest, in the same format, on any device."""
+    if not (isinstance(tensor, Resharded) and isinstance(other, Resharded)) or other.dtype != tensor.dtype:
+        return False
+    share, others = vars(tensor)[_SHARE], vars(other)[_SHARE]
+    return (share.unit, share.name) == (others.unit, others.name) and not share.is_copy
 
 
 def _values(arguments):
@@ -285,7 +300,25 @@ def _with_rest(kind):
     return type(kind)(f"{kind.__name__}Resharded", (Resharded, kind), {"gathered_class": kind})
 
 
-def stands_for(tensor: torch.Tensor) -> Optional[Tuple[Any, str]]:
+class OnFirstRank(torch.Tensor):
+    """An entry of a state dict of which another rank has the values. It is on the meta device.
+
+    So each rank may prepare a state dict as the first one does, which saves it.
+    """
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(
+            "with compile.shard_parameters only rank 0 gets the values of a state dict, and another rank was to save "
+            "it; save it on rank 0 alone"
+        )
+
+
+def on_first_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns what stands in a state dict for a tensor at rest whose values the first rank has."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(OnFirstRank)
+
+
+def stands_for(tensor: Any) -> Optional[Tuple[Any, str]]:
     """Returns the unit and the name of the parameter for whose values a tensor at rest stands, or None."""
     share = vars(tensor)[_SHARE] if isinstance(tensor, Resharded) else None
     return None if share is None or share.is_copy else (share.unit(), share.name)
@@ -294,6 +327,12 @@ def stands_for(tensor: torch.Tensor) -> Optional[Tuple[Any, str]]:
 def mark_resharded(parameter: torch.Tensor, name: str, unit: Gatherable) -> None:
     """Makes a parameter raise an error when it is read. ``name`` is the parameter's, for errors."""
     _put_to_rest(parameter, _Share(name, unit))
+
+
+def keep_owner(parameter: torch.Tensor, *owners: Any) -> None:
+    """Has a parameter at rest keep objects alive."""
+    if isinstance(parameter, Resharded):
+        vars(parameter)[_SHARE].kept = owners
 
 
 def unmark(parameter: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's engine calls to keep parameters on the host until they are sharded, and to save a checkpoint."""
+"""What DeepSpeed calls to keep parameters on the host until they are sharded, and to save them."""
 
 import itertools
-from typing import TYPE_CHECKING, Any, Dict
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
 
 import torch
 
@@ -12,10 +12,40 @@ from deepspeed.accelerator import get_accelerator
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ..subclasses.calls import BROADCAST_LATER
-from .at_rest import Resharded
+from .at_rest import Resharded, on_first_rank, stands_for
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from .sharded_blocks import ShardedBlocks
+
+
+def take_from_other_engines(engine: "DeepSpeedEngine") -> None:
+    """Called on all ranks when an engine begins. Makes parameters whole that another engine has sharded.
+
+    That engine trains on with whole parameters, unless it was destroyed.
+
+    Raises:
+        ValueError: if both engines are to train the parameters.
+    """
+    owners = (owner_of(parameter) for parameter in engine.module.parameters())
+    for owner in dict.fromkeys(owner for owner in owners if owner is not None):
+        if _trains(engine) and not owner.is_closed:
+            raise ValueError(
+                "another engine trains this model, and has sharded its parameters by compile.shard_parameters; "
+                "call destroy() of that engine first, on all ranks"
+            )
+        owner.give_up()
+
+
+def _trains(engine):
+    return engine.client_optimizer is not None or engine.optimizer_name() is not None
+
+
+def owner_of(item: Any) -> "Optional[ShardedBlocks]":
+    """Returns what gathers a tensor at rest. None for anything else."""
+    unit = (stands_for(item) or [None])[0]
+    return unit.owner() if unit is not None and unit.owner is not None else None
 
 
 def move_to_device(engine: "DeepSpeedEngine") -> None:
@@ -28,9 +58,8 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
         ValueError: if parameters that are to be sharded are on the meta device, or if there are no blocks.
     """
     module, stays = engine.module, []
-    trains = engine.client_optimizer is not None or engine.optimizer_name() is not None
     shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_parameters
-    if shards and trains and engine.zero_optimization_stage() in (1, 2):
+    if shards and _trains(engine) and engine.zero_optimization_stage() in (1, 2):
         _refuse_meta(module)
         stays = _to_be_sharded(engine)
     if not stays:
@@ -85,6 +114,24 @@ def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[s
 
     sharded = sharded_blocks(engine)
     return state_dict if sharded is None else sharded.with_values(state_dict)
+
+
+def cloned(items: Dict[str, Any], device: torch.device, clone: Callable[[Any, torch.device], Any]) -> Dict[str, Any]:
+    """Called by ``clone_tensors_for_torch_save()``, by which trainers take a model's weights, with a dict. Clones it.
+
+    If the dict has parameters at rest, all ranks must call this. The first rank gets their values, and others tensors
+    on the meta device, which have none.
+    """
+    at_rest: Dict[Any, Dict[str, Any]] = {}
+    for key, item in items.items():
+        owner = owner_of(item)
+        if owner is not None:
+            at_rest.setdefault(owner, {})[key] = item
+    found: Dict[str, Any] = {}
+    for owner, its_items in at_rest.items():
+        for key, value in owner.with_values(its_items).items():
+            found[key] = on_first_rank(value) if isinstance(value, Resharded) else value.to(device)
+    return {key: found[key] if key in found else clone(item, device) for key, item in items.items()}
 
 
 def place_of(parameter: torch.Tensor) -> int:

@@ -13,6 +13,13 @@ EDITS = (
     ),
     (
         ENGINE,
+        "parameters that another engine has sharded",
+        "        is_zero_init_model = self.zero_optimization_partition_weights() and any(\n",
+        "        shard_parameters.take_from_other_engines(self)\n"
+        "        is_zero_init_model = self.zero_optimization_partition_weights() and any(\n",
+    ),
+    (
+        ENGINE,
         "move of the module to the device",
         "            self.module.to(self.device)\n\n        # MoE related initialization\n",
         "            shard_parameters.move_to_device(self)\n\n        # MoE related initialization\n",
@@ -35,5 +42,13 @@ EDITS = (
         "shared parameters of a checkpoint",
         "param.ds_id if is_zero3_model else param.data_ptr()",
         "param.ds_id if is_zero3_model else shard_parameters.place_of(param)",
+    ),
+    # Trainers take the weights that they save from here.
+    (
+        "deepspeed/checkpoint/utils.py",
+        "clones of a module's state dict",
+        "return type(item)({k: clone_tensors_for_torch_save(v, device) for k, v in item.items()})",
+        "from deepspeed.compile.features.shard_parameters import calls as shard_parameters\n"
+        "        return type(item)(shard_parameters.cloned(item, device, clone_tensors_for_torch_save))",
     ),
 )

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import time
 import weakref
 from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
 
@@ -39,6 +40,12 @@ LENT = (
     "sharded by compile.shard_parameters"
 )
 
+AWAITED = (
+    "rank {} has waited {:.0f} s for others: with compile.shard_parameters all ranks must save a model, or take its "
+    "state dict to save it, together, and rank 0 alone gets the values"
+)
+PATIENCE = 20.0  # seconds before a rank says that
+
 HIDDEN = (
     "rank {} ran no block in a call of {} whose output hides its tensors from torch; where other ranks ran blocks in "
     "that call, they wait in its backward until this rank's backward ends, or to the time-out if it has none: return "
@@ -56,6 +63,9 @@ class ShardedBlocks:
         blocks: its blocks.
         trained: the parameters that the optimizer has.
         process_group, device: as for :class:`Unit`.
+
+    Attributes:
+        is_closed: whether the engine was destroyed.
     """
 
     def __init__(
@@ -136,7 +146,7 @@ class ShardedBlocks:
         self._lent: List[Unit] = []
         self._has_warned = self._has_warned_of_hidden = False
         self._all_gathered = 0
-        self._is_closed = False
+        self.is_closed = False
 
     def _units_without_gradient(self, caller, called):
         """Counts the units of blocks before the first trained parameter of a module that calls blocks."""
@@ -374,7 +384,7 @@ class ShardedBlocks:
 
     def gather_for_backward(self, unit: Unit, schedule: Optional[GatherOrder] = None) -> None:
         """Called when a backward reads a unit. ``schedule``: the pass in which what it reads was saved."""
-        if self._all_gathered or self._is_closed or (unit is self._read_last and unit.is_gathered):
+        if self._all_gathered or self.is_closed or (unit is self._read_last and unit.is_gathered):
             return
         if not in_backward():
             if unit.is_gathered:
@@ -391,7 +401,7 @@ class ShardedBlocks:
 
     def _backward_reaches(self, schedule):
         """Called when a backward comes to a pass."""
-        if self._all_gathered or self._is_closed:
+        if self._all_gathered or self.is_closed:
             return
         if self._backward is None or self._backward.forward is not schedule:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
@@ -460,7 +470,7 @@ class ShardedBlocks:
                 yield
         finally:
             self._all_gathered -= 1
-            if not self._all_gathered and not self._is_closed:
+            if not self._all_gathered and not self.is_closed:
                 for unit in self.units:
                     unit.is_used = True
                     self._reshard(unit)
@@ -487,7 +497,7 @@ class ShardedBlocks:
         self.end_backward()
         of_units: Dict[Unit, Dict[str, List[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
         for key, entry in state_dict.items():
-            stands = stands_for(entry) if isinstance(entry, torch.Tensor) else None
+            stands = stands_for(entry)
             if stands is not None:
                 unit, name = stands
                 of_units[unit][name].append(key)
@@ -495,24 +505,53 @@ class ShardedBlocks:
             if unit not in of_units:
                 continue
             unit.start_gather()
+            self._await_others(unit)
             unit.finish_gather()
             if torch.distributed.get_rank() == 0:
                 for name, keys in of_units[unit].items():
-                    values = unit.parameter(name).detach()
-                    state_dict.update(dict.fromkeys(keys, values.clone() if values.is_cpu else values.cpu()))
+                    state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.parameter(name))))
             self._reshard(unit)
         return state_dict
 
+    def _await_others(self, unit):
+        """Says so if ranks that must gather a unit with this one do not come."""
+        until = time.monotonic() + PATIENCE
+        while not unit.have_all_come():
+            if time.monotonic() > until:
+                # Each rank that waits says it.
+                logger.warning(AWAITED.format(torch.distributed.get_rank(), PATIENCE))
+                return
+            time.sleep(0.001)
+
+    def give_up(self) -> None:
+        """Gathers all parameters for good. All ranks call it."""
+        self.end_backward()
+        for unit in self.units:
+            unit.start_gather()
+            unit.finish_gather()
+        # Nothing reshards them any more.
+        self._all_gathered += 1
+        self._lent.clear()
+
     def close(self) -> None:
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
-        self._is_closed = True
+        self.is_closed = True
         if self.around is not None:
             self.around.remove_hooks()
+        for unit in self.units:
+            # Where parameters have their values from once the engine is gone, if another engine is made of them.
+            unit.keep(self)
         if any(not unit.is_gathered for unit in self.units):
             logger.warning(
-                "The engine is destroyed, and parameters stay sharded, so the model cannot be used; destroy "
-                "the engine within `with unsharded_parameters(engine):` to use it"
+                "The engine is destroyed, and parameters stay sharded, so the model cannot be used but by another "
+                "engine; destroy the engine within `with unsharded_parameters(engine):` to use it"
             )
+
+
+def _copy_on_host(tensor):
+    # In a function, whose variables are gone when the unit is resharded: a view would keep its memory.
+    values = tensor.detach()
+    return values.clone() if values.is_cpu else values.cpu()
 
 
 def _any_requires_grad(args, kwargs):

@@ -26,7 +26,7 @@ from ...zero_1_and_2.messages import warn
 from ..overlap_gather.gather import grouped
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
-from .at_rest import mark_resharded, unmark
+from .at_rest import keep_owner, mark_resharded, unmark
 from .partitions import Home, TrainedPart
 
 if TYPE_CHECKING:
@@ -233,6 +233,10 @@ class Unit:
             self._stream, self._target = get_accelerator().current_stream(), self._buffer
         self._send()
 
+    def have_all_come(self) -> bool:
+        """Whether all ranks have come to the gather that was started."""
+        return self._compared is None or self._compared.is_completed()
+
     def _send(self):
         works: List[Any] = []
         with collective(PURPOSE):
@@ -338,6 +342,11 @@ class Unit:
         for name in self._places:
             unmark(self._parameters[name])
 
+    def keep(self, owner: Owner) -> None:
+        """Has parameters at rest keep the unit, and who gathers it, as long as they live."""
+        for name in self._places:
+            keep_owner(self._parameters[name], owner, self)
+
     def free(self) -> None:
         """Frees the memory of a unit that is not gathered, unless others have views of it."""
         storage = self._buffer.untyped_storage()
@@ -394,7 +403,7 @@ class Unit:
         moved = [place for place in self._all_places() if not self._is_in_place(place)]
         for place in moved:
             memory = self._memory_of(place)
-            if torch.equal(memory, place.tensor.detach()):
+            if memory.device == place.tensor.device and torch.equal(memory, place.tensor.detach()):
                 place.tensor.data = memory
                 continue
             self._take_in(place)
