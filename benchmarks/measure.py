@@ -97,6 +97,7 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
         trainer.trace_step(trace)
     of_rank = {
         "setup_s": trainer.setup_s,
+        "setup_peak": trainer.setup_peak,
         "first_step_s": seconds[0],
         "step_s": statistics.median(seconds[settings.warm :]),
         "phases_s": {name: statistics.median(each[settings.warm :]) for name, each in phase_seconds.items()},

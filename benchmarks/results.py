@@ -16,6 +16,7 @@ class RankResult(TypedDict):
 
     Attributes:
         setup_s: for building the model and wrapping it in the system.
+        setup_peak: the most of the device that was allocated meanwhile. None on a CPU.
         first_step_s: the first step, which compiles.
         step_s: the median of the steps that count.
         phases_s: "forward", "backward" or "step" -> the median of its seconds in the steps that count, of all
@@ -31,6 +32,7 @@ class RankResult(TypedDict):
     """
 
     setup_s: float
+    setup_peak: int | None
     first_step_s: float
     step_s: float
     phases_s: dict[str, float]
@@ -174,6 +176,8 @@ def describe(result: Result) -> str:
         kept += f", {run['shard']} parameters of blocks sharded"
     if run.get("keep") is not None:
         kept += f", {run['keep']} blocks kept whole"
+    if run.get("model_on", "device") != "device":
+        kept += ", from the host" + (" of the first rank" if run["model_on"] == "meta" else "")
     adam = f"with {run['states']} states" if run.get("states") else adam
     adam += ", masters as remainders" if run.get("remainders") else ""
     return (

@@ -37,6 +37,8 @@ class Settings:
         lora: the rank of adapters at every linear layer of the blocks; all else is frozen. None: all is trained.
         shard: which parameters of the blocks DeepCompile shards, "frozen" or "all" (``shard_parameters``); None: none.
         keep: how many blocks stay whole until their backward, or "fit" (``keep_gathered``); None: as by default.
+        model_on: where the model is before the system has it: on the "device", on the "host", or on the "meta" device
+            on all ranks but the first, and there on the host.
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
         overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
         chunked_loss: whether DeepCompile computes the loss in chunks of logits, "on", "off" or by "size"; None: as by
@@ -72,6 +74,7 @@ class Settings:
     lora: int | None = None
     shard: str | None = None
     keep: int | str | None = None
+    model_on: str = "device"
     one_graph: bool = False
     overlap_gather: bool = False
     chunked_loss: str | None = None
@@ -137,6 +140,11 @@ def parse_command_line(description: str) -> CommandLine:
     parser.add_argument("--shard", choices=("frozen", "all"), help="DeepCompile's shard_parameters")
     parser.add_argument("--keep", type=_blocks, help="DeepCompile's keep_gathered: a number of blocks, or fit")
     parser.add_argument(
+        "--model-on",
+        choices=("device", "host", "meta"),
+        help="where the model is before DeepSpeed has it; meta: on the host of the first rank, on others on meta",
+    )
+    parser.add_argument(
         "--one-graph", action="store_true", default=None, help="DeepCompile with one graph for the whole model"
     )
     parser.add_argument(
@@ -182,6 +190,10 @@ def parse_command_line(description: str) -> CommandLine:
         parser.error("--shard frozen goes with --lora; without it no parameter is frozen")
     if settings.shard == "all" and (settings.overlap_gather or settings.one_graph):
         parser.error("--shard all goes with neither --overlap-gather nor --one-graph")
+    if settings.model_on != "device" and (settings.is_fsdp2 or settings.system == "ddp" or settings.float8):
+        parser.error("--model-on goes with DeepSpeed, without --float8")
+    if settings.model_on == "meta" and not settings.shard:
+        parser.error("--model-on meta goes with --shard")
     if settings.stage == 3 and settings.system != "zero":
         parser.error("--stage 3 goes with --system zero")
     if settings.chunked_loss and settings.system != "deepcompile":

@@ -98,6 +98,7 @@ class Trainer:
         batches: this rank's.
         system: which holds the model.
         setup_s: seconds that building the model and wrapping it in the system took.
+        setup_peak: the most bytes of the device that this took; None on a CPU.
     """
 
     def __init__(self, settings: Settings, device: str):
@@ -106,7 +107,9 @@ class Trainer:
         shape = dataclasses.replace(shape, num_hidden_layers=settings.layers or shape.num_hidden_layers)
         dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
         began = time.perf_counter()
-        model = build_model(shape, dtype, device, settings.checkpoint)
+        if on_gpus():
+            torch.cuda.reset_peak_memory_stats()
+        model = build_model(shape, dtype, self._where(), settings.checkpoint, drawn_on=device)
         if settings.float8:
             multiply_in_float8(model, settings.float8, settings.float8_gather)
         if settings.lora:
@@ -116,12 +119,19 @@ class Trainer:
         self.batches = Batches(shape.vocab_size, settings.micro_batch, settings.seq, dist.get_rank(), device)
         self.system = make_system(settings, model)
         self.setup_s = time.perf_counter() - began
+        self.setup_peak = torch.cuda.max_memory_allocated() if on_gpus() else None
         self._drawn = 0  # batches so far
         if on_gpus():
             # The memory that setting up took must not count as memory that training takes.
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+    def _where(self):
+        """Returns the device on which this rank's model is made."""
+        if self.settings.model_on == "device":
+            return str(self.device)
+        return "cpu" if self.settings.model_on == "host" or dist.get_rank() == 0 else "meta"
 
     def train_step(
         self, around: Callable[[str], AbstractContextManager] = contextlib.nullcontext

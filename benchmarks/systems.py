@@ -89,10 +89,14 @@ class DeepSpeed:
 
     def __init__(self, settings: Settings, model: torch.nn.Module):
         import deepspeed
+        from deepspeed.accelerator import get_accelerator
 
         budget = settings.activation_budget
         in_engine = settings.states is not None and settings.system == "deepcompile"
         muon = settings.optimizer == "muon"
+        if settings.model_on != "device" and settings.system == "deepcompile":
+            # Engines of models on the host may compile themselves.
+            get_accelerator().set_compile_backend(settings.backend)
         params = {"muon_lr": settings.learning_rate, "adam_lr": settings.learning_rate}
         self._engine = deepspeed.initialize(
             model=model,

@@ -75,6 +75,7 @@ ROWS = [
     Row("forward", lambda r: highest(r, "phases_s", "forward"), SECONDS),
     Row("backward", lambda r: highest(r, "phases_s", "backward"), SECONDS),
     Row("norm, optimizer and gather", lambda r: highest(r, "phases_s", "step"), SECONDS),
+    Row("peak of the set-up", lambda r: highest(r, "setup_peak"), BYTES),
     Row("after the forward", lambda r: highest(r, "phases", "forward", "after"), BYTES),
     Row("peak of the forward", lambda r: highest(r, "phases", "forward", "peak"), BYTES),
     Row("peak of the backward", lambda r: highest(r, "phases", "backward", "peak"), BYTES),

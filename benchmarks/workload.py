@@ -7,9 +7,11 @@ import dataclasses
 import re
 import sysconfig
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,23 @@ SHAPES = {
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-def build_model(shape: Shape, dtype: torch.dtype, device: str, checkpoint: bool) -> torch.nn.Module:
+class _DrawnOn(TorchFunctionMode):
+    """Within it, random values are drawn on a device for tensors elsewhere, so that they are those of the device."""
+
+    def __init__(self, device: str):
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function not in (torch.Tensor.normal_, torch.Tensor.uniform_) or args[0].is_meta:
+            return function(*args, **(kwargs or {}))
+        drawn = function(torch.empty_like(args[0], device=self._device), *args[1:], **(kwargs or {}))
+        return args[0].copy_(drawn)
+
+
+def build_model(
+    shape: Shape, dtype: torch.dtype, device: str, checkpoint: bool, drawn_on: str | None = None
+) -> torch.nn.Module:
     """Returns a causal language model whose weights are the same on every rank, for every system.
 
     Args:
@@ -48,6 +66,7 @@ def build_model(shape: Shape, dtype: torch.dtype, device: str, checkpoint: bool)
         dtype: in which the weights are drawn.
         device: on which the weights lie.
         checkpoint: whether every layer keeps only its input and computes the rest again in the backward.
+        drawn_on: on which device the weights are drawn, one after the other, if they are to lie elsewhere.
     """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -56,7 +75,7 @@ def build_model(shape: Shape, dtype: torch.dtype, device: str, checkpoint: bool)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
+        with torch.device(device), _DrawnOn(drawn_on) if drawn_on not in (None, device) else nullcontext():
             model = Qwen3ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)

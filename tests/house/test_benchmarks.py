@@ -100,6 +100,17 @@ def test_operations_of_a_token(package, changed, checkpoint, lora, apart):
     assert counter.get_total_flops() - SEQ * package("flops").per_token(model, SEQ) == apart(shape)
 
 
+def test_weights_that_are_drawn_elsewhere(package):
+    """A model that starts on the host would have other weights, so its losses could not be compared."""
+    pytest.importorskip("transformers", reason="the benchmark needs transformers: requirements/benchmarks.txt")
+    workload = package("workload")
+    here, elsewhere = (
+        workload.build_model(workload.SHAPES["tiny"], torch.bfloat16, "cpu", False, drawn_on)
+        for drawn_on in (None, "cpu:0")
+    )
+    assert all(map(torch.equal, here.parameters(), elsewhere.parameters()))
+
+
 def result_of(device="NVIDIA H200", **run):
     """Returns what a table reads of a result, for a step of 0.5 s."""
     settings = {"system": "fsdp2-kept", "shape": "tiny", "layers": None, "dtype": "bf16", "seq": 4096, "lora": None}

@@ -2,17 +2,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """What DeepSpeed calls to keep parameters on the host until they are sharded, and to save them."""
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
 
 import torch
 
+import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
+from ...zero_1_and_2.messages import inform
 from ..subclasses.calls import BROADCAST_LATER
 from .at_rest import Resharded, on_first_rank, stands_for
+from .from_host import give_values, is_cut, make_optimizer
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -51,34 +56,25 @@ def owner_of(item: Any) -> "Optional[ShardedBlocks]":
 def move_to_device(engine: "DeepSpeedEngine") -> None:
     """Called when an engine begins. Moves the module to the engine's device.
 
-    With ``compile.shard_parameters``, the frozen parameters of blocks that are on the host stay there until they are
-    sharded, so the model need not fit on one device.
+    With ``compile.shard_parameters``, parameters that will be sharded and are on the host stay there, so the model
+    need not fit on one device: frozen ones until their block is sharded, trained ones until the optimizer is made. On
+    ranks other than the first the model may be on the meta device.
 
     Raises:
-        ValueError: if parameters that are to be sharded are on the meta device, or if there are no blocks.
+        ValueError: if no rank has the values of a parameter, or if there are no blocks.
     """
     module, stays = engine.module, []
     shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_parameters
     if shards and _trains(engine) and engine.zero_optimization_stage() in (1, 2):
-        _refuse_meta(module)
+        give_values(module, torch.device(engine.device))
         stays = _to_be_sharded(engine)
+    stay = {id(parameter) for parameter in stays}
     if not stays:
         module.to(engine.device)
-        return
-    stay = {id(parameter) for parameter in stays}
-    module._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
+    else:
+        module._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
     for parameter in stays:
         setattr(parameter, BROADCAST_LATER, True)
-
-
-def _refuse_meta(module):
-    for name, parameter in module.named_parameters():
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name} is on the meta device, so compile.shard_parameters has no values to shard; load "
-                "the model on the host before deepspeed.initialize(), which leaves the blocks' frozen parameters "
-                "there until each rank takes its part"
-            )
 
 
 def _to_be_sharded(engine):
@@ -94,12 +90,37 @@ def _to_be_sharded(engine):
     if error is not None:
         raise error
     frozen = itertools.chain.from_iterable(frozen_of_blocks(engine.module, chosen_blocks(request)[0], []))
-    return [parameter for parameter in frozen if is_elsewhere(parameter, torch.device(engine.device))]
+    # A single rank keeps all. With a caller's own groups, these do not say yet how many ranks share parameters.
+    shards_all = request.options.shard_parameters == "all" and engine.mpu is None and dist.get_world_size() > 1
+    trained = (parameter for parameter in engine.module.parameters() if shards_all and parameter.requires_grad)
+    device = torch.device(engine.device)
+    return [parameter for parameter in itertools.chain(frozen, trained) if is_elsewhere(parameter, device)]
 
 
 def is_elsewhere(parameter: torch.nn.Parameter, device: torch.device) -> bool:
     """Whether a parameter is not on ``device``."""
     return parameter.device.type != device.type
+
+
+def optimizer_of(engine: "DeepSpeedEngine") -> Callable[..., DeepSpeedZeroOptimizer]:
+    """Called when an engine makes its ZeRO-1/2 optimizer. Returns what makes it."""
+    cuts = any(map(is_cut, engine.module.parameters()))
+    return functools.partial(make_optimizer, engine.module) if cuts else DeepSpeedZeroOptimizer
+
+
+def shard_at_once(engine: "DeepSpeedEngine") -> None:
+    """Called at the end of ``deepspeed.initialize()``. Compiles an engine whose optimizer has cut parameters.
+
+    The module has no values of these, so nothing may come before they are sharded: no forward, and no loading.
+    """
+    if not any(map(is_cut, engine.module.parameters())):
+        return
+    backend = get_accelerator().get_compile_backend()
+    inform(
+        f"DeepCompile compiles the engine with backend '{backend}' in deepspeed.initialize(), because "
+        "compile.shard_parameters has cut a model on the host"
+    )
+    engine.compile(backend=backend)
 
 
 def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[str, Any]:

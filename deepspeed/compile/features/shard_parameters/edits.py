@@ -26,6 +26,28 @@ EDITS = (
     ),
     (
         ENGINE,
+        "class of the ZeRO-1/2 optimizer",
+        "            Stage1And2ZeroOptimizer = DeepSpeedZeroOptimizer if not self.zenflow else ",
+        "            Stage1And2ZeroOptimizer = shard_parameters.optimizer_of(self) if not self.zenflow else ",
+    ),
+    # The anchor is a line that setup.py itself has put there.
+    (
+        ENGINE,
+        "sharding at the end of deepspeed.initialize()",
+        "        deepcompile.check(self)\n",
+        "        deepcompile.check(self)\n        shard_parameters.shard_at_once(self)\n",
+    ),
+    # The copy in another dtype would be a second one, of a whole partition.
+    (
+        "deepspeed/runtime/zero/stage_1_and_2.py",
+        "copy of a partition to the master weights",
+        "weights_partition = self.parallel_partitioned_bit16_groups[i][partition_id].detach().clone().to(\n"
+        "                device=self.device, dtype=self.master_weights_and_grads_dtype)",
+        "weights_partition = self.parallel_partitioned_bit16_groups[i][partition_id].detach().to(\n"
+        "                device=self.device, dtype=self.master_weights_and_grads_dtype, copy=True)",
+    ),
+    (
+        ENGINE,
         "values of a module's state dict",
         "            sd = remove_random_ltd_state_dict(sd)\n        return sd\n",
         "            sd = remove_random_ltd_state_dict(sd)\n        return shard_parameters.with_values(self, sd)\n",

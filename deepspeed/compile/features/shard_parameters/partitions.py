@@ -9,14 +9,14 @@ that tensor always. If a parameter has several owners, each of them has memory f
 
 import bisect
 import weakref
-from typing import TYPE_CHECKING, Any, Iterator, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
 
 import deepspeed.comm as dist
 
-from ...zero_1_and_2.gradient.layout import flat_layout, partition_offset
+from ...zero_1_and_2.gradient.layout import flat_layout, partition, partition_offset
 from ..overlap_gather.runs import runs
 
 if TYPE_CHECKING:
@@ -31,44 +31,70 @@ class Home:
     """The parameters of one group that lie on this rank always: those of which it owns anything.
 
     Args:
-        optimizer: a ZeRO-1/2 optimizer.
-        group: the number of the parameter group.
+        partition: elements of the flat tensor that this rank owns.
+        spans: elements [first, last) of the flat tensor in which each parameter of the group lies.
+        size: bytes of an element.
 
     Attributes:
-        partition: elements of the flat tensor that this rank owns.
+        partition: as above.
         extent: these, and the rest of parameters that have other owners too.
-        size: bytes of an element.
-        memory: of ``extent``, as bytes. None before :meth:`take_over`.
+        size: as above.
+        memory: of ``extent``, as bytes. None before :meth:`allocate` or :meth:`take_over`.
     """
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", group: int):
-        first = partition_offset(optimizer, group)
-        self.partition = range(first, first + int(optimizer.partition_size[group]))
-        lying = [(first, first + parameter.numel()) for parameter, first in flat_layout(optimizer, group)]
-        inside = [span for span in lying if self.has_any(*span)]
+    def __init__(self, partition: range, spans: Iterable[Tuple[int, int]], size: int):
+        self.partition, self.size = partition, size
+        inside = [span for span in spans if self.has_any(*span)]
         self.extent = range(
-            min([self.partition.start, *(first for first, _ in inside)]),
-            max([self.partition.stop, *(last for _, last in inside)]),
+            min([partition.start, *(first for first, _ in inside)]),
+            max([partition.stop, *(last for _, last in inside)]),
         )
-        self.size = optimizer.bit16_groups_flat[group].element_size()
         self.memory: Optional[torch.Tensor] = None
         self._begins: List[int] = []
         self._users: List[Tuple[Any, Any]] = []
+
+    @classmethod
+    def of(cls, optimizer: "DeepSpeedZeroOptimizer", group: int) -> "Home":
+        """Returns the home of a parameter group of an optimizer."""
+        first = partition_offset(optimizer, group)
+        spans = [(first, first + parameter.numel()) for parameter, first in flat_layout(optimizer, group)]
+        size = optimizer.bit16_groups_flat[group].element_size()
+        return cls(range(first, first + int(optimizer.partition_size[group])), spans, size)
 
     def has_any(self, first: int, last: int) -> bool:
         """Whether this rank owns any of the elements [first, last)."""
         return first < last and first < self.partition.stop and last > self.partition.start
 
-    def take_over(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> torch.Tensor:
-        """Copies what lies in ``extent`` from the flat tensor. Returns the partition."""
-        flat, (first, last) = optimizer.bit16_groups_flat[group], (self.extent.start, self.extent.stop)
-        before = first * self.size % ALIGN_BYTES // self.size
-        memory = torch.zeros(before + last - first, dtype=flat.dtype, device=flat.device)
-        there = min(last, flat.numel())
-        memory[before : before + there - first].copy_(flat[first:there])
-        self.memory = memory[before:].view(torch.uint8)
-        begin = before + self.partition.start - first
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Makes the memory, of zeros. Returns the partition, which lies there."""
+        return self._lie_in(torch.zeros(self._before + len(self.extent), dtype=dtype, device=device))
+
+    @property
+    def _before(self):
+        """Elements between the beginning of the memory and ``extent``."""
+        return self.extent.start * self.size % ALIGN_BYTES // self.size
+
+    def _lie_in(self, memory):
+        self.memory = memory[self._before :].view(torch.uint8)
+        begin = self._before + self.partition.start - self.extent.start
         return memory[begin : begin + len(self.partition)]
+
+    def write(self, first: int, values: torch.Tensor) -> None:
+        """Writes elements of the flat tensor from ``first`` on, as far as they lie here. ``values``: 1-D."""
+        begin, end = max(first, self.extent.start), min(first + values.numel(), self.extent.stop)
+        if begin < end:
+            self.bytes_of(begin, end).copy_(values[begin - first : end - first].view(torch.uint8))
+
+    def take_over(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> torch.Tensor:
+        """Copies what lies in ``extent`` from the flat tensor, unless it lies here already. Returns the partition."""
+        flat, own = optimizer.bit16_groups_flat[group], partition(optimizer, group)
+        storage = own.untyped_storage()
+        if storage._cdata != flat.untyped_storage()._cdata:
+            # `from_host.py` has made the optimizer, and the memory by allocate().
+            return self._lie_in(own.as_strided((storage.nbytes() // self.size,), (1,), 0))
+        own = self.allocate(flat.dtype, flat.device)
+        self.write(self.extent.start, flat[self.extent.start : self.extent.stop])
+        return own
 
     def span(self, first: int, last: int) -> Tuple[int, int]:
         """Returns where elements [first, last) of the flat tensor lie in the memory, in bytes."""
@@ -109,7 +135,7 @@ class Partitions:
     def __init__(self, optimizer: "DeepSpeedZeroOptimizer"):
         self._optimizer = weakref.ref(optimizer)
         self._own: List[torch.Tensor] = []
-        self.homes = [Home(optimizer, group) for group in range(len(optimizer.bit16_groups_flat))]
+        self.homes = [Home.of(optimizer, group) for group in range(len(optimizer.bit16_groups_flat))]
 
     def take_over(self) -> None:
         """Copies what lies here into tensors of their own."""
@@ -202,6 +228,8 @@ class TrainedPart:
                     yield Lying(parameter, *home.span(first, last), home)
                 else:
                     message = next(each for each in self._messages if each.group == group and first < each.last)
+                    # Nothing of it lies here always.
+                    assert message.begin is not None
                     begin = message.begin + (first - message.first) * home.size
                     yield Lying(parameter, begin, begin + (last - first) * home.size, None)
 

@@ -175,6 +175,8 @@ class ShardedBlocks:
             unit.shard()
         if self.outside is not None:
             self.outside.take_in()
+            # What was cut from the host has come to its owners alone.
+            self.outside.refresh()
         if self.partitions is not None:
             self.partitions.give_up_flat()
 

@@ -167,30 +167,40 @@ class Unit:
     def shard(self) -> None:
         """Moves the parameters into the buffer, keeps this rank's part of it, and reshards it.
 
-        Parameters that DeepSpeed has not broadcast, because they are on the host, get the first rank's values. A
-        single rank keeps the parameters where they are, on its device.
+        A single rank keeps the parameters where they are, on its device.
         """
-        on_host = [parameter for parameter in self._parameters.values() if vars(parameter).pop(BROADCAST_LATER, False)]
         if not self._is_shared:
-            for tensor in plain_tensors(on_host):
+            for tensor in plain_tensors(self._parameters[name] for name in self._take_marks()):
                 tensor.data = tensor.data.to(self._device)
             return
         self.take_in()
-        if on_host:
-            with collective(PURPOSE):
-                frozen = self._buffer[: self._frozen_bytes]
-                dist.broadcast(frozen, src=dist.get_global_rank(self._group, 0), group=self._group)
         self.is_used = True
         self.reshard()
 
+    def _take_marks(self):
+        """Returns the names of the parameters that were on the host, and forgets that they were."""
+        return {name for name, each in self._parameters.items() if vars(each).pop(BROADCAST_LATER, False)}
+
     def take_in(self) -> None:
-        """Moves the parameters into the buffer and this rank's partition."""
+        """Moves the parameters into the buffer and this rank's partition.
+
+        DeepSpeed has not broadcast parameters that were on the host. Frozen ones get the first rank's values here.
+        Trained ones have none: ``from_host.py`` has cut them, and their values lie with their owners.
+        """
         self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=self._device)
         self._set_buffer(torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device))
+        from_host = self._take_marks()
         for place in self._all_places():
             if place.home is not None:
                 place.home.note(self, place)
-            self._take_in(place)
+            if place.is_trained and place.name in from_host:
+                place.tensor.data = self._memory_of(place)
+            else:
+                self._take_in(place)
+        if any(not self.trains(name) for name in from_host):
+            with collective(PURPOSE):
+                frozen = self._buffer[: self._frozen_bytes]
+                dist.broadcast(frozen, src=dist.get_global_rank(self._group, 0), group=self._group)
 
     def _name_of(self, parameter):
         return next(name for name, other in self._parameters.items() if other is parameter)

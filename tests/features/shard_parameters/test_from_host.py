@@ -1,0 +1,237 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""A model that starts on the host is cut there: it trains to the same bits, and no device ever has it whole."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.compile.features.shard_parameters import calls, feature, unsharded_parameters
+from deepspeed.compile.features.shard_parameters.at_rest import Resharded
+
+from support.frozen import MODELS, Body, Tied
+from support.ids import vary
+from support.models import VOCABULARY, Block
+from support.options import outcome
+from support.training import Case, batch, compile_backend, device, make_engine, make_optimizer
+
+SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "all"}}
+SLOW = pytest.mark.slow
+
+
+class BufferedBody(Body):
+    """Has a buffer that no state dict has, as rotary embeddings have."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 12), persistent=False)
+
+    def forward(self, ids, skip=False):
+        x = self.embedding(ids)
+        return self.run(x * self.scale.to(x.dtype), skip)
+
+
+class Buffered(Tied):
+    of_body = BufferedBody
+
+
+@contextlib.contextmanager
+def on_the_host(little_memory=False):
+    """Within it, a CPU counts as a device, where no parameter is yet; and as one that has no room for flat tensors."""
+    memory = (lambda *_: 0) if little_memory else get_accelerator().available_memory
+    with (
+        mock.patch.object(calls, "is_elsewhere", lambda *_: True),
+        mock.patch.object(get_accelerator(), "available_memory", memory),
+        compile_backend("eager"),
+    ):
+        yield
+
+
+def build(model, start, trained):
+    """Returns a model. Where it starts on the host, only the first rank has the values with which it will train."""
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    torch.manual_seed(0 if start == "device" else rank)
+    with torch.device("meta") if start == "meta" and rank else contextlib.nullcontext():
+        module = {**MODELS, "buffered": Buffered}[model]()
+    for index, parameter in enumerate(module.parameters()):
+        parameter.requires_grad_(trained == "all" or index % 3 > 0)
+    return module.to(device()) if start == "device" else module
+
+
+def train(model, start, trained="all", shard="all", left_out=0, again="", **case):
+    """Trains three steps; returns losses, masters, parameters and buffers. ``again``: from a checkpoint there."""
+    module = build(model, start, trained)
+    config = {"compile": {**SHARDED["compile"], "shard_parameters": shard, "deepcompile": True}}
+    # Nobody compiles an engine that is to load first.
+    case = Case(config=config | case.pop("config", {}), **{"adam": True, "deepcompile": not again, **case})
+    optimizer = make_optimizer(module, case)
+    for group in optimizer.param_groups:
+        group["params"] = group["params"][left_out:]
+    with contextlib.nullcontext() if start == "device" else on_the_host(start == "little memory"):
+        engine = make_engine(module, case, optimizer=optimizer)
+    if again:
+        engine.load_checkpoint(again, tag="one")
+    results = []
+    for step in range(3):
+        for micro_step in range(engine.gradient_accumulation_steps()):
+            with compile_backend("eager"):
+                loss = engine(batch(step, micro_step, dist.get_rank(), 4))
+            engine.backward(loss)
+            engine.step()
+            results.append(loss.detach())
+    at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
+    results += [each.detach().clone() for each in engine.optimizer.single_partition_of_fp32_groups]
+    with unsharded_parameters(engine):
+        results += [each.detach().clone() for each in module.parameters()]
+        engine.destroy()
+    return [*results, *module.buffers()], at_rest
+
+
+def compare(model, start, **more):
+    (first, at_rest), (second, also_at_rest) = train(model, start, **more), train(model, "device", **more)
+    return all(torch.equal(*pair) for pair in zip(first, second, strict=True)) and at_rest == also_at_rest > 0
+
+
+ALL_CASES = [
+    {"stage": 2, "dtype": "bf16", "groups": 2},
+    {"stage": 1, "accumulation": 2, "trained": "some", "left_out": 2},
+    pytest.param({"stage": 2, "dtype": "bf16", "offloaded": True}, marks=SLOW),
+    pytest.param({"stage": 2, "dtype": "fp16", "adam": False}, marks=SLOW),
+    pytest.param({"stage": 2, "config": {"zero_optimization": {"round_robin_gradients": True}}}, marks=SLOW),
+]
+
+
+@vary("model", ["buffered", *(pytest.param(each, marks=SLOW) for each in ("reentrant", "itself"))])
+@vary("start", ["host", "meta", "little memory"])
+@vary("case", ALL_CASES)
+def test_it_trains_as_from_the_device(ranks, model, start, case):
+    """A rank would train what its own host has, or what memory held before, or a parameter that nobody brought."""
+    assert ranks(2).run(compare, model, start, **case) == [True, True]
+
+
+@vary("world", [3, pytest.param(4, marks=SLOW)])
+def test_several_owners(ranks, world):
+    """A parameter of several owners would lack what others own."""
+    assert ranks(world).run(compare, "buffered", "host", stage=2) == [True] * world
+
+
+def alone(start):
+    results, _ = train("buffered", start)
+    return results
+
+
+def test_a_single_rank(ranks):
+    """A single rank, which has nobody to gather from, would have parameters of no number."""
+    (first,), (second,) = (ranks(1).run(alone, start) for start in ("host", "device"))
+    assert all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+
+@vary("start", ["meta", pytest.param("host", marks=SLOW)])
+def test_frozen_parameters(ranks, start):
+    """With "frozen", adapters and frozen parameters of ranks on meta would stay without values."""
+    assert ranks(2).run(compare, "buffered", start, trained="some", shard="frozen") == [True, True]
+
+
+def resumed(folder):
+    module = build("buffered", "device", "all")
+    engine = make_engine(module, Case(config=SHARDED, adam=True))
+    engine.save_checkpoint(folder, tag="one")
+    with unsharded_parameters(engine):
+        engine.destroy()
+    return compare("buffered", "meta", again=folder)
+
+
+def test_a_checkpoint_before_the_first_forward(ranks, tmp_path):
+    """A checkpoint that is loaded before anything was sharded would be lost with the parameters of the host."""
+    assert ranks(2).run(resumed, str(tmp_path)) == [True, True]
+
+
+def without_values(everywhere):
+    with torch.device("meta") if everywhere or dist.get_rank() == 0 else contextlib.nullcontext():
+        module = MODELS["plain"]()
+    return outcome(make_engine, module, Case(config=SHARDED))
+
+
+@vary("everywhere", [False, True])
+def test_values_that_no_rank_has(ranks, everywhere):
+    """Ranks that have values would wait for the first, which has raised, until their time is up."""
+    for said in ranks(2).run(without_values, everywhere):
+        assert "parameter body.embedding.weight is on the meta device, so compile.shard_parameters has no" in said
+
+
+# Memory ------------------------------------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    """Its blocks are small beside the whole, and so is what is around them."""
+
+    def __init__(self, width=24, depth=16):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(x, self.embedding.weight).square().mean()
+
+
+class Watch(TorchDispatchMode):
+    """Finds the most bytes that storages have at a time, but for those in ``beside``."""
+
+    def __init__(self, beside):
+        super().__init__()
+        # Kept, so that no other storage gets the address of one of them.
+        self._beside = {each.untyped_storage()._cdata: each for each in beside}
+        self._known, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and not each.is_meta:
+                storage = each.untyped_storage()
+                if storage._cdata not in self._beside:
+                    self._known[storage._cdata] = StorageWeakRef(storage)
+        total = 0
+        for address, reference in list(self._known.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._known[address]
+            else:
+                total += storage.nbytes()
+        self.peak = max(self.peak, total)
+        return result
+
+
+def memory():
+    torch._dynamo.reset()
+    module = Deep().bfloat16()
+    numel = sum(each.numel() for each in module.parameters())
+    block = sum(each.nbytes for each in module.blocks[0].parameters())
+    # On a CPU, these are what the host has, and the rest is what a device would have.
+    with on_the_host(), Watch([each.detach() for each in module.parameters()]) as watch:
+        engine = make_engine(module, Case(config=SHARDED, adam=True, dtype="bf16", stage=2))
+        peak = watch.peak
+    outside = feature.sharded_blocks(engine).outside.nbytes
+    partition = sum(each.numel() for each in engine.optimizer.single_partition_of_fp32_groups)
+    assert partition <= 0.51 * numel
+    with unsharded_parameters(engine):
+        engine.destroy()
+    return peak, 6 * partition + outside + 2 * block
+
+
+def test_the_peak_of_the_set_up(ranks):
+    """A whole copy, a second copy of the partition, or gradients of zeros would be beside partition and masters."""
+    for peak, most in ranks(2).run(memory):
+        assert 0.9 * most < peak <= most
