@@ -72,7 +72,7 @@ def _peaks(forward, backward, at_rest, step=None):
 
 FSDP2 = {"system": "fsdp2", "reshard": False}
 CHECKPOINT, OFFLOAD, EIGHT_BIT = {"checkpoint": True}, {"offload": True}, {"eight_bit": True}
-FROZEN, SHARDED = {"shard_parameters": "frozen"}, {"shard_parameters": "all", "remainders": True}
+FROZEN = {"shard_parameters": "frozen"}
 
 MEASURED = [
     Measured(PERFORMANCE, "qwen3-8b", 2, _peaks(81.260, 82.451, 61.088, 68.718)),
@@ -106,8 +106,8 @@ MEASURED = [
     Measured(PERFORMANCE, "qwen3-8b", 1, _peaks(10.740, 11.931, 5.256), layers=8, mode=OFFLOAD),
     Measured(PERFORMANCE, "qwen3-8b", 2, {"peak": 17.127}, layers=8, accumulation=4, mode=OFFLOAD),
     Measured(PERFORMANCE, "qwen3-8b", 2, {"peak": 11.931}, layers=8, accumulation=4, mode=OFFLOAD | {"stage": 2}),
-    Measured(PERFORMANCE, "qwen3-8b", 2, _peaks(67.195, 68.385, 47.024, 54.653), mode=SHARDED),
-    Measured(PERFORMANCE, "qwen3-8b", 2, _peaks(49.435, 56.682, 47.024, 54.652), mode=SHARDED | CHECKPOINT),
+    # Not the runs with sharded parameters: they had embedding and head whole, as the fork had them then, which were
+    # reckoned within 0.05 %.
     Measured(PERFORMANCE, "qwen3-8b", 1, {"peak": 67.433, "at_rest": 46.072}, mode=EIGHT_BIT | {"remainders": True}),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 43.34}, layers=16, mode=EIGHT_BIT),
     Measured(PEOPLE, "qwen3-8b", 1, {"peak": 82.7}, mode=EIGHT_BIT),

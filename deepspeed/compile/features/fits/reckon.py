@@ -18,6 +18,7 @@ from ..blocks.choose_blocks import choose_blocks
 from ..blocks.parameters import by_block
 from ..eight_bit.blockwise import SIGNED, count_of_blocks
 from ..one_pass_adam.dynamic_map import BLOCK
+from ..shard_parameters.outside import large_outside, read_first, read_last
 from ..shard_parameters.sharded_blocks import MOST_GATHERED, frozen_of_blocks
 from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
@@ -163,8 +164,14 @@ class Subject:
         frozen = frozen_of_blocks(self.model, self.repeated, list(self.trained.values()))
         self.frozen_of_blocks = [sum(map(_bytes_of, block)) for block in frozen]
         place = {id(parameter): index for index, parameter in enumerate(self.trained.values())}
-        _, *trained = by_block(self.trained.values(), self.model, self.repeated)
-        self.trained_of_blocks = [[self.flat[place[id(parameter)]] for parameter in block] for block in trained]
+        outside, *trained = by_block(self.trained.values(), self.model, self.repeated)
+        large = large_outside(outside, self.model, self.repeated) if self.repeated else []
+        where = self.model, self.repeated
+        first = [each for each in large if read_first(each, *where)]
+        last = [each for each in large if not read_first(each, *where) or read_last(each, *where)]
+        # What is read before blocks, of each block, and what is read after them.
+        of_units = [first, *trained, last]
+        self.trained_of_units = [[self.flat[place[id(parameter)]] for parameter in unit] for unit in of_units]
         self.untraceable: Dict[Tuple, str] = {}
         self.sent: Dict[Tuple, Sent] = {}
         self._activations: Dict[Tuple, Activations] = {}
@@ -312,28 +319,42 @@ def _line_of(subject, mode):
 
 
 def _parameters(subject, mode, ranks, rank):
-    """Returns the bytes of parameters that are always on a rank, and of each block those that must be gathered."""
+    """Returns the bytes of parameters that are always on a rank, and those that must be gathered.
+
+    The latter are of what is read before blocks, of each block, and of what is read after them.
+    """
     layout, size = layout_of(subject.flat, ranks), subject.flat[0].element_size()
     whole, frozen = layout.partition_size[0] * ranks * size, sum(subject.frozen_of_blocks)
     if mode.shard_parameters is None:
         return whole + subject.frozen, []
     always = whole + subject.frozen - frozen + frozen // ranks
     if mode.shard_parameters == "frozen":
-        return always, subject.frozen_of_blocks
+        return always, [0, *subject.frozen_of_blocks, 0]
     here = {id(piece.parameter) for piece in pieces(layout, 0) if piece.owner == rank}
-    of_blocks = [
-        sum(_bytes_of(parameter) for parameter in block if id(parameter) not in here)
-        for block in subject.trained_of_blocks
-    ]
-    away = [sum(both) for both in zip(of_blocks, subject.frozen_of_blocks, strict=True)]
-    return always - sum(of_blocks), away
+    elsewhere = [{each for each in unit if id(each) not in here} for unit in subject.trained_of_units]
+    of_units = [sum(map(_bytes_of, unit)) for unit in elsewhere]
+    away = [sum(both) for both in zip(of_units, (0, *subject.frozen_of_blocks, 0), strict=True)]
+    # Tied weights are read before blocks and after them.
+    return always - sum(map(_bytes_of, set().union(*elsewhere))), away
 
 
-def _window(first, direction, count):
-    """Lists the blocks that are gathered while block ``first`` runs, or no block: it, and those after it."""
-    if first is None:
-        return []
-    return [each for each in range(first, first + direction * MOST_GATHERED, direction) if 0 <= each < count]
+def _gathered(away, blocks, is_backward):
+    """Yields what is gathered in each moment.
+
+    Args:
+        away: what must be gathered, as of :func:`_parameters`; [] if nothing is.
+        blocks: the numbers of the blocks that run in the moments, or None.
+        is_backward: whether the blocks are in reverse order. The backward of an embedding reads no weight.
+    """
+    last, direction = len(away) - 1, -1 if is_backward else 1
+    place = last if is_backward else 0
+    for block in blocks:
+        if block is not None:
+            place = block + 1
+        elif place == (1 if is_backward else last - 1):
+            place += direction
+        upcoming = range(place, place + direction * MOST_GATHERED, direction)
+        yield sum(away[each] for each in upcoming if (1 if is_backward else 0) <= each <= last)
 
 
 def _of_fork(subject, mode, activations, question, rank):
@@ -358,9 +379,9 @@ def _of_fork(subject, mode, activations, question, rank):
     held, arrived = gradients.before, iter(gradients.arrived)
     found = []  # (phase, bytes of gradients, of activations, of what graphs work with, of gathered blocks)
     for phase, moments in (("forward", activations.forward), ("backward", activations.backward)):
-        before, next_one = (0, 1) if phase == "forward" else (activations.forward[-1].after, -1)
-        for moment in moments:
-            gathered = sum(away[each] for each in _window(moment.block, next_one, len(away)))
+        before = 0 if phase == "forward" else activations.forward[-1].after
+        sums = _gathered(away, [moment.block for moment in moments], phase == "backward")
+        for moment, gathered in zip(moments, sums, strict=True):
             kept = max(min(before, moment.most), 0)
             found.append((phase, held, kept, moment.most - kept, gathered))
             before = moment.after

@@ -68,6 +68,17 @@ def _holders(module, blocks) -> Dict[int, List[Module]]:
     return {number: held_by for number, held_by in holders.items() if number not in scripted}
 
 
+def read_first(parameter: Parameter, module: Module, blocks: List[Module]) -> bool:
+    """Whether an embedding holds a parameter, which is read before blocks then."""
+    return any(isinstance(holder, Embedding) for holder in _holders(module, blocks)[id(parameter)])
+
+
+def read_last(parameter: Parameter, module: Module, blocks: List[Module]) -> bool:
+    """Whether a module holds a parameter around those that call blocks, such as a head, and reads it after blocks."""
+    within = {id(part) for parent in parents_of(module, blocks) for part in parent.modules()}
+    return any(id(holder) not in within for holder in _holders(module, blocks)[id(parameter)])
+
+
 class OutsideUnits:
     """Gathers the units of large parameters outside of blocks when they are needed.
 
@@ -86,15 +97,13 @@ class OutsideUnits:
         self._forwards = 0
         self._have_blocks_run = False
         self._hooks = []
-        within = {id(part) for parent in parents_of(module, blocks) for part in parent.modules()}
         holders = _holders(module, blocks)
         for parameter, unit in units.items():
-            of_unit = holders[id(parameter)]
-            if any(isinstance(holder, Embedding) for holder in of_unit):
+            if read_first(parameter, module, blocks):
                 self._first.append(unit)
-            if any(id(holder) not in within for holder in of_unit):
+            if read_last(parameter, module, blocks):
                 self._last.append(unit)
-            for holder in of_unit:
+            for holder in holders[id(parameter)]:
                 hook = outside_graphs(functools.partial(self.gather, unit))
                 self._hooks.append(holder.register_forward_pre_hook(hook, prepend=True))
 
