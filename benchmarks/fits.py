@@ -72,7 +72,7 @@ def _peaks(forward, backward, at_rest, step=None):
 
 FSDP2 = {"system": "fsdp2", "reshard": False}
 CHECKPOINT, OFFLOAD, EIGHT_BIT = {"checkpoint": True}, {"offload": True}, {"eight_bit": True}
-FROZEN = {"shard_parameters": "frozen"}
+FROZEN, SHARDED = {"shard_parameters": "frozen"}, {"shard_parameters": "all", "remainders": True}
 
 MEASURED = [
     Measured(PERFORMANCE, "qwen3-8b", 2, _peaks(81.260, 82.451, 61.088, 68.718)),
@@ -147,6 +147,9 @@ COLUMNS = {
     "checkpointed": (CHECKPOINT, None),
     "remainders, checkpointed": (CHECKPOINT | {"remainders": True}, None),
     "8-bit, remainders, checkpointed": (CHECKPOINT | EIGHT_BIT | {"remainders": True}, None),
+    "sharded, remainders": (SHARDED, None),
+    "sharded, remainders, checkpointed": (CHECKPOINT | SHARDED, None),
+    "sharded, 8-bit, remainders, checkpointed": (CHECKPOINT | SHARDED | EIGHT_BIT, None),
     "optimizer on the host, checkpointed": (CHECKPOINT | OFFLOAD, None),
     "LoRA 16, frozen sharded, checkpointed": (CHECKPOINT | FROZEN, 16),
     "FSDP2 resharded, checkpointed": (FSDP2 | CHECKPOINT | {"reshard": True}, None),

@@ -353,7 +353,9 @@ def _gathered(away, blocks, is_backward):
             place = block + 1
         elif place == (1 if is_backward else last - 1):
             place += direction
-        upcoming = range(place, place + direction * MOST_GATHERED, direction)
+        # A forward reshards all blocks at its end.
+        ahead = 1 if is_backward and place == last else MOST_GATHERED
+        upcoming = range(place, place + direction * ahead, direction)
         yield sum(away[each] for each in upcoming if (1 if is_backward else 0) <= each <= last)
 
 
