@@ -426,9 +426,6 @@ def recipes(draw, backends, most=5):
         and not any(piece.kind == "max norm" and piece.frozen is not None for piece in drawn)
         and draw(st.sampled_from([False, True, True]))
     )
-    if shards and each_rank_skips:
-        # All ranks come back to earlier blocks alike.
-        drawn = tuple(dataclasses.replace(piece, like=None) for piece in drawn)
     shards_trained = (
         regional is True
         and not offloaded
@@ -437,8 +434,11 @@ def recipes(draw, backends, most=5):
     )
     shards = shards or shards_trained
     if shards and each_rank_skips:
-        # All ranks come back to earlier blocks alike.
-        drawn = tuple(dataclasses.replace(piece, like=None) for piece in drawn)
+        # All ranks come back to earlier blocks alike, and make the same changes of a block's parameters in a forward.
+        drawn = tuple(
+            dataclasses.replace(piece, like=None, skipped=piece.skipped and piece.kind != "max norm")
+            for piece in drawn
+        )
     raises = says == "counted" and not each_rank_skips and draw(st.sampled_from([False, False, False, True]))
     moves, tied = draw(st.sampled_from([False, False, False, True])), draw(st.booleans())
     # In ZeRO-2 gradients have left the parameters when a backward ends. A context that has all backwards of a step
@@ -469,7 +469,8 @@ def recipes(draw, backends, most=5):
         lengths=draw(st.sampled_from([(4,), (4, 5), (3, 4, 6)])),
         uneven=draw(st.sampled_from([False, False, True])),
         evaluates=draw(st.sampled_from(EVALUATIONS)),
-        alone=draw(st.sampled_from([False, False, True])),
+        alone=draw(st.sampled_from([False, False, True]))
+        and not (shards and any(piece.kind == "max norm" for piece in drawn)),
         direct=direct,
         losses=draw(st.integers(1, 2)),
         together=draw(st.booleans()),
