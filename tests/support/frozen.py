@@ -346,46 +346,62 @@ CHANGING = {"changing": model_of(of_block=ChangingAdapted), "by data": model_of(
 
 @contextlib.contextmanager
 def late(delay):
-    """Each gather comes ``delay`` seconds late, and memory that is given back holds something else."""
-    start, give_back = unit.Unit.start_gather, unit.Unit._give_back
+    """What other ranks send comes ``delay`` seconds late, and memory that is given back holds something else."""
+    send, give_back = unit.Unit._send, unit.Unit._give_back
 
-    def start_late(self):
-        before = self._work
-        start(self)
-        if self._work is not None and self._work is not before:
-            self._work = _Late(self._work, self._target, delay)
+    def send_late(self):
+        send(self)
+        self._work = _Late(self._work, [*_received(self)], delay)
 
     def spoil(self, storage):
-        self._buffer.fill_(255)
+        # Others' parts of parameters that lie at home are from before the last step, but look like parameters.
+        for memory in (self._buffer, *_received(self)):
+            memory.fill_(255)
         give_back(self, storage)
 
-    unit.Unit.start_gather, unit.Unit._give_back = start_late, spoil
+    unit.Unit._send, unit.Unit._give_back = send_late, spoil
     try:
         yield
     finally:
-        unit.Unit.start_gather, unit.Unit._give_back = start, give_back
+        unit.Unit._send, unit.Unit._give_back = send, give_back
+
+
+def _received(of_unit):
+    """Yields the memory into which a gather of a unit receives."""
+    if of_unit._frozen_bytes and of_unit._target is not None:
+        yield of_unit._target[: of_unit._frozen_bytes]
+    if of_unit._trained:
+        for owner, message in of_unit._trained.messages(of_unit._buffer):
+            if owner != of_unit._rank:
+                yield message
 
 
 class _Late:
     """What a gather brings is there only after it was waited for. On a GPU, only a stream that waits finds it."""
 
-    def __init__(self, work, buffer, delay):
-        self._work, self._buffer, self._delay = work, buffer, delay
+    def __init__(self, work, received, delay):
+        self._work, self._delay = work, delay
         work.wait()
-        self._values = buffer.clone()
-        buffer.fill_(255)
-        self._arrives = torch.cuda.Stream() if buffer.is_cuda else None
+        self._received = [(memory, memory.clone()) for memory in received]
+        for memory in received:
+            memory.fill_(255)
+        self._arrives = torch.cuda.Stream() if any(memory.is_cuda for memory in received) else None
         if self._arrives is not None:
             self._arrives.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._arrives):
                 torch.cuda._sleep(int(delay * 10**9))
-                buffer.copy_(self._values)
-                self._values.record_stream(self._arrives)
-                buffer.record_stream(self._arrives)
+                self._arrive()
+                for tensors in self._received:
+                    for tensor in tensors:
+                        tensor.record_stream(self._arrives)
+
+    def _arrive(self):
+        for memory, values in self._received:
+            memory.copy_(values)
 
     def wait(self):
         if self._arrives is not None:
             torch.cuda.current_stream().wait_stream(self._arrives)
-            return
-        time.sleep(self._delay)
-        self._buffer.copy_(self._values)
+        else:
+            time.sleep(self._delay)
+            self._arrive()

@@ -72,6 +72,7 @@ class SetUpContext(NamedTuple):
     features: List["Feature"]  # those that stand before this part
     undo: contextlib.ExitStack  # whose functions revert what the set-up has changed
     backend: Callable  # the backend of torch.compile that reduces the engine's gradients
+    identity: int  # the engine's number, which no other engine has, the same on all ranks
 
     @property
     def engine(self) -> "DeepSpeedEngine":
@@ -197,6 +198,9 @@ class Feature:
     def around_forward(self, training: bool) -> ContextManager:
         """Returns a context of each forward of the engine. ``training``: whether its module is in training mode."""
         return contextlib.nullcontext()
+
+    def backward_begins(self) -> None:
+        """Called before the first gradient of a backward of the engine, and once more for each further loss."""
 
     def backward_ends(self) -> None:
         """Called when a backward has run, before this rank waits for gradients of other ranks."""

@@ -26,6 +26,8 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
 )
 
+from support.checkpoints import EXACT
+from support.ends import TIMEOUT, in_processes_of_their_own
 from support.frozen import HIDING, MODELS, Adapted, late
 from support.ids import vary
 from support.options import outcome
@@ -108,6 +110,14 @@ def test_it_trains_to_the_same_bits(ranks, model, case):
 
 
 @SLOW
+@vary("model", ["plain", "non-reentrant"])
+def test_generated_code(ranks, model):
+    """What Inductor generates would read parameters where they lay when it was compiled, or past their unit's time."""
+    for equal, _ in ranks(2).run(compare, model, stage=2, groups=2, backend="inductor"):
+        assert equal == [True, True, True] or not EXACT
+
+
+@SLOW
 @vary("model", TRAINABLE)
 @vary("world", [3, 4])
 def test_several_owners(ranks, model, world):
@@ -117,9 +127,13 @@ def test_several_owners(ranks, model, world):
 
 
 @vary("model", ["plain", "non-reentrant", *(pytest.param(model, marks=SLOW) for model in HIDING)])
-def test_gathers_that_come_late(ranks, model):
-    """A block that does not wait for its owners would compute with what its memory holds by then."""
-    for equal, _ in ranks(2).run(compare, model, delay=0.01):
+@vary("world", [2, pytest.param(3, marks=SLOW)])
+def test_gathers_that_come_late(ranks, model, world):
+    """A block that does not wait for its owners would compute with what its memory holds by then.
+
+    So would one that is given back too early, or whose parameter of several owners is taken from before the last step.
+    """
+    for equal, _ in ranks(world).run(compare, model, delay=0.01, groups=2, steps=2):
         assert equal == [True, True, True]
 
 
@@ -150,6 +164,46 @@ def test_other_options(ranks, option):
     """An option that changes what lies in partitions, or what backwards read, would train to other bits."""
     for equal, at_rest in ranks(2).run(beside_option, option):
         assert equal == [True, True] and at_rest >= 15
+
+
+@vary("model", ["plain", pytest.param("non-reentrant", marks=SLOW), pytest.param("breaking", marks=SLOW)])
+@vary("world", [2, pytest.param(3, marks=SLOW)])
+def test_ranks_that_skip_other_blocks(ranks, model, world):
+    """A rank that skips a block would keep its part of the block from the others, or take the next block for it."""
+    for equal, _ in ranks(world).run(compare, model, skips=True, bucket=10**6, stage=2, steps=4):
+        assert equal == [True, True, True]
+
+
+def train_two(config):
+    """Trains two engines at the same time, by one loss and then each by its own, and then makes one anew."""
+    (first, one), (second, other) = make("plain", config), make("breaking", config)
+    results = []
+    for step in range(2):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        losses = one(ids), other(ids)
+        sum(losses).backward()
+        other.step()
+        one.step()
+        results.extend(loss.detach() for loss in losses)
+    for engine, module in ((one, first), (other, second)):
+        results.extend(trained_on(engine, module))
+        with unsharded_parameters(engine):
+            engine.destroy()
+    again = make_engine(first, Case(config=config, adam=True))
+    results.extend(trained_on(again, first))
+    with unsharded_parameters(again):
+        again.destroy()
+    return results
+
+
+def compare_two():
+    return same(train_two(SHARDED), train_two(WHOLE))
+
+
+@SLOW
+def test_two_engines(ranks):
+    """One engine would wait for the gathers of the other, or give back its blocks."""
+    assert ranks(2).run(compare_two) == [True, True]
 
 
 # What works at rest ------------------------------------------------------------------------------------------------
@@ -320,12 +374,49 @@ def hooked(engine, module, folder):
     return seen
 
 
+def interrupted(engine, module, folder):
+    """A forward and a backward that raise on all ranks."""
+
+    def fail(*_):
+        raise ValueError
+
+    for add in (module.body.blocks[1].register_forward_hook, module.body.blocks[1].register_full_backward_pre_hook):
+        hook = add(fail)
+        with pytest.raises(ValueError):
+            engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+        hook.remove()
+
+
+def dropped(engine, module, folder):
+    """Forwards without a backward, and a backward without a step."""
+    for step in range(2):
+        loss = engine(batch(step, 0, dist.get_rank(), 4))
+    engine.backward(engine(batch(2, 0, dist.get_rank(), 4)))
+    engine.zero_grad()
+    return [loss.detach()]
+
+
+def trained_by_itself(engine, module, folder):
+    """Without the engine's forward, and with a backward of the caller's."""
+    module(batch(0, 0, dist.get_rank(), 4)).backward()
+    engine.step()
+
+
+def overflowed(engine, module, folder):
+    """A step that is left out, because the gradients of a rank are not finite."""
+    loss = engine(batch(0, 0, dist.get_rank(), 4))
+    engine.backward(loss * (float("inf") if dist.get_rank() == 0 else 1.0))
+    engine.step()
+    assert engine.skipped_steps > 0
+
+
 WORKS = {
     function.__name__: function
     for function in (
         *(checkpointed, weights_alone, exported, cloned, moved, loaded, evaluated_by_one, full_values),
         *(set_values, partly_loaded, averaged, without_frozen),
-        *(changed_within, stepped_within, states_moved, held_by_others, hooked),
+        *(changed_within, stepped_within, states_moved, held_by_others, hooked, interrupted, dropped),
+        *(trained_by_itself, overflowed),
     )
 }
 
@@ -347,6 +438,8 @@ def beside_whole(name, folder, **case):
 @vary("case", [{"stage": 2}, pytest.param({"stage": 1, "dtype": "bf16", "groups": 2}, marks=SLOW)])
 def test_what_works_at_rest(ranks, tmp_path, work, case):
     """What users do beside training would read, or change, memory that no longer has the parameters."""
+    if work == "overflowed":
+        case = {**case, "dtype": "fp16"}
     for equal in ranks(2).run(beside_whole, work, str(tmp_path), **case):
         assert all(equal)
 
@@ -455,7 +548,69 @@ def refusals(folder):
         clones = clone_tensors_for_torch_save(module.state_dict())
         said["saved elsewhere"] = outcome(lambda: torch.save(clones, f"{folder}/{dist.get_rank()}.pt"))
     engine.destroy()
+    said["read later"] = outcome(weight.sum)
+    said["run later"] = outcome(module, batch(0, 0, 0, 4))
     return said
+
+
+def train_alike(engine, steps, first=0):
+    for step in range(first, first + steps):
+        engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
+        engine.step()
+
+
+def evaluate(engine, steps=1):
+    engine.eval()
+    with torch.no_grad():
+        for step in range(steps):
+            engine(batch(step, 0, dist.get_rank(), 4))
+    engine.train()
+
+
+def evaluates_alone(engine, other):
+    if dist.get_rank() == 0:
+        evaluate(engine)
+    train_alike(engine, 2)
+
+
+def drops_a_batch(engine, other):
+    if dist.get_rank() == 0:
+        engine(batch(0, 0, 0, 4))
+    train_alike(engine, 2)
+
+
+def has_less_data(engine, other):
+    train_alike(engine, 1 + dist.get_rank())
+    evaluate(engine, steps=2)
+
+
+def runs_engines_in_another_order(engine, other):
+    for each in (engine, other) if dist.get_rank() == 0 else (other, engine):
+        evaluate(each)
+
+
+DIFFERS = {
+    function.__name__: function
+    for function in (evaluates_alone, drops_a_batch, has_less_data, runs_engines_in_another_order)
+}
+
+
+def differ(how):
+    """Returns what a rank says of ranks that differ, and after how many seconds."""
+    # Buckets are full from the first gradient on.
+    _, engine = make("plain", SHARDED, stage=2, bucket=1)
+    other = make("plain", SHARDED, stage=2)[1] if "engines" in how else None
+    begin = time.monotonic()
+    return outcome(DIFFERS[how], engine, other), time.monotonic() - begin
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
+@vary("how", [name if name == "evaluates_alone" else pytest.param(name, marks=SLOW) for name in DIFFERS])
+def test_ranks_that_differ(how):
+    """One rank would wait for parameters and the other for gradients until the time-out, or take another engine's."""
+    for said, seconds in in_processes_of_their_own(differ, how):
+        assert said.startswith("DistBackendError: ranks gathered the parameters of different blocks"), said
+        assert seconds < TIMEOUT
 
 
 def test_what_is_refused(ranks, tmp_path):

@@ -86,8 +86,9 @@ class ShardParameters(WorksOnBlocks):
         shorten_timeout(group, device)
         trained = registered_parameters(optimizer)
         shards_all = context.request.options.shard_parameters == "all"
+        optimizer_of_all = optimizer if shards_all else None
         self.sharded = ShardedBlocks(
-            context.module, blocks.blocks, trained, group, device, optimizer if shards_all else None
+            context.module, blocks.blocks, trained, group, device, context.identity, optimizer_of_all
         )
         if self.sharded.partitions is not None:
             self.gather = ShardedGather(optimizer, self.sharded)
@@ -121,11 +122,11 @@ class ShardParameters(WorksOnBlocks):
             self.sharded.forget_skipped()
         return contextlib.nullcontext()
 
+    def backward_begins(self) -> None:
+        self.sharded.begin_backward()
+
     def backward_ends(self) -> None:
-        # Other ranks may wait for this rank's part of a block that this rank has skipped.
-        self.sharded.end_backward()
-        self.sharded.join_skipped()
-        self.sharded.reshard_kept()
+        self.sharded.finish_backward()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         if self._steps_before_keeping:

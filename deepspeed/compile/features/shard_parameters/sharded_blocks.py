@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from deepspeed.utils import logger
 
+from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.messages import tell, warn
 from ..blocks.parameters import by_block
 from ..subclasses.tensors import is_dtensor, plain_tensors
@@ -25,7 +26,7 @@ from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
 from .partitions import Partitions, TrainedPart
 from .saved_tensors import saving_handles
-from .unit import UNITS, Unit, forget
+from .unit import PURPOSE, UNITS, Comparison, Unit, forget
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 # How many units are gathered at a time: the one that a block computes with, and the next one, which is being gathered.
 MOST_GATHERED = 2
+# More than an engine has.
+MOST_UNITS = 2**32
 LENT = (
     "the parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
     "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
@@ -63,6 +66,8 @@ class ShardedBlocks:
         blocks: its blocks.
         trained: the parameters that the optimizer has.
         process_group, device: as for :class:`Unit`.
+        identity: of the engine, the same on all ranks.
+        optimizer: None, or the optimizer whose parameters are sharded too.
 
     Attributes:
         is_closed: whether the engine was destroyed.
@@ -75,6 +80,7 @@ class ShardedBlocks:
         trained: List[Parameter],
         process_group: "ProcessGroup",
         device: torch.device,
+        identity: int,
         optimizer: "Optional[DeepSpeedZeroOptimizer]" = None,
     ):
         self._group, self._device = process_group, device
@@ -88,6 +94,8 @@ class ShardedBlocks:
             self.partitions = Partitions(optimizer)
             make_trained = functools.partial(TrainedPart, optimizer, self.partitions)
             outside, *of_blocks = by_block(trained, module, blocks)
+        # Engines share the process group.
+        first_number = identity * MOST_UNITS
         names = {parameter: name for name, parameter in module.named_parameters()}
         self._unit_of: Dict[int, Unit] = {}
         of_block = zip(blocks, frozen_of_blocks(module, blocks, trained), of_blocks, strict=True)
@@ -98,7 +106,7 @@ class ShardedBlocks:
                     {names[parameter]: parameter for parameter in frozen},
                     process_group,
                     device,
-                    number=len(self._unit_of),
+                    number=first_number + len(self._unit_of),
                     trained={names[parameter]: parameter for parameter in its_trained},
                     make_trained=make_trained,
                 )
@@ -110,7 +118,7 @@ class ShardedBlocks:
                     {},
                     process_group,
                     device,
-                    number=len(self.units),
+                    number=first_number + len(self.units),
                     trained={names[parameter]: parameter},
                     make_trained=make_trained,
                 )
@@ -122,7 +130,7 @@ class ShardedBlocks:
                     {},
                     process_group,
                     device,
-                    number=len(self.units),
+                    number=first_number + len(self.units),
                     trained={names.get(parameter, "a parameter"): parameter for parameter in outside},
                     make_trained=make_trained,
                 )
@@ -132,6 +140,9 @@ class ShardedBlocks:
         self._passes: List[GatherOrder] = []
         # Passes of the last forward in which this rank ran no block, and to which it sees no backward come.
         self._skipped: List[GatherOrder] = []
+        # What ranks compare when a backward of the engine begins, and whether they have.
+        self._beginning = Comparison(first_number + MOST_UNITS - 1, process_group, device)
+        self._has_begun = False
         # The order of the backward that is under way.
         self._backward: Optional[GatherOrder] = None
         self._read_last: Optional[Unit] = None
@@ -401,6 +412,19 @@ class ShardedBlocks:
         self._backward.reach(unit)
         self._read_last = unit
 
+    def begin_backward(self) -> None:
+        """Called when a backward of the engine begins. Ranks that shard trained parameters compare that all begin one.
+
+        Otherwise a rank that runs a backward and one that runs a forward might wait for each other until the time-out:
+        a rank on a CPU waits for gradients, in another process group, before it gathers.
+        """
+        if self.partitions is None or self._has_begun or self._all_gathered:
+            return
+        self._has_begun = True
+        with collective(PURPOSE):
+            self._beginning.start()
+        self._beginning.wait()
+
     def _backward_reaches(self, schedule):
         """Called when a backward comes to a pass."""
         if self._all_gathered or self.is_closed:
@@ -421,6 +445,16 @@ class ShardedBlocks:
         self.around.gather(unit)
         return True
 
+    def finish_backward(self) -> None:
+        """Called when a backward of the engine has run on this rank."""
+        # On other ranks alone, the loss may have needed the engine.
+        self.begin_backward()
+        # Other ranks may wait for this rank's part of a block that this rank has skipped.
+        self.end_backward()
+        self.join_skipped()
+        self.reshard_kept()
+        self._has_begun = False
+
     def end_backward(self, schedule: Optional[GatherOrder] = None) -> None:
         """Ends the backward that is under way, or that has raised. ``schedule``: only if it goes through this pass."""
         if self._backward is not None and (schedule is None or schedule is self._backward.forward):
@@ -439,6 +473,7 @@ class ShardedBlocks:
     def forget_skipped(self) -> None:
         """Called when a forward begins to which a backward may come."""
         self._skipped.clear()
+        self._has_begun = False
 
     def join_skipped(self, earlier: Optional[GatherOrder] = None) -> None:
         """Gathers what other ranks gather in a backward through passes to which this rank sees none come.

@@ -42,8 +42,8 @@ ANOTHER_KIND = (
     "on every rank"
 )
 DIFFERENT = (
-    "ranks gathered the parameters of different blocks: with compile.shard_parameters all ranks run the same "
-    "forwards and backwards; for one rank alone, all ranks enter unsharded_parameters(engine)"
+    "ranks gathered the parameters of different blocks, or one began a backward alone: with compile.shard_parameters "
+    "all ranks run the same forwards and backwards; for one rank alone, all ranks enter unsharded_parameters(engine)"
 )
 
 
@@ -84,6 +84,43 @@ class Place:
         return tensor.dtype == self.dtype and tensor.shape == self.shape and tensor.is_contiguous()
 
 
+class Comparison:
+    """Has ranks compare a number, so that ranks that go other ways end before they take what the others send.
+
+    Args:
+        number: of what all ranks do next.
+        process_group, device: as for :class:`Unit`.
+    """
+
+    def __init__(self, number: int, process_group: "ProcessGroup", device: torch.device):
+        self._group = process_group
+        self._number = torch.tensor([number], device=device)
+        self._numbers = self._number.repeat(dist.get_world_size(process_group))
+        self._work: Any = None
+
+    def start(self) -> None:
+        """Starts to send this rank's number."""
+        self._work = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have sent their numbers."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Makes the current stream, and on a CPU the calling thread, wait for the numbers of the other ranks.
+
+        Raises:
+            DistBackendError: on a CPU, if these differ. On a GPU, for which the host does not wait, the GPU asserts
+                that they do not.
+        """
+        with collective(PURPOSE):
+            self._work.wait()
+        same = (self._numbers == self._number).all()
+        if same.is_cpu and not same:
+            raise torch.distributed.DistBackendError(DIFFERENT)
+        torch._assert_async(same, DIFFERENT)
+
+
 class Works:
     """Collectives that were started together."""
 
@@ -103,7 +140,7 @@ class Unit:
         process_group: the ranks that share them. It must carry nothing else: other collectives come at other times on
             different ranks, and a process group matches messages by their order alone.
         device: on which the unit is gathered. Parameters may be on the host until the unit is sharded.
-        number: of the unit, the same on all ranks.
+        number: of the unit, the same on all ranks and no other unit's, also of other engines.
 
     Attributes:
         nbytes: of the whole unit, with padding.
@@ -127,8 +164,7 @@ class Unit:
         self._group, self._device = process_group, device
         self._rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._is_shared = world > 1
-        self._number = torch.tensor([number], device=device)
-        self._numbers = self._number.repeat(world)  # of the units that ranks gather at the same time
+        self._comparison = Comparison(number, process_group, device)
         # Name of a parameter -> the places of the tensors with memory of which the parameter is made.
         self._places: Dict[str, List[Place]] = {}
         nbytes = 0
@@ -157,7 +193,6 @@ class Unit:
         self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
         self._target: Any = None  # of a gather
         self._work: Any = None  # of the gather that nobody has waited for
-        self._compared: Any = None  # of the gather of numbers before it
         self._stream: Any = None  # on which the buffer's memory was allocated
         self._readers: List[Any] = []  # streams that have waited for the gather
         self.owner: Optional["weakref.ref[Owner]"] = None
@@ -245,13 +280,13 @@ class Unit:
 
     def have_all_come(self) -> bool:
         """Whether all ranks have come to the gather that was started."""
-        return self._compared is None or self._compared.is_completed()
+        return self._comparison.is_completed()
 
     def _send(self):
         works: List[Any] = []
         with collective(PURPOSE):
             # First, because parts of different units may differ in size.
-            self._compared = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
+            self._comparison.start()
             if self._frozen_bytes:
                 frozen = self._target[: self._frozen_bytes]
                 works.append(dist.all_gather_into_tensor(frozen, self.share, group=self._group, async_op=True))
@@ -305,13 +340,8 @@ class Unit:
     def _wait(self):
         if self._work is None:
             return
+        self._comparison.wait()
         with collective(PURPOSE):
-            self._compared.wait()
-            same = (self._numbers == self._number).all()
-            if same.is_cpu and not same:
-                raise torch.distributed.DistBackendError(DIFFERENT)
-            # The host does not wait for a GPU here, so the GPU asserts.
-            torch._assert_async(same, DIFFERENT)
             self._work.wait()
         if not self._target.is_cpu:
             # Only this stream waits for the gather, which writes into memory of the stream that began it.

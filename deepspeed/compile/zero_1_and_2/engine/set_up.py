@@ -74,7 +74,7 @@ def set_up(
         features: List[Feature] = []
         for cls in classes():
             if cls.is_wanted(request):
-                features.append(cls(SetUpContext(request, features, undo, graphs)))
+                features.append(cls(SetUpContext(request, features, undo, graphs, reducer.identity)))
         shaping = {name: overriding(features, name) for name in ("graph", "compiling", "cut", "rewrite")}
         no_graph_is_last = any(feature.no_graph_is_last for feature in features)
         graphs.use(**shaping, split=only(features, "split"), no_graph_is_last=no_graph_is_last)

@@ -39,8 +39,10 @@ class EngineState:
         self.states: StateFormat = only(features, "states") or StateFormat()
         # Distributes the stepped parameters to all ranks.
         self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
-        # Methods of the optional parts that do something: around each forward, when a backward ends, after each step.
+        # Methods of the optional parts that do something: around each forward, when a backward begins and ends, after
+        # each step.
         self.around_forward = overriding(features, "around_forward")
+        self.backward_begins = overriding(features, "backward_begins")
         self.backward_ends = overriding(features, "backward_ends")
         self.after_step = overriding(features, "after_step")
         # Functions to call when the engine is destroyed, in the reverse of the order in which they were added.

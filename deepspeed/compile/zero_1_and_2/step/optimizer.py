@@ -45,6 +45,8 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
     def backward_prologue(self) -> None:
         self._deepcompile.refuse()
+        for call in self._deepcompile.backward_begins:
+            call()
         self._deepcompile.backward.begin(super().backward_prologue)
 
     def backward_epilogue(self, *args, **kwargs) -> None:
