@@ -37,11 +37,7 @@ class Offload(Feature):
         return offload is not None and offload.device != OffloadDeviceEnum.none
 
     def __init__(self, context: SetUpContext):
-        self.placement, self._optimizer = HostMemory(), context.optimizer
-
-    def commit(self) -> None:
-        self.placement.drop_memory_of_base(self._optimizer)
-        del self._optimizer
+        self.placement = HostMemory()
 
 
 FEATURE = Offload

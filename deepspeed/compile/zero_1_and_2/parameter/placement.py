@@ -36,6 +36,9 @@ class Placement:
         """
         return None
 
+    def take_over(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+        """Called when the reducer replaces the base's way of reducing: gives back what only the base's way needs."""
+
     def hand_over(self, optimizer: "DeepSpeedZeroOptimizer", group: int, views: "Optional[PartitionViews]") -> None:
         """Called when ``averaged_gradients[group]`` gets its gradients, or None when they are released."""
 

@@ -219,6 +219,7 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
+    deepcompile.placement.take_over(optimizer)
     keep_no_graph(optimizer)
     optimizer._deepcompile = deepcompile
     optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
