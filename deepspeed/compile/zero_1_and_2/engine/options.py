@@ -67,8 +67,9 @@ def problems_of_engine(request: Request) -> Iterator[str]:
     """Yields a sentence for each option that no call of ``engine.compile()`` could honour, whatever its arguments."""
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
-    yield from _unsupported_optimizers(request.engine)
+    # First, because advice on an optimizer would lead who trains with pipelines or experts to the next refusal.
     yield from itertools.chain.from_iterable(cls.refusals(request) for cls in classes())
+    yield from _unsupported_optimizers(request.engine)
 
 
 def problems_of_call(request: Request, schedule: Optional[List]) -> Iterator[str]:

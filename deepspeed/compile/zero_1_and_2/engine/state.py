@@ -74,10 +74,11 @@ class EngineState:
         """Drops all gradients, and undoes the setup of the engine."""
         self.backward.release()
         self.interrupted_step.forget()
-        if self.engine is not None:
+        engine = self.engine
+        if engine is not None:
             # If this flag stayed set, DeepSpeed's destroy() would give the module the hooks of an engine without
             # DeepCompile.
-            self.engine._deepcompile_active = False
+            engine._deepcompile_active = False
         self.undo.close()
 
 
