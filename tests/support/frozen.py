@@ -349,9 +349,9 @@ def late(delay):
     """What other ranks send comes ``delay`` seconds late, and memory that is given back holds something else."""
     send, give_back = unit.Unit._send, unit.Unit._give_back
 
-    def send_late(self):
-        send(self)
-        self._work = _Late(self._work, [*_received(self)], delay)
+    def send_late(self, sends_frozen=True):
+        send(self, sends_frozen)
+        self._work = _Late(self._work, [*_received(self, sends_frozen)], delay)
 
     def spoil(self, storage):
         # Others' parts of parameters that lie at home are from before the last step, but look like parameters.
@@ -366,9 +366,9 @@ def late(delay):
         unit.Unit._send, unit.Unit._give_back = send, give_back
 
 
-def _received(of_unit):
+def _received(of_unit, has_frozen=True):
     """Yields the memory into which a gather of a unit receives."""
-    if of_unit._frozen_bytes and of_unit._target is not None:
+    if has_frozen and of_unit._frozen_bytes and of_unit._target is not None:
         yield of_unit._target[: of_unit._frozen_bytes]
     if of_unit._trained:
         for owner, message in of_unit._trained.messages(of_unit._buffer):

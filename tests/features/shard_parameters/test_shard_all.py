@@ -348,6 +348,16 @@ def stepped_within(engine, module, folder):
         return [each.detach().clone() for each in module.parameters()]
 
 
+def sent_within(engine, module, folder):
+    """As where weights are loaded, frozen ones too, before all of them are sent."""
+    with unsharded_parameters(engine), torch.no_grad():
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                parameter.mul_(2)
+        engine.optimizer.update_lp_params()
+        return [each.detach().clone() for each in module.parameters()]
+
+
 def states_moved(engine, module, folder):
     engine.offload_states(
         include=[OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params], pin_memory=False
@@ -415,7 +425,7 @@ WORKS = {
     for function in (
         *(checkpointed, weights_alone, exported, cloned, moved, loaded, evaluated_by_one, full_values),
         *(set_values, partly_loaded, averaged, without_frozen),
-        *(changed_within, stepped_within, states_moved, held_by_others, hooked, interrupted, dropped),
+        *(changed_within, stepped_within, sent_within, states_moved, held_by_others, hooked, interrupted, dropped),
         *(trained_by_itself, overflowed),
     )
 }
@@ -445,7 +455,7 @@ def test_what_works_at_rest(ranks, tmp_path, work, case):
 
 
 @SLOW
-@vary("work", [without_frozen.__name__, cloned.__name__])
+@vary("work", [without_frozen.__name__, cloned.__name__, sent_within.__name__])
 def test_what_works_with_frozen_parameters(ranks, tmp_path, work):
     """Frozen parameters have no owner: a block's lie in parts on all ranks."""
     for equal in ranks(2).run(beside_whole, work, str(tmp_path), stage=1, trained="some"):

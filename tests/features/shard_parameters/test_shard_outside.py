@@ -104,6 +104,22 @@ class TwoStacks(Adapted):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
+class Uncompiled(Adapted):
+    """Code that is not compiled reads parameters of its own, which autograd saves as they are."""
+
+    def __init__(self):
+        super().__init__()
+        del self.head
+        self.table = nn.Parameter(torch.randn(WIDTH, VOCABULARY) / 4)
+
+    @torch.compiler.disable
+    def logits(self, x):
+        return x @ self.table + (self.table * self.table).mean()
+
+    def forward(self, ids, skip=False):
+        return F.cross_entropy(self.logits(self.body(ids, skip)).flatten(0, 1), ids.flatten())
+
+
 OUTSIDE = {
     "plain": Adapted,
     "tied": TiedHead,
@@ -115,6 +131,7 @@ OUTSIDE = {
     "calls all": CallsAll,
     "two stacks": TwoStacks,
     "tied to blocks": Tied,
+    "uncompiled": Uncompiled,
 }
 
 
@@ -151,8 +168,8 @@ def compare(model, delay=None, **more):
         with late(delay) if delay is not None else contextlib.nullcontext():
             results, at_rest = train(model, True, **more)
         expected, _ = train(model, False, **more)
-    # Where the model itself calls blocks, its loss is no part of a graph.
-    assert not more.get("chunked") or model == "calls all" or seen.chunks
+    # Where the model itself calls blocks, or code behind them is not compiled, its loss is no part of a graph.
+    assert not more.get("chunked") or model in ("calls all", "uncompiled") or seen.chunks
     return [torch.equal(a, b) for a, b in zip(results, expected, strict=True)], at_rest
 
 
@@ -183,9 +200,9 @@ def sent(model, kept):
     engine, gathered, whole = make_engine(module, Case(config=config(True, keep_gathered=kept))), [], []
     units, send = feature.sharded_blocks(engine).units, unit.Unit._send
 
-    def sending(self):
+    def sending(self, *args, **kwargs):
         gathered.append(self)
-        send(self)
+        send(self, *args, **kwargs)
 
     unit.Unit._send = sending
     try:
@@ -206,6 +223,31 @@ def sent(model, kept):
 def test_what_a_step_gathers(ranks, model, kept, sends, whole):
     """Blocks that are kept would be gathered again, or others kept; an embedding or a head would be gathered twice."""
     assert ranks(2).run(sent, model, kept) == [(sends, whole)] * 2
+
+
+def train_beside_dropped(shards):
+    """Trains where a forward that skips blocks, alike on all ranks, has no backward before the step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, rank, losses = Adapted().to(device()).requires_grad_(True), dist.get_rank(), []
+    engine = make_engine(module, Case(config=config(shards, **({"keep_gathered": 4} if shards else {})), adam=True))
+    for step in range(3):
+        engine.backward(engine(batch(step, 0, rank, 4)))
+        engine(batch(step, 1, rank, 4), True)
+        engine.step()
+        losses.append(engine(batch(step, 2, rank, 4)).detach())
+    with unsharded_parameters(engine):
+        engine.destroy()
+    return losses
+
+
+def beside_dropped():
+    return [torch.equal(*both) for both in zip(train_beside_dropped(True), train_beside_dropped(False), strict=True)]
+
+
+def test_what_is_kept_is_of_the_last_step(ranks):
+    """A block that is kept, and that a forward has skipped, would come with the values from before a step."""
+    assert ranks(2).run(beside_dropped) == [[True] * 3] * 2
 
 
 def agreed():

@@ -52,6 +52,13 @@ EDITS = (
         "            sd = remove_random_ltd_state_dict(sd)\n        return sd\n",
         "            sd = remove_random_ltd_state_dict(sd)\n        return shard_parameters.with_values(self, sd)\n",
     ),
+    (
+        ENGINE,
+        "values of frozen parameters in a checkpoint of stage 2",
+        "            frozen_param_fragments[name] = attr_func(param)\n\n        return frozen_param_fragments\n",
+        "            frozen_param_fragments[name] = attr_func(param)\n\n"
+        "        return shard_parameters.with_values(self, frozen_param_fragments)\n",
+    ),
     # A parameter at rest has no view.
     (
         "deepspeed/utils/tensor_fragment.py",

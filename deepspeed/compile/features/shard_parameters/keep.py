@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Sequence
 import torch
 
 import deepspeed.comm as dist
-from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective
 from .unit import Unit
@@ -36,11 +35,9 @@ def blocks_that_fit(units: Sequence[Unit], process_group: "ProcessGroup", device
 
 
 def spare_memory(device: torch.device) -> float:
-    """Returns how many bytes of a device no step has needed. Of a CPU, whose memory other programs use, 0."""
+    """Returns how many bytes of a device nobody has taken. Of a CPU, whose memory other programs use, 0."""
     if device.type == "cpu":
         return 0
-    accelerator = get_accelerator()
-    # What the allocator holds beyond the peak is there too.
-    unused = accelerator.memory_reserved(device.index) - accelerator.max_memory_allocated(device.index)
-    free = accelerator.available_memory(device.index) - LEFT_FREE * accelerator.total_memory(device.index)
-    return free + unused
+    # Not what the allocator holds beyond its peak: programs set that peak back for their own measurements.
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return free - LEFT_FREE * total

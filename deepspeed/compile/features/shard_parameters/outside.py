@@ -15,7 +15,7 @@ not meet a parameter at rest, so units are gathered before such code runs, and n
 import contextlib
 import functools
 from collections import defaultdict
-from typing import Dict, Iterator, List, Protocol
+from typing import Dict, Iterator, List
 
 import torch
 from torch.nn import Embedding, Module, Parameter
@@ -24,20 +24,11 @@ from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
 from ..overlap_gather.gather_hooks import outside_graphs
 from ..subclasses.tensors import plain_tensors
+from .gather_order import Gatherer
 from .unit import Unit
 
 # Which part of the largest block's bytes a parameter has at least that is not kept whole on every rank.
 LARGE_PART = 1 / 8
-
-
-class Gatherer(Protocol):
-    """Who gathers and reshards units: ``ShardedBlocks``."""
-
-    def begin(self, unit: Unit) -> None:
-        """Begins to gather a unit, unless it is gathered or on its way."""
-
-    def reshard(self, unit: Unit) -> None:
-        """Reshards a unit, unless it is in use."""
 
 
 def large_outside(parameters: List[Parameter], module: Module, blocks: List[Module]) -> List[Parameter]:

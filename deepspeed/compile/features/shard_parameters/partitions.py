@@ -22,9 +22,14 @@ from ..overlap_gather.runs import runs
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# To which torch's allocators align. Tensors lie as far from a multiple of it as they did in the flat tensor, because
-# generated code counts on that.
+# To which torch's allocators align. Generated code takes for granted that parameters are aligned to 16 bytes, or lie
+# as far from a multiple of these as they did in the flat tensor.
 ALIGN_BYTES = 64
+
+
+def aligned(nbytes: int) -> int:
+    """Returns the next multiple of ``ALIGN_BYTES``."""
+    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
 class Home:
@@ -212,7 +217,7 @@ class TrainedPart:
                     # Perhaps another part of one parameter.
                     place = self.end
                 else:
-                    place = -(-self.end // ALIGN_BYTES) * ALIGN_BYTES + first * home.size % ALIGN_BYTES
+                    place = aligned(self.end) + first * home.size % ALIGN_BYTES
                 self.end = place + (last - first) * home.size
             before = _Message(group, owner, first, last, place)
             self._messages.append(before)

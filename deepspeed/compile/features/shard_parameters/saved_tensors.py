@@ -81,7 +81,7 @@ def _stand_in(tensor, compares=True):
         return None
     offset = tensor.storage_offset()
     found = memory.find(offset * tensor.element_size())
-    # Parameters outside of blocks are never resharded.
+    # What has no owner is never resharded.
     if found is None or found[0].owner is None:
         return None
     unit, place = found

@@ -57,9 +57,10 @@ HIDDEN = (
 
 
 class ShardedBlocks:
-    """Shards the frozen parameters of blocks over ranks, and gathers them block by block.
+    """Shards parameters of blocks over ranks, and gathers them block by block.
 
-    Frozen parameters outside blocks, and those that several blocks hold, stay whole on every rank.
+    Frozen parameters outside blocks, and those that several blocks hold, stay whole on every rank. With an optimizer,
+    trained parameters are sharded too, large ones outside of blocks among them.
 
     Args:
         module: the model.
@@ -70,6 +71,11 @@ class ShardedBlocks:
         optimizer: None, or the optimizer whose parameters are sharded too.
 
     Attributes:
+        units: of blocks, and of large parameters outside of blocks.
+        partitions: where trained parameters lie that this rank owns; None without ``optimizer``.
+        around: gathers the units of large parameters outside of blocks; None without ``optimizer``.
+        outside: the unit of the other trained parameters outside of blocks, which is never resharded, or None.
+        kept_blocks: how many units of blocks stay gathered until their backward.
         is_closed: whether the engine was destroyed.
     """
 
@@ -150,8 +156,8 @@ class ShardedBlocks:
         # forward is under way.
         self._gathered: List[Unit] = []
         self._in_use: collections.Counter = collections.Counter()
-        # How many units of blocks stay gathered until their backward, and those that do, in the order of forwards.
         self.kept_blocks = 0
+        # The units that stay gathered until their backward, in the order of forwards.
         self._kept: List[Unit] = []
         # Units whose memory others have, and whether the caller has been told.
         self._lent: List[Unit] = []
@@ -229,8 +235,11 @@ class ShardedBlocks:
 
     def reshard(self, unit: Unit) -> None:
         """Reshards a unit, unless the forward of its block is under way, or it is kept."""
-        is_needed = self._in_use[unit] or unit in self._kept
-        if unit in self._gathered and not is_needed and not self._all_gathered:
+        if unit in self._kept and unit in self._gathered:
+            # Where this rank has skipped the block. All ranks then have the unit, and send it anew after a step.
+            unit.finish_gather()
+            return
+        if unit in self._gathered and not self._in_use[unit] and not self._all_gathered:
             self._reshard(unit)
 
     def _reshard(self, unit):
@@ -254,10 +263,9 @@ class ShardedBlocks:
         """Returns the call of the model, around another call."""
 
         def run(*args, **kwargs):
-            if self._backward is not None and not in_backward():
-                # The last backward raised.
-                self.end_backward()
-            with self.around.forward():
+            self._end_raised()
+            # Code that is not compiled saves parameters themselves, whose memory goes.
+            with self.around.forward(), saving_handles():
                 return call(*args, **kwargs)
 
         return run
@@ -294,9 +302,7 @@ class ShardedBlocks:
         return self._call(GatherOrder(self, [unit]), unit, call, args, kwargs)
 
     def _call(self, schedule, unit, call, args, kwargs):
-        if self._backward is not None and not in_backward():
-            # The last backward raised.
-            self.end_backward()
+        self._end_raised()
         self._free_lent()
         if self._lent and not self._has_warned:
             self._has_warned = True
@@ -462,6 +468,13 @@ class ShardedBlocks:
             backward.end()
             self._free_lent()
 
+    def _end_raised(self):
+        """Ends the last backward of the engine if it raised, so that this rank has gathered what other ranks have."""
+        if (self._backward is not None or self._has_begun) and not in_backward():
+            self.end_backward()
+            self.reshard_kept()
+            self._has_begun = False
+
     def reshard_kept(self) -> None:
         """Called when a backward has run: reshards what was gathered for the backward and was not read there."""
         kept, self._kept = self._kept, []
@@ -473,7 +486,7 @@ class ShardedBlocks:
     def forget_skipped(self) -> None:
         """Called when a forward begins to which a backward may come."""
         self._skipped.clear()
-        self._has_begun = False
+        self._end_raised()
 
     def join_skipped(self, earlier: Optional[GatherOrder] = None) -> None:
         """Gathers what other ranks gather in a backward through passes to which this rank sees none come.

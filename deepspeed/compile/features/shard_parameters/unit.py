@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A unit: parameters of which each rank keeps a part, and which are gathered together before they are used.
 
-All parameters of a unit lie in one buffer. When the unit is resharded, the buffer's storage is shrunk to nothing, and
-the parameters, which are views of it, stay as they are. What autograd has saved of them are handles
-(``saved_tensors.py``). If anyone else has a view of that memory, such as a state dict or a NumPy array, the memory
-stays as it is, and the values there remain those of the parameters.
+The parameters of a unit lie in one buffer, but for trained ones of which this rank owns anything. When the unit is
+resharded, the buffer's storage is shrunk to nothing, and the parameters, which are views of it, stay as they are. What
+autograd has saved of them are handles (``saved_tensors.py``). If anyone else has a view of that memory, such as a
+state dict or a NumPy array, the memory stays as it is, and the values there remain those of the parameters.
 """
 
 import bisect
@@ -27,16 +27,18 @@ from ..overlap_gather.gather import grouped
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
 from .at_rest import keep_owner, mark_resharded, unmark
-from .partitions import Home, TrainedPart
+from .partitions import Home, TrainedPart, aligned
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-# Generated code takes for granted that parameters are aligned to 16 bytes; torch's allocators align to 64 or more.
-ALIGN_BYTES = 64
 # For which a thread of gloo's may keep the memory of a gather that is done. It takes longer only on a busy machine.
 LONGEST_HELD = 1.0  # seconds
-PURPOSE = "gather parameters of a block"
+PURPOSE = "gather sharded parameters"
+ANOTHER_KIND_OF_TRAINED = (
+    "trained parameter {} was given another dtype or shape, which compile.shard_parameters does not keep: it has its "
+    "dtype, shape and values from before again; change its values in place, or make another engine of the model"
+)
 ANOTHER_KIND = (
     "parameter {} was given another dtype or shape, so compile.shard_parameters no longer shards it: it stays whole "
     "on every rank"
@@ -141,6 +143,8 @@ class Unit:
             different ranks, and a process group matches messages by their order alone.
         device: on which the unit is gathered. Parameters may be on the host until the unit is sharded.
         number: of the unit, the same on all ranks and no other unit's, also of other engines.
+        trained: name -> parameter, of those that the optimizer has and that are sharded.
+        make_trained: (these, where they may begin in the buffer, in bytes) -> what says where they lie.
 
     Attributes:
         nbytes: of the whole unit, with padding.
@@ -173,8 +177,8 @@ class Unit:
             for tensor in plain_tensors([parameter]):
                 place = Place(name, tensor, tensor.dtype, tensor.shape, nbytes, nbytes + tensor.nbytes)
                 self._places[name].append(place)
-                nbytes += _aligned(tensor.nbytes)
-        self._share_bytes = _aligned(-(-nbytes // world))
+                nbytes += aligned(tensor.nbytes)
+        self._share_bytes = aligned(-(-nbytes // world))
         self._frozen_bytes = self.nbytes = world * self._share_bytes
         self._trained = make_trained([*trained.values()], self.nbytes) if trained and make_trained else None
         if self._trained:
@@ -183,7 +187,7 @@ class Unit:
                 place = Place(name, tensor, tensor.dtype, tensor.shape, lying.begin, lying.end)
                 place.home, place.is_trained = lying.home, True
                 self._places[name] = [place]
-            self.nbytes = _aligned(self._trained.end)
+            self.nbytes = aligned(self._trained.end)
         in_buffer = (place for place in self._all_places() if place.home is None)
         self._in_buffer = sorted(in_buffer, key=lambda place: place.begin)
         self._begins = [place.begin for place in self._in_buffer]
@@ -282,12 +286,12 @@ class Unit:
         """Whether all ranks have come to the gather that was started."""
         return self._comparison.is_completed()
 
-    def _send(self):
+    def _send(self, sends_frozen=True):
         works: List[Any] = []
         with collective(PURPOSE):
             # First, because parts of different units may differ in size.
             self._comparison.start()
-            if self._frozen_bytes:
+            if self._frozen_bytes and sends_frozen:
                 frozen = self._target[: self._frozen_bytes]
                 works.append(dist.all_gather_into_tensor(frozen, self.share, group=self._group, async_op=True))
             if self._trained:
@@ -303,15 +307,26 @@ class Unit:
         """Called on all ranks when partitions hold new values of the trained parameters."""
         if not (self._trained and self._is_shared):
             return
-        if not self.is_gathered:
+        if not self.is_gathered and self._work is None:
             return
+        if not self.is_gathered:
+            # What is on its way has the values of before.
+            self.finish_gather()
+        stream = get_accelerator().current_stream()
+        for reader in self._readers:
+            if reader != stream:
+                stream.wait_stream(reader)
+        self._readers = [stream]
         for place in self._all_places():
             if place.is_trained and not self._is_in_place(place):
                 place.tensor.data = self._memory_of(place)
         self._target = self._buffer
-        self._send()
+        # Frozen ones may have been changed here since they were gathered.
+        self._send(sends_frozen=False)
         self._wait()
-        self._note_versions()
+        for place in self._all_places():
+            if place.is_trained:
+                place.version = place.tensor._version
 
     def finish_gather(self) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered.
@@ -434,11 +449,12 @@ class Unit:
         for name, places in [*self._places.items()]:
             if all(place.is_as_made for place in places):
                 continue
-            warn(ANOTHER_KIND.format(name))
             if places[0].is_trained:
                 # The next step would bring it back.
+                warn(ANOTHER_KIND_OF_TRAINED.format(name))
                 places[0].tensor.data = self._memory_of(places[0])
             else:
+                warn(ANOTHER_KIND.format(name))
                 del self._places[name]
         moved = [place for place in self._all_places() if not self._is_in_place(place)]
         for place in moved:
@@ -568,7 +584,3 @@ def forget(address: int, reference: "weakref.ref[Any]") -> None:
     # The address may have become another unit's.
     if UNITS.get(address) is reference:
         del UNITS[address]
-
-
-def _aligned(nbytes):
-    return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
