@@ -78,8 +78,10 @@ def set_up(
         shaping = {name: overriding(features, name) for name in ("graph", "compiling", "cut", "rewrite")}
         no_graph_is_last = any(feature.no_graph_is_last for feature in features)
         graphs.use(**shaping, split=only(features, "split"), no_graph_is_last=no_graph_is_last)
-        deepcompile = EngineState(engine, reducer, features)
-        register_parameters(engine, reducer, deepcompile.placement)
+        placement = only(features, "placement") or Placement()
+        # Before the reducer learns whom to call, so that its hook is at each node before hooks of the caller.
+        register_parameters(engine, reducer, placement)
+        deepcompile = EngineState(engine, reducer, features, placement)
         # It refuses loaded states of another form, so it comes before anything is given up.
         deepcompile.states.adopt(optimizer)
         for commit in overriding(features, "commit"):

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 class EngineState:
     """The state of an engine under DeepCompile ZeRO-1/2. An attached optimizer has it as ``_deepcompile``."""
 
-    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, features: List[Feature]):
+    def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, features: List[Feature], placement: Placement):
         self._engine = weakref.ref(engine)
         self.reducer = reducer
         # The optional parts.
         self.features = features
         # Where gradients and new parameters are written.
-        self.placement: Placement = only(features, "placement") or Placement()
+        self.placement = placement
         self.backward = BackwardLife(engine, reducer, self.placement)
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
