@@ -175,7 +175,7 @@ def compare(model, delay=None, **more):
 
 CASES = [
     {},
-    {"chunked": True, "kept": 3, "stage": 2},
+    pytest.param({"chunked": True, "kept": 3, "stage": 2}, marks=SLOW),
     pytest.param({"stage": 2, "dtype": "bf16", "delay": 0.01}, marks=SLOW),
     pytest.param({"forwards": 2, "direct": True, "accumulation": 2}, marks=SLOW),
     pytest.param({"frozen": True, "kept": 1}, marks=SLOW),
