@@ -6,14 +6,16 @@ import contextlib
 import time
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from deepspeed.compile.features.shard_parameters import unit
+from deepspeed.compile.features.shard_parameters import unit, unsharded_parameters
 
 from support.models import VOCABULARY, Block
 from support.subclasses import Scaled
+from support.training import batch
 
 WIDTH = 12
 
@@ -405,3 +407,32 @@ class _Late:
         else:
             time.sleep(self._delay)
             self._arrive()
+
+
+def trained_on(engine, module):
+    """Trains one more step; returns the loss and the parameters."""
+    loss = engine(batch(9, 0, dist.get_rank(), 4))
+    engine.backward(loss)
+    engine.step()
+    with unsharded_parameters(engine):
+        return [loss.detach(), *(each.detach().clone() for each in module.parameters())]
+
+
+def beside_whole(make, configs, work, folder, **case):
+    """Does the same with sharded and with whole parameters; returns what each of the two has then.
+
+    Args:
+        make: (name of a model, configuration, case) -> module and engine.
+        configs: with sharded, and with whole parameters.
+        work: (engine, module, a folder of its own) -> None, or tensors.
+    """
+    results = []
+    for kind, config in zip(("sharded", "whole"), configs, strict=True):
+        module, engine = make("plain", config, **case)
+        trained_on(engine, module)
+        returned = work(engine, module, f"{folder}/{kind}") or []
+        results.append([*returned, *trained_on(engine, module)])
+        with unsharded_parameters(engine):
+            engine.destroy()
+        results[-1].append(module(batch(2, 2, 2, 4)).detach())
+    return results

@@ -28,7 +28,7 @@ from deepspeed.utils import (
 
 from support.checkpoints import EXACT
 from support.ends import TIMEOUT, in_processes_of_their_own
-from support.frozen import HIDING, MODELS, Adapted, late
+from support.frozen import HIDING, MODELS, Adapted, beside_whole, late, trained_on
 from support.ids import vary
 from support.options import outcome
 from support.training import Case, batch, device, make_engine
@@ -207,14 +207,6 @@ def test_two_engines(ranks):
 
 
 # What works at rest ------------------------------------------------------------------------------------------------
-
-
-def trained_on(engine, module):
-    loss = engine(batch(9, 0, dist.get_rank(), 4))
-    engine.backward(loss)
-    engine.step()
-    with unsharded_parameters(engine):
-        return [loss.detach(), *(each.detach().clone() for each in module.parameters())]
 
 
 def checkpointed(engine, module, folder):
@@ -431,16 +423,8 @@ WORKS = {
 }
 
 
-def beside_whole(name, folder, **case):
-    results = []
-    for kind, config in (("sharded", SHARDED), ("whole", WHOLE)):
-        module, engine = make("plain", config, **case)
-        trained_on(engine, module)
-        returned = WORKS[name](engine, module, f"{folder}/{kind}") or []
-        results.append([*returned, *trained_on(engine, module)])
-        with unsharded_parameters(engine):
-            engine.destroy()
-        results[-1].append(module(batch(2, 2, 2, 4)).detach())
+def work_beside_whole(name, folder, **case):
+    results = beside_whole(make, (SHARDED, WHOLE), WORKS[name], folder, **case)
     return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
 
 
@@ -450,7 +434,7 @@ def test_what_works_at_rest(ranks, tmp_path, work, case):
     """What users do beside training would read, or change, memory that no longer has the parameters."""
     if work == "overflowed":
         case = {**case, "dtype": "fp16"}
-    for equal in ranks(2).run(beside_whole, work, str(tmp_path), **case):
+    for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), **case):
         assert all(equal)
 
 
@@ -458,7 +442,7 @@ def test_what_works_at_rest(ranks, tmp_path, work, case):
 @vary("work", [without_frozen.__name__, cloned.__name__, sent_within.__name__])
 def test_what_works_with_frozen_parameters(ranks, tmp_path, work):
     """Frozen parameters have no owner: a block's lie in parts on all ranks."""
-    for equal in ranks(2).run(beside_whole, work, str(tmp_path), stage=1, trained="some"):
+    for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), stage=1, trained="some"):
         assert all(equal)
 
 

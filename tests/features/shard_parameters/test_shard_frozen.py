@@ -27,7 +27,20 @@ from deepspeed.compile.zero_1_and_2.collectives import collective
 
 from support.checkpoints import EXACT
 from support.ends import in_processes_of_their_own, names_the_bucket, not_ended_by_nccl
-from support.frozen import CHANGING, HIDING, MODELS, WIDTH, AdaptedBlock, Body, Output, TrainedHead, late, model_of
+from support.frozen import (
+    CHANGING,
+    HIDING,
+    MODELS,
+    WIDTH,
+    AdaptedBlock,
+    Body,
+    Output,
+    TrainedHead,
+    beside_whole,
+    late,
+    model_of,
+    trained_on,
+)
 from support.ids import vary
 from support.models import VOCABULARY, BlocksWithin, qwen3_config
 from support.options import outcome
@@ -387,15 +400,6 @@ def test_what_is_refused_at_rest(ranks, tmp_path):
             assert "body.blocks.0." in messages[name], name
 
 
-def trained_on(engine, module):
-    """Trains one more step; returns the loss and the parameters."""
-    loss = engine(batch(9, 0, dist.get_rank(), 4))
-    engine.backward(loss)
-    engine.step()
-    with unsharded_parameters(engine):
-        return [loss.detach(), *(each.detach().clone() for each in module.parameters())]
-
-
 def described(engine, module, folder):
     """What needs no values works on every rank alone."""
     weight = module.body.blocks[1].up.weight
@@ -617,17 +621,8 @@ WORKS = {
 }
 
 
-def beside_whole(name, folder, **case):
-    """Does the same with sharded and with whole parameters; returns whether what is trained then is the same."""
-    results = []
-    for kind, config in (("sharded", SHARDED), ("whole", WHOLE)):
-        module, engine = make("plain", config, **case)
-        trained_on(engine, module)
-        returned = WORKS[name](engine, module, f"{folder}/{kind}") or []
-        results.append([*returned, *trained_on(engine, module)])
-        with unsharded_parameters(engine):
-            engine.destroy()
-        results[-1].append(module(batch(2, 2, 2, 4)).detach())
+def work_beside_whole(name, folder, **case):
+    results = beside_whole(make, (SHARDED, WHOLE), WORKS[name], folder, **case)
     return same(*results)
 
 
@@ -635,7 +630,7 @@ def beside_whole(name, folder, **case):
 @vary("stage", [1, 2])
 def test_what_works_at_rest(ranks, tmp_path, work, stage):
     """What users do beside training would read, or change, shares instead of parameters."""
-    assert ranks(2).run(beside_whole, work, str(tmp_path), stage=stage) == [True, True]
+    assert ranks(2).run(work_beside_whole, work, str(tmp_path), stage=stage) == [True, True]
 
 
 def changed_between(kind):

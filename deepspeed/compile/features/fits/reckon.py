@@ -18,7 +18,7 @@ from ..blocks.choose_blocks import choose_blocks
 from ..blocks.parameters import by_block
 from ..eight_bit.blockwise import SIGNED, count_of_blocks
 from ..one_pass_adam.dynamic_map import BLOCK
-from ..shard_parameters.outside import large_outside, read_first, read_last
+from ..shard_parameters.outside import large_outside, read_times
 from ..shard_parameters.sharded_blocks import MOST_GATHERED, frozen_of_blocks
 from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
@@ -166,9 +166,8 @@ class Subject:
         place = {id(parameter): index for index, parameter in enumerate(self.trained.values())}
         outside, *trained = by_block(self.trained.values(), self.model, self.repeated)
         large = large_outside(outside, self.model, self.repeated) if self.repeated else []
-        where = self.model, self.repeated
-        first = [each for each in large if read_first(each, *where)]
-        last = [each for each in large if not read_first(each, *where) or read_last(each, *where)]
+        first, after = read_times(large, self.model, self.repeated)
+        last = {*after, *large}.difference({*first}.difference(after))
         # What is read before blocks, of each block, and what is read after them.
         of_units = [first, *trained, last]
         self.trained_of_units = [[self.flat[place[id(parameter)]] for parameter in unit] for unit in of_units]

@@ -15,7 +15,7 @@ not meet a parameter at rest, so units are gathered before such code runs, and n
 import contextlib
 import functools
 from collections import defaultdict
-from typing import Dict, Iterator, List
+from typing import Dict, Iterable, Iterator, List, Tuple
 
 import torch
 from torch.nn import Embedding, Module, Parameter
@@ -59,15 +59,17 @@ def _holders(module, blocks) -> Dict[int, List[Module]]:
     return {number: held_by for number, held_by in holders.items() if number not in scripted}
 
 
-def read_first(parameter: Parameter, module: Module, blocks: List[Module]) -> bool:
-    """Whether an embedding holds a parameter, which is read before blocks then."""
-    return any(isinstance(holder, Embedding) for holder in _holders(module, blocks)[id(parameter)])
+def read_times(
+    parameters: Iterable[Parameter], module: Module, blocks: List[Module]
+) -> Tuple[List[Parameter], List[Parameter]]:
+    """Lists those of ``parameters`` that are read before blocks, and those that are read after them.
 
-
-def read_last(parameter: Parameter, module: Module, blocks: List[Module]) -> bool:
-    """Whether a module holds a parameter around those that call blocks, such as a head, and reads it after blocks."""
+    The former belong to embeddings, and the latter to modules around those that call blocks, such as a head.
+    """
+    holders = _holders(module, blocks)
     within = {id(part) for parent in parents_of(module, blocks) for part in parent.modules()}
-    return any(id(holder) not in within for holder in _holders(module, blocks)[id(parameter)])
+    first = [each for each in parameters if any(isinstance(holder, Embedding) for holder in holders[id(each)])]
+    return first, [each for each in parameters if any(id(holder) not in within for holder in holders[id(each)])]
 
 
 class OutsideUnits:
@@ -82,18 +84,13 @@ class OutsideUnits:
     def __init__(self, owner: Gatherer, module: Module, blocks: List[Module], units: Dict[Parameter, Unit]):
         self._owner, self._units = owner, list(units.values())
         # Which units are gathered when a forward begins, and when the modules that call blocks have run.
-        self._first: List[Unit] = []
-        self._last: List[Unit] = []
+        self._first, self._last = ([units[each] for each in read] for read in read_times(units, module, blocks))
         # How many calls of the model are under way, and whether blocks have run in the last one.
         self._forwards = 0
         self._have_blocks_run = False
         self._hooks = []
         holders = _holders(module, blocks)
         for parameter, unit in units.items():
-            if read_first(parameter, module, blocks):
-                self._first.append(unit)
-            if read_last(parameter, module, blocks):
-                self._last.append(unit)
             for holder in holders[id(parameter)]:
                 hook = outside_graphs(functools.partial(self.gather, unit))
                 self._hooks.append(holder.register_forward_pre_hook(hook, prepend=True))

@@ -103,43 +103,27 @@ class ShardedBlocks:
         # Engines share the process group.
         first_number = identity * MOST_UNITS
         names = {parameter: name for name, parameter in module.named_parameters()}
+
+        def make_unit(number, trained, frozen=()):
+            named = ({names.get(each, "a parameter"): each for each in parameters} for parameters in (frozen, trained))
+            return Unit(next(named), process_group, device, first_number + number, next(named), make_trained)
+
         self._unit_of: Dict[int, Unit] = {}
         of_block = zip(blocks, frozen_of_blocks(module, blocks, trained), of_blocks, strict=True)
         for block, frozen, its_trained in of_block:
             its_trained = [parameter for parameter in its_trained if parameter.numel()]
             if frozen or its_trained:
-                self._unit_of[id(block)] = Unit(
-                    {names[parameter]: parameter for parameter in frozen},
-                    process_group,
-                    device,
-                    number=first_number + len(self._unit_of),
-                    trained={names[parameter]: parameter for parameter in its_trained},
-                    make_trained=make_trained,
-                )
+                self._unit_of[id(block)] = make_unit(len(self._unit_of), its_trained, frozen)
         self.units = list(self._unit_of.values())
         if self.partitions is not None:
             large = {}
             for parameter in large_outside(outside, module, blocks):
-                large[parameter] = Unit(
-                    {},
-                    process_group,
-                    device,
-                    number=first_number + len(self.units),
-                    trained={names[parameter]: parameter},
-                    make_trained=make_trained,
-                )
+                large[parameter] = make_unit(len(self.units), [parameter])
                 self.units.append(large[parameter])
             self.around = OutsideUnits(self, module, blocks, large)
             outside = [parameter for parameter in outside if parameter not in large]
             if outside:
-                self.outside = Unit(
-                    {},
-                    process_group,
-                    device,
-                    number=first_number + len(self.units),
-                    trained={names.get(parameter, "a parameter"): parameter for parameter in outside},
-                    make_trained=make_trained,
-                )
+                self.outside = make_unit(len(self.units), outside)
         for unit in self.units:
             unit.owner = weakref.ref(self)
         # The passes that are under way: one calls blocks that call others in turn.
