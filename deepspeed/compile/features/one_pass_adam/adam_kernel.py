@@ -75,22 +75,24 @@ def _step(
         master = _join(tl.load(news + places, mask=there, other=0.0), tl.load(masters + places, mask=there, other=0))
     else:
         master = tl.load(masters + places, mask=there, other=0.0)
-    gradient = gradient + decay_of_gradient * master
-    master = master - decay * master
+    # Each sum with a product is one operation, rounded once, so that formats do not change numbers: of a sum of two
+    # products the compiler would round either one by itself.
+    gradient = tl.fma(decay_of_gradient, master, gradient)
+    master = tl.fma(-decay, master, master)
     if scales is None:
         mean = tl.load(means + places, mask=there, other=0.0)
         mean_sq = tl.load(means_sq + places, mask=there, other=0.0)
     else:
         mean = _decode(means, scales, values, places, there, blocks, rows, BLOCKS)
         mean_sq = _decode(means_sq, scales_sq, values_sq, places, there, blocks, rows, BLOCKS)
-    mean = mean + weight * (gradient - mean)
-    mean_sq = mean_sq + weight_sq * (gradient * gradient - mean_sq)
+    mean = tl.fma(weight, gradient - mean, mean)
+    mean_sq = tl.fma(weight_sq, tl.fma(gradient, gradient, -mean_sq), mean_sq)
     divisor = mean_sq
     if mosts_sq is not None:
         most_sq = tl.load(mosts_sq + places, mask=there, other=0.0)
         divisor = tl.maximum(most_sq, mean_sq, propagate_nan=tl.PropagateNan.ALL)
         tl.store(mosts_sq + places, divisor, mask=there)
-    master = master - rate * mean / (tl.sqrt(divisor) * inverse_root + epsilon)
+    master = master - rate * mean / tl.fma(tl.sqrt(divisor), inverse_root, epsilon)
     if masters.dtype.element_ty == tl.int16:
         new, master = _split(master)
     else:
