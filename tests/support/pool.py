@@ -148,11 +148,15 @@ class Ranks:
             yield context
 
     def stop(self):
-        for process, connection in zip(self._processes, self._connections):
+        # Forgotten first: a test that runs out of time here leaves nothing to which another test would send.
+        processes, self._processes = self._processes, []
+        connections, self._connections = self._connections, []
+        # All of them, and only then waited for: on a GPU that many processes share, one takes long to end.
+        for process in processes:
             process.kill()
+        for process, connection in zip(processes, connections, strict=True):
             _join(process)
             connection.close()
-        self._processes, self._connections = [], []
 
     def run(self, function, *args, timeout=600, **kwargs):
         """Calls ``function(*args, **kwargs)`` on every rank; returns the results in rank order.
@@ -160,8 +164,13 @@ class Ranks:
         ``function`` is importable under ``tests/``. A rank that raises, dies or takes longer than ``timeout``
         seconds fails the call and ends the processes; the next call starts new ones.
         """
-        # When one rank failed, the others may wait for it.
-        answers = self._ask(function, args, kwargs, timeout, timeout_after_failure=5)
+        try:
+            # When one rank failed, the others may wait for it.
+            answers = self._ask(function, args, kwargs, timeout, timeout_after_failure=5)
+        except BaseException:
+            # Of a test that ran out of time, the next one would get the answer.
+            self.stop()
+            raise
         failures = [f"rank {rank} {answer}" for rank, (succeeded, answer) in enumerate(answers) if not succeeded]
         if failures:
             self.stop()
