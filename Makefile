@@ -1,7 +1,7 @@
 # make test     lint, then the tests that take at most 3 CPU-seconds, two cases of each, and programs that have changed
 #               (WORKERS=14: by so many processes at once; CHANGED_SINCE=COMMIT: changed since that commit)
 # make test-all lint, then all cases of every test, which take hours on two cores
-# make test-rest a tenth of what make test leaves out (PART=7: which one, from 0 to 9)
+# make test-rest a tenth of what make test leaves out (PART=7: which one, from 0 to 9; CHANGED_SINCE=COMMIT: as there)
 # make test-gpu the tests that use GPUs, on a machine with one or more; ranks share GPUs where there are fewer (WORKERS=12)
 # make quick    fast tests of each subject, which take less than two minutes on two cores
 # make demo     train the small model of examples/demo on two processes (DEMO_ARGS="..." reaches the script)
@@ -90,7 +90,8 @@ test-all: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 
 test-rest: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 	echo "Running part $(PART) of what make test leaves out, which takes about 20 minutes on two cores ..."
-	$(RUN) pytest -q tests --part-of-the-rest $(PART) --base $(BASE) $(IN_PARALLEL)
+	$(RUN) pytest -q tests --part-of-the-rest $(PART) $(if $(CHANGED_SINCE),--changed-since $(CHANGED_SINCE)) \
+		--base $(BASE) $(IN_PARALLEL)
 
 test-gpu: toolchain $(FORK) $(BENCH) $(FRONTS) $(BASE)
 	echo "Running the tests that use a GPU ..."

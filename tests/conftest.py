@@ -78,7 +78,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="record the CPU-seconds of each test, and fail a test that takes far more than its mark allows",
     )
-    parser.addoption("--changed-since", help="the commit since which programs have changed that --fewer-cases runs")
+    parser.addoption("--changed-since", help="the commit since which programs have changed that make test runs")
     parser.addoption(
         "--part-of-the-rest",
         type=int,
@@ -145,7 +145,8 @@ def pytest_collection_modifyitems(config, items):
     elif option.fewer_cases:
         kept = selection.keep_for_make_test(items, selection.changed_files(option.changed_since))
     if option.part_of_the_rest is not None:
-        kept = selection.keep_part_of_the_rest(kept, option.part_of_the_rest)
+        changed = selection.changed_files(option.changed_since) if option.changed_since else ()
+        kept = selection.keep_part_of_the_rest(kept, option.part_of_the_rest, changed)
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=list(set(items).difference(kept)))
         items[:] = kept

@@ -131,8 +131,10 @@ def test_make_test_leaves_out_slow_tests():
     ],
 )
 def test_programs_run_where_they_have_changed(changed, runs):
-    """A program would not run though its subject has changed, or run in every make test."""
-    assert len(keep_for_make_test(list(varied("a", marks=[PROGRAM])), changed)) == runs
+    """A program would not run though its subject has changed, or run in every make test, or twice where it has."""
+    items = list(varied("a", marks=[PROGRAM]))
+    assert len(keep_for_make_test(items, changed)) == runs
+    assert sum(len(keep_part_of_the_rest(items, part, changed)) for part in range(PARTS)) == (not runs)
     # A slow program is one all the same.
     assert len(keep_for_make_test(list(varied("a", marks=["slow", PROGRAM])), changed)) == runs
 

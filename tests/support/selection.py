@@ -21,6 +21,7 @@ WITHOUT_A_GPU = {
     "test_documentation.py": "reads the pages, and runs commands up to where they would begin to train",
     "test_memory_picture_page.py": "draws a page from made-up data in a browser",
     "test_packaging.py": "builds packages and installs them",
+    "test_rooms.py": "builds the package without a part of it, and trains on CPU",
     "test_scale_reckoned.py": "reckons, and measures gloo",
     "test_site.py": "builds the pages and opens them in a browser",
     "test_two_hosts.py": "trains on two hosts that see no GPU",
@@ -69,9 +70,9 @@ def keep_for_make_test(items: List[pytest.Item], changed: Iterable[str]) -> List
     return thin_out([item for item in items if not is_left_out(item)])
 
 
-def keep_part_of_the_rest(items: List[pytest.Item], part: int) -> List[pytest.Item]:
-    """Lists the items of one part, from 0 to ``PARTS`` - 1, of what ``make test`` leaves out if nothing changed."""
-    run_anyway = {item.nodeid for item in keep_for_make_test(items, ())}
+def keep_part_of_the_rest(items: List[pytest.Item], part: int, changed: Iterable[str] = ()) -> List[pytest.Item]:
+    """Lists the items of one part, from 0 to ``PARTS`` - 1, of what ``make test`` leaves out if these files changed."""
+    run_anyway = {item.nodeid for item in keep_for_make_test(items, changed)}
     digests = ((item, hashlib.sha256(item.nodeid.encode()).digest()) for item in items)
     return [
         item
