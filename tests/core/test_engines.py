@@ -190,12 +190,11 @@ def beside_plain_loop_in_wrapped_groups(case):
     return Wrapped(pair.end(), wrapped.options._timeout.total_seconds())
 
 
+# Processes with a variable of their own take long to start.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(model=SMALL, accumulation=2, bucket=50),
-        pytest.param(Case(stage=2, model="BlocksWithin", config=OVERLAPPED), marks=pytest.mark.slow),
-    ],
+    [Case(model=SMALL, accumulation=2, bucket=50), Case(stage=2, model="BlocksWithin", config=OVERLAPPED)],
     ids=["whole", "blocks"],
 )
 def test_process_groups_that_torch_wraps(ranks, case):

@@ -150,8 +150,18 @@ def train_model(name, kind):
     return train(Case(bucket=40), CASES[name], "all", kind, 1, 2)
 
 
+# The models in which gradients of one parameter come from several places.
+IN_EVERY_RUN = {
+    *("BlocksWithin", "CheckpointedReentrant", "CompiledAndEager", "FrozenAndUnused", "SeveralGraphs"),
+    *("SharedGradient", "TiedEmbedding", "WeightInTwoGraphs"),
+}
+
+
 @pytest.mark.table
-@vary("name", [name for name in CASES if name != "Hooked"])
+@vary(
+    "name",
+    [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.slow) for name in CASES if name != "Hooked"],
+)
 @vary("kind", ["of the gradient", "of the sum"])
 def test_hooks_of_every_model(ranks, name, kind):
     """A hook would see contributions of one weight one by one, or those of one graph without those of other code."""

@@ -12,16 +12,16 @@ from support.muon import Training, check, train_beside
 @vary(
     "varied",
     [
-        {"model": "Frozen", "stage": 2},
+        pytest.param({"model": "Frozen", "stage": 2}, marks=pytest.mark.slow),
         {"model": "Tied", "torch_adam": True},
-        {"model": "Slim", "torch_adam": True},
+        pytest.param({"model": "Slim", "torch_adam": True}, marks=pytest.mark.slow),
         pytest.param({"model": "Slim", "torch_adam": True, "one_pass": True}, marks=pytest.mark.slow),
         {"model": "OnlyMatrices"},
         {"model": "NoMatrices", "stage": 2},
         {"model": "OneSmallMatrix"},
         {"model": "Filters3", "stage": 2},
         # DeepSpeed's own function cannot update filters in four dimensions, so it trains a model that has the matrix.
-        {"model": "Filters4", "base_model": "Filters2"},
+        pytest.param({"model": "Filters4", "base_model": "Filters2"}, marks=pytest.mark.slow),
         {"optimizer": "grouped", "stage": 2, "depth": 2},
         # DeepSpeed trains as plain SGD what is in a group with use_muon and lacks the tag, so there it has tags.
         {"optimizer": "made"},
