@@ -71,7 +71,7 @@ def keep_for_make_test(items: List[pytest.Item], changed: Iterable[str]) -> List
 
 
 def keep_part_of_the_rest(items: List[pytest.Item], part: int, changed: Iterable[str] = ()) -> List[pytest.Item]:
-    """Lists the items of one part, from 0 to ``PARTS`` - 1, of what ``make test`` leaves out if these files changed."""
+    """Lists the items of one part, from 0 to ``PARTS`` - 1, of what ``make test`` leaves out if these changed."""
     run_anyway = {item.nodeid for item in keep_for_make_test(items, changed)}
     digests = ((item, hashlib.sha256(item.nodeid.encode()).digest()) for item in items)
     return [

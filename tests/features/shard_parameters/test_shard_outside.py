@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, keep, unit, unsharded_parameters
 
 from support.chunked_loss import small_chunks
@@ -337,3 +338,19 @@ def test_when_memory_is_given_back(ranks, kept, checkpoints):
         assert head <= held["loss"] <= head + kept * block
         assert held["backward 3"] <= head + max(kept, 1) * block
         assert all(held[f"backward {index}"] <= 2 * block for index in range(3))
+
+
+def clone_tied():
+    module = TiedHead().to(device()).requires_grad_(True)
+    engine = make_engine(module, Case(config=config(shards=True), adam=True))
+    engine.backward(engine(batch(0, 0, 0, 4)))
+    engine.step()
+    clones = clone_tensors_for_torch_save(module.state_dict())
+    engine.destroy()
+    return {name: clone.untyped_storage()._cdata for name, clone in clones.items()}
+
+
+def test_tied_parameters_are_cloned_under_each_name(ranks):
+    """A trainer that leaves out names which share memory would save a model without its head."""
+    memory = ranks(2).run(clone_tied)[0]
+    assert "head.weight" in memory and len(set(memory.values())) == len(memory)

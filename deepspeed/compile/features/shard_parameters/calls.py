@@ -150,8 +150,12 @@ def cloned(items: Dict[str, Any], device: torch.device, clone: Callable[[Any, to
             at_rest.setdefault(owner, {})[key] = item
     found: Dict[str, Any] = {}
     for owner, its_items in at_rest.items():
+        taken = set()
         for key, value in owner.with_values(its_items).items():
-            found[key] = on_first_rank(value) if isinstance(value, Resharded) else value.to(device)
+            # A tied parameter is saved under each of its names, as it is where parameters are whole.
+            is_tied = id(value) in taken
+            taken.add(id(value))
+            found[key] = on_first_rank(value) if isinstance(value, Resharded) else value.to(device, copy=is_tied)
     return {key: found[key] if key in found else clone(item, device) for key, item in items.items()}
 
 
