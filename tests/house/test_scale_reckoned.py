@@ -134,8 +134,10 @@ def test_sharded_parameters(package, qwen3):
     cost, reduced = scale.sharded(case, cluster, 8), scale.reduce_gradients(case, cluster, 8)
     # Blocks are gathered for the forward and for the backward, embedding and head once.
     assert cost.busy == pytest.approx(reduced.busy + 2 * sum(took) - took[0] - took[-1])
-    # Nothing hides the embedding, the first block of the forward, and the first one of the backward.
-    assert cost.exposed >= reduced.exposed + took[0] + took[1] + took[-2]
+    # Nothing hides the embedding, the first block of the forward, and the first one of the backward. Of the rest
+    # only a little is seen: a part of the head, and where gathers and reductions wait for each other.
+    at_least = reduced.exposed + took[0] + took[1] + took[-2]
+    assert at_least <= cost.exposed < 1.6 * at_least
     for bandwidth in (1e9, 360e9):
         cost = scale.sharded(case, scale.Cluster(bandwidth=bandwidth), 8)
         assert 0 < cost.busy - cost.exposed < case.compute, "more is hidden than there is to hide it under"
