@@ -30,6 +30,9 @@ NOISE = 0.07
 PERFORMANCE, PEOPLE, SCALE = "performance.md", "what_people_train_with.md", "scale.md"
 # Measured beside the row of the fork in performance.md, on 2 H200s, 2026-11-26.
 RESHARDED = "2 H200s, 2026-11-26"
+# `python -m benchmarks.compare --processes 8 --systems fork "fork, frozen sharded" "FSDP2, resharded" -- --shape
+# qwen3-0.6b --layers 14 --seq 1024 --lora 16 --adam fused --steps 3 --warm 1`, and with 4 processes.
+SHARED = "ranks share one H200, 2026-11-25"
 
 
 class Measured(NamedTuple):
@@ -119,7 +122,7 @@ MEASURED = [
     Measured(SCALE, "qwen3-8b", 2, {"at_rest": 9.179, "forward": 29.318}, lora=16, mode=FROZEN),
     Measured(SCALE, "qwen3-8b", 2, _peaks(30.396, 30.364, 7.935), lora=16, mode=FSDP2 | {"reshard": True}),
     *(
-        Measured(SCALE, "qwen3-0.6b", gpus, figures, layers=14, seq=1024, lora=16, mode=mode)
+        Measured(SHARED, "qwen3-0.6b", gpus, figures, layers=14, seq=1024, lora=16, mode=mode)
         for gpus, mode, figures in (
             (4, {}, {"at_rest": 0.787, "forward": 1.689}),
             (4, FROZEN, {"at_rest": 0.479, "forward": 1.384}),

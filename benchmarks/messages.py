@@ -113,8 +113,25 @@ def broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
     """Lists what each broadcast of the overlapped gather sends, by unit in the order in which units are sent."""
     from deepspeed.compile.features.overlap_gather.runs import runs
 
+    laid_out = layout(model, ranks)
+    return [runs(laid_out, unit) for unit in _members(model)]
+
+
+def sharded_broadcasts(model: Sizes, ranks: int) -> "list[list[Run]]":
+    """Lists what each broadcast of ``shard_parameters: "all"`` sends: embedding, blocks, and head are a unit each.
+
+    The final norm is in none: it is small, so it stays whole on every rank.
+    """
+    from deepspeed.compile.features.overlap_gather.runs import runs
+
+    outside, *blocks = _members(model)
+    embedding, *_, head = [parameter for parameter in outside if parameter.dim() > 1]
+    laid_out = layout(model, ranks)
+    return [runs(laid_out, unit, parts_alone=True) for unit in ([embedding], *blocks, [head])]
+
+
+def _members(model):
     members: list[list[Parameter]] = [[] for _ in range(1 + max(model.units))]
     for parameter, unit in zip(model.parameters, model.units):
         members[unit].append(parameter)
-    laid_out = layout(model, ranks)
-    return [runs(laid_out, unit) for unit in members]
+    return members

@@ -6,7 +6,7 @@ From the root of the repository, in one process and without GPUs::
 
     python -m benchmarks.scale                     the tables
     python -m benchmarks.scale --latency 4         with four times NCCL's own latencies
-    python -m benchmarks.scale --frozen            what compile.shard_parameters costs
+    python -m benchmarks.scale --frozen            what shard_parameters: "frozen" costs LoRA
     python -m benchmarks.scale --fit FILE          what benchmarks.collectives measured, beside the model
 
 **Collectives.** A collective over n ranks takes a base, a latency for each hop of NCCL's ring, and the time of its S
@@ -30,6 +30,10 @@ bytes at bandwidth B. Of NCCL's protocols the fastest one counts, as NCCL choose
   elements of matrices. One bucket is in flight: before the next is sent, the compute stream waits for it.
 - The fork's gather is one all-gather with nothing under it. Overlapped, units are sent in their order, and the forward
   waits for head and embedding, and then for each block.
+- Sharded (``shard_parameters: "all"``): the embedding is gathered when the forward begins, the first block behind
+  it, then each block while the previous one computes, and the head under the last block. The backward begins with
+  the head, gathers the last block when it comes there, and the others one block ahead again, so two units are whole
+  at a time. Before a unit's broadcasts ranks compare its number, which NCCL sends by LL. No gather follows the step.
 - FSDP2: a layer is gathered while the previous one computes, in the forward and, if layers are resharded, again in the
   backward, and its gradients are reduce-scattered behind it. Collectives of the one communicator follow each other.
 - Compute is 0.353 s for Qwen3-8B, a third of it the forward. The optimizer takes 10 ps for each element of a
@@ -43,6 +47,17 @@ bytes at bandwidth B. Of NCCL's protocols the fastest one counts, as NCCL choose
   latencies, and cost 63 with twice these. On 256 ranks the overlapped gather saves 34 ms, and costs 55 with four times
   these.
 - Larger buckets save 2 % of a step from 512 ranks on, or from 128 on with four times the latency.
+
+**Messages** are counted by the native reducer itself, on tensors without memory (``messages.py``): 322 in 134
+buckets for Qwen3-8B on 2 ranks, where 323 in 134 were measured (2 H200s, 2026-11-22), because gradients arrive in
+another order.
+
+**Limits.** Compute slows down while collectives run, which is left out: on 4 GPUs the model has steps of 0.412 s for
+the fork, 0.386 overlapped and 0.386 for FSDP2 kept, where 0.429, 0.421 and 0.433 were measured. NCCL's constants
+charge each hop of a reduce or broadcast as one over the network, though seven of eight are inside a node; most of
+FSDP2's advantage is this. With the hops of a reduce-scatter and four times the latency, the fork overlapped waits 44
+ms on 256 ranks and 170 on 512 for Qwen3-8B, where FSDP2 resharded waits 65 and 302. Left out are small collectives,
+the norm and the ranks' agreement (a latency each, 1 to 5 ms on 1024 ranks), and other users of the network.
 
 **The model beside what was measured.** ``tests/house/test_scale_reckoned.py`` holds the model to these figures, but
 for gathers and scatters of two ranks.
@@ -82,7 +97,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from .messages import OUTSIDE, Sizes, broadcasts, layout, reductions, sizes
+from .messages import OUTSIDE, Sizes, broadcasts, layout, reductions, sharded_broadcasts, sizes
 from .workload import SHAPES
 
 RANKS = [8, 16, 32, 64, 128, 256, 512, 1024]
@@ -149,6 +164,15 @@ class Cluster:
             + size / (self.bandwidth * each.bandwidth)
             for each in PROTOCOLS.values()
         )
+
+    def compare(self, ranks: int) -> float:
+        """Seconds in which ranks compare a number.
+
+        NCCL sends so little by LL, whose hops over NVLink take longer where there is a network too.
+        """
+        between = math.ceil(ranks / self.per_node) - 1
+        inside = 0.6e-6 * (1.8 if between else 1.0)
+        return 6.6e-6 + self.latency * (inside * (ranks - 1 - between) + 2.7e-6 * between)
 
 
 class Cost(NamedTuple):
@@ -242,6 +266,47 @@ def gather_one_by_one(case: Case, cluster: Cluster, ranks: int) -> Cost:
     return _under_the_forward(case, [sum(cluster.to_one(_bytes(run), ranks) for run in unit) for unit in units])
 
 
+def sharded(case: Case, cluster: Cluster, ranks: int) -> Cost:
+    """``shard_parameters: "all"``: owners broadcast units for the forward, and blocks again for the backward.
+
+    Broadcasts and reductions share the network, so one follows the other, although they have two communicators.
+    """
+    units = sharded_broadcasts(case.model, ranks)
+    took = [cluster.compare(ranks) + cluster.to_one(sum(map(_bytes, unit)), ranks, len(unit)) for unit in units]
+    embedding, *blocks, head = range(len(units))
+    # Nothing computes while the embedding arrives, and then the first block.
+    now, arrives = 0.0, took[embedding] + took[blocks[0]]
+    outside, *parts = [case.compute / 3 * part for _, part in case.of_units()]
+    for block, part in zip(blocks, parts):
+        now = max(now, arrives)
+        arrives = now + took[block + 1]
+        now += part
+    exposed = max(now, arrives) + outside - case.compute / 3
+    back = _sharded_backward(case, cluster, ranks, took)
+    return Cost(sum(took) + back.busy, exposed + back.exposed)
+
+
+def _sharded_backward(case, cluster, ranks, took):
+    """The backward: the head is still here, and the last block is gathered when the head's backward is over."""
+    backward = case.compute * 2 / 3
+    now = busy = free = bucket_arrives = 0.0  # free: when the network is
+    arrives: dict[int, float] = {}  # of blocks
+    for unit, sent in zip([*reversed(case.model.units), OUTSIDE], reductions(case.model, ranks, BUCKET)):
+        # A block, and the one that the backward comes to next.
+        for block in (unit, unit - 1):
+            if block > OUTSIDE and block not in arrives:
+                busy, arrives[block] = busy + took[block], max(now, free) + took[block]
+                free = arrives[block]
+        now = max(now, arrives.get(unit, 0.0)) + backward * case.part(sent.work)
+        if sent.waited or sent.bytes:
+            now = max(now, bucket_arrives)
+        if sent.bytes:
+            reduced = cluster.to_one(sent.bytes, ranks, sent.messages)
+            busy, free = busy + reduced, max(now, free) + reduced
+            bucket_arrives = free
+    return Cost(busy, max(now, bucket_arrives) - backward)
+
+
 def _bytes(run):
     return 2 * (run.last - run.first)
 
@@ -298,6 +363,7 @@ def fsdp2(case: Case, cluster: Cluster, ranks: int, reshard: bool) -> Cost:
 SYSTEMS: dict[str, Callable[[Case, Cluster, int], Cost]] = {
     "fork": lambda *on: reduce_gradients(*on) + gather_at_once(*on),
     "fork, gather overlapped": lambda *on: reduce_gradients(*on) + gather_overlapped(*on),
+    "fork, sharded": sharded,
     "FSDP2, kept": lambda *on: fsdp2(*on, reshard=False),
     "FSDP2, resharded": lambda *on: fsdp2(*on, reshard=True),
     "fork before": lambda *on: reduce_gradients(*on, send=SEND_BEFORE) + gather_at_once(*on),
@@ -415,7 +481,7 @@ def fit(file: Path, cluster: Cluster) -> str:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__.splitlines()[0])
     parser.add_argument("--latency", type=float, default=1.0, help="how many times NCCL's own constants a hop takes")
-    parser.add_argument("--frozen", action="store_true", help="print what shard_parameters costs instead")
+    parser.add_argument("--frozen", action="store_true", help="print what sharding frozen parameters costs instead")
     parser.add_argument("--fit", type=Path, help="print what benchmarks.collectives wrote into this file instead")
     return parser
 

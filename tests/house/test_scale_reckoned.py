@@ -28,7 +28,7 @@ def qwen3(package):
 def test_messages_of_a_step_that_was_measured(package, qwen3):
     """The model would count other messages than a step sends.
 
-    docs/scale.md has 323 messages in 134 buckets on 2 GPUs, where gradients came in a slightly different order.
+    323 messages in 134 buckets were measured on 2 GPUs, where gradients came in a slightly different order.
     """
     sent = package("messages").reductions(qwen3("qwen3-8b"), 2, 500_000_000)
     assert sum(each.bytes > 0 for each in sent) == 134
@@ -48,6 +48,11 @@ def test_each_byte_is_sent_once(package, qwen3, shape, world):
     assert 2 * sum(elements) == whole
     assert len(units) == 1 + max(model.units)
     assert max(elements) <= messages.layout(model, world).partition_size[0]
+    sharded = messages.sharded_broadcasts(model, world)
+    norm = [each for each, unit in zip(model.parameters, model.units) if unit == 0 and each.dim() == 1]
+    assert 2 * sum(run.last - run.first for unit in sharded for run in unit) == whole - norm[0].nbytes
+    # Embedding and head are units by themselves.
+    assert len(sharded) == len(units) + 1
 
 
 # A row of the docstring of benchmarks/scale.py for each kind of collective -> seconds by the model on so many GPUs.
@@ -115,6 +120,27 @@ def test_modes_of_fsdp2(package, qwen3):
         assert 0 < kept.exposed <= resharded.exposed
     # Where layers arrive later than they compute, what is gathered twice is waited for twice.
     assert kept.exposed < 0.7 * resharded.exposed
+
+
+def test_sharded_parameters(package, qwen3):
+    """The column of sharded parameters would leave out a gather, or hide one under what has not begun."""
+    scale = package("scale")
+    case, cluster = scale.Case("Qwen3-8B", qwen3("qwen3-8b"), 0.353), scale.Cluster()
+    units = package("messages").sharded_broadcasts(case.model, 8)
+    took = [
+        cluster.compare(8) + cluster.to_one(sum(2 * (run.last - run.first) for run in unit), 8, len(unit))
+        for unit in units
+    ]
+    cost, reduced = scale.sharded(case, cluster, 8), scale.reduce_gradients(case, cluster, 8)
+    # Blocks are gathered for the forward and for the backward, embedding and head once.
+    assert cost.busy == pytest.approx(reduced.busy + 2 * sum(took) - took[0] - took[-1])
+    # Nothing hides the embedding, the first block of the forward, and the first one of the backward. Of the rest
+    # only a little is seen: a part of the head, and where gathers and reductions wait for each other.
+    at_least = reduced.exposed + took[0] + took[1] + took[-2]
+    assert at_least <= cost.exposed < 1.6 * at_least
+    for bandwidth in (1e9, 360e9):
+        cost = scale.sharded(case, scale.Cluster(bandwidth=bandwidth), 8)
+        assert 0 < cost.busy - cost.exposed < case.compute, "more is hidden than there is to hide it under"
 
 
 @vary("latency", [1.0, 4.0])
