@@ -67,15 +67,6 @@ EDITS = (
     ),
     (
         ENGINE,
-        "end of deepspeed.initialize()",
-        "        if self.dist_backend is None:\n            self.enable_backward_allreduce = False\n\n"
-        "    def _optimized_linear_offload_setup",
-        "        if self.dist_backend is None:\n            self.enable_backward_allreduce = False\n"
-        "        deepcompile.check(self)\n\n"
-        "    def _optimized_linear_offload_setup",
-    ),
-    (
-        ENGINE,
         "call of the module in forward()",
         "        with deepcompile_z3_forward_context(self) as",
         "        around = deepcompile.around_forward(self, inputs, kwargs)\n"

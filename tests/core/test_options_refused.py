@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that ``deepspeed.initialize()`` refuses, and arguments that ``engine.compile()`` refuses.
 
-The former leaves the module as it was, the latter the engine.
+The former leaves the module and the optimizer as they were, the latter the engine.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import pytest
 
 from support.ids import vary
 from support.options import SMALL, TWICE_ROUNDED, outcome, prepare, train_prepared
-from support.training import Case, build
+from support.training import Case, build, make_optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,32 +229,34 @@ ALSO_REFUSED = {
 
 class Refused(NamedTuple):
     raised: str
-    changed: List[str]  # what of the module's or the engine's state
+    changed: List[str]  # what of the state of the module and its optimizer, or of the engine
     error: Optional[float]  # of training thereafter; None without training
 
 
 def refuse(refusal, trains=False):
     """Makes an engine of a module that is to be refused, then one as the refusal says, and trains if that is asked.
 
-    Where arguments of engine.compile() are refused, the engine is the same.
+    The second engine has the module and the optimizer of the first. Where arguments of engine.compile() are refused,
+    the engine is the same.
     """
     from deepspeed import comm
 
     case = Case(model=SMALL, stage=refusal.stage, dtype=refusal.dtype, config=refusal.config)
     advised = dataclasses.replace(case, config=refusal.amended())
     module, engine, error = build(case), None, None
+    optimizer = make_optimizer(module, case)
     try:
         if refusal.arguments:
             engine = prepare(case, module).engine
-        before = state_of(module, engine)
+        before = state_of(module, optimizer, engine)
         if engine is None:
-            raised = outcome(prepare, case, module)
+            raised = outcome(prepare, case, module, optimizer=optimizer)
         else:
             raised = outcome(engine.compile, **{"backend": "eager", **refusal.arguments})
-        changed = [name for name, value in state_of(module, engine).items() if value != before[name]]
+        changed = [name for name, value in state_of(module, optimizer, engine).items() if value != before[name]]
         if trains or engine is not None:
             if engine is None:
-                engine = prepare(advised, module).engine
+                engine = prepare(advised, module, optimizer=optimizer).engine
             for name, value in (refusal.amends or {}).items():
                 setattr(engine._config.compile_config, name, value)
             engine.compile(backend="eager")
@@ -269,11 +271,16 @@ def refuse(refusal, trains=False):
         comm.comm.comms_logger.enabled = False
 
 
-def state_of(module, engine):
+def state_of(module, optimizer, engine):
     """What deepspeed.initialize() or, if there is an engine, engine.compile() changes when it succeeds."""
     if engine is None:
         hooks = [(len(each._forward_pre_hooks), len(each._forward_hooks)) for each in module.modules()]
-        return {"hooks": hooks, "compiled": module._compiled_call_impl}
+        held = [
+            [(id(each), each.data_ptr(), each.dtype) for each in group["params"]] for group in optimizer.param_groups
+        ]
+        values = [(name, value.data_ptr(), value.dtype) for name, value in module.state_dict().items()]
+        states = len(optimizer.state)
+        return {"hooks": hooks, "compiled": module._compiled_call_impl, "optimizer": (held, states), "values": values}
     return {
         "optimizer": type(engine.optimizer),
         "gradient hooks": len(getattr(engine.optimizer, "_grad_acc_hooks", [])),

@@ -146,7 +146,10 @@ def test_refused_after_half_a_compile(ranks, stage):
 
 
 def compile_engines_of_other_kinds():
-    """What deepspeed.initialize() raises for engines that shard or replicate parameters in other ways; by kind."""
+    """What deepspeed.initialize() raises for engines that shard or replicate parameters in other ways; by kind.
+
+    It changes nothing before.
+    """
     import deepspeed
     from deepspeed.moe.layer import MoE
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
@@ -158,11 +161,19 @@ def compile_engines_of_other_kinds():
             "train_micro_batch_size_per_gpu": 2,
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": 1},
+            "bf16": {"enabled": True},
             "compile": {"deepcompile": True},
             **config,
         }
         optimizer = optimizer(parameters or module.parameters(), lr=0.1)
-        return outcome(deepspeed.initialize, model=module, optimizer=optimizer, config=config, mesh_param=mesh)
+        before = held(module, optimizer)
+        said = outcome(deepspeed.initialize, model=module, optimizer=optimizer, config=config, mesh_param=mesh)
+        assert held(module, optimizer) == before
+        return said
+
+    def held(module, optimizer):
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [(id(each), each.data_ptr(), each.shape, each.dtype) for each in [*module.parameters(), *given]]
 
     said = {"muon": raised(torch.nn.Linear(4, 4, bias=False), optimizer=torch.optim.Muon)}
     with deepspeed.zero.Init():

@@ -2,17 +2,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """What messages advise works. Where a message has a test of its own, that test follows its advice."""
 
+import copy
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from deepspeed.compile.zero_1_and_2.engine import set_up
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
+from deepspeed.ops.op_builder.builder import OpBuilder
+
 from support.beside import Beside, check, warnings_logged
 from support.models import VOCABULARY, BlocksWithin
-from support.options import SMALL, prepare, train_prepared
-from support.training import BOUND, REGIONAL, Case, batch
+from support.options import SMALL, outcome, prepare, train_prepared
+from support.training import (
+    BOUND,
+    REGIONAL,
+    Case,
+    batch,
+    device,
+    make_engine,
+    relative_error,
+    step_plain,
+    total_error,
+)
 
 
 def told_by(step, *args):
@@ -59,6 +75,52 @@ def test_a_sparse_gradient(ranks):
         (told,) = ranks(1).run(train_embedding, kind, **sparse)
         assert name in told and "build the module with sparse=False" in told
     check(ranks(1).run(train_embedding, torch.nn.Embedding, sparse=False))
+
+
+class OthersWithin(BlocksWithin):
+    """Has parameters with which no ZeRO optimizer could train: one with a sparse gradient, and a complex one."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = torch.nn.Embedding(VOCABULARY, 8, sparse=True)
+        self.phase = torch.nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+    def forward(self, ids):
+        turned = torch.view_as_real(self.rows(ids) * self.phase)
+        return super().forward(ids) * (1 + turned.square().mean())
+
+    def of_zero(self):
+        """Lists all other parameters."""
+        return [*self.body.parameters(), *self.head.parameters()]
+
+
+def train_beside_others():
+    """Has the engine's optimizer leave these out; returns the errors of the others, and of the gradients of these."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    module = OthersWithin().to(device())
+    plain, case = copy.deepcopy(module), Case(config=REGIONAL)
+    engine = make_engine(module, case, optimizer=torch.optim.SGD(module.of_zero(), lr=0.2))
+    optimizer = torch.optim.SGD(plain.of_zero(), lr=0.2)
+    for step in range(2):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        engine.backward(engine(ids))
+        engine.step()
+        plain(ids).backward()
+        # Nobody averages these.
+        others = [(each.rows.weight.grad.to_dense(), each.phase.grad) for each in (module, plain)]
+        for each in (module, plain):
+            each.rows.weight.grad = each.phase.grad = None
+        step_plain(plain, optimizer)
+    error = relative_error(module.of_zero(), plain.of_zero())
+    engine.destroy()
+    return error, *(total_error([here], [there]) for here, there in zip(*others))
+
+
+def test_what_the_optimizer_leaves_out(ranks):
+    """A model would be refused for parameters that another optimizer trains, though ZeRO never sees them."""
+    for errors in ranks(2).run(train_beside_others):
+        assert max(errors) < BOUND
 
 
 def train_two_backwards(advised):
@@ -163,6 +225,28 @@ def test_arguments_that_come_late(ranks):
     assert len(told) == 1 and "call it before the first forward" in told[0] and not honoured and error < BOUND
     ((told, honoured, error),) = ranks(1).run(compile_with_arguments, True)
     assert told == [] and honoured and error < BOUND
+
+
+def compile_where_one_rank_lacks_a_compiler(folder):
+    """Returns what engine.compile() raises, and the error of training when the compiler is there."""
+    module, engine = prepare(Case(model=SMALL))
+    lacks = {"CXX": "no-such-compiler", "TORCH_EXTENSIONS_DIR": str(folder)} if dist.get_rank() == 1 else {}
+    # Other engines of this process have loaded what was built before.
+    loaded = {} if lacks else OpBuilder._loaded_ops
+    with (
+        mock.patch.dict(os.environ, lacks),
+        mock.patch.object(OpBuilder, "_loaded_ops", loaded),
+        mock.patch.object(set_up, "reducer_module", reducer_module.__wrapped__ if lacks else reducer_module),
+    ):
+        said = outcome(engine.compile, backend="eager")
+    return said, train_prepared(Case(model=SMALL), module, engine)
+
+
+def test_one_rank_without_a_compiler(ranks, tmp_path):
+    """The other ranks would wait for it until the timeout, and end with an error that names no compiler."""
+    (said, error), (of_other, other_error) = ranks(2).run(compile_where_one_rank_lacks_a_compiler, tmp_path)
+    assert said == of_other and "this machine lacks a C++ compiler (there is no no-such-compiler; `apt-get" in said
+    assert max(error, other_error) < BOUND
 
 
 def test_without_a_compiler(tmp_path):

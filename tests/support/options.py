@@ -90,13 +90,17 @@ def train_and_collect_output(case):
     return WithOutput(result, "\n".join([*texts, printed.getvalue()]))
 
 
-def prepare(case, module=None):
-    """Makes a module, unless one is given, and its engine, on which engine.compile() has not been called."""
+def prepare(case, module=None, **arguments):
+    """Makes a module, unless one is given, and its engine, on which engine.compile() has not been called.
+
+    ``arguments`` of ``deepspeed.initialize()``, if not only the case's optimizer.
+    """
     torch._dynamo.reset()
     config = {"compile": {}, **(case.config or {})}
     config["compile"] = {"deepcompile": True, **config["compile"]}
     module = build(case) if module is None else module
-    return Started(module, make_engine(module, dataclasses.replace(case, config=config, deepcompile=False)))
+    case = dataclasses.replace(case, config=config, deepcompile=False)
+    return Started(module, make_engine(module, case, **arguments))
 
 
 def train_prepared(case, module, engine):

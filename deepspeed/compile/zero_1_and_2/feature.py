@@ -8,6 +8,7 @@ part are in ``features/__init__.py``.
 
 import contextlib
 import dataclasses
+import itertools
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -57,6 +58,20 @@ class Request:
     def options(self) -> Any:
         """The section ``compile`` of the configuration."""
         return self.engine._config.compile_config
+
+    @property
+    def optimizer(self) -> Optional[torch.optim.Optimizer]:
+        """The user's optimizer. None while an engine begins for which DeepSpeed or a function will make it."""
+        made, given = self.engine.basic_optimizer, self.engine.client_optimizer
+        return made or (given if isinstance(given, torch.optim.Optimizer) else None)
+
+    @property
+    def trained(self) -> List[torch.nn.Parameter]:
+        """The parameters that the optimizer has. None of them while ``optimizer`` is None."""
+        zero, optimizer = self.engine.optimizer, self.optimizer
+        # The ZeRO-1/2 optimizer gives the user's optimizer its partitions in place of the parameters.
+        ungrouped = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+        return list(itertools.chain.from_iterable(ungrouped if zero is None else zero.bit16_groups))
 
     @property
     def compiles(self) -> bool:
@@ -141,7 +156,7 @@ class Feature:
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
-        """Yields a sentence for each option of this part that cannot be honoured."""
+        """Yields a sentence for each option of this part that cannot be honoured. ``engine.optimizer`` may be None."""
         return iter(())
 
     @classmethod

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The section ``compile`` as a whole, before an engine is made of it."""
 
+import dataclasses
 import logging
 import re
 import traceback
@@ -14,8 +15,8 @@ from deepspeed.compile.config import CompileConfig
 
 from support.beside import logged, warnings_logged
 from support.ids import vary
-from support.options import SMALL, train_prepared
-from support.training import BOUND, Case, build, make_engine
+from support.options import SMALL, outcome, train_prepared
+from support.training import BOUND, Case, build, make_engine, make_optimizer
 
 # Options of the fork. Beside ``deepcompile: true`` the last ones would be refused.
 OF_THE_FORK = {
@@ -160,3 +161,73 @@ def test_a_refusal_is_one_error_on_every_rank(ranks):
     assert first == other and len(first) == len(configs)
     for kind, text, tracebacks, ours in first:
         assert kind == "ValueError" and "\n" not in text and tracebacks == 1 and ours <= 2, (kind, text, ours)
+
+
+BF16 = {"bf16": {"enabled": True}}
+OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "zero_force_ds_cpu_optimizer": False}
+ELASTIC = {"zero_optimization": {"elastic_checkpoint": True}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+STATES, REMAINDERS = {"optimizer_states": "8bit"}, {"store_param_remainders": True}
+PICTURE = {"memory_picture": {"folder": "nowhere"}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}
+# (section `compile`, other sections, what is said). With an optimizer in the configuration, nobody gives another.
+KNOWN_AT_THE_BEGINNING = [
+    (
+        {**STATES},
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
+        "is for Adam and AdamW of torch and DeepSpeed",
+    ),
+    ({**STATES}, {**BF16, **OFFLOADED}, "saves memory of the device"),
+    ({**STATES}, ELASTIC, "has no form in elastic checkpoints"),
+    ({**STATES}, AUTOCAST, "leaves out the optimizer's own step()"),
+    ({**STATES}, {"bf16": {**BF16["bf16"], "bf16_master_weights_and_grads": True}}, "needs master weights in fp32"),
+    ({**REMAINDERS}, {"fp16": {"enabled": True}}, "needs parameters in bf16, and there are some in torch.float16"),
+    ({**REMAINDERS}, {}, "needs parameters in bf16, and there are some in torch.float32"),
+    ({}, {**MUON, **OFFLOADED}, "zero_optimization.offload_optimizer is not supported with Muon"),
+    ({}, {**MUON, **ELASTIC}, "zero_optimization.elastic_checkpoint cuts Muon's momentum"),
+    ({}, {**MUON, **AUTOCAST}, "torch_autocast in fp16 divides Muon's updates"),
+    (
+        {"shard_parameters": "all", "overlap_param_gather": True, "regional_compilation": ["Linear"]},
+        BF16,
+        "compile.overlap_param_gather keeps all parameters on each rank",
+    ),
+    ({**STATES}, {**BF16, "zero_optimization": {"stage": 3}}, "compile.optimizer_states goes with ZeRO-1 and ZeRO-2"),
+    ({**PICTURE}, {**BF16, "zero_optimization": {"stage": 0}}, "compile.memory_picture records engines of ZeRO stage"),
+    (
+        {**PICTURE, "deepcompile": False},
+        {**BF16, "data_types": {"grad_accum_dtype": "fp32"}},
+        "compile.memory_picture records DeepSpeedZeroOptimizer only",
+    ),
+    ({}, {**BF16, "tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size=2 is only supported with the"),
+]
+
+
+def refused_at_the_beginning():
+    """Returns for each of these what is said, and whether the model and the optimizer are as they were."""
+    seen, case = [], Case(model=SMALL, adam=True, deepcompile=False)
+    for section, config, _ in KNOWN_AT_THE_BEGINNING:
+        module = build(case)
+        own = {"compile": {"deepcompile": True, **section}}
+        optimizer = make_optimizer(module, case)
+        arguments = {"model_parameters": module.parameters()} if "optimizer" in config else {"optimizer": optimizer}
+        before, devices = state_of(module, optimizer), []
+        # All that has a device: a module that is where it belongs would not show that it is moved.
+        module._apply = devices.append
+        refused = dataclasses.replace(case, dtype="fp16" if "fp16" in config else "fp32", config={**config, **own})
+        said = outcome(make_engine, module, refused, **arguments)
+        seen.append((said or "nothing", not devices and state_of(module, optimizer) == before))
+    return seen
+
+
+def state_of(module, optimizer):
+    tensors = [*module.parameters(), *(each for group in optimizer.param_groups for each in group["params"])]
+    return [(id(each), each.data_ptr(), each.dtype, each.shape) for each in tensors], len(optimizer.state)
+
+
+def test_what_the_configuration_shows_is_refused_before_anything_is_changed(ranks):
+    """A refused model would have been cast and moved, and its optimizer be given the partitions of no engine."""
+    first, other = ranks(2).run(refused_at_the_beginning)
+    assert first == other
+    for (_, _, says), (said, is_unchanged) in zip(KNOWN_AT_THE_BEGINNING, first, strict=True):
+        assert said.startswith("ValueError: ") and says in said
+        assert is_unchanged, said

@@ -1,18 +1,29 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's engine calls when it has read its configuration, in a line that ``edits.py`` adds to it."""
+"""What ``deepspeed.initialize()`` refuses. DeepSpeed's engine calls it in lines that ``edits.py`` adds to it."""
 
+import contextlib
 from typing import TYPE_CHECKING
+
+from torch.nn import Module
+
+from deepspeed.accelerator import get_accelerator
+
+from ...zero_1_and_2.engine.calls import is_set_up_by_compile
+from ...zero_1_and_2.feature import Request
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-def refuse_stage_3(engine: "DeepSpeedEngine") -> None:
-    """Called before anything is changed: ZeRO-3 partitions the module and changes the process.
+def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module) -> None:
+    """Called before anything is changed: refuses what the configuration, the module and the user's optimizer show.
+
+    The module is not on the device yet, its parameters have their own dtype, and the optimizer has these parameters.
 
     Raises:
-        ValueError: if ZeRO-3 under DeepCompile has options that only ZeRO-1/2 have.
+        ValueError: for the first option that cannot be honoured, as ``engine.compile()`` does. Also if ZeRO-3 under
+            DeepCompile, which partitions the module and changes the process, has options that only ZeRO-1/2 have.
     """
     if engine.is_deepcompile_enabled() and engine.zero_optimization_stage() == 3:
         for name in engine._config.compile_config.set_for_zero_1_and_2():
@@ -20,3 +31,36 @@ def refuse_stage_3(engine: "DeepSpeedEngine") -> None:
                 f"compile.{name} goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 "
                 "or 2"
             )
+    if is_set_up_by_compile(engine):
+        # As DeepSpeed does next.
+        engine._set_client_model(module)
+        error = _refusal(engine)
+        if error is not None:
+            raise error
+
+
+def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
+    """Called when an engine is made: refuses what only the ZeRO-1/2 optimizer shows, such as sizes of partitions.
+
+    Raises:
+        ValueError: as at the beginning. The engine is destroyed then, so that the module can have another one.
+    """
+    if not is_set_up_by_compile(engine):
+        return
+    error = _refusal(engine)
+    if error is not None:
+        for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
+            hook.remove()
+        # Whatever the end of a refused engine raises, the user is to learn why the engine was refused.
+        with contextlib.suppress(Exception):
+            engine.destroy()
+        raise error
+
+
+def _refusal(engine):
+    """Returns the error for the first problem that no arguments of ``engine.compile()`` could mend, or None."""
+    # Imported here, because the compiler takes a second, for which training without DeepCompile need not wait.
+    from ...zero_1_and_2.engine.options import problems_of_engine, refusal
+
+    request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
+    return refusal(request, problems_of_engine(request))

@@ -15,7 +15,16 @@ EDITS = (
         ENGINE,
         "beginning of an engine",
         "        self._do_sanity_check()\n        if self.log_level() is not None:\n",
-        "        self._do_sanity_check()\n        configuration.refuse_stage_3(self)\n"
+        "        self._do_sanity_check()\n        configuration.refuse_at_the_beginning(self, model)\n"
         "        if self.log_level() is not None:\n",
+    ),
+    (
+        ENGINE,
+        "end of deepspeed.initialize()",
+        "        if self.dist_backend is None:\n            self.enable_backward_allreduce = False\n\n"
+        "    def _optimized_linear_offload_setup",
+        "        if self.dist_backend is None:\n            self.enable_backward_allreduce = False\n"
+        "        configuration.refuse_at_the_end(self)\n\n"
+        "    def _optimized_linear_offload_setup",
     ),
 )

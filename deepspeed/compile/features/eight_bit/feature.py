@@ -5,6 +5,8 @@
 import math
 from typing import Iterator, List
 
+import torch
+
 from ...zero_1_and_2.feature import Request, SetUpContext
 from ..one_pass_adam.adam import RefuseOwnStep, unsupported_forms
 from ..ranges.rule import HasRules, Rule
@@ -18,7 +20,7 @@ class EightBit(HasRules):
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
         if request.options.optimizer_states is not None:
-            yield from _unsupported(request.options.optimizer_states, request.engine.optimizer)
+            yield from _unsupported(request)
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
@@ -35,17 +37,17 @@ class EightBit(HasRules):
 FEATURE = EightBit
 
 
-def _unsupported(wanted, optimizer):
-    """Yields a sentence for each reason why an optimizer cannot have the states that ``optimizer_states`` asks for."""
-    option = f"optimizer_states={wanted!r}"
+def _unsupported(request):
+    """Yields a sentence for each reason why an engine cannot have the states that ``optimizer_states`` asks for."""
+    engine, option = request.engine, f"optimizer_states={request.options.optimizer_states!r}"
     asked = f"compile.{option}"
-    yield from unsupported_forms(option, problem_with(optimizer.optimizer), optimizer, "states")
-    if optimizer.torch_autocast_gradscaler:
+    yield from unsupported_forms(option, problem_with, request, "states")
+    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
         yield (
             f"{asked} leaves out the optimizer's own step(), which torch_autocast in fp16 scales gradients for; set "
             "torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out"
         )
-    if optimizer.elastic_checkpoint:
+    if engine.zero_elastic_checkpoint():
         yield (
             f"{asked} has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint to false, or leave "
             "compile.optimizer_states out"

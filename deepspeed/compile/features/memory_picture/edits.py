@@ -9,9 +9,9 @@ EDITS = (
     (ENGINE, "import of memory_picture", IMPORT, f"{OF_ENGINE}\n{IMPORT}"),
     (
         ENGINE,
-        "kind of the optimizer",
-        "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n",
-        "        memory_picture.refuse_other_stages(self)\n        if optimizer_wrapper == ZERO_OPTIMIZATION:\n",
+        "beginning of an engine that records",
+        "        self._do_sanity_check()\n",
+        "        self._do_sanity_check()\n        memory_picture.refuse_others(self)\n",
     ),
     (
         ENGINE,

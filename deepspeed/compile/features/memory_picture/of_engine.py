@@ -36,16 +36,26 @@ OPTION = "compile.memory_picture"
 # What DeepSpeed's engine calls, in lines that setup.py adds to it --------------------------------------------------
 
 
-def refuse_other_stages(engine: "DeepSpeedEngine") -> None:
-    """Called before the optimizer is made, because that of ZeRO-3 changes the process.
+def refuse_others(engine: "DeepSpeedEngine") -> None:
+    """Called when an engine begins, before anything is changed.
 
     Raises:
-        ValueError: if the engine is to record a step and is not of ZeRO stage 1 or 2.
+        ValueError: if the engine is to record a step and will not have the optimizer of ZeRO stages 1 and 2.
     """
-    if _option(engine) is not None and engine.zero_optimization_stage() not in (1, 2):
+    # Of the same configuration, the engine of a reference model has no steps.
+    if _option(engine) is None or engine.optimizer_name() is None:
+        return
+    stage = engine.zero_optimization_stage()
+    if stage not in (1, 2):
         raise ValueError(
-            f"{OPTION} records engines of ZeRO stage 1 and 2 only, and this engine has stage "
-            f"{engine.zero_optimization_stage()}; leave {OPTION} out, or set zero_optimization.stage to 1 or 2"
+            f"{OPTION} records engines of ZeRO stage 1 and 2 only, and this engine has stage {stage}; leave {OPTION} "
+            "out, or set zero_optimization.stage to 1 or 2"
+        )
+    accumulates_apart = engine.get_data_types() == (torch.bfloat16, torch.float32) and not engine.zero_cpu_offload()
+    if stage == 1 and accumulates_apart:
+        raise ValueError(
+            f"{OPTION} records DeepSpeedZeroOptimizer only, and this engine will have BF16_Optimizer; leave {OPTION} "
+            "out, or with bf16 in stage 1 leave grad_accum_dtype out"
         )
 
 
@@ -53,16 +63,11 @@ def prepare(engine: "DeepSpeedEngine") -> None:
     """Called when the optimizer is made. Gives the engine the recorder that its configuration asks for.
 
     Raises:
-        ValueError: if the option cannot be honoured. The message says why, and what to do.
+        ValueError: if a rank cannot write the files. The message says why, and what to do.
     """
-    option, optimizer = _option(engine), engine.optimizer
+    option = _option(engine)
     if option is None:
         return
-    if not hasattr(optimizer, "single_partition_of_fp32_groups"):
-        raise ValueError(
-            f"{OPTION} records DeepSpeedZeroOptimizer only, and this engine has {type(optimizer).__name__}; leave "
-            f"{OPTION} out, or with bf16 in stage 1 leave grad_accum_dtype out"
-        )
     rank, world = dist.get_rank(), dist.get_world_size()
     # The first rank draws, and it alone warns.
     missing = files.missing_libraries() if rank == 0 else []

@@ -9,6 +9,8 @@ has ``ranges/``, and which tests would have to hold all the same.
 
 from typing import Iterator, List
 
+import torch
+
 from ...zero_1_and_2.feature import Request, SetUpContext
 from ..ranges.rule import HasRules, Rule
 from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
@@ -20,7 +22,9 @@ class Muon(HasRules):
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
-        yield from _unsupported(request.engine.optimizer)
+        yield from _unsupported(request)
+        if request.engine.optimizer is not None:
+            yield from _unsupported_matrices(request.engine.optimizer)
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
@@ -49,9 +53,13 @@ class Muon(HasRules):
 FEATURE = Muon
 
 
-def _unsupported(optimizer):
-    inner = optimizer.optimizer
-    if not is_muon(inner):
+def _unsupported(request):
+    engine, inner = request.engine, request.optimizer
+    if inner is None:
+        # DeepSpeed or a function of the user's will make it.
+        if engine.client_optimizer is not None or engine.optimizer_name() != "muon":
+            return
+    elif not is_muon(inner):
         # A class of another name that inherits from a Muon would be stepped as plain SGD, here as in DeepSpeed.
         if any("muon" in cls.__name__.lower() for cls in type(inner).__mro__):
             yield (
@@ -59,21 +67,25 @@ def _unsupported(optimizer):
                 'get from ZeRO; use DeepSpeed\'s own, "optimizer": {"type": "Muon"}'
             )
         return
-    if optimizer.cpu_offload:
+    if engine.zero_cpu_offload():
         yield (
             "zero_optimization.offload_optimizer is not supported with Muon, whose updates are computed on the "
             "device; leave it out"
         )
-    if optimizer.elastic_checkpoint:
+    if engine.zero_elastic_checkpoint():
         yield (
             "zero_optimization.elastic_checkpoint cuts Muon's momentum, which has whole matrices, at the wrong "
             "places; set it to false"
         )
-    if optimizer.torch_autocast_gradscaler:
+    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
         yield (
             "torch_autocast in fp16 divides Muon's updates, which no loss scale has multiplied, by the scale; set "
             "torch_autocast.dtype to bfloat16"
         )
+
+
+def _unsupported_matrices(optimizer):
+    """Yields a sentence for each parameter that is no matrix, and one if partitions cut too many of them."""
     matrices_by_group = matrices_of(optimizer)
     for group, matrices in matrices_by_group.items():
         for matrix in matrices:

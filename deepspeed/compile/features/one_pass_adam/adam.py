@@ -16,9 +16,9 @@ import torch
 from torch.utils._triton import has_triton_package
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
 
+from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform
 from ..ranges.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from ..ranges.ranges import end_of_range
@@ -27,6 +27,9 @@ from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
 _OF_DEEPSPEED = (FusedAdam, DeepSpeedCPUAdam)
+# The names by which the configuration asks for one of these.
+_BY_NAME = ("adam", "adamw")
+_OF_OTHERS = "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these"
 # With fewer elements, a step saves less time than compiling takes in any training.
 LEAST_NUMEL = 2**24
 # Elements that are stepped at once where each operator writes its result to memory.
@@ -48,32 +51,37 @@ def is_of_deepspeed(optimizer: torch.optim.Optimizer) -> bool:
 def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
     """Returns why an optimizer's step cannot be made here in every case, with a remedy, or None if it can."""
     if not is_adam(optimizer):
-        return f"is for Adam and AdamW of torch and DeepSpeed, not for {type(optimizer).__name__}; use one of these"
+        return _OF_OTHERS.format(type(optimizer).__name__)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "cannot be differentiated; set the optimizer's differentiable to false"
     return None
 
 
-def unsupported_forms(option: str, problem: Optional[str], zero: DeepSpeedZeroOptimizer, kept: str) -> Iterator[str]:
-    """Yields a sentence for each reason why a ZeRO-1/2 optimizer cannot have a form of :class:`ReplacesOwnStep`.
+def unsupported_forms(
+    option: str, problem_with: Callable[[torch.optim.Optimizer], Optional[str]], request: Request, kept: str
+) -> Iterator[str]:
+    """Yields a sentence for each reason why an engine cannot have a form of :class:`ReplacesOwnStep`.
 
     Args:
         option: as for :class:`RefuseOwnStep`.
-        problem: what :func:`problem_with` says of the inner optimizer.
-        zero: the ZeRO-1/2 optimizer.
+        problem_with: :func:`problem_with`, or a function that finds more.
+        request: what the user asks for.
         kept: what has the form, for example "states".
     """
-    asked, name = f"compile.{option}", f"compile.{option.partition('=')[0]}"
+    engine, asked, name = request.engine, f"compile.{option}", f"compile.{option.partition('=')[0]}"
+    problem = None if request.optimizer is None else problem_with(request.optimizer)
+    if request.optimizer is None and engine.client_optimizer is None and engine.optimizer_name() not in _BY_NAME:
+        problem = _OF_OTHERS.format(engine.optimizer_name())
     if problem is not None:
         yield f"{asked} {problem}, or leave {name} out"
-    if zero.cpu_offload:
+    if engine.zero_cpu_offload():
         yield (
             f"{asked} saves memory of the device, where zero_optimization.offload_optimizer keeps no {kept}; leave "
             "one of them out"
         )
     if torch.cuda.is_available() and not has_triton_package():
         yield f"{asked} needs Triton on a GPU; install triton, or leave {name} out"
-    if any(master.dtype != torch.float32 for master in zero.single_partition_of_fp32_groups):
+    if engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients():
         yield f"{asked} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
 
 

@@ -27,7 +27,7 @@ class Remainders(HasRules):
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
         if cls.is_wanted(request):
-            yield from _unsupported(request.engine.optimizer)
+            yield from _unsupported(request)
 
     def __init__(self, context: SetUpContext):
         gather = only(context.features, "gather") or AllGather(context.optimizer)
@@ -48,10 +48,14 @@ class Remainders(HasRules):
 FEATURE = Remainders
 
 
-def _unsupported(optimizer):
-    """Yields a sentence for each reason why an optimizer's master weights cannot be remainders."""
-    yield from unsupported_forms(OPTION, problem_with(optimizer.optimizer), optimizer, "master weights")
-    dtypes = {flat.dtype for flat in optimizer.bit16_groups_flat} - {torch.bfloat16}
+def _unsupported(request):
+    """Yields a sentence for each reason why an engine's master weights cannot be remainders."""
+    yield from unsupported_forms(OPTION, problem_with, request, "master weights")
+    engine = request.engine
+    dtype = engine.get_data_types()[0]
+    # DeepSpeed casts the parameters when the engine begins, unless their dtype is to be fp32.
+    stay = engine.optimizer is not None or dtype == torch.float32
+    dtypes = ({parameter.dtype for parameter in request.trained} if stay else {dtype}) - {torch.bfloat16}
     if dtypes:
         yield (
             f"compile.{OPTION} needs parameters in bf16, and there are some in {dtypes.pop()}; set bf16.enabled, or "

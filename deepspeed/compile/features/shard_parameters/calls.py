@@ -61,7 +61,7 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
     ranks other than the first the model may be on the meta device.
 
     Raises:
-        ValueError: if no rank has the values of a parameter, or if there are no blocks.
+        ValueError: if no rank has the values of a parameter.
     """
     module, stays = engine.module, []
     shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_parameters
@@ -79,16 +79,10 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
 
 def _to_be_sharded(engine):
     """Lists the parameters that will be sharded and are not on the engine's device."""
-    from ...zero_1_and_2.engine.options import refusal
-    from ..blocks.feature import Blocks, chosen_blocks
-    from .feature import ShardParameters
+    from ..blocks.feature import chosen_blocks
     from .sharded_blocks import frozen_of_blocks
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
-    # Now, because the device may lack memory for a whole model.
-    error = refusal(request, itertools.chain(Blocks.refusals(request), ShardParameters.refusals(request)))
-    if error is not None:
-        raise error
     frozen = itertools.chain.from_iterable(frozen_of_blocks(engine.module, chosen_blocks(request)[0], []))
     # A single rank keeps all. With a caller's own groups, these do not say yet how many ranks share parameters.
     shards_all = request.options.shard_parameters == "all" and engine.mpu is None and dist.get_world_size() > 1

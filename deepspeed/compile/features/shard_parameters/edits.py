@@ -30,12 +30,11 @@ EDITS = (
         "            Stage1And2ZeroOptimizer = DeepSpeedZeroOptimizer if not self.zenflow else ",
         "            Stage1And2ZeroOptimizer = shard_parameters.optimizer_of(self) if not self.zenflow else ",
     ),
-    # The anchor is a line that setup.py itself has put there.
     (
         ENGINE,
         "sharding at the end of deepspeed.initialize()",
-        "        deepcompile.check(self)\n",
-        "        deepcompile.check(self)\n        shard_parameters.shard_at_once(self)\n",
+        "\n    def _optimized_linear_offload_setup",
+        "        shard_parameters.shard_at_once(self)\n\n    def _optimized_linear_offload_setup",
     ),
     # The copy in another dtype would be a second one, of a whole partition.
     (

@@ -70,9 +70,9 @@ class ShardParameters(WorksOnBlocks):
                 "compile.overlap_param_gather keeps all parameters on each rank, and compile.shard_parameters='all' a "
                 "part of them; leave one of them out"
             )
-        # The optimizer may not have been made yet.
+        trained = {id(parameter) for parameter in request.trained}
         for name, parameter in request.engine.module.named_parameters():
-            if parameter.requires_grad and is_traceable_wrapper_subclass(parameter):
+            if id(parameter) in trained and is_traceable_wrapper_subclass(parameter):
                 yield (
                     f"parameter {name} is trained and made of other tensors, which "
                     "compile.shard_parameters='all' cannot shard; set it to 'frozen', or leave it out"

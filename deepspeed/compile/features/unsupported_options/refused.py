@@ -15,17 +15,18 @@ from ...zero_1_and_2.feature import Request
 
 def refused(request: Request) -> Iterator[str]:
     """Yields a sentence for each option that cannot be honoured."""
-    yield from _unsupported_parallelism(request.engine)
-    yield from _unsupported_parameters(request.engine.module)
+    yield from _unsupported_parallelism(request)
+    yield from _unsupported_parameters(request)
     yield from _unsupported_engines(request.engine)
     yield from _unsupported_compile_kwargs(request.backend, request.compile_kwargs)
 
 
-def _unsupported_parallelism(engine):
+def _unsupported_parallelism(request):
     """Yields a sentence for each kind of parallelism that reduces gradients otherwise."""
+    engine, optimizer = request.engine, request.optimizer
     if getattr(engine, "pipeline_parallelism", False):
         yield "pipeline parallelism is not supported; set compile.deepcompile to false"
-    marked = any(group.get("moe") for group in getattr(engine.optimizer, "param_groups", ()))
+    marked = optimizer is not None and any(group.get("moe") for group in optimizer.param_groups)
     if engine.has_moe_layers or marked or any(map(is_moe_param, engine.module.parameters())):
         yield (
             "mixture-of-experts layers, whose experts have process groups of their own, are not supported; "
@@ -36,27 +37,39 @@ def _unsupported_parallelism(engine):
             f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
             "compile.passes to ['autotp']"
         )
-    if engine.sequence_parallel_size > 1:
+    ranks = _ranks_of_a_sequence(engine)
+    if ranks > 1:
         yield (
-            f"sequence parallelism over {engine.sequence_parallel_size} ranks is only supported with the pass "
-            "'autosp'; set compile.passes to ['autosp'] and use stage 1"
+            f"sequence parallelism over {ranks} ranks is only supported with the pass 'autosp'; set compile.passes to "
+            "['autosp'] and use stage 1"
         )
 
 
-def _unsupported_parameters(module):
+def _ranks_of_a_sequence(engine):
+    """Returns on how many ranks a sequence lies, also before the engine knows it."""
+    if "sequence_parallel_size" in vars(engine):
+        return engine.sequence_parallel_size
+    if engine.mesh_device is not None:
+        return engine.mesh_device["sequence_parallel"].size()
+    ask = getattr(engine.mpu, "get_sequence_parallel_world_size", None)
+    return 1 if ask is None else ask()
+
+
+def _unsupported_parameters(request):
+    module, trained = request.engine.module, {id(parameter) for parameter in request.trained}
     for name, parameter in module.named_parameters():
         if hasattr(parameter, "ds_id"):
             yield (
                 f"parameter {name} is partitioned by deepspeed.zero.Init(), which is for stage 3; make the model "
                 "without it"
             )
-        if parameter.requires_grad and parameter.is_complex():
+        if id(parameter) in trained and parameter.is_complex():
             yield (
                 f"parameter {name} is complex, and DeepSpeed's fp32 master weights lose the imaginary part; make it "
                 "real, with a last dimension of two, and call torch.view_as_complex() in the forward"
             )
     for name, submodule in module.named_modules():
-        if isinstance(submodule, (Embedding, EmbeddingBag)) and submodule.sparse and submodule.weight.requires_grad:
+        if isinstance(submodule, (Embedding, EmbeddingBag)) and submodule.sparse and id(submodule.weight) in trained:
             yield (
                 f"the gradient of {name or type(submodule).__name__} is sparse, and DeepCompile reduces dense ones "
                 "only; build the module with sparse=False"
@@ -64,6 +77,15 @@ def _unsupported_parameters(module):
 
 
 def _unsupported_engines(engine):
+    if engine._config.zero_config.zenflow is not None:
+        yield "zero_optimization.zenflow is not supported; remove it"
+    accumulates_apart = engine.get_data_types() == (torch.bfloat16, torch.float32) and not engine.zero_cpu_offload()
+    if accumulates_apart and engine.zero_optimization_stage() == 1:
+        # DeepSpeed has another optimizer for that.
+        yield (
+            "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which accumulates "
+            "in fp32, or grad_accum_dtype='bf16'"
+        )
     if engine._config.hybrid_engine.enabled:
         yield (
             "hybrid_engine.enabled=true is not supported, because generation swaps the modules that were compiled; "

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any, ContextManager, Dict, Tuple
 
 import torch
 
-from deepspeed.accelerator import get_accelerator
-
-from ..feature import Request
 from ..gradient.native import reducer_module
 from .state import state_of
 
@@ -24,34 +21,12 @@ def is_set_up_by_compile(engine: "DeepSpeedEngine") -> bool:
     """Whether ``engine.compile()`` sets an engine up for DeepCompile ZeRO-1/2."""
     return (
         engine.is_deepcompile_enabled()
-        and engine.optimizer is not None
+        # Whether it has an optimizer, which an engine that is being made has not made yet.
+        and engine.optimizer_name() is not None
         and engine.zero_optimization_stage() in (1, 2)
         # The passes of AutoSP and AutoTP are DeepSpeed's own.
         and not engine.uses_parallelization_pass_only()
     )
-
-
-def check(engine: "DeepSpeedEngine") -> None:
-    """Called at the end of ``deepspeed.initialize()``, which refuses what no call of ``engine.compile()`` can honour.
-
-    Raises:
-        ValueError: for the first option that cannot be honoured, as ``engine.compile()`` does. The engine is destroyed
-            then, so that the module can have another one.
-    """
-    if not is_set_up_by_compile(engine):
-        return
-    # Imported here, because the compiler takes a second, for which training without DeepCompile need not wait.
-    from .options import problems_of_engine, refusal
-
-    request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
-    error = refusal(request, problems_of_engine(request))
-    if error is not None:
-        for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
-            hook.remove()
-        # Whatever the end of a refused engine raises, the user is to learn why the engine was refused.
-        with contextlib.suppress(Exception):
-            engine.destroy()
-        raise error
 
 
 def around_forward(

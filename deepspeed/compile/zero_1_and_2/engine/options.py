@@ -3,9 +3,9 @@
 """Checks an engine's options for DeepCompile ZeRO-1/2.
 
 :func:`check_options` refuses an option if the engine would train in another way, or in other memory, than the user
-asked for. ``deepspeed.initialize()`` refuses already, in ``calls.py``, what no arguments of ``engine.compile()`` could
-mend. Each error is one sentence. Optional parts refuse and warn of options too. ``docs/options.md`` lists every option
-with what happens to it.
+asked for. Each error is one sentence. Optional parts refuse and warn of options too, and one has
+``deepspeed.initialize()`` refuse already what no arguments of ``engine.compile()`` could mend. ``docs/options.md``
+lists every option with what happens to it.
 """
 
 import itertools
@@ -126,21 +126,13 @@ def _unsupported_graphs(request):
 
 
 def _unsupported_optimizers(engine):
-    """Yields a sentence unless this is the ZeRO-1/2 optimizer, at which optional parts look next."""
-    name = type(engine.optimizer).__name__
-    if engine._config.zero_config.zenflow is not None:
-        yield "zero_optimization.zenflow is not supported; remove it"
-    elif type(engine.optimizer) is DeepSpeedZeroOptimizer:
+    """Yields a sentence if there is an optimizer that is not the ZeRO-1/2 optimizer as DeepSpeed makes it."""
+    if engine.optimizer is None or type(engine.optimizer) is DeepSpeedZeroOptimizer:
         return
-    elif name == "BF16_Optimizer":
-        yield (
-            "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which "
-            "accumulates in fp32, or grad_accum_dtype='bf16'"
-        )
-    elif state_of(engine) is not None:
+    if state_of(engine) is not None:
         yield "an earlier engine.compile() failed half-way; create the engine anew"
     else:
-        yield f"optimizer wrapper {name} is not supported; set compile.deepcompile to false"
+        yield f"optimizer wrapper {type(engine.optimizer).__name__} is not supported; set compile.deepcompile to false"
 
 
 def has_gradients(engine: "DeepSpeedEngine") -> bool:

@@ -95,7 +95,7 @@ def set_up(
 def make_reducer(request: Request) -> Reducer:
     """Creates the native reducer of an engine, which knows no parameter yet."""
     engine, optimizer = request.engine, request.engine.optimizer
-    return reducer_module().Reducer(
+    return _load_on_all_ranks(optimizer.dp_process_group).Reducer(
         identity=_next_identity(optimizer),
         bucket_numel=int(engine.zero_reduce_bucket_size()),
         send_numel=send_numel(dist.get_world_size(optimizer.dp_process_group)),
@@ -103,6 +103,20 @@ def make_reducer(request: Request) -> Reducer:
         synchronize_before=request.options.sync_before_reduce,
         synchronize_after=request.options.sync_after_reduce,
     )
+
+
+def _load_on_all_ranks(group):
+    """Returns the native module. Where a rank cannot build it, every rank raises what that rank says."""
+    why_not, why_not_of_all, cause = "", [""] * dist.get_world_size(group), None
+    try:
+        module = reducer_module()
+    except RuntimeError as error:
+        why_not, cause = str(error), error
+    with collective("load its native code"):
+        dist.all_gather_object(why_not_of_all, why_not, group)
+    for reason in filter(None, why_not_of_all):
+        raise RuntimeError(reason) from cause
+    return module
 
 
 def register_parameters(engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement) -> None:
