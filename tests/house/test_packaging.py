@@ -21,10 +21,13 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.program("MANIFEST.in", "NOTICE", "pyproject.toml", "requirements/base.txt", "setup.py")
+pytestmark = pytest.mark.program(
+    "MANIFEST.in", "Makefile", "NOTICE", "pyproject.toml", "requirements/base.txt", "setup.py"
+)
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("LICENSE", "MANIFEST.in", "NOTICE", "csrc", "deepspeed", "pyproject.toml", "requirements", "setup.py")
+SOURCES = ("LICENSE", "MANIFEST.in", "Makefile", "NOTICE", "csrc", "deepspeed", "pyproject.toml", "requirements")
+SOURCES += ("setup.py",)
 ARCHIVE_DIR = Path(os.environ.get("DS_BASE_ARCHIVE_DIR") or ROOT / "build" / "archive").resolve()
 VERSION = "0.19.8+zerograd.1"
 REPLACED = "deepspeed/compile/fx.py"
@@ -115,14 +118,19 @@ def no_torch(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory, packages, no_torch):
-    """The wheel of the repository as it stands."""
-    folder = tmp_path_factory.mktemp("built")
-    checkout = copy_repository(folder / "checkout")
-    Venv(folder / "venv", packages).pip(
-        "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, checkout, cwd=folder, env=no_torch
-    )
-    (path,) = folder.glob("*.whl")
+def made(tmp_path_factory, packages, no_torch):
+    """The folder in which `make wheel` has put a wheel and an sdist of the repository as it stands."""
+    folder = tmp_path_factory.mktemp("made")
+    checkout, venv = copy_repository(folder / "checkout"), Venv(folder / "venv", packages)
+    # The recipe itself, in an environment that exists.
+    run("make", "wheel", "TOOLS=", f"BIN={venv.bin}", cwd=checkout, env=no_torch)
+    return checkout / "dist"
+
+
+@pytest.fixture(scope="session")
+def built(made):
+    """The wheel."""
+    (path,) = made.glob("*.whl")
     with zipfile.ZipFile(path) as wheel:
         yield wheel
 
@@ -282,13 +290,13 @@ def skip_without_an_index(venv):
         pytest.skip("the packages that an isolated build starts from cannot be fetched here")
 
 
-def test_the_sdist_installs_with_nothing_but_an_index(venv, checkout, tmp_path):
-    """The archive would lack a file that the build reads, or need the base when it is made."""
-    made, archives = tmp_path / "made", tmp_path / "archives"
-    command = ("setup.py", "--quiet", "sdist", "--dist-dir", made)
-    run(venv.bin / "python", *command, cwd=checkout, env=offline(archives))
-    (archive,) = made.iterdir()
-    assert archive.name == f"deepspeed-{VERSION}.tar.gz" and not archives.exists()
+def test_the_sdist_installs_with_nothing_but_an_index(venv, made, base, tmp_path):
+    """`make wheel` would make no sdist, or one that lacks a file that the build reads, or has files of the base."""
+    (archive,) = made.glob("*.tar.gz")
+    assert archive.name == f"deepspeed-{VERSION}.tar.gz" and len([*made.iterdir()]) == 2
+    with tarfile.open(archive) as tar:
+        packed = {name.partition("/")[2] for name in tar.getnames()}
+    assert {name for name in packed & base.keys() if name.startswith(("csrc/", "deepspeed/"))} <= {*our_files()}
     skip_without_an_index(venv)
     # The index has the base's archive too. A variable that is empty names no folder.
     find_links = f"{ARCHIVE_DIR} {os.environ.get('PIP_FIND_LINKS', '')}".strip()
