@@ -254,11 +254,20 @@ class ChangesAnInput(Body):
         return x
 
 
-def train_with_changed_input(budget):
+class ChangesACopy(ChangesAnInput):
+    """The same, as the error advises."""
+
+    def leave(self, x, ids):
+        with torch.no_grad():
+            self.input = self.input.clone().add_(1)
+        return x
+
+
+def train_with_changed_input(budget, body=ChangesAnInput):
     """Returns what training came to, or what it raised."""
     torch.manual_seed(0)
     module = BlocksWithin()
-    module.body = ChangesAnInput(width=8)
+    module.body = body(width=8)
     loop = Beside(module, case_of(budget, True))
     try:
         loop.step(batch(0, 0, dist.get_rank(), 4))
@@ -269,11 +278,13 @@ def train_with_changed_input(budget):
 
 
 def test_an_input_that_others_change(ranks):
-    """Torch's error would not say that it is the budget that has the backward read an input."""
+    """Torch's error would not say that it is the budget that has the backward read an input, and what helps."""
     check(ranks(1).run(train_with_changed_input, None))
     (message,) = ranks(1).run(train_with_changed_input, 0)
     assert "modified by an inplace operation" in message
     assert "compile.activation_memory_budget=0 has a graph's backward read the graph's inputs" in message
+    assert "change a copy of it, or set the option to null" in message
+    check(ranks(1).run(train_with_changed_input, 0, ChangesACopy))
 
 
 @vary("torchs", [1.0, 0.0])

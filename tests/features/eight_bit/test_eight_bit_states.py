@@ -409,3 +409,7 @@ def test_states_that_are_saved_and_loaded(by_caller):
         ValueError, match="8-bit optimizer states were loaded of the form {'version': 1, 'elements of a"
     ):
         to_blocks(saved(rank.state, 130), 131, rank.master)
+    # As both advise.
+    as_saved = saved(rank.state, 130)
+    to_blocks(as_saved, 130, rank.master)
+    assert all(torch.equal(as_saved[name], rank.state[name]) for name in held)

@@ -129,8 +129,11 @@ def test_which_forwards_keep_no_cache(monkeypatch):
     alone, within, without, left = Pretrained(), Pretrained(), Pretrained(use_cache=False), Pretrained()
     around = torch.nn.ModuleList([within])
     with contextlib.ExitStack() as undo:
-        for module in (alone, around, without, torch.nn.ModuleList([left])):
-            train_without_cache(module, undo)
+        with warnings_logged() as texts:
+            for module in (alone, around, without, torch.nn.ModuleList([left])):
+                train_without_cache(module, undo)
+        # What this advises is done below.
+        assert len(texts) == 3 and all("call them with use_cache=True to have a cache" in text for text in texts)
         # The module around it is gone, as when a trainer has ended.
         del module
         assert left(1, labels=1) is None

@@ -183,5 +183,9 @@ def test_a_scheduler_of_an_unknown_class_is_warned_of(kind):
     given = kind and (OwnScheduler(optimizer) if kind is OwnScheduler else SCHEDULERS[kind](optimizer, list))
     with warnings_logged() as warnings:
         forget_empty_groups(optimizer, given)
+        # As is advised: nobody warns of an optimizer that has no empty group.
+        full = make_optimizer(lambda groups: [groups[index] for index in FULL], "SGD")
+        forget_empty_groups(full, given and OwnScheduler(full))
     assert len(warnings) == (kind is OwnScheduler)
     assert all("rates of the lr_scheduler OwnScheduler" in warning for warning in warnings)
+    assert all("leave empty groups out of the optimizer" in warning for warning in warnings)

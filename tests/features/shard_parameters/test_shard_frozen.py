@@ -690,9 +690,11 @@ def copies_made_at_rest():
     with unsharded_parameters(engine):
         before = weight.clone()
         said.append(outcome(half.zero_))
+        # As is advised: a copy that is made here has values.
+        advised = outcome(copy.deepcopy(weight).zero_)
         unchanged = torch.equal(weight, before)
         engine.destroy()
-    return half.dtype, half.shape, clone.dtype, said, unchanged
+    return half.dtype, half.shape, clone.dtype, said, advised is None and unchanged
 
 
 def test_copies_made_at_rest(ranks):
@@ -701,6 +703,7 @@ def test_copies_made_at_rest(ranks):
         assert (half, shape, whole, unchanged) == (torch.float16, (24, 12), torch.float32, True)
         for each in said:
             assert "a copy of parameter body.blocks.1.up.weight was made while compile.shard_parameters" in each
+            assert "make it within `with unsharded_parameters(engine):`" in each
 
 
 def views_that_are_kept(more):
