@@ -107,6 +107,11 @@ REFUSED = {
         config={"autotuning": {"enabled": True, "start_profile_step": 100}},
         instead=({"autotuning": {"enabled": False, "start_profile_step": 100}},),
     ),
+    "compile.autoep_non_moe": Refusal(
+        "compile.autoep_non_moe=true compiles without DeepCompile; leave it out, or set compile.deepcompile to false",
+        config={"compile": {"autoep_non_moe": True}},
+        amends={"autoep_non_moe": False},
+    ),
     "hybrid_engine": Refusal(
         "hybrid_engine.enabled=true is not supported, because generation swaps the modules that were compiled; set it "
         "to false",
@@ -195,8 +200,28 @@ ALSO_REFUSED = {
         {"mode": "lite"},
     ),
     "unknown-mode": of_compile_kwargs(
-        "compile_kwargs['mode']='fastest' is not a mode of torch.compile; use one of ",
+        "compile_kwargs['mode']='fastest' is not a mode of torch.compile; use one of ['default', "
+        "'max-autotune-no-cudagraphs']",
         {"mode": "fastest"},
+    ),
+    "options-of-another-type": of_compile_kwargs(
+        "compile_kwargs['options']='max_autotune' is no dict of torch.compile's options; pass one, or leave it out",
+        {"options": "max_autotune"},
+    ),
+    "recompile-limit-of-another-type": of_compile_kwargs(
+        "compile_kwargs['recompile_limit']='8' is no number of compilations; set it to 1 or more",
+        {"recompile_limit": "8"},
+        backend="eager",
+    ),
+    "recompile-limit-of-0": of_compile_kwargs(
+        "compile_kwargs['recompile_limit']=0 is no number of compilations; set it to 1 or more",
+        {"recompile_limit": 0},
+        backend="eager",
+    ),
+    "dynamic-of-another-type": of_compile_kwargs(
+        "compile_kwargs['dynamic']='auto' is neither true nor false; set it to one of them, or to None",
+        {"dynamic": "auto"},
+        backend="eager",
     ),
     "mode-and-options": of_compile_kwargs(
         "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either",

@@ -62,14 +62,9 @@ REFUSED_BY_DEEPSPEED = {
         "AssertionError: Master weights feature requires ZeRO-1 Offload with DeepSpeedCPUAdam",
         {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
     ),
-    "compile.autoep_non_moe": RefusedByDeepSpeed(
-        "compile",
-        "ValueError: compile.autoep_non_moe=True uses vanilla torch.compile and cannot be combined with DeepCompile",
-        {"compile": {"autoep_non_moe": True}},
-    ),
     "backend": RefusedByDeepSpeed(
         "compile",
-        "AssertionError: Backend aot_eager is not supported for DeepCompile",
+        "AssertionError: Backend aot_eager is not supported for DeepCompile; use 'inductor' or 'eager'",
         {},
         {"backend": "aot_eager"},
     ),

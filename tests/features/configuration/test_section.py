@@ -103,11 +103,38 @@ def test_belongs_to_zero_1_and_2():
             {"memory_picture": {"folder": "x", "stp": 2}},
             "compile.memory_picture.stp is no option; the nearest name is step, and all names are: folder, step",
         ),
-        ({"optimizer_states": "9bit"}, "compile.optimizer_states='9bit' does not fit: Input should be '8bit'"),
+        ({"enabled": True}, "compile.enabled is no option; use one of these names: activation_memory_budget, "),
+        ({"shard": "all"}, "compile.shard is no option; the nearest name is shard_parameters, and all names are: "),
+        (
+            {"memory_picture": True},
+            "compile.memory_picture=True does not fit; set it to an object with folder and ste",
+        ),
+        ({"memory_picture": {"folder": 5}}, "compile.memory_picture.folder=5 does not fit; set it to a text"),
+        (
+            {"memory_picture": {"folder": "x", "step": 0}},
+            "compile.memory_picture.step=0 does not fit; set it to 1 or more, or leave it out",
+        ),
+        (
+            {"free_activation_threshold": 0.5},
+            "compile.free_activation_threshold=0.5 does not fit; set it to a whole number, or leave it out",
+        ),
+        (
+            {"optimizer_states": "9bit"},
+            "compile.optimizer_states='9bit' does not fit; set it to '8bit', or leave it o",
+        ),
+        ({"shard_parameters": "All"}, "compile.shard_parameters='All' does not fit; set it to 'frozen' or 'all', or "),
+        ({"chunked_loss": 8}, "compile.chunked_loss=8 does not fit; set it to true or false, or leave it out"),
         (
             {"regional_compilation": 5},
-            "compile.regional_compilation=5 does not fit: Input should be a valid boolean, unable to interpret input "
-            "or Input should be a valid list",
+            "compile.regional_compilation=5 does not fit; set it to true or false or a list, or leave it out",
+        ),
+        (
+            {"regional_compilation": [5]},
+            "compile.regional_compilation=[5] does not fit; set it to true or false or a list of texts, or leave it",
+        ),
+        (
+            {"passes": ["z2"]},
+            "compile.passes holds 'z2', which does not fit; set it to a list of 'z1', 'z3', 'autosp' ",
         ),
         ({"regional_compilation": []}, "compile.regional_compilation names no classes; name some, or set it to "),
     ],
@@ -122,6 +149,16 @@ def test_a_section_that_is_refused_in_one_sentence(section, says):
     assert type(raised.value) is ValueError and raised.value.__cause__ is None and raised.value.__context__ is None
 
 
+@pytest.mark.quick
+@vary("section", [True, None, "on", []])
+def test_what_is_no_section(section):
+    """The error would be one of Python's about mappings, and name no configuration."""
+    with pytest.raises(ValueError) as raised:
+        CompileConfig.of(section)
+    assert str(raised.value) == f'compile={section!r} is no section; set it to one such as {{"deepcompile": true}}'
+    assert CompileConfig.of({"deepcompile": True}).deepcompile
+
+
 class Raised(NamedTuple):
     kind: str
     text: str
@@ -133,7 +170,8 @@ def raised_by(configs):
     """Returns for each configuration what deepspeed.initialize() raised."""
     seen = []
     for config in configs:
-        config = {**config, "compile": {"deepcompile": True, **config.get("compile", {})}}
+        section = config.get("compile", {})
+        config = {**config, "compile": {"deepcompile": True, **section} if isinstance(section, dict) else section}
         try:
             make_engine(build(Case(model=SMALL)), Case(deepcompile=False, config=config)).destroy()
         except Exception as error:
@@ -147,6 +185,7 @@ def test_a_refusal_is_one_error_on_every_rank(ranks):
     """The sentence would come in the first step, stand below frames that say nothing, or differ between ranks."""
     configs = [
         {"compile": {"shard_paramters": True}},
+        {"compile": "on"},
         {"compile": {"activation_memory_budget": 50}},
         {"compile": {"regional_compilation": ["Blok"]}},
         {"compile": {"regional_compilation": True}},

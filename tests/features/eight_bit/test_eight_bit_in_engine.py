@@ -544,5 +544,5 @@ def test_the_key_names_a_format():
     from deepspeed.compile.config import CompileConfig
 
     assert CompileConfig(deepcompile=True).optimizer_states is None
-    with pytest.raises(ValueError, match="Input should be '8bit'"):
+    with pytest.raises(ValueError, match="set it to '8bit', or leave it out"):
         CompileConfig(deepcompile=True, optimizer_states="9bit")

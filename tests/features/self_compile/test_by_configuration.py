@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 import gc
+import inspect
 import logging
 import weakref
 from typing import List, NamedTuple
@@ -18,6 +19,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_cou
 
 from support.beside import Beside, logged, warnings_logged
 from support.ids import vary
+from support.options import SMALL, outcome, prepare
 from support.training import (
     BOUND,
     Case,
@@ -349,3 +351,39 @@ def test_an_engine_whose_parameters_a_later_one_has_is_left_alone(ranks):
     """An earlier engine of a module would compile itself, and take the parameters from the later one."""
     (result,) = ranks(1).run(of_parameters_that_were_taken, Case())
     assert (result.earlier_compiled, result.later_compiled) == (False, True) and result.error < BOUND
+
+
+def compiled_by_autosp():
+    """Returns what AutoSP leaves of the arguments of engine.compile(), the caller's and those by default."""
+    case, given = Case(model=SMALL, config={"compile": {"passes": ["autosp"]}}), {}
+    for arguments in ({"compile_kwargs": given}, {}):
+        engine = prepare(case).engine
+        # A second time in a process it raises, behind what is looked at here.
+        outcome(engine.compile, backend="eager", **arguments)
+        engine.destroy()
+    return given, inspect.signature(engine.compile).parameters["compile_kwargs"].default
+
+
+def test_arguments_that_another_engine_has(ranks):
+    """AutoSP would write ``fullgraph`` into what later engines of the process take for their user's arguments."""
+    try:
+        assert ranks(1).run(compiled_by_autosp) == [({}, {})]
+    finally:
+        # AutoSP replaces functions of torch's compiler.
+        ranks(1).stop()
+
+
+def compiled_with(compile_kwargs):
+    module, engine = prepare(Case(model=SMALL))
+    said = outcome(engine.compile, backend="eager", compile_kwargs=compile_kwargs)
+    engine.destroy()
+    return said
+
+
+def test_arguments_that_are_no_dict(ranks):
+    """The error would be Python's, about the length of a sequence, and None, as for torch.compile, be one too."""
+    (said,) = ranks(1).run(compiled_with, "mode")
+    assert (
+        said == "ValueError: compile_kwargs='mode' is no dict of arguments of torch.compile; pass one, or leave it out"
+    )
+    assert ranks(1).run(compiled_with, None) == [None]

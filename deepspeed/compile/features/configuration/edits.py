@@ -6,6 +6,12 @@ ENGINE = "deepspeed/runtime/engine.py"
 IMPORT = "from deepspeed.compile.z3_eager_fallback import"
 EDITS = (
     (
+        "deepspeed/runtime/config.py",
+        "section compile",
+        "CompileConfig(**param_dict.get('compile', {}))",
+        "CompileConfig.of(param_dict.get('compile', {}))",
+    ),
+    (
         ENGINE,
         "import of configuration",
         IMPORT,

@@ -36,6 +36,17 @@ class Options(BaseModel):
             names, have = ", ".join(f"compile.{name}" for name in ignored), "have" if len(ignored) > 1 else "has"
             warn(f"{names} {have} no effect, because compile.deepcompile is not true; training is that of DeepSpeed")
 
+    @classmethod
+    def of(cls, section: Any) -> "Options":
+        """Called when DeepSpeed reads its configuration. Returns the options of what stands below ``compile``.
+
+        Raises:
+            ValueError: if that is no section, also.
+        """
+        if not isinstance(section, dict):
+            raise ValueError(f'compile={section!r} is no section; set it to one such as {{"deepcompile": true}}')
+        return cls(**section)
+
     def set_for_zero_1_and_2(self) -> List[str]:
         """Lists those options that are set and that only ZeRO-1 and ZeRO-2 can honour."""
         return _set_for_zero_1_and_2(vars(self))

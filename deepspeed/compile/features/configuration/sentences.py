@@ -7,6 +7,19 @@ from typing import Type, get_args
 
 from pydantic import BaseModel, ValidationError
 
+# What begins the type of one of pydantic's problems -> what to set.
+_EXPECTED = {
+    "bool": "true or false",
+    "float": "a number",
+    "greater_than_equal": "{ge} or more",
+    "int": "a whole number",
+    "list": "a list",
+    "literal": "{expected}",
+    "enum": "{expected}",
+    "model": "an object with {fields}",
+    "string": "a text",
+}
+
 
 def in_one_sentence(error: ValidationError, section: Type[BaseModel]) -> str:
     """Says one of the problems that pydantic found in the section ``compile``. ``section``: its class."""
@@ -15,22 +28,41 @@ def in_one_sentence(error: ValidationError, section: Type[BaseModel]) -> str:
     first = next((problem for problem in problems if problem["type"] == "extra_forbidden"), problems[0])
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
-    fields, path = section.model_fields, ["compile"]
+    fields, path, field = section.model_fields, ["compile"], None
     for name in first["loc"]:
         # What stands for a member of a union, and not for a name in the configuration, is left out.
         if name in fields:
             path.append(str(name))
-            fields = _fields_within(fields[str(name)].annotation)
+            field = fields[str(name)]
+            fields = _fields_within(field.annotation)
     if first["type"] == "extra_forbidden":
         wrong = str(first["loc"][-1])
-        (near,) = difflib.get_close_matches(wrong, fields, n=1, cutoff=0)
-        names = ", ".join(sorted(fields))
-        return f"{'.'.join([*path, wrong])} is no option; the nearest name is {near}, and all names are: {names}"
+        near = difflib.get_close_matches(wrong.lower(), fields, n=1) or [name for name in fields if wrong in name]
+        nearest = f"the nearest name is {near[0]}, and all names are" if near else "use one of these names"
+        return f"{'.'.join([*path, wrong])} is no option; {nearest}: {', '.join(sorted(fields))}"
     if first["type"] == "missing":
         return f"{'.'.join(path)} is missing; set it"
     # A value that no member of a union takes is a problem for each of them.
-    expected = [problem["msg"] for problem in problems if problem["loc"][0] == first["loc"][0]]
-    return f"{'.'.join(path)}={first['input']!r} does not fit: {' or '.join(expected)}"
+    same = [problem for problem in problems if problem["loc"][0] == first["loc"][0]]
+    expected = " or ".join(dict.fromkeys(_expected(problem, fields) for problem in same))
+    found = f" holds {first['input']!r}, which" if _is_of_an_item(first) else f"={first['input']!r}"
+    leave_out = "" if field is None or field.is_required() else ", or leave it out"
+    return f"{'.'.join(path)}{found} does not fit; set it to {expected}{leave_out}"
+
+
+def _is_of_an_item(problem):
+    return any(isinstance(name, int) for name in problem["loc"])
+
+
+def _expected(problem, fields):
+    """Says what to set in place of a value, or of an item of a list, with which pydantic has a problem.
+
+    ``fields``: those that the value is to have.
+    """
+    words = next((words for kind, words in _EXPECTED.items() if problem["type"].startswith(kind)), "")
+    words = words.format(fields=" and ".join(fields), **problem.get("ctx", {}))
+    words = words or problem["msg"].removeprefix("Input should be ")
+    return f"a list of {words.replace('a text', 'texts')}" if _is_of_an_item(problem) else words
 
 
 def _fields_within(annotation):

@@ -95,14 +95,26 @@ def after_step(engine: "DeepSpeedEngine") -> None:
 
 
 def note_arguments(
-    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Dict[str, Any], schedule: Optional[List]
-) -> None:
-    """Called when ``engine.compile()`` begins. Warns if the engine is already compiled with other arguments."""
+    engine: "DeepSpeedEngine", backend: str, compile_kwargs: Optional[Dict[str, Any]], schedule: Optional[List]
+) -> Dict[str, Any]:
+    """Called when ``engine.compile()`` begins. Warns if the engine is already compiled with other arguments.
+
+    Returns ``compile_kwargs`` as a new dict. By default one dict serves all engines, and AutoSP and AutoTP write into
+    it what other engines would take for their user's.
+
+    Raises:
+        ValueError: if ``compile_kwargs`` are no dict.
+    """
     _tell_of_other_stages(engine)
+    if not isinstance(compile_kwargs, (dict, type(None))):
+        raise ValueError(
+            f"compile_kwargs={compile_kwargs!r} is no dict of arguments of torch.compile; pass one, or leave it out"
+        )
+    compile_kwargs = dict(compile_kwargs or {})
     arguments = backend, dict(compile_kwargs), schedule
     if not engine.is_compiled:
         engine._compile_arguments = arguments
-        return
+        return compile_kwargs
     default = inspect.signature(engine.compile).parameters["backend"].default
     asks = backend != default or compile_kwargs or schedule is not None
     if asks and arguments != engine._compile_arguments and state_of(engine) is not None:
@@ -110,6 +122,7 @@ def note_arguments(
             "The arguments of engine.compile() have no effect, because the engine is compiled already, by itself or "
             "by an earlier call; call it before the first forward"
         )
+    return compile_kwargs
 
 
 def _tell_of_other_stages(engine):

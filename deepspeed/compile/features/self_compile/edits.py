@@ -35,7 +35,7 @@ EDITS = (
         ENGINE,
         "beginning of compile()",
         "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
-        "        self_compile.note_arguments(self, backend, compile_kwargs, schedule)\n"
+        "        compile_kwargs = self_compile.note_arguments(self, backend, compile_kwargs, schedule)\n"
         "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
     ),
 )

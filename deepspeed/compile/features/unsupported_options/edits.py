@@ -3,6 +3,12 @@
 """What ``setup.py`` changes in DeepSpeed: (file, name of the edit, anchor, replacement)."""
 
 EDITS = (
+    (
+        "deepspeed/runtime/engine.py",
+        "refusal of a backend",
+        'f"Backend {backend} is not supported for DeepCompile."',
+        "f\"Backend {backend} is not supported for DeepCompile; use 'inductor' or 'eager'\"",
+    ),
     # Only the text: what to do about it.
     (
         "deepspeed/runtime/engine.py",

@@ -12,6 +12,9 @@ from deepspeed.moe.utils import is_moe_param
 
 from ...zero_1_and_2.feature import Request
 
+# Options that modes set, with which graphs cannot reduce gradients.
+_OF_OTHER_GRAPHS = {"triton.cudagraphs", "selective_decompose"}
+
 
 def refused(request: Request) -> Iterator[str]:
     """Yields a sentence for each option that cannot be honoured."""
@@ -86,6 +89,11 @@ def _unsupported_engines(engine):
             "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which accumulates "
             "in fp32, or grad_accum_dtype='bf16'"
         )
+    if engine._config.compile_config.autoep_non_moe:
+        yield (
+            "compile.autoep_non_moe=true compiles without DeepCompile; leave it out, or set compile.deepcompile to "
+            "false"
+        )
     if engine._config.hybrid_engine.enabled:
         yield (
             "hybrid_engine.enabled=true is not supported, because generation swaps the modules that were compiled; "
@@ -111,9 +119,18 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
     for name in compile_kwargs:
         if name not in known:
             yield f"compile_kwargs['{name}'] is not an argument of this torch's torch.compile(); remove it"
+    limit = compile_kwargs.get("recompile_limit")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        yield f"compile_kwargs['recompile_limit']={limit!r} is no number of compilations; set it to 1 or more"
+    dynamic = compile_kwargs.get("dynamic")
+    if dynamic not in (None, True, False):
+        yield f"compile_kwargs['dynamic']={dynamic!r} is neither true nor false; set it to one of them, or to None"
     mode, options = compile_kwargs.get("mode"), compile_kwargs.get("options")
     if mode is not None and options is not None:
         yield "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either"
+    if not isinstance(options, (dict, type(None))):
+        yield f"compile_kwargs['options']={options!r} is no dict of torch.compile's options; pass one, or leave it out"
+        return
     mode, options = None if mode == "default" else mode, dict(options or {})
     # guard_filter_fn is an option of Dynamo and goes with any backend.
     options.pop("guard_filter_fn", None)
@@ -122,7 +139,9 @@ def _unsupported_compile_kwargs(backend, compile_kwargs):
             yield "`mode` and `options` of compile_kwargs go with backend 'inductor', not 'eager'; remove them"
         return
     if mode is not None and mode not in list_mode_options():
-        yield f"compile_kwargs['mode']='{mode}' is not a mode of torch.compile; use one of {[*list_mode_options()]}"
+        # Of the others, another refusal would say that they cannot be used.
+        usable = [name for name, patches in list_mode_options().items() if not _OF_OTHER_GRAPHS & patches.keys()]
+        yield f"compile_kwargs['mode']={mode!r} is not a mode of torch.compile; use one of {usable}"
         return
     for name in options:
         if name not in config.get_config_copy():
