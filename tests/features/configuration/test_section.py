@@ -216,6 +216,11 @@ KNOWN_AT_THE_BEGINNING = [
         {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
         "is for Adam and AdamW of torch and DeepSpeed",
     ),
+    (
+        {**STATES},
+        {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}},
+        "no form for the third state of amsgrad",
+    ),
     ({**STATES}, {**BF16, **OFFLOADED}, "saves memory of the device"),
     ({**STATES}, ELASTIC, "has no form in elastic checkpoints"),
     ({**STATES}, AUTOCAST, "leaves out the optimizer's own step()"),

@@ -17,11 +17,13 @@ from ..one_pass_adam.dynamic_map import BLOCK
 from ..ranges.rule import Partition
 from .blockwise import SIGNED, has_moments, map_of, names_of, to_blocks, zeros
 
+THIRD_STATE = "has no form for the third state of amsgrad=true; set amsgrad to false"
+
 
 def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
     """Returns why an optimizer cannot have 8-bit states, with a remedy, or None if it can."""
     if any(group.get("amsgrad") for group in optimizer.param_groups) and adam.is_adam(optimizer):
-        return "has no form for the third state of amsgrad=true; set amsgrad to false"
+        return THIRD_STATE
     return adam.problem_with(optimizer)
 
 

@@ -10,7 +10,7 @@ import torch
 from ...zero_1_and_2.feature import Request, SetUpContext
 from ..one_pass_adam.adam import RefuseOwnStep, unsupported_forms
 from ..ranges.rule import HasRules, Rule
-from .eight_bit import EightBitAdam, problem_with
+from .eight_bit import THIRD_STATE, EightBitAdam, problem_with
 from .states import StatesOfAdam
 
 
@@ -42,6 +42,9 @@ def _unsupported(request):
     engine, option = request.engine, f"optimizer_states={request.options.optimizer_states!r}"
     asked = f"compile.{option}"
     yield from unsupported_forms(option, problem_with, request, "states")
+    by_configuration = {} if engine.client_optimizer is not None else engine.optimizer_params() or {}
+    if request.optimizer is None and by_configuration.get("amsgrad"):
+        yield f"{asked} {THIRD_STATE}, or leave compile.optimizer_states out"
     if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
         yield (
             f"{asked} leaves out the optimizer's own step(), which torch_autocast in fp16 scales gradients for; set "
