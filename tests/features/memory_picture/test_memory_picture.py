@@ -362,6 +362,24 @@ def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
         assert "memory_picture.step" in no_step
 
 
+def beside_a_log_of_communication(folder):
+    """Makes an engine that will record, with DeepSpeed's log of communication."""
+    from deepspeed import comm
+
+    picture = {"memory_picture": {"folder": str(folder)}}
+    try:
+        engine_by_configuration(build(CASE), False, compile=picture, comms_logger={"enabled": True}).destroy()
+    finally:
+        # DeepSpeed has one for all engines.
+        comm.comm.comms_logger.enabled = False
+    return "made"
+
+
+def test_beside_a_log_of_communication(ranks, tmp_path):
+    """The log does not know what ranks gather objects with, and would end the process without an error."""
+    assert ranks(2).run(beside_a_log_of_communication, tmp_path) == ["made", "made"]
+
+
 class Broken(importlib.abc.Loader):
     """Finds a library whose import ends as one does that does not fit the installed NumPy."""
 

@@ -85,7 +85,8 @@ def prepare(engine: "DeepSpeedEngine") -> None:
             why_not = f"{option.folder} cannot be written on rank {rank} ({error.strerror or error})"
     # All ranks raise if one cannot write: otherwise the others would wait for that one in their next collective.
     why_not_of_all = [""] * world
-    dist.all_gather_object(why_not_of_all, why_not)
+    # Not of DeepSpeed, whose log of communication ends the process at this function.
+    torch.distributed.all_gather_object(why_not_of_all, why_not)
     for reason in filter(None, why_not_of_all):
         raise ValueError(f"{OPTION}.folder: {reason}; name another folder")
     if records:

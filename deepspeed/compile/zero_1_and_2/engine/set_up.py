@@ -113,7 +113,8 @@ def _load_on_all_ranks(group):
     except RuntimeError as error:
         why_not, cause = str(error), error
     with collective("load its native code"):
-        dist.all_gather_object(why_not_of_all, why_not, group)
+        # Not of DeepSpeed, whose log of communication ends the process at this function.
+        torch.distributed.all_gather_object(why_not_of_all, why_not, group)
     for reason in filter(None, why_not_of_all):
         raise RuntimeError(reason) from cause
     return module
