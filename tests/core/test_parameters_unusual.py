@@ -1,14 +1,19 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are not contiguous are trained, and complex ones are refused."""
+"""Parameters that are not contiguous, or left out of the optimizer, are trained, and complex ones are refused."""
 
+from unittest import mock
+
+import pytest
 import torch
 import torch.distributed as dist
 
+from support import training
 from support.beside import Beside, check
 from support.ids import vary
+from support.models import BlocksWithin, CheckpointedReentrant, RepeatedLayers
 from support.options import outcome
-from support.training import Case, device, engine_by_configuration
+from support.training import BOUND, REGIONAL, Case, batch, device, engine_by_configuration, relative_error
 
 
 class Unusual(torch.nn.Module):
@@ -43,6 +48,47 @@ def train_not_contiguous(stage):
 def test_not_contiguous(ranks, stage):
     """DeepSpeed's broadcast would end initialize() with "self.stride(-1) must be 1 to view Float as Byte"."""
     check(ranks(2).run(train_not_contiguous, stage))
+
+
+def train_with_one_left_out(make, index, case):
+    """Trains where the optimizer lacks a weight of one block; returns the outcome, and the error of its gradients."""
+
+    def norm(module):
+        return getattr(module, "body", module).blocks[index].norm.weight
+
+    def groups(module, count):
+        return [{"params": [each for each in module.parameters() if each is not norm(module)]}]
+
+    torch.manual_seed(0)
+    with mock.patch.object(training, "parameter_groups", groups):
+        beside = Beside(make(), case)
+    errors, weights = [], [norm(beside.module), norm(beside.plain)]
+    for step in range(2):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        beside.engine.backward(beside.engine(ids))
+        beside.plain(ids).backward()
+        errors.append(relative_error(*([weight.grad] for weight in weights)))
+        beside.engine.step()
+        beside.step_plain()
+        for weight in weights:
+            weight.grad = None
+    return beside.end(), max(errors)
+
+
+# The layers share the graph of the one that is compiled first, which with reentrant checkpoints is the last.
+@vary(
+    "make, regional, index",
+    [
+        (CheckpointedReentrant, True, 0),
+        (BlocksWithin, True, 2),
+        pytest.param(RepeatedLayers, False, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_one_that_the_optimizer_lacks_in_one_of_several_layers(ranks, make, regional, index):
+    """The graph of a layer whose parameters are all registered would be called for this layer, and refuse."""
+    results = ranks(2).run(train_with_one_left_out, make, index, Case(config=REGIONAL if regional else None))
+    check([outcome for outcome, _ in results])
+    assert max(error for _, error in results) < BOUND
 
 
 def compile_complex():

@@ -116,9 +116,6 @@ ALL_CASES = [
 @vary("case", ALL_CASES)
 def test_it_trains_as_from_the_device(ranks, model, start, case):
     """A rank would train what its own host has, or what memory held before, or a parameter that nobody brought."""
-    if model == "reentrant":
-        # Sharded or not, graphs of blocks that checkpointing computes again refuse what the optimizer lacks.
-        case = {**case, "left_out": 0}
     assert ranks(2).run(compare, model, start, **case) == [True, True]
 
 

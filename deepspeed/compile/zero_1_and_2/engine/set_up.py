@@ -11,7 +11,7 @@ import deepspeed.comm as dist
 
 from ..collectives import collective, shorten_timeouts
 from ..feature import Feature, Request, SetUpContext, classes, only, overriding
-from ..gradient.layout import flat_layout, registered_parameters
+from ..gradient.layout import alike_but_not_all_registered, flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
 from ..graph.backend import Backend
 from ..parameter.placement import Placement
@@ -69,7 +69,8 @@ def set_up(
         undo.callback(setattr, profiler, "enabled", profiler.enabled)
         profiler.enabled = False
         dynamic, registered = compile_kwargs.get("dynamic"), registered_parameters(optimizer)
-        graphs = Backend(backend, dynamic, request.options.debug_log, registered, reducer.identity)
+        left = alike_but_not_all_registered(engine.module, registered)
+        graphs = Backend(backend, dynamic, request.options.debug_log, registered, reducer.identity, left)
         # The parts that are made, each of which finds those before it here.
         features: List[Feature] = []
         for cls in classes():

@@ -7,10 +7,11 @@ ranks, and rank r owns partition r. A parameter may straddle several partitions.
 cuts a parameter into pieces, and all code of this file gets pieces from that function.
 """
 
-from typing import Iterator, List, NamedTuple, Optional, Tuple
+import collections
+from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -59,6 +60,21 @@ def registered_parameters(optimizer: DeepSpeedZeroOptimizer) -> List[Parameter]:
     groups = range(len(optimizer.bit16_groups))
     parameters = [parameter for group in groups for parameter, _ in flat_layout(optimizer, group)]
     return sorted(parameters, key=lambda parameter: place[id(parameter)])
+
+
+def alike_but_not_all_registered(module: Module, registered: Sequence[Parameter]) -> List[Parameter]:
+    """Lists the trained parameters in whose places one graph is called with registered parameters and with others.
+
+    The caller may train a parameter that no optimizer has. Layers that look alike share a graph, and no guard tells
+    their parameters apart by that. Parameters look alike if modules of one class hold them under one name.
+    """
+    known, places = {id(parameter) for parameter in registered}, collections.defaultdict(list)
+    for holder in module.modules():
+        for name, parameter in holder.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                places[type(holder), name].append(parameter)
+    mixed = (place for place in places.values() if not all(id(parameter) in known for parameter in place))
+    return [parameter for place in mixed for parameter in place]
 
 
 def pieces(optimizer: DeepSpeedZeroOptimizer, group: int) -> Iterator[Piece]:

@@ -36,12 +36,15 @@ class Backend:
         debug_log: bool,
         registered: Sequence[torch.nn.Parameter],
         identity: int,
+        left_to_autograd: Sequence[torch.nn.Parameter] = (),
     ):
         lowering.register()
         # Keep no module: Dynamo's caches hold this backend after the engine is gone.
         self.compiler, self.dynamic, self.debug_log = compiler, dynamic, debug_log
         # Says which inputs of a graph are registered parameters, and numbers them.
         self.numbers = ParameterNumbers(identity, registered)
+        # In their places a graph may be called with a registered parameter or another one, so it reduces neither.
+        self.left_to_autograd = {id(parameter) for parameter in left_to_autograd}
         # Whether all of these lie at addresses that Inductor takes for aligned.
         self.are_aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
         self.use()
@@ -122,14 +125,16 @@ class Frame:
     def compile_graph(self, gm: GraphModule, inputs: Sequence) -> Callable:
         """Compiles the frame's graph, or a part of it, with reductions in its backward."""
         backend, numbers = self.backend, self.backend.numbers
-        reduced = [index for index, value in enumerate(inputs) if self.graph_id is not None and value in numbers]
+        is_left = [id(value) in backend.left_to_autograd for value in inputs]
+        reduced = [index for index, value in enumerate(inputs) if value in numbers and not is_left[index]]
+        reduced = [] if self.graph_id is None else reduced
         rewrites = (rewrite(inputs) for rewrite in backend.rewrites)
         partitioner = ReduceGradPartitioner(
             {index: slot for slot, index in enumerate(reduced, start=1)},
             self.graph_id,
             self.release_reduce_buckets,
             backend.debug_log,
-            [not backend.are_aligned and value in numbers for value in inputs],
+            [not backend.are_aligned and (value in numbers or left) for value, left in zip(inputs, is_left)],
             [rewrite for rewrite in rewrites if rewrite is not None],
             backend.split and backend.split(inputs),
             # Inductor rearranges a graph, so lowering.py decides there.
