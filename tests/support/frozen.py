@@ -353,7 +353,7 @@ def late(delay):
 
     def send_late(self, sends_frozen=True):
         send(self, sends_frozen)
-        self._work = _Late(self._work, [*_received(self, sends_frozen)], delay)
+        self._works = [_Late(self._works, [*_received(self, sends_frozen)], delay)]
 
     def spoil(self, storage):
         # Others' parts of parameters that lie at home are from before the last step, but look like parameters.
@@ -381,9 +381,10 @@ def _received(of_unit, has_frozen=True):
 class _Late:
     """What a gather brings is there only after it was waited for. On a GPU, only a stream that waits finds it."""
 
-    def __init__(self, work, received, delay):
-        self._work, self._delay = work, delay
-        work.wait()
+    def __init__(self, works, received, delay):
+        self._delay = delay
+        for work in works:
+            work.wait()
         self._received = [(memory, memory.clone()) for memory in received]
         for memory in received:
             memory.fill_(255)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.compile.features.shard_parameters import feature, sharded_blocks, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import feature, unsharded_parameters, whole_units
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
@@ -618,7 +618,7 @@ def saved_by_one():
     """The first rank takes a state dict to save it, and the other one comes later."""
     module, engine = make("plain", SHARDED)
     told = []
-    with mock.patch.object(sharded_blocks, "PATIENCE", 0.1), mock.patch.object(logger, "warning", told.append):
+    with mock.patch.object(whole_units, "PATIENCE", 0.1), mock.patch.object(logger, "warning", told.append):
         time.sleep(0.5 * dist.get_rank())
         clone_tensors_for_torch_save(module.state_dict())
     with unsharded_parameters(engine):

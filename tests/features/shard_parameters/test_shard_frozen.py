@@ -18,7 +18,14 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
-from deepspeed.compile.features.shard_parameters import calls, feature, sharded_blocks, unit, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import (
+    calls,
+    feature,
+    sharded_blocks,
+    unit,
+    unsharded_parameters,
+    whole_units,
+)
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.compile.features.shard_parameters.saved_tensors import saving_handles
 from deepspeed.compile.features.subclasses.calls import BROADCAST_LATER
@@ -85,7 +92,10 @@ def watched(engine):
 
     def counted(start):
         start()
-        counts.append(sum(unit.is_gathered or unit._work is not None for unit in units))
+        whole = {unit for unit in units if unit.is_gathered or unit._works is not None}
+        # On a single rank, all are whole always.
+        assert whole == set(sharded.whole._is_kept) or dist.get_world_size() == 1
+        counts.append(len(whole))
 
     # Not of the class, because ranks look for no graphs in torch's cache where a class was changed.
     for each in units:
@@ -715,7 +725,7 @@ def views_that_are_kept(more):
     units, lines = feature.sharded_blocks(engine).units, []
     whole, count = [], torch._C._storage_Use_Count
     with (
-        mock.patch.object(sharded_blocks, "warn", lines.append),
+        mock.patch.object(whole_units, "warn", lines.append),
         mock.patch.object(torch._C, "_storage_Use_Count", lambda storage: count(storage) + more),
     ):
         for keeps in (True, True, False):
@@ -727,7 +737,7 @@ def views_that_are_kept(more):
                     engine(batch(0, 0, 0, 4))
                 for block in module.body.blocks:
                     block.view = None
-                feature.sharded_blocks(engine)._free_lent()
+                feature.sharded_blocks(engine).whole.free_lent()
             whole.append(sum(unit._buffer.untyped_storage().nbytes() > 0 for unit in units))
     engine.destroy()
     return lines, whole

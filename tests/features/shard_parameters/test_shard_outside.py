@@ -195,7 +195,9 @@ def test_it_trains_to_the_same_bits(ranks, model, case):
 
 
 def sent(model, kept):
-    """Returns how many units were gathered in a step, and how many of these were whole when the loss was there."""
+    """Returns how many units were gathered in a step, how many of these were whole when the loss was there, and how
+    many are when blocks have been called by themselves, each in a pass of its own.
+    """
     torch._dynamo.reset()
     module = OUTSIDE[model]().to(device()).requires_grad_(True)
     engine, gathered, whole = make_engine(module, Case(config=config(True, keep_gathered=kept))), [], []
@@ -213,17 +215,21 @@ def sent(model, kept):
             whole = [each.name for each in units if each.is_gathered]
             engine.backward(loss)
             engine.step()
+        sends, x = len(gathered), torch.ones(1, 3, WIDTH, device=device())
+        for block in module.body.blocks:
+            x = block(x)
+        alone = sum(each.is_gathered for each in units)
     finally:
         unit.Unit._send = send
         engine.destroy()
-    return len(gathered), len(whole)
+    return sends, len(whole), alone
 
 
 @vary("model", ["plain", "non-reentrant"])
 @vary("kept, sends, whole", [(None, 10, 1), (0, 10, 1), (1, 9, 2), (3, 7, 4), (4, 6, 5), (9, 6, 5), ("fit", 10, 1)])
 def test_what_a_step_gathers(ranks, model, kept, sends, whole):
     """Blocks that are kept would be gathered again, or others kept; an embedding or a head would be gathered twice."""
-    assert ranks(2).run(sent, model, kept) == [(sends, whole)] * 2
+    assert ranks(2).run(sent, model, kept) == [(sends, whole, whole)] * 2
 
 
 def train_beside_dropped(shards):
@@ -264,7 +270,7 @@ def agreed():
         for step in range(3):
             engine.backward(engine(batch(step, 0, rank, 4)))
             engine.step()
-            numbers.append(sharded.kept_blocks)
+            numbers.append(sharded.whole.most_kept)
     finally:
         keep.spare_memory = spare
         engine.destroy()

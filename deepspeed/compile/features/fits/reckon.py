@@ -19,7 +19,8 @@ from ..blocks.parameters import by_block
 from ..eight_bit.blockwise import SIGNED, count_of_blocks
 from ..one_pass_adam.dynamic_map import BLOCK
 from ..shard_parameters.outside import large_outside, read_times
-from ..shard_parameters.sharded_blocks import MOST_GATHERED, frozen_of_blocks
+from ..shard_parameters.sharded_blocks import frozen_of_blocks
+from ..shard_parameters.whole_units import MOST_GATHERED
 from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
 from .gradients import Sent, gathered_in_step, layout_of, send

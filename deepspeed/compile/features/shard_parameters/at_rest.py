@@ -9,7 +9,7 @@ has another class, :class:`Resharded` before its own, whose ``__torch_function__
 import copy
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Optional, Protocol, Tuple, Type
+from typing import TYPE_CHECKING, Any, Optional, Tuple, Type
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -40,50 +40,19 @@ _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
 _SHARE = "_share_at_rest"
 
 
-class Gatherable(Protocol):
-    """What has parameters at rest and can gather them: a ``Unit``.
-
-    Attributes:
-        is_used: whether code that may change the parameters has run since they were gathered.
-    """
-
-    is_used: bool
-
-    def parameter(self, name: str) -> torch.Tensor:
-        """Returns a parameter."""
-
-    def gather_for_backward(self) -> None:
-        """Called when a backward reads a parameter."""
-
-    def gather_for_forward(self) -> bool:
-        """Called when other code reads a parameter. Returns whether the parameters were gathered for it."""
-
-    def trains(self, name: str) -> bool:
-        """Whether the optimizer has a parameter."""
-
-    def write(self, name: str, values: torch.Tensor) -> None:
-        """Writes this rank's part of a parameter's new values."""
-
-    def note_alias(self, alias: torch.Tensor) -> None:
-        """Called if a tensor that cannot be read has the memory of a parameter, which it needs not have."""
-
-    def forget_alias(self, alias: torch.Tensor) -> None:
-        """Called if such a tensor gets other memory."""
-
-
 class _Share:
     """Whose values a tensor at rest stands for.
 
     Args:
         name: of the parameter.
-        unit: of the parameter. Only a weak reference is kept, because the unit has the parameters.
+        unit: the ``Unit`` of the parameter. Only a weak reference is kept, because the unit has the parameters.
 
     Attributes:
         is_copy: whether the tensor is a copy of the parameter, which later changes of the parameter do not change.
         kept: who gathers the parameter, when the engine is gone that had it.
     """
 
-    def __init__(self, name: str, unit: Gatherable):
+    def __init__(self, name: str, unit: Any):
         self.name = name
         self.unit = weakref.ref(unit)
         self.is_copy = False
@@ -98,7 +67,7 @@ class _Share:
         if isinstance(parameter, Resharded):
             if in_backward():
                 unit.gather_for_backward()
-            elif not unit.gather_for_forward():
+            elif unit.owner is None or not unit.owner.gather_for_forward(unit):
                 return None
             # What a hook changes now is kept.
             unit.is_used = True
@@ -324,8 +293,8 @@ def stands_for(tensor: Any) -> Optional[Tuple[Any, str]]:
     return None if share is None or share.is_copy else (share.unit(), share.name)
 
 
-def mark_resharded(parameter: torch.Tensor, name: str, unit: Gatherable) -> None:
-    """Makes a parameter raise an error when it is read. ``name`` is the parameter's, for errors."""
+def mark_resharded(parameter: torch.Tensor, name: str, unit: Any) -> None:
+    """Makes a parameter of a ``Unit`` raise an error when it is read. ``name`` is the parameter's, for errors."""
     _put_to_rest(parameter, _Share(name, unit))
 
 

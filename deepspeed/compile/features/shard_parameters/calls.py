@@ -4,7 +4,7 @@
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 
 import torch
 
@@ -50,7 +50,7 @@ def _trains(engine):
 def owner_of(item: Any) -> "Optional[ShardedBlocks]":
     """Returns what gathers a tensor at rest. None for anything else."""
     unit = (stands_for(item) or [None])[0]
-    return unit.owner() if unit is not None and unit.owner is not None else None
+    return None if unit is None else unit.owner
 
 
 def move_to_device(engine: "DeepSpeedEngine") -> None:
@@ -128,7 +128,29 @@ def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[s
     from .feature import sharded_blocks
 
     sharded = sharded_blocks(engine)
-    return state_dict if sharded is None else sharded.with_values(state_dict)
+    return state_dict if sharded is None else _with_values(sharded, state_dict)
+
+
+def _with_values(sharded, state_dict):
+    """Gives the entries of a dict that are at rest their values. No more than one unit is whole for it at a time."""
+    sharded.end_backward()
+    keys_of: Dict[Any, Dict[str, List[str]]] = {}  # unit -> name of a parameter -> keys
+    for key, entry in state_dict.items():
+        unit, name = stands_for(entry) or (None, "")
+        if unit is not None:
+            keys_of.setdefault(unit, {}).setdefault(name, []).append(key)
+    # In the same order on all ranks.
+    for unit in sharded.whole.one_by_one(unit for unit in sharded.units if unit in keys_of):
+        if dist.get_rank() == 0:
+            for name, keys in keys_of[unit].items():
+                state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.parameter(name))))
+    return state_dict
+
+
+def _copy_on_host(tensor):
+    # In a function, whose variables are gone when the unit is resharded: a view would keep its memory.
+    values = tensor.detach()
+    return values.clone() if values.is_cpu else values.cpu()
 
 
 def cloned(items: Dict[str, Any], device: torch.device, clone: Callable[[Any, torch.device], Any]) -> Dict[str, Any]:
@@ -145,7 +167,7 @@ def cloned(items: Dict[str, Any], device: torch.device, clone: Callable[[Any, to
     found: Dict[str, Any] = {}
     for owner, its_items in at_rest.items():
         taken = set()
-        for key, value in owner.with_values(its_items).items():
+        for key, value in _with_values(owner, its_items).items():
             # A tied parameter is saved under each of its names, as it is where parameters are whole.
             is_tied = id(value) in taken
             taken.add(id(value))

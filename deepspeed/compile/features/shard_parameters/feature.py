@@ -95,7 +95,7 @@ class ShardParameters(WorksOnBlocks):
         context.undo.callback(self.sharded.close)
         kept = context.request.options.keep_gathered
         self._steps_before_keeping = STEPS_BEFORE if kept == "fit" else 0
-        self.sharded.kept_blocks = kept if isinstance(kept, int) else 0
+        self.sharded.whole.most_kept = kept if isinstance(kept, int) else 0
         if not self.sharded.units:
             warn("compile.shard_parameters has no effect, because no block has such parameters of its own")
         # A graph of the code around a block has no place at which to gather the block. The backward may compute the

@@ -11,23 +11,13 @@ checkpointing spans several blocks. All ranks must then do the same.
 """
 
 import itertools
-from typing import Any, Iterator, List, Optional, Protocol
+from typing import Any, Iterator, List, Optional
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from .unit import Unit
-
-
-class Gatherer(Protocol):
-    """Who gathers and reshards units for a pass: ``ShardedBlocks``."""
-
-    def begin(self, unit: Unit) -> None:
-        """Begins to gather a unit, unless it is gathered or on its way."""
-
-    def reshard(self, unit: Unit) -> None:
-        """Reshards a unit, unless it is in use."""
-
+from .whole_units import WholeUnits
 
 _numbers = itertools.count()
 
@@ -36,7 +26,7 @@ class GatherOrder:
     """The order in which a pass, or a backward through it, gathers units.
 
     Args:
-        owner: who gathers and reshards units.
+        whole: gathers and reshards units.
         units: the units, in this order.
         needed_from: the place of the first unit whose block, or a block before it, has a trained parameter. The
             backward ends there unless a gradient flows on into what is before the blocks.
@@ -47,14 +37,16 @@ class GatherOrder:
     """
 
     def __init__(
-        self, owner: Gatherer, units: List[Unit], needed_from: int = 0, forward: Optional["GatherOrder"] = None
+        self, whole: WholeUnits, units: List[Unit], needed_from: int = 0, forward: Optional["GatherOrder"] = None
     ):
         self.units, self.number = units, next(_numbers)
-        self._owner = owner
+        self._whole = whole
         self._forward = forward
         self._needed_from = needed_from
         self._has_block_run = self._is_seen = False
         self._place = {unit: place for place, unit in enumerate(units)}
+        # The place of the first unit that stays until its backward.
+        self._kept_from = len(units)
         # How many units this pass has begun to gather.
         self._begun = 0
 
@@ -68,7 +60,11 @@ class GatherOrder:
 
     def reversed(self) -> "GatherOrder":
         """Returns the order of the backward."""
-        return GatherOrder(self._owner, self.units[self._needed_from :][::-1], forward=self)
+        return GatherOrder(self._whole, self.units[self._needed_from :][::-1], forward=self)
+
+    def keep(self, most: int) -> None:
+        """Called when a forward begins to which a backward may come: so many units, the last ones, stay until then."""
+        self._kept_from -= min(most, len(self.units))
 
     def note_inputs(self, inputs: Any) -> None:
         """Called with the inputs of each block in a forward.
@@ -111,13 +107,13 @@ class GatherOrder:
         while self._begun <= place:
             self._begin_next()
         # Starts it once more if it was resharded.
-        self._owner.begin(unit)
+        self._whole.begin(unit, place >= self._kept_from)
         unit.finish_gather()
         if self._begun == place + 1 < len(self.units):
             self._begin_next()
 
     def _begin_next(self):
-        self._owner.begin(self.units[self._begun])
+        self._whole.begin(self.units[self._begun], self._begun >= self._kept_from)
         self._begun += 1
 
     def end(self) -> None:
@@ -125,7 +121,7 @@ class GatherOrder:
         while self._begun < len(self.units):
             self._begin_next()
         for unit in self.units:
-            self._owner.reshard(unit)
+            self._whole.reshard(unit)
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

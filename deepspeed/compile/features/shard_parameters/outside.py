@@ -24,8 +24,8 @@ from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
 from ..overlap_gather.gather_hooks import outside_graphs
 from ..subclasses.tensors import plain_tensors
-from .gather_order import Gatherer
 from .unit import Unit
+from .whole_units import WholeUnits
 
 # Which part of the largest block's bytes a parameter has at least that is not kept whole on every rank.
 LARGE_PART = 1 / 8
@@ -76,13 +76,13 @@ class OutsideUnits:
     """Gathers the units of large parameters outside of blocks when they are needed.
 
     Args:
-        owner: who gathers and reshards units.
+        whole: gathers and reshards units.
         module, blocks: the model, and its blocks.
         units: parameter -> its unit.
     """
 
-    def __init__(self, owner: Gatherer, module: Module, blocks: List[Module], units: Dict[Parameter, Unit]):
-        self._owner, self._units = owner, list(units.values())
+    def __init__(self, whole: WholeUnits, module: Module, blocks: List[Module], units: Dict[Parameter, Unit]):
+        self._whole, self._units = whole, list(units.values())
         # Which units are gathered when a forward begins, and when the modules that call blocks have run.
         self._first, self._last = ([units[each] for each in read] for read in read_times(units, module, blocks))
         # How many calls of the model are under way, and whether blocks have run in the last one.
@@ -115,10 +115,10 @@ class OutsideUnits:
         """Called when the last block of those that a module calls has its parameters."""
         for unit in self._units:
             if unit in self._last:
-                self._owner.begin(unit)
+                self._whole.begin(unit)
             else:
                 # Blocks that are kept have not taken its place.
-                self._owner.reshard(unit)
+                self._whole.reshard(unit)
 
     def gather_last(self) -> None:
         """Called when blocks have run, before other code goes on."""
@@ -145,13 +145,13 @@ class OutsideUnits:
 
     def _gather(self, units):
         for unit in units:
-            self._owner.begin(unit)
+            self._whole.begin(unit)
         for unit in units:
             unit.finish_gather()
 
     def reshard(self) -> None:
         for unit in self._units:
-            self._owner.reshard(unit)
+            self._whole.reshard(unit)
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:

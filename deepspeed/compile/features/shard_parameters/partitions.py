@@ -9,7 +9,7 @@ that tensor always. If a parameter has several owners, each of them has memory f
 
 import bisect
 import weakref
-from typing import TYPE_CHECKING, Any, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -18,6 +18,7 @@ import deepspeed.comm as dist
 
 from ...zero_1_and_2.gradient.layout import flat_layout, partition, partition_offset
 from ..overlap_gather.runs import runs
+from .places import Place, note_storage
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -146,6 +147,8 @@ class Partitions:
         """Copies what lies here into tensors of their own."""
         optimizer = self._optimizer()
         self._own = [home.take_over(optimizer, group) for group, home in enumerate(self.homes)]
+        for home in self.homes:
+            note_storage(home.memory.untyped_storage(), home)
 
     def give_up_flat(self) -> None:
         """Gives back the memory of the flat tensors, when no parameter lies there."""
@@ -166,18 +169,6 @@ class Partitions:
                     mapping.lp_fragment = own.narrow(0, address.start, address.numel)
 
 
-class Lying(NamedTuple):
-    """Where a parameter lies on this rank: in its home, or if that is None in the memory of the unit.
-
-    ``begin`` and ``end`` are in bytes.
-    """
-
-    parameter: Parameter
-    begin: int
-    end: int
-    home: Optional[Home]
-
-
 class _Message(NamedTuple):
     """Elements [first, last) of a group's flat tensor, which their owner sends to all."""
 
@@ -194,22 +185,26 @@ class TrainedPart:
     Args:
         optimizer: a ZeRO-1/2 optimizer.
         partitions: of this rank.
-        parameters: the unit's.
+        parameters: name -> parameter, of the unit.
         begin: where these may lie in the unit's memory, in bytes.
 
     Attributes:
-        lying: the parameters.
+        places: of the parameters.
         end: where they end in the unit's memory, in bytes.
     """
 
     def __init__(
-        self, optimizer: "DeepSpeedZeroOptimizer", partitions: Partitions, parameters: List[Parameter], begin: int
+        self,
+        optimizer: "DeepSpeedZeroOptimizer",
+        partitions: Partitions,
+        parameters: Dict[str, Parameter],
+        begin: int,
     ):
         self._homes = partitions.homes
         self.end = begin
         self._messages: List[_Message] = []
         before = None
-        for group, first, last, owner in runs(optimizer, parameters, parts_alone=True):
+        for group, first, last, owner in runs(optimizer, [*parameters.values()], parts_alone=True):
             home, place = self._homes[group], None
             # Another owner's part of a parameter of which this rank has a part lies there too.
             if not (home.extent.start <= first and last <= home.extent.stop):
@@ -221,22 +216,23 @@ class TrainedPart:
                 self.end = place + (last - first) * home.size
             before = _Message(group, owner, first, last, place)
             self._messages.append(before)
-        self.lying = [*self._lying(optimizer, {id(parameter) for parameter in parameters})]
+        self.places = [*self._places(optimizer, {id(parameter): name for name, parameter in parameters.items()})]
 
-    def _lying(self, optimizer, wanted) -> Iterator[Lying]:
+    def _places(self, optimizer, names) -> Iterator[Place]:
         for group, home in enumerate(self._homes):
             for parameter, first in flat_layout(optimizer, group):
-                if id(parameter) not in wanted or not parameter.numel():
+                name = names.get(id(parameter))
+                if name is None or not parameter.numel():
                     continue
                 last = first + parameter.numel()
                 if home.has_any(first, last):
-                    yield Lying(parameter, *home.span(first, last), home)
+                    yield Place(name, parameter, *home.span(first, last), home, is_trained=True)
                 else:
                     message = next(each for each in self._messages if each.group == group and first < each.last)
                     # Nothing of it lies here always.
                     assert message.begin is not None
                     begin = message.begin + (first - message.first) * home.size
-                    yield Lying(parameter, begin, begin + (last - first) * home.size, None)
+                    yield Place(name, parameter, begin, begin + (last - first) * home.size, is_trained=True)
 
     def messages(self, memory: torch.Tensor) -> Iterator[Tuple[int, torch.Tensor]]:
         """Yields (owner, bytes) of each message. ``memory`` is the unit's."""

@@ -14,7 +14,8 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .unit import UNITS, Place, Unit
+from .places import UNITS, Place
+from .unit import Unit
 
 if TYPE_CHECKING:
     from .gather_order import GatherOrder
@@ -81,11 +82,10 @@ def _stand_in(tensor, compares=True):
         return None
     offset = tensor.storage_offset()
     found = memory.find(offset * tensor.element_size())
-    # What has no owner is never resharded.
-    if found is None or found[0].owner is None:
+    if found is None or (owner := found[0].owner) is None:
         return None
     unit, place = found
-    schedule = unit.pass_that_saves()
+    schedule = owner.pass_that_saves(unit)
     version = place.tensor._version if compares else None
     return _Handle(unit, schedule, tensor.dtype, tensor.size(), tensor.stride(), offset, place, version)
 

@@ -2,13 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers and reshards the units of blocks around calls and backwards (``compile.shard_parameters``)."""
 
-import collections
 import contextlib
 import functools
 import itertools
-import time
-import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional
+from typing import TYPE_CHECKING, Callable, Dict, Iterator, List, Optional
 
 import torch
 from torch.nn import Module, Parameter
@@ -17,38 +14,26 @@ from torch.utils._pytree import tree_leaves, tree_map
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.collectives import collective
-from ...zero_1_and_2.messages import tell, warn
+from ...zero_1_and_2.messages import tell
 from ..blocks.parameters import by_block
 from ..subclasses.tensors import is_dtensor, plain_tensors
-from .at_rest import in_backward, refusal, stands_for
+from .at_rest import in_backward, refusal
+from .comparison import PURPOSE, Comparison
 from .gather_order import GatherOrder, tensors_in
 from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
 from .partitions import Partitions, TrainedPart
 from .saved_tensors import saving_handles
-from .unit import PURPOSE, UNITS, Comparison, Unit, forget
+from .unit import Unit
+from .whole_units import WholeUnits
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# How many units are gathered at a time: the one that a block computes with, and the next one, which is being gathered.
-MOST_GATHERED = 2
 # More than an engine has.
 MOST_UNITS = 2**32
-LENT = (
-    "the parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
-    "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
-    "sharded by compile.shard_parameters"
-)
-
-AWAITED = (
-    "rank {} has waited {:.0f} s for others: with compile.shard_parameters all ranks must save a model, or take its "
-    "state dict to save it, together, and rank 0 alone gets the values"
-)
-PATIENCE = 20.0  # seconds before a rank says that
-
 HIDDEN = (
     "rank {} ran no block in a call of {} whose output hides its tensors from torch; where other ranks ran blocks in "
     "that call, they wait in its backward until this rank's backward ends, or to the time-out if it has none: return "
@@ -72,10 +57,10 @@ class ShardedBlocks:
 
     Attributes:
         units: of blocks, and of large parameters outside of blocks.
+        whole: which of them are whole.
         partitions: where trained parameters lie that this rank owns; None without ``optimizer``.
         around: gathers the units of large parameters outside of blocks; None without ``optimizer``.
         outside: the unit of the other trained parameters outside of blocks, which is never resharded, or None.
-        kept_blocks: how many units of blocks stay gathered until their backward.
         is_closed: whether the engine was destroyed.
     """
 
@@ -115,17 +100,18 @@ class ShardedBlocks:
             if frozen or its_trained:
                 self._unit_of[id(block)] = make_unit(len(self._unit_of), its_trained, frozen)
         self.units = list(self._unit_of.values())
+        self.whole = WholeUnits(self.units, self._must_stay)
         if self.partitions is not None:
             large = {}
             for parameter in large_outside(outside, module, blocks):
                 large[parameter] = make_unit(len(self.units), [parameter])
                 self.units.append(large[parameter])
-            self.around = OutsideUnits(self, module, blocks, large)
+            self.around = OutsideUnits(self.whole, module, blocks, large)
             outside = [parameter for parameter in outside if parameter not in large]
             if outside:
                 self.outside = make_unit(len(self.units), outside)
         for unit in self.units:
-            unit.owner = weakref.ref(self)
+            unit.owner = self
         # The passes that are under way: one calls blocks that call others in turn.
         self._passes: List[GatherOrder] = []
         # Passes of the last forward in which this rank ran no block, and to which it sees no backward come.
@@ -136,17 +122,7 @@ class ShardedBlocks:
         # The order of the backward that is under way.
         self._backward: Optional[GatherOrder] = None
         self._read_last: Optional[Unit] = None
-        # The units that are gathered or on their way, in the order in which they were begun; the units of blocks whose
-        # forward is under way.
-        self._gathered: List[Unit] = []
-        self._in_use: collections.Counter = collections.Counter()
-        self.kept_blocks = 0
-        # The units that stay gathered until their backward, in the order of forwards.
-        self._kept: List[Unit] = []
-        # Units whose memory others have, and whether the caller has been told.
-        self._lent: List[Unit] = []
-        self._has_warned = self._has_warned_of_hidden = False
-        self._all_gathered = 0
+        self._has_warned_of_hidden = False
         self.is_closed = False
 
     def _units_without_gradient(self, caller, called):
@@ -168,10 +144,6 @@ class ShardedBlocks:
         """Gives up all but this rank's part of each unit."""
         if self.partitions is not None:
             self.partitions.take_over()
-            for home in self.partitions.homes:
-                storage = home.memory.untyped_storage()._cdata
-                UNITS[storage] = weakref.ref(home)
-                weakref.finalize(home, forget, storage, UNITS[storage]).atexit = False
         for unit in self.units:
             unit.shard()
         if self.outside is not None:
@@ -188,27 +160,6 @@ class ShardedBlocks:
         if self.outside is not None:
             self.outside.refresh()
 
-    # Gathered units ------------------------------------------------------------------------------------------------
-
-    def begin(self, unit: Unit) -> None:
-        """Begins to gather a unit, unless it is gathered or on its way, and reshards others for it."""
-        if self._all_gathered:
-            return
-        if unit in self._kept and in_backward():
-            # From now on it is as others, and was gathered last.
-            self._kept.remove(unit)
-            if unit in self._gathered:
-                self._gathered.remove(unit)
-        if unit in self._gathered:
-            return
-        others = [other for other in self._gathered if other not in self._kept]
-        idle = [other for other in others if not self._in_use[other] and not self._must_stay(other, unit)]
-        for other in idle[: max(len(others) - MOST_GATHERED + 1, 0)]:
-            self.reshard(other)
-        self._free_lent()
-        self._gathered.append(unit)
-        unit.start_gather()
-
     def _must_stay(self, gathered, unit):
         """Whether a unit outside of blocks must stay while another one is gathered."""
         if self.around is None or gathered not in self.around:
@@ -216,30 +167,6 @@ class ShardedBlocks:
         # Compiled code goes on behind a block that it calls itself. It may have such a unit, or several.
         is_called_alone = self._passes and len(self._passes[0].units) == 1
         return unit in self.around or is_called_alone
-
-    def reshard(self, unit: Unit) -> None:
-        """Reshards a unit, unless the forward of its block is under way, or it is kept."""
-        if unit in self._kept and unit in self._gathered:
-            # Where this rank has skipped the block. All ranks then have the unit, and send it anew after a step.
-            unit.finish_gather()
-            return
-        if unit in self._gathered and not self._in_use[unit] and not self._all_gathered:
-            self._reshard(unit)
-
-    def _reshard(self, unit):
-        for units in (self._gathered, self._kept):
-            if unit in units:
-                units.remove(unit)
-        unit.reshard()
-        if unit.is_lent and unit not in self._lent:
-            self._lent.append(unit)
-
-    def _free_lent(self):
-        """Frees memory that others have had until now."""
-        for unit in self._lent:
-            if not unit.is_gathered:
-                unit.free()
-        self._lent = [unit for unit in self._lent if unit.is_lent]
 
     # Forwards ------------------------------------------------------------------------------------------------------
 
@@ -264,9 +191,9 @@ class ShardedBlocks:
         return functools.partial(self._call_caller, order, call)
 
     def _call_caller(self, order, call, caller, /, *args, **kwargs):
-        current = GatherOrder(self, *order)
+        current = GatherOrder(self.whole, *order)
         output = self._call(current, None, functools.partial(call, caller), args, kwargs)
-        if current.is_unseen and torch.is_grad_enabled() and not (in_backward() or self._all_gathered):
+        if current.is_unseen and torch.is_grad_enabled() and not (in_backward() or self.whole.are_fixed):
             current.note_output(_any_requires_grad(args, kwargs))
             self._skipped.append(current)
             if not self._has_warned_of_hidden:
@@ -283,16 +210,13 @@ class ShardedBlocks:
             if current is not None and unit in current:
                 return self._within(current, unit, call, args, kwargs)
         # Someone calls the block by itself.
-        return self._call(GatherOrder(self, [unit]), unit, call, args, kwargs)
+        return self._call(GatherOrder(self.whole, [unit]), unit, call, args, kwargs)
 
     def _call(self, schedule, unit, call, args, kwargs):
         self._end_raised()
-        self._free_lent()
-        if self._lent and not self._has_warned:
-            self._has_warned = True
-            warn(LENT.format(self._lent[0].name))
-        if self.kept_blocks and torch.is_grad_enabled() and not in_backward():
-            self._keep_last(schedule.units)
+        self.whole.warn_of_lent()
+        if torch.is_grad_enabled() and not in_backward():
+            schedule.keep(self.whole.most_kept)
         self._passes.append(schedule)
         try:
             output = self._within(schedule, unit, call, args, kwargs)
@@ -306,18 +230,11 @@ class ShardedBlocks:
         self._leave(schedule)
         return output
 
-    def _keep_last(self, units):
-        """Keeps the last units of a pass that begins until its backward, and fewer of those that are kept."""
-        before = [unit for unit in self._kept if unit not in units]
-        self._kept = [*before, *units][-self.kept_blocks :]
-        for unit in before:
-            self.reshard(unit)
-
     def keep_what_fits(self) -> None:
         """Called on all ranks between steps. From now on, as many units of blocks are kept as fit beside the rest."""
         units = list(self._unit_of.values())
-        self.kept_blocks = blocks_that_fit(units, self._group, self._device)
-        tell(f"compile.keep_gathered: of {len(units)} blocks, {self.kept_blocks} stay whole until their backward")
+        self.whole.most_kept = blocks_that_fit(units, self._group, self._device)
+        tell(f"compile.keep_gathered: of {len(units)} blocks, {self.whole.most_kept} stay whole until their backward")
 
     def _leave(self, schedule):
         """Ends a pass. Code behind the outermost one finds parameters outside of blocks."""
@@ -335,8 +252,7 @@ class ShardedBlocks:
                 output = call(*args, **kwargs)
             return self._call_when_reached(schedule, args, kwargs, output) if torch.is_grad_enabled() else output
         schedule.note_inputs((args, kwargs))
-        self._in_use[unit] += 1
-        try:
+        with self.whole.in_use(unit):
             current.reach(unit)
             if self.around is not None and self._passes[:1] == [current] and current.units[-1] is unit:
                 self.around.begin_last()
@@ -346,8 +262,6 @@ class ShardedBlocks:
                 unit.take_back()
             with saving_handles():
                 return call(*args, **kwargs)
-        finally:
-            self._in_use[unit] -= 1
 
     def _call_when_reached(self, schedule, args, kwargs, output):
         """Has a backward gather in the order of this pass from its beginning, whether or not this rank ran blocks.
@@ -387,7 +301,7 @@ class ShardedBlocks:
 
     def gather_for_backward(self, unit: Unit, schedule: Optional[GatherOrder] = None) -> None:
         """Called when a backward reads a unit. ``schedule``: the pass in which what it reads was saved."""
-        if self._all_gathered or self.is_closed or (unit is self._read_last and unit.is_gathered):
+        if self.whole.are_fixed or (unit is self._read_last and unit.is_gathered):
             return
         if not in_backward():
             if unit.is_gathered:
@@ -398,7 +312,7 @@ class ShardedBlocks:
             return
         if schedule is None:
             schedule = self._backward.forward if self._backward is not None and unit in self._backward else None
-        self._backward_reaches(schedule or GatherOrder(self, [unit]))
+        self._backward_reaches(schedule or GatherOrder(self.whole, [unit]))
         self._backward.reach(unit)
         self._read_last = unit
 
@@ -408,7 +322,7 @@ class ShardedBlocks:
         Otherwise a rank that runs a backward and one that runs a forward might wait for each other until the time-out:
         a rank on a CPU waits for gradients, in another process group, before it gathers.
         """
-        if self.partitions is None or self._has_begun or self._all_gathered:
+        if self.partitions is None or self._has_begun or self.whole.are_fixed:
             return
         self._has_begun = True
         with collective(PURPOSE):
@@ -417,7 +331,7 @@ class ShardedBlocks:
 
     def _backward_reaches(self, schedule):
         """Called when a backward comes to a pass."""
-        if self._all_gathered or self.is_closed:
+        if self.whole.are_fixed:
             return
         if self._backward is None or self._backward.forward is not schedule:
             # Autograd goes through the last pass first, and comes to an earlier one when it is through.
@@ -450,7 +364,7 @@ class ShardedBlocks:
         if self._backward is not None and (schedule is None or schedule is self._backward.forward):
             backward, self._backward, self._read_last = self._backward, None, None
             backward.end()
-            self._free_lent()
+            self.whole.free_lent()
 
     def _end_raised(self):
         """Ends the last backward of the engine if it raised, so that this rank has gathered what other ranks have."""
@@ -461,9 +375,7 @@ class ShardedBlocks:
 
     def reshard_kept(self) -> None:
         """Called when a backward has run: reshards what was gathered for the backward and was not read there."""
-        kept, self._kept = self._kept, []
-        for unit in kept:
-            self.reshard(unit)
+        self.whole.reshard_kept()
         if self.around is not None:
             self.around.reshard()
 
@@ -493,21 +405,10 @@ class ShardedBlocks:
             raise RuntimeError(
                 "unsharded_parameters() was called within a forward or a backward; call it outside of them"
             )
-        if not self._all_gathered:
+        if not self.whole.are_fixed:
             self.end_backward()
-            for unit in self.units:
-                unit.start_gather()
-                unit.finish_gather()
-        self._all_gathered += 1
-        try:
-            with saving_handles():
-                yield
-        finally:
-            self._all_gathered -= 1
-            if not self._all_gathered and not self.is_closed:
-                for unit in self.units:
-                    unit.is_used = True
-                    self._reshard(unit)
+        with self.whole.fixed(), saving_handles():
+            yield
 
     @contextlib.contextmanager
     def linking(self) -> Iterator[None]:
@@ -523,53 +424,15 @@ class ShardedBlocks:
             if self.partitions is not None:
                 self.partitions.link()
 
-    def with_values(self, state_dict: Dict[str, Any]) -> Dict[str, Any]:
-        """Gives the entries of a state dict that are at rest their values, in host memory, on the first rank.
-
-        All ranks call this together, with the same names. No more than one unit is gathered for it at a time.
-        """
-        self.end_backward()
-        of_units: Dict[Unit, Dict[str, List[str]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-        for key, entry in state_dict.items():
-            stands = stands_for(entry)
-            if stands is not None:
-                unit, name = stands
-                of_units[unit][name].append(key)
-        for unit in self.units:
-            if unit not in of_units:
-                continue
-            unit.start_gather()
-            self._await_others(unit)
-            unit.finish_gather()
-            if torch.distributed.get_rank() == 0:
-                for name, keys in of_units[unit].items():
-                    state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.parameter(name))))
-            self._reshard(unit)
-        return state_dict
-
-    def _await_others(self, unit):
-        """Says so if ranks that must gather a unit with this one do not come."""
-        until = time.monotonic() + PATIENCE
-        while not unit.have_all_come():
-            if time.monotonic() > until:
-                # Each rank that waits says it.
-                logger.warning(AWAITED.format(torch.distributed.get_rank(), PATIENCE))
-                return
-            time.sleep(0.001)
-
     def give_up(self) -> None:
         """Gathers all parameters for good. All ranks call it."""
         self.end_backward()
-        for unit in self.units:
-            unit.start_gather()
-            unit.finish_gather()
-        # Nothing reshards them any more.
-        self._all_gathered += 1
-        self._lent.clear()
+        self.whole.give_up()
 
     def close(self) -> None:
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
         self.is_closed = True
+        self.whole.leave_as_they_are()
         if self.around is not None:
             self.around.remove_hooks()
         for unit in self.units:
@@ -580,12 +443,6 @@ class ShardedBlocks:
                 "The engine is destroyed, and parameters stay sharded, so the model cannot be used but by another "
                 "engine; destroy the engine within `with unsharded_parameters(engine):` to use it"
             )
-
-
-def _copy_on_host(tensor):
-    # In a function, whose variables are gone when the unit is resharded: a view would keep its memory.
-    values = tensor.detach()
-    return values.clone() if values.is_cpu else values.cpu()
 
 
 def _any_requires_grad(args, kwargs):

@@ -9,11 +9,10 @@ state dict or a NumPy array, the memory stays as it is, and the values there rem
 """
 
 import bisect
-import dataclasses
 import itertools
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Protocol, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -27,14 +26,15 @@ from ..overlap_gather.gather import grouped
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
 from .at_rest import keep_owner, mark_resharded, unmark
-from .partitions import Home, TrainedPart, aligned
+from .comparison import PURPOSE, Comparison
+from .partitions import TrainedPart, aligned
+from .places import UNITS, Place, note_storage
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 # For which a thread of gloo's may keep the memory of a gather that is done. It takes longer only on a busy machine.
 LONGEST_HELD = 1.0  # seconds
-PURPOSE = "gather sharded parameters"
 ANOTHER_KIND_OF_TRAINED = (
     "trained parameter {} was given another dtype or shape, which compile.shard_parameters does not keep: it has its "
     "dtype, shape and values from before again; change its values in place, or make another engine of the model"
@@ -43,95 +43,6 @@ ANOTHER_KIND = (
     "parameter {} was given another dtype or shape, so compile.shard_parameters no longer shards it: it stays whole "
     "on every rank"
 )
-DIFFERENT = (
-    "ranks gathered the parameters of different blocks, or one began a backward alone: with compile.shard_parameters "
-    "all ranks run the same forwards and backwards; for one rank alone, all ranks enter unsharded_parameters(engine)"
-)
-
-
-# Address of a storage -> what knows whose places are there: a unit, or the index of a partition.
-UNITS: Dict[int, "weakref.ref[Any]"] = {}
-
-
-class Owner(Protocol):
-    """Who gathers units: ``ShardedBlocks``. Its passes are what units hand on to it, and know nothing of."""
-
-    def pass_that_saves(self, unit: "Unit") -> Any:
-        """Called when autograd saves a tensor of a unit. Returns the pass to which that belongs."""
-
-    def gather_for_backward(self, unit: "Unit", schedule: Any = None) -> None:
-        """Called when a backward reads a unit. ``schedule``: the pass in which what it reads was saved."""
-
-    def gather_for_forward(self, unit: "Unit") -> bool:
-        """Called when other code reads a parameter at rest. Returns whether the unit was gathered for it."""
-
-
-@dataclasses.dataclass(eq=False)
-class Place:
-    """Where a tensor lies in the buffer of its unit, and what it was when the unit was made."""
-
-    name: str  # of the parameter
-    tensor: torch.Tensor
-    dtype: torch.dtype
-    shape: torch.Size
-    begin: int  # in bytes, in the buffer, or in `home`
-    end: int
-    version: int = 0  # when the unit was gathered; torch counts changes in place
-    home: Optional[Home] = None  # where a parameter lies of which this rank owns anything
-    is_trained: bool = False
-
-    @property
-    def is_as_made(self) -> bool:
-        tensor = self.tensor
-        return tensor.dtype == self.dtype and tensor.shape == self.shape and tensor.is_contiguous()
-
-
-class Comparison:
-    """Has ranks compare a number, so that ranks that go other ways end before they take what the others send.
-
-    Args:
-        number: of what all ranks do next.
-        process_group, device: as for :class:`Unit`.
-    """
-
-    def __init__(self, number: int, process_group: "ProcessGroup", device: torch.device):
-        self._group = process_group
-        self._number = torch.tensor([number], device=device)
-        self._numbers = self._number.repeat(dist.get_world_size(process_group))
-        self._work: Any = None
-
-    def start(self) -> None:
-        """Starts to send this rank's number."""
-        self._work = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
-
-    def is_completed(self) -> bool:
-        """Whether all ranks have sent their numbers."""
-        return self._work is None or self._work.is_completed()
-
-    def wait(self) -> None:
-        """Makes the current stream, and on a CPU the calling thread, wait for the numbers of the other ranks.
-
-        Raises:
-            DistBackendError: on a CPU, if these differ. On a GPU, for which the host does not wait, the GPU asserts
-                that they do not.
-        """
-        with collective(PURPOSE):
-            self._work.wait()
-        same = (self._numbers == self._number).all()
-        if same.is_cpu and not same:
-            raise torch.distributed.DistBackendError(DIFFERENT)
-        torch._assert_async(same, DIFFERENT)
-
-
-class Works:
-    """Collectives that were started together."""
-
-    def __init__(self, works: List[Any]):
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 class Unit:
@@ -149,7 +60,6 @@ class Unit:
     Attributes:
         nbytes: of the whole unit, with padding.
         share: this rank's part, 1-D and of bytes. None before :meth:`shard`, and on a single rank.
-        owner: who gathers the unit, a weak reference.
         is_used: whether code that may change the parameters has run since the unit was gathered.
         is_lent: whether others had views of the unit's memory when the unit was resharded. The memory holds the
             parameters' values then, and those who have it may change these.
@@ -162,7 +72,7 @@ class Unit:
         device: torch.device,
         number: int,
         trained: Optional[Dict[str, Parameter]] = None,
-        make_trained: Optional[Callable[[List[Parameter], int], TrainedPart]] = None,
+        make_trained: Optional[Callable[[Dict[str, Parameter], int], TrainedPart]] = None,
     ):
         self._parameters = {**parameters, **(trained or {})}
         self._group, self._device = process_group, device
@@ -175,18 +85,13 @@ class Unit:
         for name, parameter in parameters.items():
             self._places[name] = []
             for tensor in plain_tensors([parameter]):
-                place = Place(name, tensor, tensor.dtype, tensor.shape, nbytes, nbytes + tensor.nbytes)
-                self._places[name].append(place)
+                self._places[name].append(Place(name, tensor, nbytes, nbytes + tensor.nbytes))
                 nbytes += aligned(tensor.nbytes)
         self._share_bytes = aligned(-(-nbytes // world))
         self._frozen_bytes = self.nbytes = world * self._share_bytes
-        self._trained = make_trained([*trained.values()], self.nbytes) if trained and make_trained else None
+        self._trained = make_trained(trained, self.nbytes) if trained and make_trained else None
         if self._trained:
-            for lying in self._trained.lying:
-                tensor, name = lying.parameter, self._name_of(lying.parameter)
-                place = Place(name, tensor, tensor.dtype, tensor.shape, lying.begin, lying.end)
-                place.home, place.is_trained = lying.home, True
-                self._places[name] = [place]
+            self._places.update({place.name: [place] for place in self._trained.places})
             self.nbytes = aligned(self._trained.end)
         in_buffer = (place for place in self._all_places() if place.home is None)
         self._in_buffer = sorted(in_buffer, key=lambda place: place.begin)
@@ -196,12 +101,21 @@ class Unit:
         self._typed: Dict[torch.dtype, torch.Tensor] = {}  # the buffer as of other dtypes
         self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
         self._target: Any = None  # of a gather
-        self._work: Any = None  # of the gather that nobody has waited for
+        self._works: Optional[List[Any]] = None  # of the gather that nobody has waited for
         self._stream: Any = None  # on which the buffer's memory was allocated
         self._readers: List[Any] = []  # streams that have waited for the gather
-        self.owner: Optional["weakref.ref[Owner]"] = None
+        self._owner: "Optional[weakref.ref[Any]]" = None
         self.is_gathered = True
         self.is_used = self.is_lent = False
+
+    @property
+    def owner(self) -> Any:
+        """The ``ShardedBlocks`` that gathers the unit, which has a weak reference. Without one, it stays whole."""
+        return None if self._owner is None else self._owner()
+
+    @owner.setter
+    def owner(self, owner: Any) -> None:
+        self._owner = weakref.ref(owner)
 
     def shard(self) -> None:
         """Moves the parameters into the buffer, keeps this rank's part of it, and reshards it.
@@ -233,35 +147,20 @@ class Unit:
             if place.home is not None:
                 place.home.note(self, place)
             if place.is_trained and place.name in from_host:
-                place.tensor.data = self._memory_of(place)
+                place.tensor.data = place.memory_in(self._buffer)
             else:
-                self._take_in(place)
+                place.move_into(self._buffer)
         if any(not self.trains(name) for name in from_host):
             with collective(PURPOSE):
                 frozen = self._buffer[: self._frozen_bytes]
                 dist.broadcast(frozen, src=dist.get_global_rank(self._group, 0), group=self._group)
-
-    def _name_of(self, parameter):
-        return next(name for name, other in self._parameters.items() if other is parameter)
 
     def _set_buffer(self, buffer):
         if self._buffer is not None:
             UNITS.pop(self._buffer.untyped_storage()._cdata, None)
         self._buffer = buffer
         self._typed = {dtype: buffer.view(dtype) for dtype in {place.dtype for place in self._in_buffer}}
-        address = buffer.untyped_storage()._cdata
-        reference = UNITS[address] = weakref.ref(self)
-        weakref.finalize(self, forget, address, reference).atexit = False
-
-    def _take_in(self, place):
-        """Moves a parameter's values into the buffer."""
-        memory = self._memory_of(place)
-        memory.copy_(place.tensor.detach())
-        place.tensor.data = memory
-
-    def _memory_of(self, place):
-        memory = self._buffer if place.home is None else place.home.memory
-        return memory[place.begin : place.end].view(place.dtype).view(place.shape)
+        note_storage(buffer.untyped_storage(), self)
 
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
@@ -271,7 +170,7 @@ class Unit:
         Raises:
             DistBackendError: if the collective failed.
         """
-        if self.is_gathered or self._work is not None:
+        if self.is_gathered or self._works is not None:
             return
         if self.is_lent:
             # The values are here, but other ranks need this rank's part. Those who have the memory may read it now.
@@ -301,13 +200,13 @@ class Unit:
                         source = dist.get_global_rank(self._group, owner)
                         messages.append(dist.broadcast(message, src=source, group=self._group, async_op=True))
                 works += messages
-        self._work = Works(works)
+        self._works = works
 
     def refresh(self) -> None:
         """Called on all ranks when partitions hold new values of the trained parameters."""
         if not (self._trained and self._is_shared):
             return
-        if not self.is_gathered and self._work is None:
+        if not self.is_gathered and self._works is None:
             return
         if not self.is_gathered:
             # What is on its way has the values of before.
@@ -318,8 +217,8 @@ class Unit:
                 stream.wait_stream(reader)
         self._readers = [stream]
         for place in self._all_places():
-            if place.is_trained and not self._is_in_place(place):
-                place.tensor.data = self._memory_of(place)
+            if place.is_trained and not place.is_in(self._buffer):
+                place.tensor.data = place.memory_in(self._buffer)
         self._target = self._buffer
         # Frozen ones may have been changed here since they were gathered.
         self._send(sends_frozen=False)
@@ -342,7 +241,8 @@ class Unit:
             self.unmark()
             self.is_gathered = True
             self._readers = [stream]
-            self._note_versions()
+            for place in self._all_places():
+                place.version = place.tensor._version
         elif stream in self._readers:
             return
         else:
@@ -353,16 +253,18 @@ class Unit:
             self._buffer.record_stream(stream)
 
     def _wait(self):
-        if self._work is None:
+        if self._works is None:
             return
         self._comparison.wait()
         with collective(PURPOSE):
-            self._work.wait()
+            # No variable keeps a collective, which keeps the memory.
+            while self._works:
+                self._works.pop(0).wait()
         if not self._target.is_cpu:
             # Only this stream waits for the gather, which writes into memory of the stream that began it.
             self._target.record_stream(get_accelerator().current_stream())
         is_by_thread = self._target is self._buffer and self._target.is_cpu
-        self._work = self._target = None
+        self._works = self._target = None
         if is_by_thread:
             # Gloo says that the gather is done a moment before its thread lets go of the memory. Until then, free()
             # would take the thread for someone who has a view.
@@ -397,7 +299,7 @@ class Unit:
         for name in self._places:
             unmark(self._parameters[name])
 
-    def keep(self, owner: Owner) -> None:
+    def keep(self, owner: Any) -> None:
         """Has parameters at rest keep the unit, and who gathers it, as long as they live."""
         for name in self._places:
             keep_owner(self._parameters[name], owner, self)
@@ -405,7 +307,7 @@ class Unit:
     def free(self) -> None:
         """Frees the memory of a unit that is not gathered, unless others have views of it."""
         storage = self._buffer.untyped_storage()
-        if self.is_gathered or self._work is not None or not storage.nbytes():
+        if self.is_gathered or self._works is not None or not storage.nbytes():
             return
         was_lent, self.is_lent = self.is_lent, self._others_have_views(storage)
         if self.is_lent:
@@ -429,7 +331,7 @@ class Unit:
             self._set_buffer(torch.empty_like(self._buffer))
             for place in self._all_places():
                 if place.home is None:
-                    place.tensor.data = self._memory_of(place)
+                    place.tensor.data = place.memory_in(self._buffer)
         self._aliases.clear()
         self._buffer.untyped_storage().resize_(0)
 
@@ -452,32 +354,24 @@ class Unit:
             if places[0].is_trained:
                 # The next step would bring it back.
                 warn(ANOTHER_KIND_OF_TRAINED.format(name))
-                places[0].tensor.data = self._memory_of(places[0])
+                places[0].tensor.data = places[0].memory_in(self._buffer)
             else:
                 warn(ANOTHER_KIND.format(name))
                 del self._places[name]
-        moved = [place for place in self._all_places() if not self._is_in_place(place)]
+        moved = [place for place in self._all_places() if not place.is_in(self._buffer)]
         for place in moved:
-            memory = self._memory_of(place)
+            memory = place.memory_in(self._buffer)
             if memory.device == place.tensor.device and torch.equal(memory, place.tensor.detach()):
                 place.tensor.data = memory
                 continue
-            self._take_in(place)
+            place.move_into(self._buffer)
             # A backward that has saved the values before these would read the new ones: it must raise.
             torch.autograd.graph.increment_version(place.tensor)
         return bool(moved)
 
-    def _is_in_place(self, place):
-        memory = self._buffer if place.home is None else place.home.memory
-        return place.tensor.data_ptr() == memory.data_ptr() + place.begin
-
     def _keep_own_part(self):
         begin = self._rank * self._share_bytes
         self.share.copy_(self._buffer[begin : begin + self._share_bytes])
-
-    def _note_versions(self):
-        for place in self._all_places():
-            place.version = place.tensor._version
 
     @property
     def name(self) -> str:
@@ -524,7 +418,7 @@ class Unit:
 
     def _write(self, place, source):
         if self.is_lent or place.home is not None:
-            self._memory_of(place).copy_(source)
+            place.memory_in(self._buffer).copy_(source)
             return
         if place.is_trained:
             # Its owners write it.
@@ -552,21 +446,10 @@ class Unit:
         buffer = self._typed.get(dtype)
         return (self._buffer.view(dtype) if buffer is None else buffer).as_strided(size, stride, offset)
 
-    def pass_that_saves(self) -> Any:
-        """Called when autograd saves a tensor of the unit. Returns the pass to which that belongs."""
-        owner = self.owner and self.owner()
-        return owner.pass_that_saves(self) if owner else None
-
-    def gather_for_forward(self) -> bool:
-        """Called when a parameter at rest is read outside of a backward. Returns whether the unit was gathered."""
-        owner = self.owner and self.owner()
-        return bool(owner) and owner.gather_for_forward(self)
-
     def gather_for_backward(self, schedule: Any = None) -> None:
         """Called when a backward reads the unit. ``schedule``: the pass in which what it reads was saved."""
-        owner = self.owner and self.owner()
-        if owner:
-            owner.gather_for_backward(self, schedule)
+        if self.owner is not None:
+            self.owner.gather_for_backward(self, schedule)
         if not self.is_gathered:
             raise RuntimeError("the engine was destroyed before this backward, which needs its parameters")
         self.finish_gather()
@@ -577,10 +460,3 @@ def _baseline_use_count():
     tensor = torch.empty(0)
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1
-
-
-def forget(address: int, reference: "weakref.ref[Any]") -> None:
-    """Forgets what knows the places of a storage that is gone."""
-    # The address may have become another unit's.
-    if UNITS.get(address) is reference:
-        del UNITS[address]

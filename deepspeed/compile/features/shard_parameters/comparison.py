@@ -1,0 +1,57 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks compare what they do next, and those that differ end in a sentence."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import deepspeed.comm as dist
+
+from ...zero_1_and_2.collectives import collective
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+PURPOSE = "gather sharded parameters"
+DIFFERENT = (
+    "ranks gathered the parameters of different blocks, or one began a backward alone: with compile.shard_parameters "
+    "all ranks run the same forwards and backwards; for one rank alone, all ranks enter unsharded_parameters(engine)"
+)
+
+
+class Comparison:
+    """Has ranks compare a number, so that ranks that go other ways end before they take what the others send.
+
+    Args:
+        number: of what all ranks do next.
+        process_group, device: as for :class:`Unit`.
+    """
+
+    def __init__(self, number: int, process_group: "ProcessGroup", device: torch.device):
+        self._group = process_group
+        self._number = torch.tensor([number], device=device)
+        self._numbers = self._number.repeat(dist.get_world_size(process_group))
+        self._work: Any = None
+
+    def start(self) -> None:
+        """Starts to send this rank's number."""
+        self._work = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have sent their numbers."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Makes the current stream, and on a CPU the calling thread, wait for the numbers of the other ranks.
+
+        Raises:
+            DistBackendError: on a CPU, if these differ. On a GPU, for which the host does not wait, the GPU asserts
+                that they do not.
+        """
+        with collective(PURPOSE):
+            self._work.wait()
+        same = (self._numbers == self._number).all()
+        if same.is_cpu and not same:
+            raise torch.distributed.DistBackendError(DIFFERENT)
+        torch._assert_async(same, DIFFERENT)

@@ -1,0 +1,63 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Where parameters lie that are gathered, and whose places are in which memory."""
+
+import dataclasses
+import weakref
+from typing import Any, Dict
+
+import torch
+
+# Address of a storage -> what knows whose places are there: a unit, or the home of a partition. It has find(offset).
+UNITS: Dict[int, "weakref.ref[Any]"] = {}
+
+
+def note_storage(storage: torch.UntypedStorage, knows: Any) -> None:
+    """Has ``UNITS`` find what knows whose places are in a storage, as long as that lives."""
+    address = storage._cdata
+    reference = UNITS[address] = weakref.ref(knows)
+    weakref.finalize(knows, _forget, address, reference).atexit = False
+
+
+def _forget(address, reference):
+    # The address may have become another unit's.
+    if UNITS.get(address) is reference:
+        del UNITS[address]
+
+
+@dataclasses.dataclass(eq=False)
+class Place:
+    """Where a tensor lies, and what it was when its unit was made."""
+
+    name: str  # of the parameter
+    tensor: torch.Tensor
+    begin: int  # in bytes, in the unit's buffer, or in `home`
+    end: int
+    home: Any = None  # the Home of a parameter of which this rank owns anything
+    is_trained: bool = False
+    version: int = 0  # when the unit was gathered; torch counts changes in place
+
+    def __post_init__(self) -> None:
+        self.dtype, self.shape = self.tensor.dtype, self.tensor.shape
+
+    @property
+    def is_as_made(self) -> bool:
+        tensor = self.tensor
+        return tensor.dtype == self.dtype and tensor.shape == self.shape and tensor.is_contiguous()
+
+    def memory_in(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor's memory. ``buffer``: of the unit, 1-D and of bytes."""
+        return self._where(buffer)[self.begin : self.end].view(self.dtype).view(self.shape)
+
+    def is_in(self, buffer: torch.Tensor) -> bool:
+        """Whether the tensor lies there, and was not given other memory."""
+        return self.tensor.data_ptr() == self._where(buffer).data_ptr() + self.begin
+
+    def move_into(self, buffer: torch.Tensor) -> None:
+        """Moves the tensor's values there."""
+        memory = self.memory_in(buffer)
+        memory.copy_(self.tensor.detach())
+        self.tensor.data = memory
+
+    def _where(self, buffer):
+        return buffer if self.home is None else self.home.memory

@@ -1,0 +1,199 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Which units are whole on this rank, which may be resharded now, and which must stay (``compile.shard_parameters``).
+
+A unit is in one of these states:
+
+- at rest: this rank has its part;
+- replaceable: whole, or on its way, until another unit needs its place, or until somebody reshards it;
+- in use: as replaceable, and the forward of its block is under way. It stays until that ends;
+- kept: whole, or on its way, until its backward has come. It is replaceable then;
+- fixed: all units are, where they stay as they are, whole or at rest: within ``unsharded_parameters()``, and for good
+  when the engine has ended or has given its units up.
+
+Unless units are fixed, ``WholeUnits._is_kept`` has those that are whole or on their way, and no others. Of these, no
+more than ``MOST_GATHERED`` are replaceable, but where units must stay (in use, or large and outside of blocks), and no
+more than ``WholeUnits.most_kept`` are kept. All ranks begin the same units in the same order.
+"""
+
+import collections
+import contextlib
+import time
+from typing import Callable, Dict, Iterable, Iterator, List
+
+import torch
+
+from deepspeed.utils import logger
+
+from ...zero_1_and_2.messages import warn
+from .at_rest import in_backward
+from .unit import Unit
+
+# How many units are replaceable at a time: the one that a block computes with, and the next one, which is on its way.
+MOST_GATHERED = 2
+LENT = (
+    "the parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
+    "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
+    "sharded by compile.shard_parameters"
+)
+AWAITED = (
+    "rank {} has waited {:.0f} s for others: with compile.shard_parameters all ranks must save a model, or take its "
+    "state dict to save it, together, and rank 0 alone gets the values"
+)
+PATIENCE = 20.0  # seconds before a rank says that
+
+
+class WholeUnits:
+    """Gathers units, and reshards them when others need their place.
+
+    Args:
+        units: all that there are.
+        must_stay: (a replaceable unit, the unit that begins) -> whether the former stays beside the latter.
+
+    Attributes:
+        most_kept: how many units of blocks stay until their backward, those that began last.
+    """
+
+    def __init__(self, units: List[Unit], must_stay: Callable[[Unit, Unit], bool]):
+        self._units, self._must_stay = units, must_stay
+        self.most_kept = 0
+        # The units that are not at rest, in the order in which they began -> whether each is kept.
+        self._is_kept: Dict[Unit, bool] = {}
+        # How many forwards of a unit's block are under way.
+        self._uses: collections.Counter = collections.Counter()
+        # Units at rest that still have memory, because others have views of it, and whether the caller was told.
+        self._lent: List[Unit] = []
+        self._has_warned = False
+        # How many reasons there are for which units stay as they are.
+        self._fixed = 0
+
+    @property
+    def are_fixed(self) -> bool:
+        return self._fixed > 0
+
+    def begin(self, unit: Unit, is_kept: bool = False) -> None:
+        """Begins to gather a unit, unless it is whole or on its way. Reshards others for it.
+
+        ``is_kept``: whether the unit stays until its backward.
+        """
+        if self.are_fixed:
+            return
+        if self._is_kept.get(unit) and in_backward():
+            # From now on it is as others, and began last.
+            del self._is_kept[unit]
+        if unit not in self._is_kept:
+            others = [other for other, stays in self._is_kept.items() if not stays]
+            idle = [other for other in others if not self._uses[other] and not self._must_stay(other, unit)]
+            for other in idle[: max(len(others) - MOST_GATHERED + 1, 0)]:
+                self.reshard(other)
+            self.free_lent()
+            self._is_kept[unit] = False
+            unit.start_gather()
+        if is_kept:
+            del self._is_kept[unit]
+            self._is_kept[unit] = True
+            kept = self._kept()
+            self._reshard_kept(kept[: max(len(kept) - self.most_kept, 0)])
+
+    def _kept(self):
+        return [unit for unit, stays in self._is_kept.items() if stays]
+
+    def reshard(self, unit: Unit) -> None:
+        """Reshards a unit that is replaceable."""
+        if self._is_kept.get(unit):
+            # Where this rank has skipped the block. All ranks then have the unit, and send it anew after a step.
+            unit.finish_gather()
+        elif unit in self._is_kept and not self._uses[unit] and not self.are_fixed:
+            self._put_to_rest(unit)
+
+    def _put_to_rest(self, unit):
+        self._is_kept.pop(unit, None)
+        unit.reshard()
+        if unit.is_lent and unit not in self._lent:
+            self._lent.append(unit)
+
+    def reshard_kept(self) -> None:
+        """Called when a backward has run: reshards what was kept for the backward, and was not read there."""
+        self._reshard_kept(self._kept())
+
+    def _reshard_kept(self, units):
+        for unit in units:
+            self._is_kept[unit] = False
+            self.reshard(unit)
+
+    @contextlib.contextmanager
+    def in_use(self, unit: Unit) -> Iterator[None]:
+        """Context of a forward of a unit's block."""
+        self._uses[unit] += 1
+        try:
+            yield
+        finally:
+            self._uses[unit] -= 1
+
+    # Memory that others have ---------------------------------------------------------------------------------------
+
+    def free_lent(self) -> None:
+        """Frees memory that others have had until now."""
+        for unit in self._lent:
+            if not unit.is_gathered:
+                unit.free()
+        self._lent = [unit for unit in self._lent if unit.is_lent]
+
+    def warn_of_lent(self) -> None:
+        """Tells the caller, once, if others have memory that could be freed."""
+        self.free_lent()
+        if self._lent and not self._has_warned:
+            self._has_warned = True
+            warn(LENT.format(self._lent[0].name))
+
+    # All units -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def fixed(self) -> Iterator[None]:
+        """Context in which all units are whole. All ranks enter it. Changes of parameters stay."""
+        if not self.are_fixed:
+            self._gather_all()
+        self._fixed += 1
+        try:
+            yield
+        finally:
+            self._fixed -= 1
+            if not self.are_fixed:
+                for unit in self._units:
+                    unit.is_used = True
+                    self._put_to_rest(unit)
+
+    def give_up(self) -> None:
+        """Gathers all units for good. All ranks call it."""
+        self._gather_all()
+        self._lent.clear()
+        self.leave_as_they_are()
+
+    def leave_as_they_are(self) -> None:
+        """Units stay as they are for good: whole within :meth:`fixed`, else at rest."""
+        self._fixed += 1
+
+    def _gather_all(self):
+        for unit in self._units:
+            unit.start_gather()
+            unit.finish_gather()
+
+    def one_by_one(self, units: Iterable[Unit]) -> Iterator[Unit]:
+        """Yields each of the units when it is whole, and has no other one whole for that. All ranks call this."""
+        for unit in units:
+            unit.start_gather()
+            _await_others(unit)
+            unit.finish_gather()
+            yield unit
+            self._put_to_rest(unit)
+
+
+def _await_others(unit):
+    """Says so if ranks that must gather a unit with this one do not come."""
+    until = time.monotonic() + PATIENCE
+    while not unit.have_all_come():
+        if time.monotonic() > until:
+            # Each rank that waits says it.
+            logger.warning(AWAITED.format(torch.distributed.get_rank(), PATIENCE))
+            return
+        time.sleep(0.001)
