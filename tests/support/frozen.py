@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from deepspeed.compile.features.shard_parameters import unit, unsharded_parameters
 
+from support.graph_cache import shapes_no_graph
 from support.models import VOCABULARY, Block
 from support.subclasses import Scaled
 from support.training import batch
@@ -351,10 +352,12 @@ def late(delay):
     """What other ranks send comes ``delay`` seconds late, and memory that is given back holds something else."""
     send, give_back = unit.Unit._send, unit.Unit._give_back
 
+    @shapes_no_graph
     def send_late(self, sends_frozen=True):
         send(self, sends_frozen)
         self._works = [_Late(self._works, [*_received(self, sends_frozen)], delay)]
 
+    @shapes_no_graph
     def spoil(self, storage):
         # Others' parts of parameters that lie at home are from before the last step, but look like parameters.
         for memory in (self._buffer, *_received(self)):

@@ -170,11 +170,18 @@ def _names():
     return names
 
 
+def shapes_no_graph(function):
+    """Marks what a test puts in place of a function, if graphs are the same with it. Returns the function."""
+    function.shapes_no_graph = True
+    return function
+
+
 def _any_replaced(installed):
     """Whether a test has replaced a name: no key has what the replacement does, and the test counts on its calls."""
     now = _names()
     # Classes and functions get attributes of the interpreter's later, so pass over new names.
-    return any(now.get(name) is not value for name, value in installed.items())
+    replaced = (now.get(name) for name, value in installed.items() if now.get(name) is not value)
+    return not all(getattr(value, "shapes_no_graph", False) for value in replaced)
 
 
 def _tag(gm, inputs, partitioner):

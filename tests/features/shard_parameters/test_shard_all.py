@@ -126,7 +126,7 @@ def test_several_owners(ranks, model, world):
         assert equal == [True, True, True]
 
 
-@vary("model", ["plain", "non-reentrant", *(pytest.param(model, marks=SLOW) for model in HIDING)])
+@vary("model", ["plain", *(pytest.param(model, marks=SLOW) for model in ("non-reentrant", *HIDING))])
 @vary("world", [2, pytest.param(3, marks=SLOW)])
 def test_gathers_that_come_late(ranks, model, world):
     """A block that does not wait for its owners would compute with what its memory holds by then.
@@ -166,8 +166,9 @@ def test_other_options(ranks, option):
         assert equal == [True, True] and at_rest >= 15
 
 
-@vary("model", ["plain", pytest.param("non-reentrant", marks=SLOW), pytest.param("breaking", marks=SLOW)])
-@vary("world", [2, pytest.param(3, marks=SLOW)])
+@SLOW
+@vary("model", ["plain", "non-reentrant", "breaking"])
+@vary("world", [2, 3])
 def test_ranks_that_skip_other_blocks(ranks, model, world):
     """A rank that skips a block would keep its part of the block from the others, or take the next block for it."""
     for equal, _ in ranks(world).run(compare, model, skips=True, bucket=10**6, stage=2, steps=4):
@@ -493,6 +494,8 @@ def crossed(folder):
     return same(*results)
 
 
+# The core's tests of converted checkpoints load one of sharded parameters too.
+@SLOW
 def test_checkpoints_of_either_kind(ranks, tmp_path):
     """A checkpoint that has only this rank's parameters, or none, would load elsewhere as something else."""
     assert ranks(2).run(crossed, str(tmp_path)) == [True, True]

@@ -16,6 +16,7 @@ from deepspeed.compile.features.shard_parameters import feature, keep, unit, uns
 
 from support.chunked_loss import small_chunks
 from support.frozen import WIDTH, Adapted, Body, Tied, late, model_of
+from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.models import VOCABULARY
 from support.training import Case, batch, device, make_engine
@@ -136,7 +137,7 @@ OUTSIDE = {
 }
 
 
-def train(model, shards, forwards=1, frozen=False, steps=3, chunked=False, direct=False, kept=None, **case):
+def train(model, shards, forwards=1, frozen=False, steps=2, chunked=False, direct=False, kept=None, **case):
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = OUTSIDE[model]().to(device()).requires_grad_(True)
@@ -203,6 +204,7 @@ def sent(model, kept):
     engine, gathered, whole = make_engine(module, Case(config=config(True, keep_gathered=kept))), [], []
     units, send = feature.sharded_blocks(engine).units, unit.Unit._send
 
+    @shapes_no_graph
     def sending(self, *args, **kwargs):
         gathered.append(self)
         send(self, *args, **kwargs)
@@ -225,8 +227,17 @@ def sent(model, kept):
     return sends, len(whole), alone
 
 
-@vary("model", ["plain", "non-reentrant"])
-@vary("kept, sends, whole", [(None, 10, 1), (0, 10, 1), (1, 9, 2), (3, 7, 4), (4, 6, 5), (9, 6, 5), ("fit", 10, 1)])
+@vary("model", ["plain", pytest.param("non-reentrant", marks=SLOW)])
+@vary(
+    "kept, sends, whole",
+    [
+        (3, 7, 4),
+        *(
+            pytest.param(*case, marks=SLOW)
+            for case in ((None, 10, 1), (0, 10, 1), (1, 9, 2), (4, 6, 5), (9, 6, 5), ("fit", 10, 1))
+        ),
+    ],
+)
 def test_what_a_step_gathers(ranks, model, kept, sends, whole):
     """Blocks that are kept would be gathered again, or others kept; an embedding or a head would be gathered twice."""
     assert ranks(2).run(sent, model, kept) == [(sends, whole, whole)] * 2
@@ -264,7 +275,7 @@ def agreed():
     engine = make_engine(module, Case(config=config(True, keep_gathered="fit")))
     sharded, spare = feature.sharded_blocks(engine), keep.spare_memory
     blocks = list(sharded._unit_of.values())
-    keep.spare_memory = lambda device: 10**9 if rank else blocks[-1].nbytes
+    keep.spare_memory = shapes_no_graph(lambda device: 10**9 if rank else blocks[-1].nbytes)
     numbers = []
     try:
         for step in range(3):
@@ -330,8 +341,8 @@ def memory(kept, checkpoints):
     return names, sharded.outside.nbytes, held
 
 
-@vary("kept", [0, 2])
-@vary("checkpoints", [False, True])
+@vary("kept", [0, pytest.param(2, marks=SLOW)])
+@vary("checkpoints", [False, pytest.param(True, marks=SLOW)])
 def test_when_memory_is_given_back(ranks, kept, checkpoints):
     """An embedding that is not freed after the lookup, or a head after its backward, would be most of the peak."""
     for sizes, outside, held in ranks(2).run(memory, kept, checkpoints):
