@@ -12,8 +12,8 @@ from .zero_1_and_2_compile_base import CONTRACT_Z1, CONTRACT_Z2, NAME_Z1, NAME_Z
 __all__ = ["CONTRACT_Z1", "CONTRACT_Z2", "NAME_Z1", "NAME_Z2", "add_z1_reduce", "add_z2_reduce"]
 
 
-# The base's engine registers these passes. A schedule may hold only the pass of its stage, and
-# zero_1_and_2/engine/options.py compares the schedule with these functions.
+# The base's engine registers these passes. A schedule may hold only the pass of its stage, and is compared with these
+# functions.
 def add_z1_reduce(*args, **kwargs) -> NoReturn:
     """Stands for ZeRO-1 in a schedule. Raises NotImplementedError if a schedule runs it."""
     raise NotImplementedError(

@@ -53,6 +53,7 @@ class Request:
     engine: "DeepSpeedEngine"
     backend: str  # "inductor" or "eager"
     compile_kwargs: Dict[str, Any]  # what engine.compile() passes on to module.compile()
+    schedule: Optional[List] = None  # as in set_up()
 
     @property
     def options(self) -> Any:
@@ -157,6 +158,11 @@ class Feature:
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
         """Yields a sentence for each option of this part that cannot be honoured. ``engine.optimizer`` may be None."""
+        return iter(())
+
+    @classmethod
+    def refusals_of_call(cls, request: Request) -> Iterator[str]:
+        """As :meth:`refusals`, of how ``engine.compile()`` is called. ``deepspeed.initialize()`` does not ask."""
         return iter(())
 
     @classmethod

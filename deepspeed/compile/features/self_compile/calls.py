@@ -75,7 +75,7 @@ def _before_forward(engine):
     from ...zero_1_and_2.engine.options import problems_of_call, refusal
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
-    error = refusal(request, problems_of_call(request, schedule=None))
+    error = refusal(request, problems_of_call(request))
     if error is not None:
         raise error
 

@@ -55,8 +55,8 @@ def set_up(
             to do. The engine is then unchanged. Also if an optional part finds that another engine has compiled the
             module: earlier engines of this engine's own parameters have given way by then.
     """
-    request = Request(engine, backend, compile_kwargs)
-    check_options(request, schedule)
+    request = Request(engine, backend, compile_kwargs, schedule)
+    check_options(request)
     optimizer = engine.optimizer
     shorten_timeouts(optimizer)
     take_over_parameters(optimizer)
@@ -64,10 +64,6 @@ def set_up(
     with contextlib.ExitStack() as undo:
         reducer = make_reducer(request)
         undo.callback(reducer.close)
-        # The profiler, which one rank starts, replaces functions that the compiler traces.
-        profiler = engine._config.flops_profiler_config
-        undo.callback(setattr, profiler, "enabled", profiler.enabled)
-        profiler.enabled = False
         dynamic, registered = compile_kwargs.get("dynamic"), registered_parameters(optimizer)
         graphs = Backend(backend, dynamic, request.options.debug_log, registered, reducer.identity)
         # The parts that are made, each of which finds those before it here.
