@@ -148,9 +148,9 @@ FAULTS = {
     # Graphs ---------------------------------------------------------------------------------------------------------
     "stale guard": Fault(
         "compiled code does not notice that a module got a hook",
-        CORE + "graph/guards.py",
+        FEATURES + "guards/guards.py",
         {'    "skip_nnmodule_hook_guards",\n': ""},
-        ("core/test_hooks_later.py",),
+        ("features/guards/test_hooks_later.py",),
     ),
     "hook of a parameter ignored": Fault(
         "a graph reduces a gradient that a hook of the parameter should see",

@@ -30,6 +30,7 @@ NAMES = (
     "liger",
     "key_value_cache",
     "monitoring",
+    "guards",
     "loss",
     "activation_budget",
     "blocks",
