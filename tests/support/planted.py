@@ -366,8 +366,12 @@ FAULTS = {
     ),
     "load keeps old moments": Fault(
         "after a load, safe_get_full_optimizer_state() finds no states",
-        CORE + "step/optimizer.py",
-        {"states.adopt(self)\n        _link_states(self)\n": "states.adopt(self)\n"},
+        FEATURES + "linked_states/feature.py",
+        {
+            "super().load_state_dict(*args, **kwargs)\n        _part(self).link_again(self)\n": (
+                "super().load_state_dict(*args, **kwargs)\n"
+            )
+        },
         ("features/muon/test_muon_in_engine.py", "core/test_checkpoints.py"),
     ),
 }

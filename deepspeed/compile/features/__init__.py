@@ -31,6 +31,7 @@ NAMES = (
     "key_value_cache",
     "monitoring",
     "guards",
+    "linked_states",
     "loss",
     "activation_budget",
     "blocks",

@@ -78,8 +78,6 @@ def set_up(
         # Before the reducer learns whom to call, so that its hook is at each node before hooks of the caller.
         register_parameters(engine, reducer, placement)
         deepcompile = EngineState(engine, reducer, features, placement)
-        # It refuses loaded states of another form, so it comes before anything is given up.
-        deepcompile.states.adopt(optimizer)
         for commit in overriding(features, "commit"):
             commit()
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
