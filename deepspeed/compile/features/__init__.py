@@ -22,6 +22,7 @@ NAMES = (
     "configuration",
     "unsupported_options",
     "self_compile",
+    "timeouts",
     "report",
     "schedulers",
     "subclasses",

@@ -9,7 +9,7 @@ import torch
 
 import deepspeed.comm as dist
 
-from ..collectives import collective, shorten_timeouts
+from ..collectives import collective
 from ..feature import Feature, Request, SetUpContext, classes, only, overriding
 from ..gradient.layout import flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
@@ -58,7 +58,6 @@ def set_up(
     request = Request(engine, backend, compile_kwargs, schedule)
     check_options(request)
     optimizer = engine.optimizer
-    shorten_timeouts(optimizer)
     take_over_parameters(optimizer)
 
     with contextlib.ExitStack() as undo:
