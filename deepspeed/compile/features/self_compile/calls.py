@@ -149,7 +149,7 @@ def _is_due(engine):
         # decided to train without DeepCompile.
         return False
     # Imported here, because it takes a second, for which training without DeepCompile need not wait.
-    from ...zero_1_and_2.engine.options import has_gradients
+    from ..unsupported_options.refused_calls import has_gradients
 
     # Compiling would lose gradients that no step has used, so wait for a step. And leave parameters that a later
     # engine has taken over to that engine.

@@ -1,20 +1,24 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of ``engine.compile()`` with which graphs would reduce no gradients, or wrong ones."""
+"""Calls of ``engine.compile()`` with which graphs would reduce no gradients or wrong ones, or gradients be lost."""
 
-from typing import Iterator
+from typing import TYPE_CHECKING, Iterator
 
 import torch
 from torch.torch_version import TorchVersion
 
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
+from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
 from ...passes import zero_1_and_2_compile
 from ...zero_1_and_2.feature import Request
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
 
 def refused_calls(request: Request) -> Iterator[str]:
-    """Yields a sentence for each argument, or option of torch by now, that cannot be honoured."""
+    """Yields a sentence for each reason why a call cannot be honoured."""
     yield from _unsupported_graphs(request)
     if request.engine.zero_optimization_stage() == 2:
         name, own_pass = zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce
@@ -24,6 +28,11 @@ def refused_calls(request: Request) -> Iterator[str]:
         yield (
             f"`schedule` may only be [(0, ['{name}'])], because gradients are handled before the graphs that "
             "scheduled passes rewrite exist; leave `schedule` out"
+        )
+    if has_gradients(request.engine):
+        yield (
+            "gradients computed before engine.compile() would be lost; call it before the first backward or after "
+            "engine.step() at the gradient accumulation boundary"
         )
 
 
@@ -58,3 +67,17 @@ def _unsupported_graphs(request):
             "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
             "reductions; remove it"
         )
+
+
+def has_gradients(engine: "DeepSpeedEngine") -> bool:
+    """Whether an engine that is not compiled yet holds gradients that no step has used."""
+    optimizer = engine.optimizer
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return False
+    if optimizer.cpu_offload and optimizer.micro_step_id != INITIAL_MICRO_STEP_ID:
+        # They are on the host. What a rank holds there depends on its partition, and all ranks must answer alike.
+        return True
+    held = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
+    for group in optimizer.bit16_groups:
+        held += [gradient for parameter in group for gradient in (parameter.grad, parameter.grad_accum)]
+    return any(gradient is not None for gradient in held)

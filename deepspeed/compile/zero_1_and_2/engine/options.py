@@ -9,19 +9,16 @@ lists every option with what happens to it.
 """
 
 import itertools
-from typing import TYPE_CHECKING, Iterable, Iterator, Optional
+from typing import Iterable, Iterator, Optional
 
 import torch
 from torch.torch_version import TorchVersion
 
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..feature import Request, classes
 from ..messages import warn
 from .state import state_of
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
 
 OLDEST_TORCH = "2.11"
 
@@ -74,23 +71,4 @@ def problems_of_engine(request: Request) -> Iterator[str]:
 
 def problems_of_call(request: Request) -> Iterator[str]:
     """Yields a sentence for each problem of when, and with what, ``engine.compile()`` is called."""
-    yield from itertools.chain.from_iterable(cls.refusals_of_call(request) for cls in classes())
-    if has_gradients(request.engine):
-        yield (
-            "gradients computed before engine.compile() would be lost; call it before the first backward or after "
-            "engine.step() at the gradient accumulation boundary"
-        )
-
-
-def has_gradients(engine: "DeepSpeedEngine") -> bool:
-    """Whether an engine that is not compiled yet holds gradients that no step has used."""
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return False
-    if optimizer.cpu_offload and optimizer.micro_step_id != INITIAL_MICRO_STEP_ID:
-        # They are on the host. What a rank holds there depends on its partition, and all ranks must answer alike.
-        return True
-    held = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
-    for group in optimizer.bit16_groups:
-        held += [gradient for parameter in group for gradient in (parameter.grad, parameter.grad_accum)]
-    return any(gradient is not None for gradient in held)
+    return itertools.chain.from_iterable(cls.refusals_of_call(request) for cls in classes())
