@@ -44,7 +44,6 @@ REPLACED = {
     "deepspeed/compile/config.py",
     "deepspeed/compile/fx.py",
     "deepspeed/compile/init_z1_and_2.py",
-    "deepspeed/compile/passes/zero_1_and_2_compile.py",
     "deepspeed/ops/op_builder/dc.py",
 }
 

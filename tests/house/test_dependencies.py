@@ -184,8 +184,6 @@ PROVIDED = {
     "replace_reduce_outputs_with_none should_release_reduce_buckets",
     "deepspeed.compile.config": "CompileConfig",
     "deepspeed.compile.init_z1_and_2": "init_z1_and_2",
-    "deepspeed.compile.passes.zero_1_and_2_compile": ""
-    "CONTRACT_Z1 CONTRACT_Z2 NAME_Z1 NAME_Z2 add_z1_reduce add_z2_reduce",
     "deepspeed.ops.op_builder.dc": "DeepCompileBuilder",
 }
 

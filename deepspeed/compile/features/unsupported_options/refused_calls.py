@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Iterator
 import torch
 from torch.torch_version import TorchVersion
 
+from deepspeed.compile.passes import zero_1_and_2_compile
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
 
-from ...passes import zero_1_and_2_compile
 from ...zero_1_and_2.feature import Request
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 def refused_calls(request: Request) -> Iterator[str]:
     """Yields a sentence for each reason why a call cannot be honoured."""
     yield from _unsupported_graphs(request)
+    # The base's passes, which nothing runs: graphs get their reductions before a schedule begins.
     if request.engine.zero_optimization_stage() == 2:
         name, own_pass = zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce
     else:
