@@ -27,6 +27,7 @@ NAMES = (
     "schedulers",
     "subclasses",
     "memory_picture",
+    "zero3",
     "dora",
     "liger",
     "key_value_cache",
