@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parameters are linked with the optimizer's states of all groups, and anew when states were loaded or moved.
 
-DeepSpeed itself links parameters when the first group is stepped, before later groups have states; raises in the
-middle of the step where a state cannot be cut; and goes on with links to states that are no longer the optimizer's.
+DeepSpeed itself raises where a state cannot be cut, and goes on with links to states that are no longer the
+optimizer's.
 """
 
 import abc
@@ -33,14 +33,6 @@ class LinksStates(_NextClass):
 
     _deepcompile: "EngineState"
     _hp_optimizer_states_linked: bool
-
-    def _optimizer_step(self, group_no: int) -> None:
-        # The base links all groups when the first was stepped: let it wait for the end of the step.
-        linked, self._hp_optimizer_states_linked = self._hp_optimizer_states_linked, True
-        try:
-            super()._optimizer_step(group_no)
-        finally:
-            self._hp_optimizer_states_linked = linked
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         if not self._hp_optimizer_states_linked:

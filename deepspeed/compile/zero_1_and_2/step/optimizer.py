@@ -29,6 +29,7 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
     """
 
     _deepcompile: EngineState
+    _hp_optimizer_states_linked: bool
 
     # Backward, in the order in which the base calls ---------------------------------------------------------------
 
@@ -66,9 +67,13 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
     def step(self, closure: Optional[Callable] = None) -> None:
         self._deepcompile.refuse()
-        step.run(self)
+        # The base links the states of all groups when it has stepped the first: have it wait for the end of the step.
+        linked, self._hp_optimizer_states_linked = self._hp_optimizer_states_linked, True
+        try:
+            step.run(self)
+        finally:
+            self._hp_optimizer_states_linked = linked
         if not self.overflow:
-            # The base does so when it has stepped a group.
             self._lazy_init_hp_params_optimizer_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
