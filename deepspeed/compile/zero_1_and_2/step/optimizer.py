@@ -128,9 +128,6 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
             super()._link_all_hp_params()
         keep_no_graph(self)
 
-    def _get_offload_gradient_dict(self):
-        """Does nothing: the placement of gradients fills the dict when they are handed over."""
-
     def destroy(self) -> None:
         self._deepcompile.let_go()
         # The base's gradient hooks stay removed: the optimizer must not train again.
