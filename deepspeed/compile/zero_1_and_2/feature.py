@@ -188,11 +188,6 @@ class Feature:
         """Returns a change of the joint graph of a graph with such inputs, made before the joint graph is split."""
         return None
 
-    @property
-    def shares(self) -> Sequence[torch.Tensor]:
-        """Tensors with values of parameters that neither the module nor the optimizer has, for a picture of memory."""
-        return ()
-
     # Forwards and backwards -----------------------------------------------------------------------------------------
 
     def around_forward(self, training: bool) -> ContextManager:
