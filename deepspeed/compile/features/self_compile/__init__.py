@@ -3,4 +3,4 @@
 """Has an engine whose configuration says ``compile.deepcompile`` compile itself."""
 
 # Parts without which this one does not work.
-NEEDS = ("unsupported_options",)
+NEEDS = ("configuration", "unsupported_options")

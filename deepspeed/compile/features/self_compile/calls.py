@@ -15,11 +15,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.engine.calls import is_set_up_by_compile
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform, tell, warn
 from .. import doors
+from ..configuration.calls import is_set_up_by_compile
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

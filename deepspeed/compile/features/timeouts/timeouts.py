@@ -9,8 +9,6 @@ import torch
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.engine.calls import is_set_up_by_compile
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -25,7 +23,9 @@ def shorten_timeouts(engine: "DeepSpeedEngine") -> None:
     given to ``init_distributed()``. A timeout that is already shorter stays as it is.
     """
     optimizer = engine.optimizer
-    if not (is_set_up_by_compile(engine) and isinstance(optimizer, DeepSpeedZeroOptimizer)):
+    # The passes of AutoSP and AutoTP are DeepSpeed's own.
+    is_ours = engine.is_deepcompile_enabled() and not engine.uses_parallelization_pass_only()
+    if not (is_ours and isinstance(optimizer, DeepSpeedZeroOptimizer)):
         return
     for group in {optimizer.dp_process_group, *optimizer.real_dp_process_group} - {None}:
         shorten_timeout(group, optimizer.bit16_groups_flat[0].device)
