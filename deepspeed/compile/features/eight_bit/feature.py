@@ -63,7 +63,7 @@ class EightBit(HasRules, HasStates):
     def commit(self) -> None:
         self.states.adopt(self._optimizer)
         self._links.link_again(self._optimizer)
-        del self._optimizer
+        del self._optimizer, self._links
 
     def link_states(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         self.states.link(optimizer)

@@ -80,12 +80,17 @@ class LinkedStates(Feature):
 
     def __init__(self, context: SetUpContext):
         self._optimizer: Optional[DeepSpeedZeroOptimizer] = context.optimizer
-        # All of the engine's parts, once they are made.
+        # All of the engine's parts, once they are made. Dropped then, because this part is one of them.
         self._features = context.features
         # Optimizer states that were on the host before the others were moved there: (states of a parameter, name).
         self._on_host: List[Tuple[Dict, str]] = []
 
     def commit(self) -> None:
+        # The parameter groups whose states need not have the shape of master weights.
+        transform = only(self._features, "transform")
+        self._transformed = () if transform is None else transform.groups
+        self._others = [part for part in self._features if isinstance(part, HasStates)]
+        del self._features
         # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
         self.link_again(self._optimizer)
         del self._optimizer
@@ -94,29 +99,22 @@ class LinkedStates(Feature):
         """Links parameters with the states that there are after a load or a move of states, to the host too."""
         optimizer._hp_optimizer_states_linked = False
         masters = enumerate(optimizer.single_partition_of_fp32_groups)
-        transformed = self._transformed()
-        if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in transformed):
+        if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in self._transformed):
             self.link(optimizer)
 
     def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Links parameters with their states, but only with states that can be cut, as some in blocks cannot."""
-        transformed = self._transformed()
         groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
         for group, (parameters, master) in enumerate(groups):
             # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
             spans = [(piece.offset, piece.numel) for piece in pieces(optimizer, group)]
             state = optimizer.optimizer.state[master].items()
-            cut = {name: value for name, value in state if group not in transformed and _can_be_cut(value, spans)}
+            can_be_linked = group not in self._transformed
+            cut = {name: value for name, value in state if can_be_linked and _can_be_cut(value, spans)}
             lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
         optimizer._hp_optimizer_states_linked = True
-        for part in self._features:
-            if isinstance(part, HasStates):
-                part.link_states(optimizer)
-
-    def _transformed(self):
-        """Returns the parameter groups whose states need not have the shape of master weights."""
-        transform = only(self._features, "transform")
-        return () if transform is None else transform.groups
+        for part in self._others:
+            part.link_states(optimizer)
 
     def note_states_on_host(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Called before states are moved to the host."""
