@@ -148,9 +148,9 @@ FAULTS = {
     # Graphs ---------------------------------------------------------------------------------------------------------
     "stale guard": Fault(
         "compiled code does not notice that a module got a hook",
-        CORE + "graph/guards.py",
+        FEATURES + "guards/guards.py",
         {'    "skip_nnmodule_hook_guards",\n': ""},
-        ("core/test_hooks_later.py",),
+        ("features/guards/test_hooks_later.py",),
     ),
     "hook of a parameter ignored": Fault(
         "a graph reduces a gradient that a hook of the parameter should see",
@@ -370,8 +370,12 @@ FAULTS = {
     ),
     "load keeps old moments": Fault(
         "after a load, safe_get_full_optimizer_state() finds no states",
-        CORE + "step/optimizer.py",
-        {"states.adopt(self)\n        _link_states(self)\n": "states.adopt(self)\n"},
+        FEATURES + "linked_states/feature.py",
+        {
+            "super().load_state_dict(*args, **kwargs)\n        _part(self).link_again(self)\n": (
+                "super().load_state_dict(*args, **kwargs)\n"
+            )
+        },
         ("features/muon/test_muon_in_engine.py", "core/test_checkpoints.py"),
     ),
 }

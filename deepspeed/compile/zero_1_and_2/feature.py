@@ -53,6 +53,7 @@ class Request:
     engine: "DeepSpeedEngine"
     backend: str  # "inductor" or "eager"
     compile_kwargs: Dict[str, Any]  # what engine.compile() passes on to module.compile()
+    schedule: Optional[List] = None  # as in set_up()
 
     @property
     def options(self) -> Any:
@@ -112,8 +113,7 @@ class SetUpContext(NamedTuple):
 class Transform(Protocol):
     """What makes other gradients of the gradients of some parameter groups, in the gradients' memory.
 
-    What it makes lacks the loss scale. The states of these groups need not have the shape of master weights, so
-    parameters are not linked with them.
+    What it makes lacks the loss scale. The states of these groups need not have the shape of master weights.
     """
 
     @property
@@ -123,26 +123,6 @@ class Transform(Protocol):
     def run(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
         """Called on every rank when gradients have not overflowed, before they are clipped: ``averaged_gradients`` has
         them. What this changes is part of the step."""
-
-
-class StateFormat:
-    """The optimizer's own form of its states. An optional part may have a subclass for another form."""
-
-    def adopt(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Called when an engine is set up and when states were loaded. Brings the states into the form in which the
-        optimizer is to go on with them.
-
-        Raises:
-            ValueError: if they cannot be had in this form. This has then changed nothing.
-        """
-
-    def as_saved(self, optimizer: "DeepSpeedZeroOptimizer", state_dict: Dict[str, Any]) -> Dict[str, Any]:
-        """Returns a state dict of the ZeRO-1/2 optimizer as a checkpoint is to have it."""
-        return state_dict
-
-    def link(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Called when parameters were linked with the states that have the shape of the master weights, for
-        ``safe_get_full_optimizer_state()``. Links the others."""
 
 
 class Feature:
@@ -157,6 +137,11 @@ class Feature:
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
         """Yields a sentence for each option of this part that cannot be honoured. ``engine.optimizer`` may be None."""
+        return iter(())
+
+    @classmethod
+    def refusals_of_call(cls, request: Request) -> Iterator[str]:
+        """As :meth:`refusals`, of how ``engine.compile()`` is called. ``deepspeed.initialize()`` does not ask."""
         return iter(())
 
     @classmethod
@@ -203,11 +188,6 @@ class Feature:
         """Returns a change of the joint graph of a graph with such inputs, made before the joint graph is split."""
         return None
 
-    @property
-    def shares(self) -> Sequence[torch.Tensor]:
-        """Tensors with values of parameters that neither the module nor the optimizer has, for a picture of memory."""
-        return ()
-
     # Forwards and backwards -----------------------------------------------------------------------------------------
 
     def around_forward(self, training: bool) -> ContextManager:
@@ -230,8 +210,8 @@ class Feature:
     transform: Optional[Transform] = None
     # Places gradients and new parameters elsewhere than the core's Placement, if this part does it.
     placement: Optional["Placement"] = None
-    # Keeps optimizer states in another form, if this part does it.
-    states: Optional[StateFormat] = None
+    # Methods that take the place of the base's ZeRO-1/2 optimizer's: those of the core call them with super().
+    optimizer_mixin: Optional[type] = None
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""

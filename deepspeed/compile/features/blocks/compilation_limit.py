@@ -23,8 +23,8 @@ from torch.nn.modules.module import _has_any_global_hook
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
-from ...zero_1_and_2.graph import guards
 from ...zero_1_and_2.messages import warn
+from ..guards.guards import set_back
 from . import reasons
 
 # More than any program compiles.
@@ -148,7 +148,7 @@ class CompilationLimit:
             with room:
                 return compiled(*args, **kwargs)
         finally:
-            guards.set_back()
+            set_back()
 
     def compiles(self, frame: int, compilations: int, what: str, graph_break: str) -> None:
         """Called when a frame is compiled.

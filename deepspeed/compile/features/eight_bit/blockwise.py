@@ -83,9 +83,9 @@ def to_blocks(states: Dict[str, Any], offset: int, like: torch.Tensor) -> None:
     The arguments are those of :func:`zeros`, and ``states``, which are changed.
 
     Raises:
-        ValueError: if 8-bit states are those of another partition, or have another format.
+        ValueError: as :func:`refuse_other_partitions`.
     """
-    _refuse_other_forms(states, offset)
+    refuse_other_partitions(states, offset, like.numel())
     if SIGNED.keys() <= states.keys():
         new = zeros(offset, like)
         for state in SIGNED:
@@ -98,14 +98,24 @@ def to_blocks(states: Dict[str, Any], offset: int, like: torch.Tensor) -> None:
         if states[codes].dtype == torch.float32 and states[codes].numel() == blocks * BLOCK:
             # The optimizer's own load_state_dict() has cast codes that were never saved as fp32: whole numbers.
             states[codes] = states[codes].to(torch.uint8)
-        if states[codes].numel() * states[codes].element_size() != blocks * BLOCK or states[scales].numel() != blocks:
+        # These are views, or moves to the device at most.
+        states[codes] = states[codes].to(like.device).view(torch.uint8).view(blocks, BLOCK)
+        states[scales] = states[scales].to(like.device)
+
+
+def refuse_other_partitions(states: Dict[str, Any], offset: int, numel: int) -> None:
+    """Raises ValueError if 8-bit states are those of another partition, or have another format."""
+    _refuse_other_forms(states, offset)
+    blocks = count_of_blocks(offset, numel)
+    for state in SIGNED if is_blockwise(states) else ():
+        codes, scales = (states[name] for name in names_of(state))
+        # Codes were cast that were never saved as fp32: see to_blocks().
+        each = 1 if codes.dtype == torch.float32 and codes.numel() == blocks * BLOCK else codes.element_size()
+        if codes.numel() * each != blocks * BLOCK or scales.numel() != blocks:
             raise ValueError(
                 "8-bit optimizer states were loaded that belong to another partition of the parameters; load them "
                 "with the number of ranks and the settings with which they were saved"
             )
-        # These are views, or moves to the device at most.
-        states[codes] = states[codes].to(like.device).view(torch.uint8).view(blocks, BLOCK)
-        states[scales] = states[scales].to(like.device)
 
 
 def _refuse_other_forms(states, offset):

@@ -3,18 +3,42 @@
 """8-bit states in an engine: what is refused, and the rule that steps all partitions."""
 
 import math
-from typing import Iterator, List
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional
 
 import torch
 
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
 from ...zero_1_and_2.feature import Request, SetUpContext
+from ..linked_states.feature import HasStates, LinkedStates
 from ..one_pass_adam.adam import RefuseOwnStep, unsupported_forms
 from ..ranges.rule import HasRules, Rule
 from .eight_bit import THIRD_STATE, EightBitAdam, problem_with
 from .states import StatesOfAdam
 
+if TYPE_CHECKING:
+    # attach() puts the mixin before this class at run time.
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
 
-class EightBit(HasRules):
+    from ...zero_1_and_2.engine.state import EngineState
+else:
+    _NextClass = object
+
+
+class SavesStates(_NextClass):
+    """The methods of the base's ZeRO-1/2 optimizer that save and load states."""
+
+    _deepcompile: "EngineState"
+
+    def state_dict(self) -> Dict[str, Any]:
+        return self._deepcompile.find(EightBit).states.as_saved(self, super().state_dict())
+
+    def load_state_dict(self, *args, **kwargs) -> None:
+        super().load_state_dict(*args, **kwargs)
+        self._deepcompile.find(EightBit).states.adopt(self)
+
+
+class EightBit(HasRules, HasStates):
     """Also of an engine without the option, which may load states in 8 bits: these become fp32 states."""
 
     @classmethod
@@ -26,9 +50,23 @@ class EightBit(HasRules):
     def warnings(cls, request: Request) -> Iterator[str]:
         yield from _states_that_stay_in_fp32(request.engine.optimizer)
 
+    optimizer_mixin = SavesStates
+
     def __init__(self, context: SetUpContext):
         self._is_asked = context.request.options.optimizer_states is not None
         self.states = StatesOfAdam(in_8_bits=self._is_asked)
+        # Now, because no part has given anything up yet.
+        self.states.refuse_others(context.optimizer)
+        self._optimizer: Optional[DeepSpeedZeroOptimizer] = context.optimizer
+        self._links = context.get(LinkedStates)
+
+    def commit(self) -> None:
+        self.states.adopt(self._optimizer)
+        self._links.link_again(self._optimizer)
+        del self._optimizer, self._links
+
+    def link_states(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        self.states.link(optimizer)
 
     def rules(self, others: List[Rule]) -> List[Rule]:
         return [EightBitAdam(), RefuseOwnStep("optimizer_states='8bit'")] if self._is_asked else others

@@ -20,16 +20,25 @@ from deepspeed.checkpoint.constants import (
 )
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.feature import StateFormat
 from ...zero_1_and_2.gradient.layout import partition_offset
 from ..one_pass_adam.dynamic_map import BLOCK
-from .blockwise import FORM, SIGNED, fp32_values, has_moments, is_blockwise, saved, to_blocks, to_fp32
+from .blockwise import (
+    FORM,
+    SIGNED,
+    fp32_values,
+    has_moments,
+    is_blockwise,
+    refuse_other_partitions,
+    saved,
+    to_blocks,
+    to_fp32,
+)
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-class StatesOfAdam(StateFormat):
+class StatesOfAdam:
     """The form of an optimizer's states.
 
     Args:
@@ -51,6 +60,13 @@ class StatesOfAdam(StateFormat):
             }
             state_dict[BASE_OPTIMIZER_STATE] = {**inner, "state": states}
         return state_dict
+
+    def refuse_others(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        """Raises ValueError if loaded states cannot be had in this form."""
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            states = optimizer.optimizer.state.get(master, {})
+            if is_blockwise(states):
+                refuse_other_partitions(states, partition_offset(optimizer, group), master.numel())
 
     def adopt(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Makes loaded states 8-bit states or fp32 states, whichever the optimizer is to go on with."""

@@ -335,7 +335,9 @@ def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
         # Gradients and new parameters pass through this memory, which stays.
         targets += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
     deepcompile = state_of(engine)
-    shares = [] if deepcompile is None else [share for part in deepcompile.features for share in part.shares]
+    # Some parts have tensors with values of parameters that neither the module nor the optimizer has.
+    parts = [] if deepcompile is None else deepcompile.features
+    shares = [share for part in parts for share in getattr(part, "shares", ())]
     kept = [parameter.grad for parameter in module.parameters()]
     return {
         data.PARAMETERS: flattened([*optimizer.bit16_groups_flat, *module.parameters(), *module.buffers(), *shares]),

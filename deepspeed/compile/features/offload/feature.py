@@ -10,8 +10,17 @@ from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from .host_memory import HostMemory
 
 
+class FillsDictLater:
+    """The method of the base's ZeRO-1/2 optimizer that fills the dict in which parameters find their gradients."""
+
+    def _get_offload_gradient_dict(self):
+        """Does nothing: ``HostMemory`` fills the dict when gradients are handed over."""
+
+
 class Offload(Feature):
     """Has gradients and new parameters written into host memory."""
+
+    optimizer_mixin = FillsDictLater
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:

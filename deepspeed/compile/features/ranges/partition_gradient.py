@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import torch
 
-from ...zero_1_and_2.step.scaling import at_least, scale_into
+from ...zero_1_and_2.step.scaling import scale_into
 
 if TYPE_CHECKING:
     from ...zero_1_and_2.gradient.views import PartitionViews
@@ -62,7 +62,7 @@ class PartitionGradient:
         if self._flat is not None:
             gradient = self._flat[first:last]
             return gradient if self._factor is None else gradient.mul_(self._factor)
-        self._memory = at_least(last - first, self._memory)
+        self._memory = _at_least(last - first, self._memory)
         gradient = self._memory[: last - first]
         scale_into(gradient, self._parts(first, last), first, self._factor)
         return gradient
@@ -97,7 +97,7 @@ class PartitionGradient:
 
     def _gather(self, parts, first, last):
         """Copies parts together that lie in [first, last)."""
-        self._gathered = at_least(last - first, self._gathered)
+        self._gathered = _at_least(last - first, self._gathered)
         gradient = self._gathered[: last - first]
         scale_into(gradient, parts, first, None)
         return gradient
@@ -141,3 +141,11 @@ class PartitionGradient:
     def _index(self, first):
         """Returns the index of the first gradient that ends behind the element ``first``."""
         return bisect.bisect_right(self._rest, first, key=lambda entry: entry[1])
+
+
+def _at_least(numel, memory):
+    """Returns ``memory``, or new memory if it has fewer than ``numel`` elements. Pictures show it with gradients."""
+    if memory.numel() >= numel:
+        return memory
+    with torch.profiler.record_function("deepcompile::gradient_range"):
+        return memory.new_empty(numel)

@@ -3,7 +3,7 @@
 """Steps this rank's partitions of all parameter groups, each by the first rule that serves it."""
 
 import functools
-from typing import TYPE_CHECKING, Dict, List, Optional
+from typing import TYPE_CHECKING, Dict, List, Optional, Protocol, Tuple, runtime_checkable
 
 import torch
 
@@ -18,6 +18,17 @@ from .rule import Partition, Rule, first_step
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+
+@runtime_checkable
+class SendsFirst(Protocol):
+    """A gather that can send some parameters before all are stepped."""
+
+    def first_spans(self, group: int) -> List[Tuple[int, int]]:
+        """Returns where these parameters lie in this rank's partition of a group: [first, last) in elements."""
+
+    def start_first(self) -> None:
+        """Called when these parameters have their new values, on every rank."""
 
 
 class StepInRanges(StepOfGroups):
@@ -64,7 +75,8 @@ class StepInRanges(StepOfGroups):
                 written = functools.partial(placement.send, optimizer, group)
                 self._ranges[group] = Ranges(step, master.numel(), gradient, written)
         # From the host, new values are still on their way to the device when they are written.
-        if len(self._ranges) == len(self._steps) and not placement.on_host:
+        all_in_ranges = len(self._ranges) == len(self._steps)
+        if all_in_ranges and not placement.on_host and isinstance(gather, SendsFirst):
             with timed(optimizer, OPTIMIZER_STEP_TIMER):
                 for group in self._ranges:
                     self._ranges[group].step_first(gather.first_spans(group))

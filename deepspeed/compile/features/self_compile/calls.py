@@ -15,11 +15,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.engine.calls import is_set_up_by_compile
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform, tell, warn
 from .. import doors
+from ..configuration.calls import is_set_up_by_compile
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -75,7 +75,7 @@ def _before_forward(engine):
     from ...zero_1_and_2.engine.options import problems_of_call, refusal
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
-    error = refusal(request, problems_of_call(request, schedule=None))
+    error = refusal(request, problems_of_call(request))
     if error is not None:
         raise error
 
@@ -149,7 +149,7 @@ def _is_due(engine):
         # decided to train without DeepCompile.
         return False
     # Imported here, because it takes a second, for which training without DeepCompile need not wait.
-    from ...zero_1_and_2.engine.options import has_gradients
+    from ..unsupported_options.refused_calls import has_gradients
 
     # Compiling would lose gradients that no step has used, so wait for a step. And leave parameters that a later
     # engine has taken over to that engine.

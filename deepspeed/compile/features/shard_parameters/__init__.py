@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 # Parts without which this one does not work.
-NEEDS = ("subclasses", "blocks", "overlap_gather")
+NEEDS = ("timeouts", "subclasses", "blocks", "overlap_gather")
 
 
 def unsharded_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:

@@ -12,13 +12,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
-from ...zero_1_and_2.collectives import shorten_timeout
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request, SetUpContext
 from ...zero_1_and_2.gradient.layout import registered_parameters
 from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks, WorksOnBlocks
+from ..timeouts.timeouts import shorten_timeout
 from .keep import STEPS_BEFORE
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks

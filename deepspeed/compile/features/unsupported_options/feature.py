@@ -4,25 +4,32 @@
 
 from typing import Iterator
 
-from ...zero_1_and_2.feature import Feature, Request
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from .ignored import ignored
 from .refused import refused
+from .refused_calls import refused_calls
 
 
 class UnsupportedOptions(Feature):
-    """Only refuses and warns. Other parts refuse what they themselves cannot do."""
+    """Refuses and warns. Other parts refuse what they themselves cannot do."""
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
         return refused(request)
 
     @classmethod
+    def refusals_of_call(cls, request: Request) -> Iterator[str]:
+        return refused_calls(request)
+
+    @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
         return ignored(request)
 
-    @classmethod
-    def is_wanted(cls, request: Request) -> bool:
-        return False
+    def __init__(self, context: SetUpContext):
+        # The profiler, which one rank starts, replaces functions that the compiler traces.
+        profiler = context.engine._config.flops_profiler_config
+        context.undo.callback(setattr, profiler, "enabled", profiler.enabled)
+        profiler.enabled = False
 
 
 FEATURE = UnsupportedOptions

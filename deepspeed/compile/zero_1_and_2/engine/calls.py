@@ -17,18 +17,6 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-def is_set_up_by_compile(engine: "DeepSpeedEngine") -> bool:
-    """Whether ``engine.compile()`` sets an engine up for DeepCompile ZeRO-1/2."""
-    return (
-        engine.is_deepcompile_enabled()
-        # Whether it has an optimizer, which an engine that is being made has not made yet.
-        and engine.optimizer_name() is not None
-        and engine.zero_optimization_stage() in (1, 2)
-        # The passes of AutoSP and AutoTP are DeepSpeed's own.
-        and not engine.uses_parallelization_pass_only()
-    )
-
-
 def around_forward(
     engine: "DeepSpeedEngine", inputs: Tuple, kwargs: Dict[str, Any]
 ) -> ContextManager[Tuple[Tuple, Dict[str, Any]]]:

@@ -9,34 +9,27 @@ lists every option with what happens to it.
 """
 
 import itertools
-from typing import TYPE_CHECKING, Iterable, Iterator, List, Optional
+from typing import Iterable, Iterator, Optional
 
 import torch
 from torch.torch_version import TorchVersion
 
-from deepspeed.runtime.zero.linear import zero3_linear_wrap
-from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID, DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...passes import zero_1_and_2_compile
 from ..feature import Request, classes
 from ..messages import warn
 from .state import state_of
 
-if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
 OLDEST_TORCH = "2.11"
 
 
-def check_options(request: Request, schedule: Optional[List]) -> None:
+def check_options(request: Request) -> None:
     """Checks the options of an engine, which stays as it is, and warns of each that has no effect in this stage.
-
-    ``schedule``: as in ``set_up()``.
 
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    error = refusal(request, itertools.chain(problems_of_engine(request), problems_of_call(request, schedule)))
+    error = refusal(request, itertools.chain(problems_of_engine(request), problems_of_call(request)))
     if error is not None:
         raise error
     for ignored in itertools.chain.from_iterable(cls.warnings(request) for cls in classes()):
@@ -67,83 +60,15 @@ def problems_of_engine(request: Request) -> Iterator[str]:
     """Yields a sentence for each option that no call of ``engine.compile()`` could honour, whatever its arguments."""
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
-    # First, because advice on an optimizer would lead who trains with pipelines or experts to the next refusal.
     yield from itertools.chain.from_iterable(cls.refusals(request) for cls in classes())
-    yield from _unsupported_optimizers(request.engine)
-
-
-def problems_of_call(request: Request, schedule: Optional[List]) -> Iterator[str]:
-    """Yields a sentence for each problem of when, and with what, ``engine.compile()`` is called."""
-    engine = request.engine
-    yield from _unsupported_graphs(request)
-    if engine.zero_optimization_stage() == 2:
-        name, own_pass = zero_1_and_2_compile.NAME_Z2, zero_1_and_2_compile.add_z2_reduce
-    else:
-        name, own_pass = zero_1_and_2_compile.NAME_Z1, zero_1_and_2_compile.add_z1_reduce
-    if schedule is not None and schedule != [(0, [own_pass])]:
-        yield (
-            f"`schedule` may only be [(0, ['{name}'])], because gradients are handled before the graphs that "
-            "scheduled passes rewrite exist; leave `schedule` out"
-        )
-    if has_gradients(engine):
-        yield (
-            "gradients computed before engine.compile() would be lost; call it before the first backward or after "
-            "engine.step() at the gradient accumulation boundary"
-        )
-
-
-def _unsupported_graphs(request):
-    """Yields a sentence for each option with which graphs would reduce no gradients, or wrong ones."""
-    from torch._inductor import config, list_mode_options
-
-    if torch.nn.functional.linear is zero3_linear_wrap and TorchVersion(torch.__version__) < "2.13":
-        # ZeRO-3 puts it there for the life of a process.
-        yield (
-            "an engine of ZeRO-3 in this process has replaced torch.nn.functional.linear, and torch "
-            f"{torch.__version__} compiles the replacement to gradients of zero; set zero_optimization."
-            "memory_efficient_linear to false for that engine, or torch.nn.functional.linear to torch._C._nn.linear "
-            "before this one compiles, or install torch 2.13 or newer"
-        )
-    if request.backend == "eager":
-        return
-    mode, options = request.compile_kwargs.get("mode"), request.compile_kwargs.get("options") or {}
-    patches = {**list_mode_options().get(mode, {}), **options}
-    if patches.get("triton.cudagraphs", config.triton.cudagraphs):
-        yield (
-            "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) "
-            "cannot record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none"
-        )
-    if patches.get("selective_decompose", getattr(config, "selective_decompose", False)):
-        yield (
-            "the option selective_decompose of torch.compile (which compile_kwargs mode 'lite' sets) drops the notes "
-            "that say which gradient is whose; remove it or use another mode"
-        )
-    if patches.get("custom_partitioner_fn", config.custom_partitioner_fn) is not None:
-        yield (
-            "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
-            "reductions; remove it"
-        )
-
-
-def _unsupported_optimizers(engine):
-    """Yields a sentence if there is an optimizer that is not the ZeRO-1/2 optimizer as DeepSpeed makes it."""
-    if engine.optimizer is None or type(engine.optimizer) is DeepSpeedZeroOptimizer:
-        return
-    if state_of(engine) is not None:
+    # Last, because advice on an optimizer would lead who trains with pipelines or experts to the next refusal.
+    optimizer = request.engine.optimizer
+    if state_of(request.engine) is not None:
         yield "an earlier engine.compile() failed half-way; create the engine anew"
-    else:
-        yield f"optimizer wrapper {type(engine.optimizer).__name__} is not supported; set compile.deepcompile to false"
+    elif optimizer is not None and type(optimizer) is not DeepSpeedZeroOptimizer:
+        yield f"optimizer wrapper {type(optimizer).__name__} is not supported; set compile.deepcompile to false"
 
 
-def has_gradients(engine: "DeepSpeedEngine") -> bool:
-    """Whether an engine that is not compiled yet holds gradients that no step has used."""
-    optimizer = engine.optimizer
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return False
-    if optimizer.cpu_offload and optimizer.micro_step_id != INITIAL_MICRO_STEP_ID:
-        # They are on the host. What a rank holds there depends on its partition, and all ranks must answer alike.
-        return True
-    held = [*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()]
-    for group in optimizer.bit16_groups:
-        held += [gradient for parameter in group for gradient in (parameter.grad, parameter.grad_accum)]
-    return any(gradient is not None for gradient in held)
+def problems_of_call(request: Request) -> Iterator[str]:
+    """Yields a sentence for each problem of when, and with what, ``engine.compile()`` is called."""
+    return itertools.chain.from_iterable(cls.refusals_of_call(request) for cls in classes())

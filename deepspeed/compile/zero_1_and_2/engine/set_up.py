@@ -9,7 +9,7 @@ import torch
 
 import deepspeed.comm as dist
 
-from ..collectives import collective, shorten_timeouts
+from ..collectives import collective
 from ..feature import Feature, Request, SetUpContext, classes, only, overriding
 from ..gradient.layout import alike_but_not_all_registered, flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
@@ -55,19 +55,14 @@ def set_up(
             to do. The engine is then unchanged. Also if an optional part finds that another engine has compiled the
             module: earlier engines of this engine's own parameters have given way by then.
     """
-    request = Request(engine, backend, compile_kwargs)
-    check_options(request, schedule)
+    request = Request(engine, backend, compile_kwargs, schedule)
+    check_options(request)
     optimizer = engine.optimizer
-    shorten_timeouts(optimizer)
     take_over_parameters(optimizer)
 
     with contextlib.ExitStack() as undo:
         reducer = make_reducer(request)
         undo.callback(reducer.close)
-        # The profiler, which one rank starts, replaces functions that the compiler traces.
-        profiler = engine._config.flops_profiler_config
-        undo.callback(setattr, profiler, "enabled", profiler.enabled)
-        profiler.enabled = False
         dynamic, registered = compile_kwargs.get("dynamic"), registered_parameters(optimizer)
         left = alike_but_not_all_registered(engine.module, registered)
         graphs = Backend(backend, dynamic, request.options.debug_log, registered, reducer.identity, left)
@@ -83,8 +78,6 @@ def set_up(
         # Before the reducer learns whom to call, so that its hook is at each node before hooks of the caller.
         register_parameters(engine, reducer, placement)
         deepcompile = EngineState(engine, reducer, features, placement)
-        # It refuses loaded states of another form, so it comes before anything is given up.
-        deepcompile.states.adopt(optimizer)
         for commit in overriding(features, "commit"):
             commit()
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.

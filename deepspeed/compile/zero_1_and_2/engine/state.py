@@ -4,9 +4,9 @@
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Collection, Dict, List, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Collection, List, Optional, Type
 
-from ..feature import Feature, Part, StateFormat, Transform, find, only, overriding
+from ..feature import Feature, Part, Transform, find, only, overriding
 from ..gradient.backward import BackwardLife
 from ..gradient.native import Reducer
 from ..parameter.gather import AllGather
@@ -36,7 +36,6 @@ class EngineState:
         self.transform: Optional[Transform] = only(features, "transform")
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
-        self.states: StateFormat = only(features, "states") or StateFormat()
         # Distributes the stepped parameters to all ranks.
         self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
         # Methods of the optional parts that do something: around each forward, when a backward begins and ends, after
@@ -49,8 +48,6 @@ class EngineState:
         self.undo = contextlib.ExitStack()
         # Whether a later engine trains the parameters.
         self.taken_over = False
-        # Optimizer states that were on the host before the others were moved there: (states of a parameter, name).
-        self.states_on_host: List[Tuple[Dict, str]] = []
 
     @property
     def engine(self) -> Optional["DeepSpeedEngine"]:

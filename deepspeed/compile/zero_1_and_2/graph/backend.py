@@ -12,7 +12,7 @@ import torch
 from torch._inductor.utils import GPU_ALIGN_BYTES
 from torch.fx import GraphModule
 
-from . import guards, lowering
+from . import lowering
 from .parameter_numbers import ParameterNumbers, one_more_input, traced_registrations
 from .partitioner import ReduceGradPartitioner, Split
 from .reductions import index_of
@@ -79,7 +79,6 @@ class Backend:
         options: Optional[Dict[str, Any]] = None,
     ) -> Callable:
         """Compiles a :class:`Frame`."""
-        guards.guard_all()
         parameters = [value for value in example_inputs if value in self.numbers]
         graph_id, is_last = self._place(parameters)
         frame = Frame(gm, example_inputs, parameters, block, graph_id, is_last, mode, options, self)

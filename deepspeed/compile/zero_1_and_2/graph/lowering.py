@@ -70,21 +70,10 @@ class ReduceGradKernel(ir.FallbackKernel):
         return len(users) == 1 and getattr(users[0], "node", None) is self
 
 
-class EndBackwardKernel(ir.FallbackKernel):
-    """A call of ``end_backward`` in generated code, left out where it would do nothing."""
-
-    constant_args: Tuple
-
-    def codegen(self, wrapper: "PythonWrapperCodegen") -> None:
-        *_, releases = self.constant_args
-        if releases or V.graph.cpp_wrapper:
-            super().codegen(wrapper)
-
-
 def lower_end_backward(reductions_and_registrations: List[ir.TensorBox], graph_id: int, releases: bool) -> None:
     """Lowers the call of ``end_backward``, before which the scheduler puts all reductions."""
     operator = torch.ops.deepcompile.end_backward.default
-    EndBackwardKernel.create(operator, reductions_and_registrations, graph_id, releases)
+    ir.FallbackKernel.create(operator, reductions_and_registrations, graph_id, releases)
 
 
 def lower_reduce_grad(gradient: ir.TensorBox, registrations: ir.TensorBox, slot: int, donated: bool = False) -> Any:

@@ -54,18 +54,18 @@ def reduce_nodes(graph: Graph) -> List[Node]:
 
 
 def finish_backward_graph(backward: GraphModule, graph_id: Optional[int], release_reduce_buckets: bool) -> None:
-    """Adds one ``end_backward`` after all reductions of a backward graph, unless it has none.
+    """Has a backward graph return None for each gradient that it reduces, so autograd accumulates nothing.
 
-    The graph then returns None for each gradient that it reduces, so autograd accumulates nothing.
+    With ``release_reduce_buckets``, adds one ``end_backward`` after all reductions, unless the graph has none.
     """
     reductions, output = reduce_nodes(backward.graph), backward.graph.output_node()
     if not reductions:
         return
-    # The registrations lead to the engine's reducer.
-    after = [*reductions, reductions[-1].args[1]]
-    with backward.graph.inserting_before(output):
-        end_backward = torch.ops.deepcompile.end_backward.default
-        backward.graph.call_function(end_backward, (after, graph_id, release_reduce_buckets))
+    if release_reduce_buckets:
+        # The registrations lead to the engine's reducer.
+        after = [*reductions, reductions[-1].args[1]]
+        with backward.graph.inserting_before(output):
+            backward.graph.call_function(torch.ops.deepcompile.end_backward.default, (after, graph_id, True))
     output.args = (map_aggregate(output.args[0], lambda value: None if value in reductions else value),)
     backward.graph.lint()
     backward.recompile()

@@ -4,7 +4,7 @@
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Container, ContextManager, List, Optional, Tuple
+from typing import TYPE_CHECKING, Container, ContextManager, Optional
 
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -38,13 +38,6 @@ class AllGather:
                 start_alignment_factor=optimizer.nccl_start_alignment_factor,
                 allgather_bucket_size=optimizer.allgather_bucket_size,
             )
-
-    def first_spans(self, group: int) -> List[Tuple[int, int]]:
-        """Returns an empty list: no parameter can be sent before all are stepped."""
-        return []
-
-    def start_first(self) -> None:
-        """Does nothing: ``start()`` sends all parameters."""
 
     def refuse_to_offload(self, include: Optional[Container[OffloadStateTypeEnum]]) -> None:
         """Raises ValueError if states to be moved to the host cannot be. ``include``: which; None: all."""

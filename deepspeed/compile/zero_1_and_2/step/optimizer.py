@@ -7,16 +7,14 @@
 
 import functools
 import weakref
-from typing import Any, Callable, Container, Dict, Optional
-
-import torch
+from typing import Any, Callable, Container, Dict, Iterator, Optional
 
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+from deepspeed.utils.tensor_fragment import tensor_fragment
 
 from ..engine.state import EngineState
-from ..gradient.layout import partition, pieces, registered_parameters
+from ..gradient.layout import partition, registered_parameters
 from . import step
 
 # The attached optimizers whose parameters no later engine has taken over.
@@ -69,11 +67,14 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
     def step(self, closure: Optional[Callable] = None) -> None:
         self._deepcompile.refuse()
-        linked = self._hp_optimizer_states_linked
-        step.run(self)
-        if not linked and not self.overflow:
-            # In the first step, the base has linked the states of a group before later groups had any.
-            _link_anew(self)
+        # The base links the states of all groups when it has stepped the first: have it wait for the end of the step.
+        linked, self._hp_optimizer_states_linked = self._hp_optimizer_states_linked, True
+        try:
+            step.run(self)
+        finally:
+            self._hp_optimizer_states_linked = linked
+        if not self.overflow:
+            self._lazy_init_hp_params_optimizer_state()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._deepcompile.backward.refuse_to_drop_within()
@@ -85,13 +86,11 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
     def state_dict(self) -> Dict[str, Any]:
         self._deepcompile.interrupted_step.refuse()
         self._deepcompile.gather.wait_all()
-        return self._deepcompile.states.as_saved(self, super().state_dict())
+        return super().state_dict()
 
     def load_state_dict(self, *args, **kwargs) -> None:
         self._deepcompile.gather.wait_all()
         super().load_state_dict(*args, **kwargs)
-        self._deepcompile.states.adopt(self)
-        _link_states(self)
         # All parameters have the checkpoint's values now, and a new step begins.
         self._deepcompile.interrupted_step.forget()
         self._deepcompile.backward.begin_anew()
@@ -118,55 +117,16 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
     ) -> None:
         self._deepcompile.gather.refuse_to_offload(include)
         self._deepcompile.gather.wait_all()
-        if OffloadStateTypeEnum.optim_states not in self.offloaded_states:
-            self._deepcompile.states_on_host = [
-                (state, name)
-                for state in self.optimizer.state.values()
-                for name, value in state.items()
-                if torch.is_tensor(value) and value.is_cpu
-            ]
-        # The links of safe_get_full_optimizer_state() are views of the states, and would keep the memory of those that
-        # move: drop the links before the base gives memory back, and link what there is then.
-        for links in _links(self):
-            if links.optim_fragment is not None:
-                links.optim_fragment.clear()
         super().offload_states(include, *args, **kwargs)
-        _link_states(self)
 
     def reload_states(self, *args, **kwargs) -> None:
         self._deepcompile.gather.wait_all()
         super().reload_states(*args, **kwargs)
-        # The base has moved every tensor to the device. Torch's optimizers keep their counts of steps on the host,
-        # because each step would have to wait for counts on the device.
-        for state, name in self._deepcompile.states_on_host:
-            state[name] = state[name].cpu()
-        _link_states(self)
 
     def _link_all_hp_params(self):
         with self._deepcompile.gather.linking():
             super()._link_all_hp_params()
-        # The new links lead to no states.
-        self._hp_optimizer_states_linked = False
         keep_no_graph(self)
-
-    def _lazy_init_hp_params_optimizer_state(self):
-        """Links states with parameters after the first step, as the base does, but only states that can be cut.
-
-        The base raises in the middle of the step if a state is quantized in blocks and a parameter begins in a block.
-        """
-        if not self._hp_optimizer_states_linked:
-            transformed = self._deepcompile.transformed
-            for group, (parameters, master) in enumerate(zip(self.bit16_groups, self.single_partition_of_fp32_groups)):
-                # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
-                spans = [(piece.offset, piece.numel) for piece in pieces(self, group)]
-                state = self.optimizer.state[master].items()
-                cut = {name: value for name, value in state if group not in transformed and _can_be_cut(value, spans)}
-                lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
-            self._hp_optimizer_states_linked = True
-            self._deepcompile.states.link(self)
-
-    def _get_offload_gradient_dict(self):
-        """Does nothing: the placement of gradients fills the dict when they are handed over."""
 
     def destroy(self) -> None:
         self._deepcompile.let_go()
@@ -177,40 +137,15 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         self.destroy()
 
 
-def _links(optimizer):
+def links_of(optimizer: DeepSpeedZeroOptimizer) -> Iterator[tensor_fragment]:
     """Yields what the base keeps of each parameter for ``safe_get_full_*``, of those of which it keeps anything."""
     links = (getattr(parameter, "_hp_mapping", None) for group in optimizer.bit16_groups for parameter in group)
     return (each for each in links if each is not None)
 
 
-def _link_states(optimizer):
-    """Links parameters with the states that there are after a load or a move of states, to the host too."""
-    optimizer._hp_optimizer_states_linked = False
-    transformed = optimizer._deepcompile.transformed
-    masters = enumerate(optimizer.single_partition_of_fp32_groups)
-    if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in transformed):
-        _link_anew(optimizer)
-
-
-def _link_anew(optimizer):
-    """Links parameters with their states, whether or not they were linked before."""
-    optimizer._hp_optimizer_states_linked = False
-    optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def _can_be_cut(state, spans):
-    """Whether a state is a tensor that can be cut into ``spans``, each (offset, elements)."""
-    try:
-        for offset, numel in spans:
-            state.narrow(0, offset, numel)
-    except Exception:
-        return False
-    return True
-
-
 @functools.cache
-def _with_step_local_gradients(cls):
-    return type(f"StepLocal{cls.__name__}", (StepLocalGradients, cls), {"plain_class": cls})
+def _with_step_local_gradients(cls, *mixins):
+    return type(f"StepLocal{cls.__name__}", (StepLocalGradients, *mixins, cls), {"plain_class": cls})
 
 
 def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
@@ -222,9 +157,8 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     deepcompile.placement.take_over(optimizer)
     keep_no_graph(optimizer)
     optimizer._deepcompile = deepcompile
-    optimizer.__class__ = _with_step_local_gradients(type(optimizer))  # type: ignore[arg-type]
-    # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
-    _link_states(optimizer)
+    mixins = (part.optimizer_mixin for part in deepcompile.features if part.optimizer_mixin is not None)
+    optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
     attached.add(optimizer)
 
 
@@ -235,7 +169,7 @@ def keep_no_graph(optimizer: DeepSpeedZeroOptimizer) -> None:
     the stream on which the node was made. These nodes were made on the stream of ``deepspeed.initialize()``, but the
     model may be trained on another stream.
     """
-    for links in _links(optimizer):
+    for links in links_of(optimizer):
         links.lp_fragment = links.lp_fragment.detach()
 
 

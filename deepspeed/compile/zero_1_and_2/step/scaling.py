@@ -25,7 +25,9 @@ def take_scaled(views: "PartitionViews", factor: Optional[torch.Tensor], like: t
     gradients = views.take()
     if flat is not None:
         return flat if factor is None else flat.mul_(factor)
-    memory = at_least(like.numel(), like.new_empty(0))
+    # Pictures of memory show what this range allocates with gradients.
+    with torch.profiler.record_function("deepcompile::gradient_range"):
+        memory = like.new_empty(like.numel())
     scale_into(memory, gradients, 0, factor)
     return memory
 
@@ -49,14 +51,6 @@ def scale_into(
         # The factor has one dimension, so torch computes the product in the factor's dtype. With a factor without
         # dimensions, torch would compute in the dtype of `part`.
         torch.mul(part, factor, out=place)
-
-
-def at_least(numel: int, memory: torch.Tensor) -> torch.Tensor:
-    """Returns ``memory``, or new memory if it has fewer than ``numel`` elements. Pictures show it with gradients."""
-    if memory.numel() >= numel:
-        return memory
-    with torch.profiler.record_function("deepcompile::gradient_range"):
-        return memory.new_empty(numel)
 
 
 def _laid_out(memory, parts, first):

@@ -22,7 +22,7 @@ _OPTIONS_THAT_LEAVE_OUT_GUARDS = (
 
 
 def guard_all() -> None:
-    """Called by the backend: has Dynamo make all guards in the compilation under way, and in no other.
+    """Called when a frame is compiled: has Dynamo make all guards in the compilation under way, and in no other.
 
     Dynamo makes guards after the backend has returned. So the options are set back when the compilation ends.
     """
