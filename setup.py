@@ -42,6 +42,7 @@ SETUPTOOLS_MINIMUM = "70.1"
 REPLACED = {
     "csrc/includes/deepcompile.h",
     "deepspeed/compile/config.py",
+    "deepspeed/compile/fx.py",
     "deepspeed/compile/init_z1_and_2.py",
     "deepspeed/ops/op_builder/dc.py",
 }

@@ -21,7 +21,7 @@ COMPILE = ROOT / "deepspeed" / "compile"
 CORE = "zero_1_and_2"
 
 # Of the core, with the base's files that it overrides.
-MOST_LINES = 3050
+MOST_LINES = 3054
 # Classes of parts whose names are words of the core too.
 SHARED = {"Elements", "Part", "Settings"}
 # What the base keeps of a backward and counts.

@@ -177,6 +177,11 @@ BEHAVIOUR = [
 
 # What the base imports from the files that this fork replaces: module, then the names it must find there.
 PROVIDED = {
+    "deepspeed.compile.fx": ""
+    "_make_node_meta add_args_process add_end_backward add_free_activations add_postprocess "
+    "find_node_by_name "
+    "find_node_by_tag get_node_shape_meta get_output_node move_primals_to_head replace_node_users "
+    "replace_reduce_outputs_with_none should_release_reduce_buckets",
     "deepspeed.compile.config": "CompileConfig",
     "deepspeed.compile.init_z1_and_2": "init_z1_and_2",
     "deepspeed.ops.op_builder.dc": "DeepCompileBuilder",

@@ -30,7 +30,7 @@ SOURCES = ("LICENSE", "MANIFEST.in", "Makefile", "NOTICE", "csrc", "deepspeed", 
 SOURCES += ("setup.py",)
 ARCHIVE_DIR = Path(os.environ.get("DS_BASE_ARCHIVE_DIR") or ROOT / "build" / "archive").resolve()
 VERSION = "0.19.8+zerograd.1"
-REPLACED = "deepspeed/compile/config.py"
+REPLACED = "deepspeed/compile/fx.py"
 
 
 def run(*command, cwd, env=None, ok=True):
@@ -199,7 +199,7 @@ def test_wheel_holds_every_other_file_of_the_base(built, base):
             continue
         if name.startswith("deepspeed/"):
             assert built.read(name) == edited(name, content), name
-    assert (moved, kept) == (9, 2)
+    assert (moved, kept) == (9, 3)
     # What is left under the base's folder name is ours alone.
     assert {name for name in built.namelist() if name.startswith(compile_folder)} <= ours
 
@@ -251,10 +251,10 @@ def test_install_reinstall_with_native_code_and_uninstall(venv, checkout):
 
     # This time the native code was compiled at install, and that is what gets loaded.
     edited, recorded, loaded = venv.python(
-        "from deepspeed.compile import config",
+        "from deepspeed.compile import fx",
         "from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module",
         "from deepspeed.git_version_info import installed_ops",
-        "print(config.EDITED, installed_ops['dc'], reducer_module().__file__)",
+        "print(fx.EDITED, installed_ops['dc'], reducer_module().__file__)",
     ).split()
     assert (edited, recorded) == ("once", "1")
     assert Path(loaded).parent == venv.site / "deepspeed" / "ops"
@@ -268,7 +268,7 @@ def test_editable_install_is_live_and_uninstall_leaves_nothing(venv, checkout):
     venv.pip("install", "--no-build-isolation", "--editable", ".", cwd=checkout)
     with open(checkout / REPLACED, "a") as file:
         file.write("\nEDITED = 'live'\n")
-    code = "import deepspeed; from deepspeed.compile import config; print(deepspeed.__version__, config.EDITED)"
+    code = "import deepspeed; from deepspeed.compile import fx; print(deepspeed.__version__, fx.EDITED)"
     assert venv.python(code) == f"{VERSION} live"
 
     # Building a wheel in the same checkout leaves the editable install alone.

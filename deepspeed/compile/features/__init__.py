@@ -27,7 +27,6 @@ NAMES = (
     "schedulers",
     "subclasses",
     "memory_picture",
-    "zero3",
     "dora",
     "liger",
     "key_value_cache",

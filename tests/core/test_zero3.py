@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO-3 under DeepCompile is the base's, of which this fork mends two functions."""
+"""ZeRO-3 under DeepCompile is the base's, and shares this fork's ``fx.py``."""
 
 import copy
 import dataclasses
@@ -57,7 +57,7 @@ def train_zero3(case):
 @vary("backend", ["eager", "inductor"])
 @vary("model", ["OneGraph", "SeveralGraphs", "NoParametersFirstButGrad"])
 def test_zero3_trains_and_gives_its_buckets_back(ranks, model, backend):
-    """The base's ZeRO-3 would train otherwise, or keep its buckets, for a change of this fork."""
+    """The base's ZeRO-3 would train otherwise, or keep its buckets, for a change of this fork in ``fx.py``."""
     config = {"zero_optimization": {"stage3_param_persistence_threshold": 0}}
     case = Case(model=model, stage=3, backend=backend, bucket=BUCKET, config=config)
     for result in ranks(2).run(train_zero3, case):
