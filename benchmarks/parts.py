@@ -183,6 +183,8 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
         run = functools.partial(step, torch.optim.AdamW([master], lr=1e-5), rule)
         took, floor = seconds(run, repetitions), (size - BYTES_LESS) * numel / rate
         times.tell(f"remainders, {name}", took, floor, most_memory(run))
+        # The next ones would not fit beside these states.
+        del run, rule, remainders
     took = seconds(lambda: sum_of_squares([*gradients.values()]), repetitions)
     times.tell("norm", took, 2 * numel / rate)
     return update

@@ -50,10 +50,18 @@ class _DrawnOn(TorchFunctionMode):
         self._device = device
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function not in (torch.Tensor.normal_, torch.Tensor.uniform_) or args[0].is_meta:
-            return function(*args, **(kwargs or {}))
-        drawn = function(torch.empty_like(args[0], device=self._device), *args[1:], **(kwargs or {}))
-        return args[0].copy_(drawn)
+        kwargs = kwargs or {}
+        # Functions of torch.nn.init hand their tensor on by name, and what they call comes here no more.
+        tensor = args[0] if args else kwargs.get("tensor")
+        draws = function in (torch.Tensor.normal_, torch.Tensor.uniform_) or "torch.nn.init" == getattr(
+            function, "__module__", ""
+        )
+        if not draws or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            drawn = torch.empty_like(tensor, device=self._device)
+            function(*((drawn, *args[1:]) if args else ()), **(kwargs if args else {**kwargs, "tensor": drawn}))
+            return tensor.copy_(drawn)
 
 
 def build_model(

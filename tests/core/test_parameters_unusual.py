@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.compile.zero_1_and_2.gradient.layout import alike_but_not_all_registered
+
 from support import training
 from support.beside import Beside, check
 from support.ids import vary
@@ -89,6 +91,19 @@ def test_one_that_the_optimizer_lacks_in_one_of_several_layers(ranks, make, regi
     results = ranks(2).run(train_with_one_left_out, make, index, Case(config=REGIONAL if regional else None))
     check([outcome for outcome, _ in results])
     assert max(error for _, error in results) < BOUND
+
+
+@pytest.mark.quick
+def test_layers_that_share_no_graph_are_not_taken_for_alike():
+    """Where an optimizer lacks one linear layer, autograd would hold the gradients of all others of a model."""
+    model = BlocksWithin()
+    model.other = torch.nn.Linear(*model.body.blocks[0].up.weight.shape[::-1])
+    lacks = {id(model.other.weight), id(model.other.bias)}
+    registered = [parameter for parameter in model.parameters() if id(parameter) not in lacks]
+    assert alike_but_not_all_registered(model, registered) == []
+    norms = [block.norm.weight for block in model.body.blocks]
+    registered = [parameter for parameter in registered if parameter is not norms[1]]
+    assert list(map(id, alike_but_not_all_registered(model, registered))) == list(map(id, norms))
 
 
 def compile_complex():

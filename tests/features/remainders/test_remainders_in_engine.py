@@ -246,7 +246,10 @@ def load(run, folder, tag, expected, before):
     right = parameters_are_of_masters(engine)
     for number in (3, 4):
         step_on_given(engine, run, number)
-    end = same(masters(engine), expected[2])
+    # On other numbers of ranks, other elements lie at the ends of partitions. On a GPU these are stepped by operators,
+    # which round otherwise than the kernel.
+    close = torch.cuda.is_available() and tag == "universal"
+    end = relative_error(masters(engine), expected[2]) < 1e-6 if close else same(masters(engine), expected[2])
     engine.destroy()
     return Passed(loaded, end, right)
 

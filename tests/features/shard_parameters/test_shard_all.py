@@ -251,7 +251,8 @@ def moved(engine, module, folder):
 def without_frozen(engine, module, folder):
     engine.save_checkpoint(folder, tag="one", exclude_frozen_parameters=True)
     dist.barrier()
-    return [*torch.load(f"{folder}/one/mp_rank_00_model_states.pt", weights_only=False)["module"].values()]
+    saved = torch.load(f"{folder}/one/mp_rank_00_model_states.pt", weights_only=False, map_location="cpu")
+    return [*saved["module"].values()]
 
 
 def loaded(engine, module, folder):

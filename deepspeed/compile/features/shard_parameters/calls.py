@@ -144,6 +144,10 @@ def _with_values(sharded, state_dict):
         if dist.get_rank() == 0:
             for name, keys in keys_of[unit].items():
                 state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.parameter(name))))
+    if sharded.is_closed:
+        # What was whole for a moment keeps nothing alive any more.
+        for unit in keys_of:
+            unit.keep(sharded)
     return state_dict
 
 

@@ -106,8 +106,9 @@ class GatherOrder:
         place = self._place[unit]
         while self._begun <= place:
             self._begin_next()
-        # Starts it once more if it was resharded.
-        self._whole.begin(unit, place >= self._kept_from)
+        # Starts it once more if it was resharded. What is kept is so since it began, in the same order on all ranks,
+        # which may come back to a block or not.
+        self._whole.begin(unit)
         unit.finish_gather()
         if self._begun == place + 1 < len(self.units):
             self._begin_next()

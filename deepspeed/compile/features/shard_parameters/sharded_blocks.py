@@ -100,7 +100,7 @@ class ShardedBlocks:
             if frozen or its_trained:
                 self._unit_of[id(block)] = make_unit(len(self._unit_of), its_trained, frozen)
         self.units = list(self._unit_of.values())
-        self.whole = WholeUnits(self.units, self._must_stay)
+        self.whole = WholeUnits(self.units, self._must_stay if self.partitions is not None else lambda *_: False)
         if self.partitions is not None:
             large = {}
             for parameter in large_outside(outside, module, blocks):

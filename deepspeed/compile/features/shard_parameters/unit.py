@@ -237,6 +237,11 @@ class Unit:
             return
         stream = get_accelerator().current_stream()
         if not self.is_gathered:
+            if self._works is None:
+                raise RuntimeError(
+                    f"parameter {self.name} is sharded over the ranks, and nothing gathers it any more: its engine "
+                    "was destroyed, or could not begin to gather it"
+                )
             self._wait()
             self.unmark()
             self.is_gathered = True
@@ -257,9 +262,11 @@ class Unit:
             return
         self._comparison.wait()
         with collective(PURPOSE):
-            # No variable keeps a collective, which keeps the memory.
+            # No variable keeps a collective, which keeps the memory. One that failed stays, so that every later wait
+            # raises too.
             while self._works:
-                self._works.pop(0).wait()
+                self._works[-1].wait()
+                self._works.pop()
         if not self._target.is_cpu:
             # Only this stream waits for the gather, which writes into memory of the stream that began it.
             self._target.record_stream(get_accelerator().current_stream())

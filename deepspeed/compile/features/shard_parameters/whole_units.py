@@ -81,6 +81,9 @@ class WholeUnits:
         if self._is_kept.get(unit) and in_backward():
             # From now on it is as others, and began last.
             del self._is_kept[unit]
+        if is_kept:
+            kept = [other for other in self._kept() if other is not unit]
+            self._reshard_kept(kept[: max(len(kept) + 1 - self.most_kept, 0)])
         if unit not in self._is_kept:
             others = [other for other, stays in self._is_kept.items() if not stays]
             idle = [other for other in others if not self._uses[other] and not self._must_stay(other, unit)]
@@ -92,8 +95,6 @@ class WholeUnits:
         if is_kept:
             del self._is_kept[unit]
             self._is_kept[unit] = True
-            kept = self._kept()
-            self._reshard_kept(kept[: max(len(kept) - self.most_kept, 0)])
 
     def _kept(self):
         return [unit for unit, stays in self._is_kept.items() if stays]
@@ -181,11 +182,16 @@ class WholeUnits:
     def one_by_one(self, units: Iterable[Unit]) -> Iterator[Unit]:
         """Yields each of the units when it is whole, and has no other one whole for that. All ranks call this."""
         for unit in units:
+            if self.are_fixed and unit.is_gathered:
+                yield unit
+                continue
             unit.start_gather()
             _await_others(unit)
             unit.finish_gather()
-            yield unit
-            self._put_to_rest(unit)
+            try:
+                yield unit
+            finally:
+                self._put_to_rest(unit)
 
 
 def _await_others(unit):

@@ -14,6 +14,7 @@ from ..feature import Feature, Request, SetUpContext, classes, only, overriding
 from ..gradient.layout import alike_but_not_all_registered, flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
 from ..graph.backend import Backend
+from ..messages import warn
 from ..parameter.placement import Placement
 from ..step.optimizer import attach, take_over_parameters
 from .options import check_options, overlaps_reduction
@@ -28,6 +29,10 @@ _last_identity = 0
 # With how many elements a bucket is sent; see send_numel().
 SEND_NUMEL = 2**25
 SEND_NUMEL_OF_A_RANK = 2**20
+LEFT = (
+    "DeepCompile leaves the gradients of {} parameters to autograd: layers that look alike share graphs, and the "
+    "optimizer lacks a trained parameter of some; give it these too, or set their requires_grad to false"
+)
 
 
 # The caller may compile the engine for a forward in inference mode, and memory made there cannot train.
@@ -65,6 +70,8 @@ def set_up(
         undo.callback(reducer.close)
         dynamic, registered = compile_kwargs.get("dynamic"), registered_parameters(optimizer)
         left = alike_but_not_all_registered(engine.module, registered)
+        if left:
+            warn(LEFT.format(len(left)))
         graphs = Backend(backend, dynamic, request.options.debug_log, registered, reducer.identity, left)
         # The parts that are made, each of which finds those before it here.
         features: List[Feature] = []

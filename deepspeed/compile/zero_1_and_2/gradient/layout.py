@@ -66,15 +66,18 @@ def alike_but_not_all_registered(module: Module, registered: Sequence[Parameter]
     """Lists the trained parameters in whose places one graph is called with registered parameters and with others.
 
     The caller may train a parameter that no optimizer has. Layers that look alike share a graph, and no guard tells
-    their parameters apart by that. Parameters look alike if modules of one class hold them under one name.
+    their parameters apart by that. Parameters look alike if modules of one class have them under one name. Graphs of
+    other modules have torch's own layers in them, so a linear layer is like another one only there.
     """
     known, places = {id(parameter) for parameter in registered}, collections.defaultdict(list)
     for holder in module.modules():
-        for name, parameter in holder.named_parameters(recurse=False):
+        if type(holder).__module__.startswith("torch.nn.") and next(holder.children(), None) is None:
+            continue
+        for name, parameter in holder.named_parameters():
             if parameter.requires_grad:
-                places[type(holder), name].append(parameter)
-    mixed = (place for place in places.values() if not all(id(parameter) in known for parameter in place))
-    return [parameter for place in mixed for parameter in place]
+                places[type(holder), name, parameter.shape, parameter.dtype].append(parameter)
+    mixed = (place for place in places.values() if len({id(parameter) in known for parameter in place}) == 2)
+    return list({id(parameter): parameter for place in mixed for parameter in place}.values())
 
 
 def pieces(optimizer: DeepSpeedZeroOptimizer, group: int) -> Iterator[Piece]:
