@@ -123,6 +123,22 @@ def test_what_the_optimizer_leaves_out(ranks):
         assert max(errors) < BOUND
 
 
+def train_with_others_frozen():
+    module = OthersWithin().to(device())
+    module.rows.weight.requires_grad_(False)
+    module.phase.requires_grad_(False)
+    engine = make_engine(module, Case(config=REGIONAL), optimizer=torch.optim.SGD(module.parameters(), lr=0.2))
+    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    engine.step()
+    engine.destroy()
+    return True
+
+
+def test_frozen_parameters_that_the_optimizer_is_given(ranks):
+    """A user who gives all of a model's parameters would be refused for some that ZeRO leaves out."""
+    assert ranks(2).run(train_with_others_frozen) == [True, True]
+
+
 def train_two_backwards(advised):
     """Two backwards of one step, of which the second replaces the first; or, as advised, both in one context."""
     torch.manual_seed(0)

@@ -71,8 +71,9 @@ class Request:
         """The parameters that the optimizer has. None of them while ``optimizer`` is None."""
         zero, optimizer = self.engine.optimizer, self.optimizer
         # The ZeRO-1/2 optimizer gives the user's optimizer its partitions in place of the parameters.
-        ungrouped = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
-        return list(itertools.chain.from_iterable(ungrouped if zero is None else zero.bit16_groups))
+        groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
+        given = itertools.chain.from_iterable(groups if zero is None else zero.bit16_groups)
+        return [parameter for parameter in given if parameter.requires_grad]
 
     @property
     def compiles(self) -> bool:
@@ -210,8 +211,11 @@ class Feature:
     transform: Optional[Transform] = None
     # Places gradients and new parameters elsewhere than the core's Placement, if this part does it.
     placement: Optional["Placement"] = None
-    # Methods that take the place of the base's ZeRO-1/2 optimizer's: those of the core call them with super().
+    # Methods that override the base's optimizer's. The core's override them, and earlier parts' those of later parts.
     optimizer_mixin: Optional[type] = None
+
+    def attached(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+        """Called when the optimizer has the methods of all parts."""
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""

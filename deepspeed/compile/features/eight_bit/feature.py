@@ -5,14 +5,12 @@
 import math
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional
 
-import torch
-
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.feature import Request, SetUpContext
-from ..linked_states.feature import HasStates, LinkedStates
+from ..linked_states.feature import HasStates
 from ..one_pass_adam.adam import RefuseOwnStep, unsupported_forms
-from ..ranges.rule import HasRules, Rule
+from ..ranges.rule import HasRules, Rule, is_scaled_by_autocast
 from .eight_bit import THIRD_STATE, EightBitAdam, problem_with
 from .states import StatesOfAdam
 
@@ -58,12 +56,10 @@ class EightBit(HasRules, HasStates):
         # Now, because no part has given anything up yet.
         self.states.refuse_others(context.optimizer)
         self._optimizer: Optional[DeepSpeedZeroOptimizer] = context.optimizer
-        self._links = context.get(LinkedStates)
 
     def commit(self) -> None:
         self.states.adopt(self._optimizer)
-        self._links.link_again(self._optimizer)
-        del self._optimizer, self._links
+        del self._optimizer
 
     def link_states(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         self.states.link(optimizer)
@@ -83,7 +79,7 @@ def _unsupported(request):
     by_configuration = {} if engine.client_optimizer is not None else engine.optimizer_params() or {}
     if request.optimizer is None and by_configuration.get("amsgrad"):
         yield f"{asked} {THIRD_STATE}, or leave compile.optimizer_states out"
-    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
+    if is_scaled_by_autocast(engine):
         yield (
             f"{asked} leaves out the optimizer's own step(), which torch_autocast in fp16 scales gradients for; set "
             "torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out"

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
 
-from ...zero_1_and_2.feature import Feature, SetUpContext, only
+from ...zero_1_and_2.feature import Feature, SetUpContext
 from ...zero_1_and_2.gradient.layout import pieces
 from ...zero_1_and_2.step.optimizer import links_of
 
@@ -45,6 +45,7 @@ class LinksStates(_NextClass):
 
     def load_state_dict(self, *args, **kwargs) -> None:
         super().load_state_dict(*args, **kwargs)
+        _part(self).forget_places()
         _part(self).link_again(self)
 
     def offload_states(
@@ -79,27 +80,20 @@ class LinkedStates(Feature):
     optimizer_mixin = LinksStates
 
     def __init__(self, context: SetUpContext):
-        self._optimizer: Optional[DeepSpeedZeroOptimizer] = context.optimizer
-        # All of the engine's parts, once they are made. Dropped then, because this part is one of them.
-        self._features = context.features
         # Optimizer states that were on the host before the others were moved there: (states of a parameter, name).
         self._on_host: List[Tuple[Dict, str]] = []
 
-    def commit(self) -> None:
-        # The parameter groups whose states need not have the shape of master weights.
-        transform = only(self._features, "transform")
-        self._transformed = () if transform is None else transform.groups
-        self._others = [part for part in self._features if isinstance(part, HasStates)]
-        del self._features
+    def attached(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
-        self.link_again(self._optimizer)
-        del self._optimizer
+        self.link_again(optimizer)
 
     def link_again(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Links parameters with the states that there are after a load or a move of states, to the host too."""
         optimizer._hp_optimizer_states_linked = False
+        # The parameter groups whose states need not have the shape of master weights.
+        transformed = optimizer._deepcompile.transformed
         masters = enumerate(optimizer.single_partition_of_fp32_groups)
-        if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in self._transformed):
+        if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in transformed):
             self.link(optimizer)
 
     def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -109,12 +103,13 @@ class LinkedStates(Feature):
             # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
             spans = [(piece.offset, piece.numel) for piece in pieces(optimizer, group)]
             state = optimizer.optimizer.state[master].items()
-            can_be_linked = group not in self._transformed
+            can_be_linked = group not in optimizer._deepcompile.transformed
             cut = {name: value for name, value in state if can_be_linked and _can_be_cut(value, spans)}
             lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
         optimizer._hp_optimizer_states_linked = True
-        for part in self._others:
-            part.link_states(optimizer)
+        for part in optimizer._deepcompile.features:
+            if isinstance(part, HasStates):
+                part.link_states(optimizer)
 
     def note_states_on_host(self, optimizer: DeepSpeedZeroOptimizer) -> None:
         """Called before states are moved to the host."""
@@ -133,6 +128,11 @@ class LinkedStates(Feature):
         """
         for state, name in self._on_host:
             state[name] = state[name].cpu()
+        self.forget_places()
+
+    def forget_places(self) -> None:
+        """Called when states are where they were, or are others."""
+        self._on_host = []
 
 
 def _part(optimizer):

@@ -9,10 +9,8 @@ has ``ranges/``, and which tests would have to hold all the same.
 
 from typing import Iterator, List
 
-import torch
-
 from ...zero_1_and_2.feature import Request, SetUpContext
-from ..ranges.rule import HasRules, Rule
+from ..ranges.rule import HasRules, Rule, is_scaled_by_autocast
 from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
 from .stand_in import StandIn
 
@@ -77,7 +75,7 @@ def _unsupported(request):
             "zero_optimization.elastic_checkpoint cuts Muon's momentum, which has whole matrices, at the wrong "
             "places; set it to false"
         )
-    if engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16:
+    if is_scaled_by_autocast(engine):
         yield (
             "torch_autocast in fp16 divides Muon's updates, which no loss scale has multiplied, by the scale; set "
             "torch_autocast.dtype to bfloat16"

@@ -11,7 +11,18 @@ import torch
 from ...zero_1_and_2.feature import Feature
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
     from .partition_gradient import PartitionGradient
+
+
+def is_scaled_by_autocast(engine: "DeepSpeedEngine") -> bool:
+    """Whether ``torch_autocast`` in fp16 scales gradients for the optimizer's own ``step()``.
+
+    An engine without it does so too, once there was one with it in the process.
+    """
+    asked = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+    return asked or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
 
 
 @dataclasses.dataclass(frozen=True)

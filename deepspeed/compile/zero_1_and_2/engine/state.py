@@ -38,8 +38,7 @@ class EngineState:
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
         # Distributes the stepped parameters to all ranks.
         self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
-        # Methods of the optional parts that do something: around each forward, when a backward begins and ends, after
-        # each step.
+        # Methods of optional parts: around each forward, when a backward begins and ends, after each step.
         self.around_forward = overriding(features, "around_forward")
         self.backward_begins = overriding(features, "backward_begins")
         self.backward_ends = overriding(features, "backward_ends")

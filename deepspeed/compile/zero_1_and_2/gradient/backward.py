@@ -87,8 +87,7 @@ class BackwardLife:
     def enter(self, base_enter: Callable[[], None]) -> None:
         """Called for each output through which autograd enters a backward, in place of the base's ``enter_backward``.
 
-        A backward of several outputs enters once for each output, but leaves only once. So only the first entry
-        counts.
+        A backward of several outputs enters once for each, but leaves only once. So only the first entry counts.
         """
         optimizer = self._optimizer()
         if optimizer._backward_active_depth == 0:

@@ -170,8 +170,7 @@ class PartitionViews(list):
     def take(self) -> List[Tuple[int, torch.Tensor]]:
         """Returns (offset in elements, 1-D target) for each target in ascending order, and leaves this list empty.
 
-        This object and the reducer drop their references, so the memory of a target is free as soon as the caller
-        drops the target.
+        This object and the reducer drop their references: a target's memory is free when the caller drops the target.
         """
         targets = sorted(self._targets().items(), key=lambda entry: entry[0])
         self.release_grad_buffers()

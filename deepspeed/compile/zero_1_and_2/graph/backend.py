@@ -200,8 +200,7 @@ def _compile_for_any_address(lies_anywhere, gm, example_inputs, **kwargs):
     """Compiles a forward or backward graph that may be called with parameters at addresses of any alignment.
 
     A graph that serves several layers is compiled for one layer, and Inductor assumes that the other layers'
-    parameters are aligned in the same way. This is not so in a flat tensor, where parameters of all sizes lie side by
-    side.
+    parameters are aligned in the same way. In a flat tensor, parameters of all sizes lie side by side.
     """
     from torch._inductor.compile_fx import compile_fx_inner
 

@@ -106,8 +106,7 @@ def factors_of(
 ) -> List[Optional[torch.Tensor]]:
     """Returns, for each parameter group, the factor that unscales and clips gradients.
 
-    Each is fp32 [1] where master weights are, or None for 1. The arguments are those of :func:`global_norm`, and its
-    result.
+    Each is fp32 [1] where master weights are, or None for 1. ``norm`` is what :func:`global_norm` returns of the rest.
     """
     device = optimizer.single_partition_of_fp32_groups[0].device
     factor = factor_of_unscaled = None

@@ -159,6 +159,8 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     optimizer._deepcompile = deepcompile
     mixins = (part.optimizer_mixin for part in deepcompile.features if part.optimizer_mixin is not None)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
+    for part in deepcompile.features:
+        part.attached(optimizer)
     attached.add(optimizer)
 
 
