@@ -288,24 +288,6 @@ def test_universal_checkpoints(ranks, tmp_path, world, before):
         assert passed.end and passed.loaded and passed.right, passed
 
 
-def set_later(run):
-    """Sets a master weight of an engine that has stepped before it is compiled; returns whether it is set."""
-    engine = begin(run, compiled=False)
-    step_on_given(engine, run, 0)
-    compile_engine(engine, run)
-    parameter = trained(engine)[0]
-    value = torch.full(parameter.shape, 0.3, device=device())
-    safe_set_full_fp32_param(parameter, value)
-    is_set = torch.equal(safe_get_full_fp32_param(parameter), value)
-    engine.destroy()
-    return is_set
-
-
-def test_a_master_weight_is_set_beside_states_from_before(ranks):
-    """Links with states would come before those with master weights, which then take a function for a parameter."""
-    assert ranks(2).run(set_later, run_of(EIGHT_BITS, accumulation=1, groups=1)) == [True, True]
-
-
 # In the middle of two bf16 numbers, of which torch takes the one below.
 TIE = 1.00390625
 
