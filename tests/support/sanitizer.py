@@ -91,6 +91,8 @@ def found(reports):
         parts = [part for part in path.read_text(errors="replace").split("\n\n") if part.strip()]
         kept = [part for part in parts if "leak of" not in part or _is_ours(part)]
         kept = [part for part in kept if not LEAK_FRAME.search(part)]
+        # Said where a test has memory run out.
+        kept = [part for part in kept if "Sanitizer failed to allocate" not in part]
         if kept:
             texts[path] = "\n\n".join(kept)
     return texts
