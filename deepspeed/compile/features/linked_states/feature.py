@@ -77,6 +77,8 @@ class HasStates(Feature, abc.ABC):
 
 
 class LinkedStates(Feature):
+    """Links, and remembers which states were on the host before states moved there."""
+
     optimizer_mixin = LinksStates
 
     def __init__(self, context: SetUpContext):
