@@ -192,6 +192,8 @@ class Steps(NamedTuple):
 
 def on_one_rank(case, how, rank, steps=3):
     """A fault in the backward of ``rank``, which goes on if it can."""
+    from deepspeed.accelerator import get_accelerator
+
     _, engine, _, _ = fragile(case)
     # Longer than the others wait.
     patience = engine.data_parallel_group._get_backend(device()).options._timeout.total_seconds()
@@ -207,6 +209,8 @@ def on_one_rank(case, how, rank, steps=3):
             in_backward.happen = happenings[how]
         try:
             train_step(engine, step, case.accumulation)
+            # On a GPU the host may have taken the step before a collective's time is over.
+            get_accelerator().synchronize()
             raised.append(None)
         except (RuntimeError, Injected) as error:
             raised.append(f"{type(error).__name__}: {error}")

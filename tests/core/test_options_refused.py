@@ -6,9 +6,11 @@ The former leaves the module and the optimizer as they were, the latter the engi
 """
 
 import dataclasses
+import inspect
 from typing import List, NamedTuple, Optional, Tuple
 
 import pytest
+import torch
 
 from support.ids import vary
 from support.options import SMALL, TWICE_ROUNDED, outcome, prepare, train_prepared
@@ -208,16 +210,6 @@ ALSO_REFUSED = {
         "compile_kwargs['options']='max_autotune' is no dict of torch.compile's options; pass one, or leave it out",
         {"options": "max_autotune"},
     ),
-    "recompile-limit-of-another-type": of_compile_kwargs(
-        "compile_kwargs['recompile_limit']='8' is no number of compilations; set it to 1 or more",
-        {"recompile_limit": "8"},
-        backend="eager",
-    ),
-    "recompile-limit-of-0": of_compile_kwargs(
-        "compile_kwargs['recompile_limit']=0 is no number of compilations; set it to 1 or more",
-        {"recompile_limit": 0},
-        backend="eager",
-    ),
     "dynamic-of-another-type": of_compile_kwargs(
         "compile_kwargs['dynamic']='auto' is neither true nor false; set it to one of them, or to None",
         {"dynamic": "auto"},
@@ -250,6 +242,18 @@ ALSO_REFUSED = {
         instead=({**zero_options(offload_optimizer={"device": "cpu"}), "zero_force_ds_cpu_optimizer": False},),
     ),
 }
+# Older releases of torch do not have this argument, and refuse it by its name.
+if "recompile_limit" in inspect.signature(torch.compile).parameters:
+    ALSO_REFUSED.update(
+        {
+            f"recompile-limit-{name}": of_compile_kwargs(
+                f"compile_kwargs['recompile_limit']={limit!r} is no number of compilations; set it to 1 or more",
+                {"recompile_limit": limit},
+                backend="eager",
+            )
+            for name, limit in {"of-another-type": "8", "of-0": 0}.items()
+        }
+    )
 
 
 class Refused(NamedTuple):

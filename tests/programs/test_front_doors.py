@@ -464,6 +464,8 @@ def whole_and_sharded(case):
         return records, None
     found.append(weights_below(cases[1].folder))
     assert found[0], "nothing was saved"
+    # Trainers save from the GPU or from the host.
+    found = [{name: value.cpu() for name, value in each.items()} for each in found]
     wrong = [[name for name, value in found[0].items() if not torch.equal(value, each[name])] for each in found[1:]]
     return records, wrong
 
