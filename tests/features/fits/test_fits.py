@@ -434,6 +434,10 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
         ({"compile": {"deepcompile": True, "activation_memory_budget": "half"}}, "is no part of the activations"),
         ({"optimizer": {"type": "Lamb", "params": {}}}, "has lamb, and only Adam and AdamW are reckoned"),
         ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "has zero_optimization.round_robin"),
+        (
+            {"compile": {"deepcompile": True, "shard_parameters": "all", "keep_gathered": 2}},
+            "keeps blocks gathered (compile.keep_gathered)",
+        ),
         ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "DeepSpeed refuses the configuration"),
         ({"bf16": {"enabled": False}}, "trains in torch.float32, and torch.bfloat16 is asked for"),
     ],

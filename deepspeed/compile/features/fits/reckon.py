@@ -325,7 +325,7 @@ def _parameters(subject, mode, ranks, rank):
     """
     layout, size = layout_of(subject.flat, ranks), subject.flat[0].element_size()
     whole, frozen = layout.partition_size[0] * ranks * size, sum(subject.frozen_of_blocks)
-    if mode.shard_parameters is None:
+    if mode.shard_parameters is None or ranks == 1:
         return whole + subject.frozen, []
     always = whole + subject.frozen - frozen + frozen // ranks
     if mode.shard_parameters == "frozen":
