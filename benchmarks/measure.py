@@ -91,6 +91,10 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
     # Totals by torch's own names, of which some contain others.
     compilation = {name: round(sum(values), 3) for name, values in compilation_time_metrics.items()}
     reserved = torch.cuda.max_memory_reserved() if on_gpus() else None
+    outside = None
+    if on_gpus():
+        free, total = torch.cuda.mem_get_info()
+        outside = total - free - torch.cuda.memory_reserved()
     phases, counters = trainer.watched_step()
     recorded = trainer.recorded_step()
     if trace:
@@ -105,6 +109,7 @@ def measure(settings: Settings, device: str, trace: str | None) -> Result:
         # A CPU's allocator keeps no count. There the profiler tells what the step adds to what tensors held before.
         "phases": phases or {name: allocated_in(recorded, name) for name in PHASES},
         "reserved": reserved,
+        "outside": outside,
         "most_gradients": max(recorded.sums(data.OF_GRADIENTS)),
         "counters": counters,
         # Linux tells it in KiB.

@@ -26,6 +26,8 @@ class RankResult(TypedDict):
             On a CPU, parameters, optimizer states and what the step adds to them.
         reserved: the most that the CUDA allocator held of the device up to the last step whose time is taken. None on
             a CPU.
+        outside: what the device had given then beside the allocator: for the CUDA context, the code of kernels, and
+            NCCL; where ranks share a GPU, also the memory of the others. None on a CPU.
         most_gradients: the most bytes of gradients at any time of one step.
         counters: phase -> what this fork's ``gradient_counters()`` says at its end. Empty for other systems.
         host: the most memory of the host that the process has had, while it set up and trained.
@@ -39,6 +41,7 @@ class RankResult(TypedDict):
     compilation_s: dict[str, float]
     phases: dict[str, dict[str, int]]
     reserved: int | None
+    outside: int | None
     most_gradients: int
     counters: dict[str, dict[str, int]]
     host: int

@@ -83,6 +83,7 @@ ROWS = [
     Row("peak of the step", lambda r: highest(r, "phases", "step", "peak"), BYTES),
     Row("at rest", lambda r: highest(r, "phases", "step", "after"), BYTES),
     Row("reserved", lambda r: highest(r, "reserved"), BYTES),
+    Row("beside the allocator", lambda r: None if share_gpus(r) else highest(r, "outside"), BYTES),
     Row("most of the host's", lambda r: highest(r, "host"), BYTES),
     Row("most gradients", lambda r: highest(r, "most_gradients"), BYTES),
     Row("counted: most pending", _counted("backward", "peak_pending"), BYTES),

@@ -119,7 +119,15 @@ def result_of(device="NVIDIA H200", **run):
     where = {"device": device, "world": 2, "gpus": 2, "deepspeed": "0", "nccl": None, "torch": "2"}
     where |= {"transformers": "5", "host": "vm", "date": "2026-11-26"}
     phases = {name: {"after": 1, "peak": 2} for name in ("forward", "backward", "step")}
-    rank = {"phases": phases, "counters": {}, "most_gradients": 1, "host": 1, "reserved": 1, "step_s": 0.5}
+    rank = {
+        "phases": phases,
+        "counters": {},
+        "most_gradients": 1,
+        "host": 1,
+        "reserved": 1,
+        "outside": 1,
+        "step_s": 0.5,
+    }
     rank |= {"phases_s": {}, "first_step_s": 1.0}
     found = {"run": settings | run, "environment": where, "ranks": [rank], "parameters": 1, "flops_per_token": 10**10}
     return found | {"step_s": 0.5, "first_step_s": 1.0, "steps_s": [1.0, 0.5, 0.5], "losses": [2.0, 1.0]}

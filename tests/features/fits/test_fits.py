@@ -204,6 +204,16 @@ def test_a_loss_is_in_chunks_only_where_training_has_chunks(monkeypatch):
     assert len(smoothed) == 1
 
 
+def test_a_budget_keeps_logits_between_graphs():
+    """The peak would lack logits: a loss that has a graph of its own reads them, whatever the budget is."""
+    logits = 2 * TOKENS * MANY
+    plain, budget = (activations_of(WithLoss, budget=each, chunked_loss=False) for each in (None, 0.0))
+    kept = [found.forward[-1].after for found in (plain, budget)]
+    assert logits <= kept[1] < kept[0]
+    # Beside them is their gradient.
+    assert highest(budget) - kept[1] >= logits
+
+
 def test_zeros_for_logits_that_nobody_uses(monkeypatch):
     """Of a large loss that cannot have a graph of its own, autograd's zeros would be missing."""
     monkeypatch.setattr("deepspeed.compile.features.loss.own_graph.LARGE_NUMEL", 1)
@@ -263,6 +273,31 @@ def test_modes_that_need_blocks_make_some():
     assert all(answer.verdict(row) == "yes" for row in answer.rows)
     assert '"regional_compilation": true' in checkpointed.line and "regional" not in plain.line + sharded.line
     assert "lines with regional_compilation make blocks" in " ".join(answer.notes)
+
+
+class Deep(Small):
+    def __init__(self):
+        super().__init__()
+        self.body.layers = nn.ModuleList(Block() for _ in range(8))
+
+
+def row_that_keeps(keep, memory=80.0):
+    mode = Mode("kept", shard_parameters="all", keep=keep)
+    return fits(Deep, modes=[mode], gpus=2, sequence=20 * TOKENS, memory=memory).first
+
+
+def test_blocks_that_stay_whole():
+    """Blocks that keep_gathered keeps would not be counted, or "fit" would keep more than a GPU has room for."""
+    block = 2 * sum(each.numel() for each in Block().parameters())
+    peaks = [row_that_keeps(keep).peak for keep in (0, 2, 3, 8)]
+    assert peaks == sorted(peaks) and block <= peaks[-1] - peaks[0] <= 8 * block
+    every = row_that_keeps("fit")
+    assert (every.mode.name, every.peak) == ("kept: 8 of 8 blocks", peaks[-1])
+    # A GPU with room for what three blocks need, and for what the allocator does not have.
+    taken = peaks[-2] / reckon.GIB + reckon.CONTEXT + reckon.NCCL
+    less = row_that_keeps("fit", 1e-6 + taken / (0.95 * reckon.SHOWN))
+    assert (less.mode.name, less.mode.pace, less.peak) == ("kept: 3 of 8 blocks", 1.1, peaks[-2])
+    assert '"keep_gathered": "fit"' in less.line and row_that_keeps("fit", 2.0).mode.name == "kept"
 
 
 class Twice(Small):
@@ -362,7 +397,8 @@ def test_modes_that_have_a_meaning():
 
     everything = names(True, gpus=2, dtype=torch.bfloat16)
     assert everything == {mode.name for mode in modes.MODES}
-    of_one = {name for name in everything if "sharded" not in name or "resharded" in name}
+    of_many = {name for name in everything if ("sharded" in name and "resharded" not in name) or "gather" in name}
+    of_one = everything - of_many
     assert names(True, gpus=1, dtype=torch.bfloat16) == of_one
     assert everything - names(False, gpus=2, dtype=torch.bfloat16) == {name for name in everything if "frozen" in name}
     assert not any("remainders" in name for name in names(gpus=2, dtype=torch.float32))
@@ -434,10 +470,6 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
         ({"compile": {"deepcompile": True, "activation_memory_budget": "half"}}, "is no part of the activations"),
         ({"optimizer": {"type": "Lamb", "params": {}}}, "has lamb, and only Adam and AdamW are reckoned"),
         ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "has zero_optimization.round_robin"),
-        (
-            {"compile": {"deepcompile": True, "shard_parameters": "all", "keep_gathered": 2}},
-            "keeps blocks gathered (compile.keep_gathered)",
-        ),
         ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, "DeepSpeed refuses the configuration"),
         ({"bf16": {"enabled": False}}, "trains in torch.float32, and torch.bfloat16 is asked for"),
     ],

@@ -287,7 +287,8 @@ class Run:
 
     def _trace(self, function, parameters, tensors, is_cut):
         with _uncounted(parameters):
-            return trace(function, parameters, tensors, self._budget, is_cut)
+            # What stands on both sides of a cut is kept, whatever the budget is.
+            return trace(function, parameters, tensors, None if is_cut else self._budget, is_cut)
 
     def _apply(self, graphs, parameters, tensors, block=None):
         names = [self._names.get(id(parameter), "") for parameter in parameters]

@@ -79,7 +79,6 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         ((parsed.optimizer_params or {}).get("amsgrad"), "has amsgrad, whose third state is not reckoned"),
         ((config.get("sequence_parallel_size") or 1) > 1, "splits sequences, which is not reckoned"),
         (section.store_param_remainders and dtype != torch.bfloat16, f"keeps remainders of {dtype}, not of bf16"),
-        (section.keep_gathered, "keeps blocks gathered (compile.keep_gathered), which is not reckoned"),
         (host not in ("none", "cpu"), f"has its optimizer on {host}, which is not reckoned"),
         (question.dtype not in (None, dtype), f"trains in {dtype}, and {question.dtype} is asked for"),
         *(
@@ -95,6 +94,8 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         budget=section.activation_memory_budget,
         chunked_loss=section.chunked_loss,
         shard_parameters=section.shard_parameters,
+        overlap_gather=section.overlap_param_gather,
+        keep=section.keep_gathered,
         eight_bit=section.optimizer_states == "8bit",
         remainders=section.store_param_remainders,
         offload=host == "cpu",

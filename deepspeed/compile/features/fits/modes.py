@@ -4,7 +4,7 @@
 
 import dataclasses
 import json
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 
@@ -62,6 +62,8 @@ class Mode:
         system: "fork" or "fsdp2".
         checkpoint: whether every block is computed again in the backward.
         budget, chunked_loss, shard_parameters: the options of these names of the section ``compile``.
+        overlap_gather: ``overlap_param_gather``, which changes no peak.
+        keep: ``keep_gathered``.
         eight_bit: ``optimizer_states: "8bit"``.
         remainders: ``store_param_remainders``.
         offload: whether masters, moments and gradients are on the host.
@@ -76,6 +78,8 @@ class Mode:
     budget: Optional[float] = None
     chunked_loss: Optional[bool] = None
     shard_parameters: Optional[str] = None
+    overlap_gather: bool = False
+    keep: Union[int, str, None] = None
     eight_bit: bool = False
     remainders: bool = False
     offload: bool = False
@@ -85,7 +89,8 @@ class Mode:
     @property
     def by_blocks(self) -> bool:
         """Whether the mode needs blocks, so that the engine makes some where it would compile the model as a whole."""
-        return self.checkpoint or self.shard_parameters is not None or self.system == "fsdp2"
+        needs = self.checkpoint or self.shard_parameters is not None or self.overlap_gather
+        return needs or self.system == "fsdp2"
 
     @property
     def of_activations(self) -> Tuple:
@@ -106,7 +111,9 @@ class Mode:
             "regional_compilation": True if is_whole and self.by_blocks else None,
             "activation_memory_budget": self.budget,
             "chunked_loss": self.chunked_loss,
+            "overlap_param_gather": self.overlap_gather or None,
             "shard_parameters": self.shard_parameters,
+            "keep_gathered": self.keep,
             "optimizer_states": "8bit" if self.eight_bit else None,
             "store_param_remainders": self.remainders or None,
         }
@@ -127,6 +134,7 @@ class Mode:
 
 _BASES = (
     Mode("ZeRO-1 or 2"),
+    Mode("gather overlapped", overlap_gather=True),
     Mode("loss in chunks", chunked_loss=True),
     Mode("budget 0.5", 1.1, budget=0.5),
     Mode("budget 0.25", 1.2, budget=0.25),
@@ -137,6 +145,7 @@ _BASES = (
     Mode("frozen sharded", 1.1, shard_parameters="frozen"),
     Mode("sharded", 1.1, shard_parameters="all"),
     Mode("sharded, remainders", 1.1, shard_parameters="all", remainders=True),
+    Mode("sharded, remainders, kept", 1.0, shard_parameters="all", remainders=True, keep="fit"),
     Mode("sharded, remainders, 8-bit states", 1.1, shard_parameters="all", remainders=True, eight_bit=True),
     Mode("FSDP2, kept", 1.1, "fsdp2"),
     Mode("FSDP2, resharded", 1.2, "fsdp2", reshard=True),
@@ -163,7 +172,7 @@ def modes_for(question: Question, has_frozen: bool, has_blocks: bool) -> List[Mo
     modes = [
         mode
         for mode in MODES
-        if (mode.shard_parameters is None or question.gpus > 1)
+        if (question.gpus > 1 or not (mode.shard_parameters or mode.overlap_gather))
         and (mode.shard_parameters != "frozen" or has_frozen)
         and (has_blocks or not mode.by_blocks)
         and (question.dtype == torch.bfloat16 or not mode.remainders)

@@ -18,6 +18,7 @@ from ..blocks.choose_blocks import choose_blocks
 from ..blocks.parameters import by_block
 from ..eight_bit.blockwise import SIGNED, count_of_blocks
 from ..one_pass_adam.dynamic_map import BLOCK
+from ..shard_parameters.keep import LEFT_FREE
 from ..shard_parameters.outside import large_outside, read_times
 from ..shard_parameters.sharded_blocks import frozen_of_blocks
 from ..shard_parameters.whole_units import MOST_GATHERED
@@ -89,13 +90,11 @@ class Answer(NamedTuple):
     @property
     def left_out(self) -> Dict[str, float]:
         """The GiB of a GPU that torch's allocator never has."""
-        question = self.question
-        shown = {"not shown by the GPU": (1 - SHOWN) * question.memory, "CUDA context": CONTEXT}
-        return {**shown, "NCCL": NCCL} if question.gpus > 1 else shown
+        return _left_out(self.question)
 
     def spare(self, row: Row) -> float:
         """Returns how many GiB the peak of a mode leaves, or lacks."""
-        return self.question.memory - sum(self.left_out.values()) - row.peak / GIB
+        return _room(self.question) - row.peak / GIB
 
     def verdict(self, row: Row) -> str:
         """Returns "yes", "tight", "no" or "unknown".
@@ -107,6 +106,16 @@ class Answer(NamedTuple):
         if row.forward is None:
             return "unknown"
         return "yes" if self.spare(row) >= RESERVED[row.mode.system] * row.peak / GIB else "tight"
+
+
+def _left_out(question):
+    shown = {"not shown by the GPU": (1 - SHOWN) * question.memory, "CUDA context": CONTEXT}
+    return {**shown, "NCCL": NCCL} if question.gpus > 1 else shown
+
+
+def _room(question):
+    """Returns the GiB of a GPU that torch's allocator can have."""
+    return question.memory - sum(_left_out(question).values())
 
 
 class Subject:
@@ -278,7 +287,8 @@ def fits_of(
     if subject.without_adapters:
         notes.append(f"Without adapters are {', '.join(sorted(subject.without_adapters))}.")
     found = [row_of(subject, mode, question) for mode in (*given, *modes)]
-    rows = [row for row in found if row is not None]
+    # Where no block can be kept, the mode without the option says all.
+    rows = [row for row in found if row is not None and (row.mode.keep != 0 or row is found[0])]
     if not rows:
         raise sources.Unusable(f"nothing can be reckoned ({', '.join(subject.untraceable.values())})")
     for why in dict.fromkeys(subject.untraceable.values()):
@@ -297,10 +307,28 @@ def row_of(subject: Subject, mode: Mode, question: Question) -> Optional[Row]:
     activations = subject.activations(mode, question)
     if mode.system == "fsdp2":
         return None if activations is None else _of_fsdp2(subject, mode, activations, question)
+    if mode.keep == "fit":
+        return _with_what_fits(subject, mode, question)
     rows = [_of_fork(subject, mode, activations, question, rank) for rank in range(question.gpus)]
     highest = max(rows, key=lambda row: row.peak)
     phases = ("at_rest", "step") if activations is None else ("at_rest", *_PHASES)
     return highest._replace(**{phase: max(getattr(row, phase) for row in rows) for phase in phases})
+
+
+def _with_what_fits(subject, mode, question):
+    """Returns the row of ``"keep_gathered": "fit"``, which keeps as many blocks as a GPU's memory has room for."""
+    every = len(subject.repeated)
+    free = LEFT_FREE * SHOWN * question.memory
+
+    def row_with(kept):
+        name = f"{mode.name}: {kept} of {every} blocks" if kept else mode.name
+        # Blocks that are not kept are gathered again.
+        pace = mode.pace if kept == every else max(mode.pace, round(1.1 + 0.3 * mode.checkpoint, 1))
+        of_number = dataclasses.replace(mode, name=name, pace=pace, keep=kept)
+        return row_of(subject, of_number, question)._replace(line=_line_of(subject, mode))
+
+    rows = map(row_with, range(every, 0, -1))
+    return next((row for row in rows if row.peak / GIB <= _room(question) - free), None) or row_with(0)
 
 
 def states(flat: Sequence[torch.Tensor], ranks: int, rank: int, mode: Mode) -> Dict[str, int]:
@@ -338,11 +366,12 @@ def _parameters(subject, mode, ranks, rank):
     return always - sum(map(_bytes_of, set().union(*elsewhere))), away
 
 
-def _gathered(away, blocks, is_backward):
+def _gathered(away, kept, blocks, is_backward):
     """Yields what is gathered in each moment.
 
     Args:
         away: what must be gathered, as of :func:`_parameters`; [] if nothing is.
+        kept: how many blocks, the last ones, stay whole from their forward to their backward.
         blocks: the numbers of the blocks that run in the moments, or None.
         is_backward: whether the blocks are in reverse order. The backward of an embedding reads no weight.
     """
@@ -355,7 +384,8 @@ def _gathered(away, blocks, is_backward):
             place += direction
         # A forward reshards all blocks at its end.
         ahead = 1 if is_backward and place == last else MOST_GATHERED
-        upcoming = range(place, place + direction * ahead, direction)
+        upcoming = set(range(place, place + direction * ahead, direction))
+        upcoming.update(range(max(last - kept, 1), min(place, last)))
         yield sum(away[each] for each in upcoming if (1 if is_backward else 0) <= each <= last)
 
 
@@ -382,7 +412,7 @@ def _of_fork(subject, mode, activations, question, rank):
     found = []  # (phase, bytes of gradients, of activations, of what graphs work with, of gathered blocks)
     for phase, moments in (("forward", activations.forward), ("backward", activations.backward)):
         before = 0 if phase == "forward" else activations.forward[-1].after
-        sums = _gathered(away, [moment.block for moment in moments], phase == "backward")
+        sums = _gathered(away, mode.keep or 0, [moment.block for moment in moments], phase == "backward")
         for moment, gathered in zip(moments, sums, strict=True):
             kept = max(min(before, moment.most), 0)
             found.append((phase, held, kept, moment.most - kept, gathered))
