@@ -122,7 +122,7 @@ def table(answer: Any, model: str) -> List[str]:
     lines += answer.notes
     left_out = ", ".join(f"{name} {count:.2f}" for name, count in answer.left_out.items())
     lines.append(
-        f"Off the {asked.memory:g} go {left_out} (assumed). Beyond the peak torch reserved up to "
+        f"Off the {asked.memory:g} go {left_out} (measured on 1 and 2 H200s). Beyond the peak torch reserved up to "
         f"{RESERVED['fork']:.0%} of it, and of FSDP2's {RESERVED['fsdp2']:.0%} (docs/performance.md): what leaves "
         'less is "tight".'
     )

@@ -33,9 +33,10 @@ _FP32, _REMAINDER = 4, 2  # bytes of a master weight, and of what is kept of one
 WORKSPACES = 2**26
 # The part of a GPU's memory, as it is sold in GB, that torch shows in GiB: 79.1 of an H100's 80, 39.4 of an A100's 40.
 SHOWN = 0.985
-# In GiB, outside of torch's allocator. These are assumed, not measured: the CUDA context with the code of kernels, and
-# buffers of NCCL on one host.
-CONTEXT, NCCL = 0.75, 1.25
+# In GiB, what a process takes of a GPU outside of torch's allocator, the most that was measured on H200s (2026-11-27):
+# 1.30 to 1.81 alone, by `benchmarks.fits_here`, and 2.05 to 2.52 with NCCL between 2 GPUs, by `benchmarks.compare`.
+# NCCL between more GPUs may take more.
+CONTEXT, NCCL = 1.81, 0.71
 # What the allocator reserved beyond the peak, as a part of the peak: the most in docs/performance.md's tables, which
 # are of GPUs with memory to spare. Short of memory it may reserve less, and nobody has measured how much less.
 RESERVED = {"fork": 0.23, "fsdp2": 0.36}
