@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from support.back_and_forth import KINDS, part
+from support.back_and_forth import IN_BF16, KINDS, part
 from support.pool import TESTS
 from support.training import ROUNDING, total_error
 
@@ -51,18 +51,22 @@ def largest(losses, expected):
     return max(abs(a - e) for a, e in zip(losses, expected, strict=True))
 
 
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-def test_stock_then_fork_then_stock(ranks, stock, tmp_path, sharded):
+@pytest.mark.parametrize(
+    "options, kinds",
+    [({}, KINDS), ({"shard_parameters": "all"}, KINDS), ({"store_param_remainders": True}, IN_BF16)],
+    ids=["whole", "sharded", "remainders"],
+)
+def test_stock_then_fork_then_stock(ranks, stock, tmp_path, options, kinds):
     """A checkpoint of another format, or of this rank's parameters alone, would end a training or change it."""
-    folder = str(tmp_path)
+    folder, options = str(tmp_path), {"deepcompile": True, **options}
     # Processes of one DeepSpeed at a time.
     pool = ranks(2, **stock)
-    whole = pool.run(part, KINDS, folder, 0, parts=3)
-    parts = [pool.run(part, KINDS, folder, 0)]
-    parts.append(ranks(2).run(part, KINDS, folder, 1, deepcompile=True, sharded=sharded))
-    parts.append(ranks(2, **stock).run(part, KINDS, folder, 2))
+    whole = pool.run(part, kinds, folder, 0, parts=3)
+    parts = [pool.run(part, kinds, folder, 0)]
+    parts.append(ranks(2).run(part, kinds, folder, 1, options=options))
+    parts.append(ranks(2, **stock).run(part, kinds, folder, 2))
     for rank in range(2):
-        for index, kind in enumerate(KINDS):
+        for index, kind in enumerate(kinds):
             uninterrupted, seen = whole[rank][index], [of_part[rank][index] for of_part in parts]
             assert [each.version for each in (uninterrupted, *seen)] == [STOCK, STOCK, FORK, STOCK]
             assert [each.step_local for each in seen] == [False, True, False]

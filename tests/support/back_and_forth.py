@@ -30,6 +30,7 @@ class Kind:
 
 
 KINDS = [Kind(1, "fp32"), Kind(2, "bf16")]
+IN_BF16 = [Kind(1, "bf16"), Kind(2, "bf16")]
 
 
 class Part(NamedTuple):
@@ -43,7 +44,7 @@ class Part(NamedTuple):
     reached: Dict[str, Any]  # and at the end
 
 
-def part(kinds, folder, number, parts=1, deepcompile=False, sharded=False):
+def part(kinds, folder, number, parts=1, options=None):
     """Goes on with a training of each kind, from where the part before has saved it, and saves it in ``folder``.
 
     Args:
@@ -51,10 +52,9 @@ def part(kinds, folder, number, parts=1, deepcompile=False, sharded=False):
         folder: where checkpoints are.
         number: the number of this part. The first one begins anew.
         parts: how many parts to train at once, without a checkpoint between them.
-        deepcompile: whether with DeepCompile.
-        sharded: whether with all parameters of blocks sharded, which only the fork can do.
+        options: the section ``compile`` of the configuration. DeepSpeed as it was released has DeepCompile off.
     """
-    options = {"deepcompile": deepcompile, **({"shard_parameters": "all"} if sharded else {})}
+    options = options or {"deepcompile": False}
     return [_part(kind, os.path.join(folder, f"stage{kind.stage}"), number, parts, options) for kind in kinds]
 
 
@@ -78,7 +78,7 @@ def _part(kind, folder, number, parts, options):
         engine.compile(backend="eager")
     if number:
         engine.load_checkpoint(folder, tag=f"part{number - 1}")
-    loaded, losses = _state(engine.optimizer), []
+    loaded, losses = _state(engine), []
     for step in range(number * STEPS, (number + parts) * STEPS):
         for micro_step in range(ACCUMULATION):
             generator = torch.Generator().manual_seed(1000 * step + 100 * micro_step + dist.get_rank())
@@ -90,15 +90,17 @@ def _part(kind, folder, number, parts, options):
     if parts == 1:
         engine.save_checkpoint(folder, tag=f"part{number}")
     name = type(engine.optimizer).__name__
-    reached, schedule = _state(engine.optimizer), (engine.global_steps, engine.get_lr())
+    reached, schedule = _state(engine), (engine.global_steps, engine.get_lr())
     engine.destroy()
     return Part(deepspeed.__version__, name.startswith("StepLocal"), losses, schedule, loaded, reached)
 
 
-def _state(optimizer):
+def _state(engine):
     """This rank's masters and optimizer states, as arrays, which other processes can read."""
-    seen = {}
-    for index, master in enumerate(optimizer.single_partition_of_fp32_groups):
-        tensors = {"master": master, **optimizer.state[master]}
+    optimizer, seen = engine.optimizer, {}
+    # Where masters are remainders, only the state dict has their values.
+    masters = optimizer.state_dict()["single_partition_of_fp32_groups"]
+    for index, (master, parameter) in enumerate(zip(masters, optimizer.single_partition_of_fp32_groups)):
+        tensors = {"master": master, **optimizer.state[parameter]}
         seen.update({f"{name} {index}": torch.as_tensor(value) for name, value in tensors.items()})
     return {name: value.detach().cpu().numpy().copy() for name, value in seen.items()}

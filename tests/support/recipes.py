@@ -6,6 +6,7 @@ import dataclasses
 from typing import Optional, Tuple
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -20,7 +21,12 @@ EVALUATIONS = (None, "no_grad", "inference_mode", "in training mode", "with grad
 KINDS = (
     *("linear", "block", "norm", "gain", "empty", "scalar", "sum of two"),
     *("token", "positions", "convolution", "max norm", "dropout", "noise", "unseen", "in place"),
+    *("clamped", "shift", "shifting", "kept view", "transposed", "channels last"),
 )
+# Those whose forwards change parameters.
+CHANGING = ("max norm", "clamped")
+# Those whose buffers other code changes, which no checkpoint may compute again.
+BUFFERED = ("shift", "shifting")
 # Which parameters of a piece do not train: the first of its first module, all but the last of each, or all.
 FREEZES = {
     "first": lambda modules: list(modules.parameters())[:1],
@@ -28,6 +34,8 @@ FREEZES = {
     "all": lambda modules: modules.parameters(),
 }
 LONGEST = 8
+# The label of tokens that do not count.
+IGNORED = -100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +51,10 @@ class Piece:
         checkpointed: None, or whether activations are checkpointed reentrantly.
         skipped: whether it is left out in odd steps.
         frozen: None, or which of its parameters do not train: one of ``FREEZES``.
-        hooked: whether a hook doubles its last parameter's gradient.
+        hooked: None, or from which step on a hook doubles its last parameter's gradient; -1: since before the engine.
+        hooked_alone: whether on rank 0 alone.
         changed: None, or from which step on, and to before which, a hook changes what its last module inside returns.
+        changed_backward: whether that hook changes the gradients of the module's inputs instead.
     """
 
     kind: str = "linear"
@@ -55,8 +65,10 @@ class Piece:
     checkpointed: Optional[bool] = None
     skipped: bool = False
     frozen: Optional[str] = None
-    hooked: bool = False
+    hooked: Optional[int] = None
+    hooked_alone: bool = False
     changed: Optional[Tuple[int, int]] = None
+    changed_backward: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +99,11 @@ class Recipe:
         penalized: whether a penalty on parameters has a backward of its own before that of each micro-batch.
         freezes: whether the first parameter is frozen between forward and backward in odd steps.
         moves: whether trained parameters get other memory in the second step's first backward.
+        changes_parameters: whether a trained and a frozen parameter are changed by ``.data`` before the second step.
+        changes_buffers: whether buffers are changed by ``.data`` before each step, and are others in a backward.
+        ignores: None, or how the loss is reduced where rank 0 has no token that counts in odd steps: "mean", or "sum",
+            which is divided by the number of tokens that count, also by 0.
+        loss_scale: what losses are multiplied by.
         embedding_frozen: whether the embedding does not train, so that a gradient may end above the first block.
         shards: whether each rank keeps a part of the blocks' frozen parameters.
         shards_trained: whether also of the trained ones.
@@ -132,6 +149,10 @@ class Recipe:
     penalized: bool = False
     freezes: bool = False
     moves: bool = False
+    changes_parameters: bool = False
+    changes_buffers: bool = False
+    ignores: Optional[str] = None
+    loss_scale: float = 1.0
     embedding_frozen: bool = False
     shards: bool = False
     shards_trained: bool = False
@@ -200,6 +221,41 @@ class MaxNorm(nn.Module):
         return x + self.codes(torch.arange(5, device=x.device)).sum(0)
 
 
+class Clamped(Gain):
+    """The product with a parameter that uncompiled code has changed by ``.data``."""
+
+    def forward(self, x):
+        self.clamp()
+        return super().forward(x)
+
+    @torch.compiler.disable
+    def clamp(self):
+        self.weight.data.clamp_(-0.9, 0.9)
+
+
+class Shift(Gain):
+    """Adds a buffer. No operator saves the buffer for its backward, so it may change before."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.register_buffer("shift", torch.linspace(-1, 1, width))
+
+    def forward(self, x):
+        return super().forward(x) + self.shift.to(x.dtype)
+
+
+class Shifting(Shift):
+    """Adds a buffer that uncompiled code has changed by ``.data``."""
+
+    def forward(self, x):
+        self.change(x)
+        return super().forward(x)
+
+    @torch.compiler.disable
+    def change(self, x):
+        self.shift.data.copy_(x.detach().mean((0, 1)))
+
+
 class Noise(Gain):
     """The product with a parameter, of which a fourth is dropped, also in evaluation mode."""
 
@@ -247,6 +303,34 @@ class InPlace(Unseen):
         return x
 
 
+class KeptView(Unseen):
+    """Keeps a view of a parameter, which code behind its forward uses."""
+
+    def forward(self, x):
+        self.view = self.linear.weight[0]
+        return self.linear(x)
+
+    def through(self, x):
+        return self(x) * self.view
+
+
+def transposed(width):
+    linear = nn.Linear(width, width)
+    linear.weight = nn.Parameter(linear.weight.detach().t())
+    return linear
+
+
+class ChannelsLast(nn.Module):
+    """A convolution along the sequence whose weight is not contiguous."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.convolution = nn.Conv2d(width, width, (3, 1), padding=(1, 0)).to(memory_format=torch.channels_last)
+
+    def forward(self, x):
+        return self.convolution(x.transpose(1, 2).unsqueeze(3)).squeeze(3).transpose(1, 2)
+
+
 MAKE = {
     "linear": lambda width: nn.Linear(width, width),
     "block": Itself,
@@ -263,6 +347,12 @@ MAKE = {
     "noise": Noise,
     "unseen": Unseen,
     "in place": InPlace,
+    "clamped": Clamped,
+    "shift": Shift,
+    "shifting": Shifting,
+    "kept view": KeptView,
+    "transposed": transposed,
+    "channels last": ChannelsLast,
 }
 
 
@@ -321,7 +411,7 @@ class Body(nn.Module):
 
 
 class FromRecipe(nn.Module):
-    """``forward(ids)`` returns the loss of predicting the ids."""
+    """``forward(ids, skip, labels)`` returns the loss of predicting the labels."""
 
     def __init__(self, recipe):
         super().__init__()
@@ -332,16 +422,20 @@ class FromRecipe(nn.Module):
         if recipe.unused:
             self.unused = nn.Parameter(torch.ones(5))
 
-    def forward(self, ids, skip=False):
-        return F.cross_entropy(self.head(self.body(ids, skip)).flatten(0, 1), ids.flatten())
+    def forward(self, ids, skip, labels):
+        return self.loss(self.body(ids, skip), labels)
+
+    def loss(self, x, labels):
+        reduction = self.body.recipe.ignores or "mean"
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten(), reduction=reduction)
+        return loss / labels.ne(IGNORED).sum() if reduction == "sum" else loss
 
 
 class OneModule(FromRecipe):
     """The same, but the pieces are called by the model itself."""
 
-    def forward(self, ids, skip=False):
-        x = Body.forward(self.body, ids, skip)
-        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+    def forward(self, ids, skip, labels):
+        return self.loss(Body.forward(self.body, ids, skip), labels)
 
 
 def build(recipe):
@@ -349,24 +443,32 @@ def build(recipe):
     return (FromRecipe if recipe.body_within else OneModule)(recipe).to(device())
 
 
-def add_hooks(module):
-    """Tensor hooks are not copied with a module."""
-    for piece, modules in zip(module.body.recipe.pieces, module.body.lists):
-        last = [parameter for parameter in modules.parameters() if parameter.requires_grad][-1:]
-        if piece.hooked and piece.like is None and last:
-            last[0].register_hook(double)
-
-
 def halve(module, inputs, output):
     return output * 0.5
 
 
+def halve_backward(module, of_inputs, of_outputs):
+    return tuple(each if each is None else each * 0.5 for each in of_inputs)
+
+
 def change_hooks(module, step, handles):
-    """Adds and removes the forward hooks of modules before a step. ``handles``: {piece: handle}, of this model."""
+    """Adds and removes hooks before a step. ``handles``: {piece: handle}, of this model's modules.
+
+    Step -1 is before the engine is made. Tensor hooks are not copied with a module.
+    """
     for number, (piece, modules) in enumerate(zip(module.body.recipe.pieces, module.body.lists)):
-        if piece.changed is None or piece.like is not None:
+        if piece.like is not None:
+            continue
+        last = [parameter for parameter in modules.parameters() if parameter.requires_grad][-1:]
+        if step == piece.hooked and last and not (piece.hooked_alone and dist.get_rank() > 0):
+            last[0].register_hook(double)
+        if piece.changed is None:
             continue
         if step == piece.changed[1]:
             handles.pop(number).remove()
         if step == piece.changed[0]:
-            handles[number] = list(modules.modules())[-1].register_forward_hook(halve)
+            inner = list(modules.modules())[-1]
+            backward = piece.changed_backward
+            handles[number] = (
+                inner.register_full_backward_hook(halve_backward) if backward else inner.register_forward_hook(halve)
+            )

@@ -52,6 +52,7 @@ class Case:
     clipping: float = 0.0
     groups: int = 1
     adam: bool = False  # AdamW instead of SGD
+    eps: float = 0.1  # of AdamW
     offloaded: bool = False  # whether the optimizer is on the host
     skip_on_odd_steps: bool = False
     vary_length: bool = False
@@ -92,7 +93,7 @@ def make_optimizer(module, case):
     groups = parameter_groups(module, case.groups)
     if case.adam:
         # With a small eps, a gradient that is rounding alone would move a parameter as far as any other.
-        return torch.optim.AdamW(groups, lr=0.02, eps=0.1, weight_decay=0.1)
+        return torch.optim.AdamW(groups, lr=0.02, eps=case.eps, weight_decay=0.1)
     return torch.optim.SGD(groups, lr=0.2, momentum=0.5)
 
 

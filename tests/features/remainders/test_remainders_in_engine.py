@@ -23,6 +23,7 @@ from deepspeed.utils import (
     safe_get_full_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
+    safe_set_full_optimizer_state,
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -170,6 +171,23 @@ def swap_in_averages(engine):
             parameter.copy_(value)
 
 
+def overflow(engine):
+    """A step whose gradients are not finite on one rank, which all ranks skip."""
+    before, gradient = masters(engine), torch.nan if dist.get_rank() == 1 else 1.0
+    engine.backward(engine(torch.zeros((1, 4), dtype=torch.int64, device=device())))
+    for parameter in trained(engine):
+        safe_set_full_grad(parameter, torch.full(parameter.shape, gradient, device=device()))
+    engine.step()
+    assert engine.skipped_steps == 1 and same(masters(engine), before)
+
+
+def set_states(engine):
+    """Gives the optimizer other states."""
+    for parameter in trained(engine):
+        for name, value in (("exp_avg", 0.25), ("exp_avg_sq", 0.5)):
+            safe_set_full_optimizer_state(parameter, torch.full(parameter.shape, value, device=device()), name)
+
+
 @vary(
     "varied",
     [
@@ -177,6 +195,8 @@ def swap_in_averages(engine):
         {"compile_options": {"optimizer_states": "8bit"}, "model": "AlignedBlocksWithin"},
         {"stage": 1, "overlapped": True, "groups": 1},
         {"between": offload},
+        {"between": overflow},
+        {"between": set_states, "stage": 1},
         {"between": swap_in_averages, "overlapped": True},
         {"clipping": 0.05, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
     ],
@@ -223,6 +243,10 @@ def save(run, folder):
     engine = begin(run)
     for number in range(3):
         step_on_given(engine, run, number)
+    if engine.optimizer.elastic_checkpoint:
+        # Without it, which optimizers with a fused step keep there, DeepSpeed does not load elastic states.
+        for group in engine.optimizer.param_groups:
+            group["step"] = 3
     engine.save_checkpoint(folder, tag="saved")
     seen = [masters(engine), moments(engine)]
     for number in (3, 4):
@@ -270,9 +294,16 @@ def cpu(seen):
     return [[value.cpu() for value in values] for values in seen]
 
 
-def test_saved_and_loaded_in_8_bits(ranks, tmp_path):
-    """Both formats stand in one optimizer, and each load makes both."""
-    run = run_of(EIGHT_BITS, accumulation=1, groups=1)
+@vary(
+    "varied",
+    [
+        {"compile_options": EIGHT_BITS, "groups": 1},
+        {"config": {"zero_optimization": {"elastic_checkpoint": True}}},
+    ],
+)
+def test_saved_and_loaded_in_other_forms(ranks, tmp_path, varied):
+    """States in 8 bits beside remainders, and partitions without padding, go ways of their own."""
+    run = run_of(accumulation=1, **varied)
     expected = ranks(2).run(save, run, str(tmp_path))
     for passed in ranks(2).run(load, run, str(tmp_path), "saved", cpu(expected[0]), "step"):
         assert passed.end and passed.loaded and passed.right, passed
