@@ -109,6 +109,10 @@ class Blocks(Feature):
     def blocks(self) -> List[Module]:
         return [block for reference in self._blocks if (block := reference()) is not None]
 
+    def in_training(self) -> bool:
+        """As :meth:`CompilationLimit.in_training`."""
+        return self._limit.in_training()
+
     def wrap_calls(self, around: Around, always: bool = False) -> None:
         """Puts a call around each call of a block, and of a module that calls blocks, with what was put there before.
 
