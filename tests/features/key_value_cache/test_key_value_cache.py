@@ -348,7 +348,7 @@ class Generated(NamedTuple):
 
 
 def generate_in_training_mode(deepcompile, whole, generates):
-    """Trains a model for three steps.
+    """Trains a model for two steps.
 
     Args:
         deepcompile: whether the engine compiles the model.
@@ -361,7 +361,7 @@ def generate_in_training_mode(deepcompile, whole, generates):
     ids = torch.arange(24, device=device()).view(2, 12)
     losses, graphs, text, counts = [], 0, ids, []
     with compile_backend("eager"):
-        for _ in range(3):
+        for _ in range(2):
             # Each text is as long as the ids, and so is each batch of training.
             loss = engine(input_ids=text, labels=text).loss
             engine.backward(loss)
@@ -379,7 +379,7 @@ def generate_in_training_mode(deepcompile, whole, generates):
     return Generated(losses, graphs, counts, text.tolist())
 
 
-@vary("whole", [False, True])
+@vary("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_generation_in_training_mode(ranks, whole):
     """Blocks would be compiled for each length of the cache, count towards the limit, or generate other texts."""
     pytest.importorskip("transformers")
