@@ -3,6 +3,7 @@
 """Builds of the native code by several processes, some of which are killed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,14 +71,14 @@ class Build:
 
 @pytest.fixture
 def start(tmp_path):
-    """Returns ``start(name, compiler)``, which starts a build with a compiler of this text, or with a missing one."""
+    """Returns ``start(name, compiler)``, which starts a build with a compiler of this text."""
     builds, cxx = [], tmp_path / "compiler"
 
-    def begin(name, compiler=None):
+    def begin(name, compiler):
         cxx.unlink(missing_ok=True)
-        if compiler is not None:
-            cxx.write_text(f'#!/bin/sh\ntouch "$0.runs"\n{compiler}\n')
-            cxx.chmod(0o700)
+        # All of one size, as a compiler of one version has.
+        cxx.write_text(f'#!/bin/sh\ntouch "$0.runs"\n{compiler:40}\n')
+        cxx.chmod(0o700)
         builds.append(Build(name, tmp_path, cxx, len(builds)))
         return builds[-1]
 
@@ -93,12 +94,12 @@ def test_a_build_that_was_killed_is_taken_over(start, name):
     first = start(name, "sleep 600")
     first.wait_for(first.locks)
     (lock,) = first.locks()
-    second = start(name)
+    second = start(name, '[ "$1" = --version ]')
     waits = f"waits for another process, which builds native code in {lock.parent.parent}"
     second.wait_for(lambda: waits in second.text())
     first.kill()
     assert lock.exists()
-    # The compiler is not there, so the build ends soon.
+    # The compiler fails, so the build ends soon.
     assert second.process.wait(LONGEST) == 1
     assert f"Error building extension '{name}'" in second.text()
     assert second.text().count("waits for another process") == 1
@@ -145,6 +146,53 @@ def test_a_folder_is_of_all_that_a_build_depends_on(environment, monkeypatch, tm
     monkeypatch.setattr(torch, "__version__", "another")
     others.append(build_folder.folder_of(**arguments))
     assert len({folder, *others}) == 1 + len(others)
+
+
+@pytest.fixture
+def compilers(monkeypatch, tmp_path):
+    """Puts a folder of compilers into PATH; returns ``install(version)``, which puts one of this version there."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "bin").mkdir()
+
+    def install(version):
+        compiler = tmp_path / "bin" / "c++"
+        compiler.unlink(missing_ok=True)
+        if version is not None:
+            compiler.write_text(f"#!/bin/sh\necho {version}\n")
+            compiler.chmod(0o700)
+
+    return install
+
+
+@pytest.mark.quick
+def test_a_folder_is_of_the_compiler(environment, compilers):
+    """A machine with an older C++ library would load what another machine's newer compiler has built."""
+    arguments = environment("first", 42)
+    folders = []
+    for version in ("12.2", "13.2.1", "12.2"):
+        compilers(version)
+        folders.append(build_folder.folder_of(**arguments))
+    assert folders[0] == folders[2] != folders[1]
+    # A machine without a compiler can only load what others have built.
+    compilers(None)
+    assert build_folder.folder_of(**arguments) not in folders
+    (folders[1] / "built").write_text("answer")
+    (folders[1] / f"answer{torch.utils.cpp_extension.LIB_EXT}").touch()
+    assert build_folder.folder_of(**arguments) == folders[1]
+
+
+@pytest.mark.quick
+def test_a_folder_is_of_the_processor(environment, monkeypatch):
+    """A machine would crash in code that one with the same home directory has built for another processor."""
+    arguments = environment("first", 42)
+    native = {**arguments, "extra_cflags": ["-march=native"]}
+    folder, of_processor = build_folder.folder_of(**arguments), build_folder.folder_of(**native)
+    assert re.search(r"(?m)^(flags|Features|isa|cpu)\s*:", build_folder._processor()) or not os.path.exists(
+        "/proc/cpuinfo"
+    )
+    monkeypatch.setattr(build_folder, "_processor", lambda: "another")
+    assert build_folder.folder_of(**arguments) == folder and build_folder.folder_of(**native) != of_processor
 
 
 @PROGRAM

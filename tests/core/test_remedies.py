@@ -4,8 +4,10 @@
 
 import copy
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from unittest import mock
 
 import torch
@@ -14,7 +16,9 @@ import torch.distributed as dist
 from deepspeed.compile.zero_1_and_2.engine import set_up
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 from deepspeed.ops.op_builder.builder import OpBuilder
+from deepspeed.ops.op_builder.dc import DeepCompileBuilder
 
+from support import training
 from support.beside import Beside, check, warnings_logged
 from support.models import VOCABULARY, BlocksWithin
 from support.options import SMALL, outcome, prepare, train_prepared
@@ -276,3 +280,138 @@ def test_without_a_compiler(tmp_path):
         "RuntimeError: DeepCompile could not build its native code: this machine lacks a C++ compiler (there is no "
         "no-such-compiler; `apt-get install g++`, or name one in CXX)"
     )
+
+
+def test_without_ninja_or_headers(tmp_path, monkeypatch):
+    """A user would install what the message names, and be told of it again."""
+    compiler, bin_of_environment = tmp_path / "bin" / "c++", os.path.dirname(sys.executable)
+    compiler.parent.mkdir()
+    compiler.symlink_to(shutil.which("c++"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(compiler.parent))
+    assert DeepCompileBuilder().lacking() == "ninja (`pip install ninja`, and the environment's bin in PATH)"
+    monkeypatch.setenv("PATH", f"{bin_of_environment}{os.pathsep}{compiler.parent}")
+    assert DeepCompileBuilder().lacking() == ""
+    with mock.patch.object(sysconfig, "get_path", lambda *_: "/no-such-folder"):
+        lacking = DeepCompileBuilder().lacking()
+    assert lacking == "Python's headers (there is no /no-such-folder/Python.h; `apt-get install python3-dev`)"
+
+
+class OneNormElsewhere(BlocksWithin):
+    """The layers look alike, and the optimizer may lack a weight of one of them."""
+
+    def lacking(self):
+        return self.body.blocks[2].norm.weight
+
+
+def train_alike(advised):
+    """Trains where the optimizer lacks a weight of one block, or as advised; returns what was said, and the outcome.
+
+    Args:
+        advised: None; "given": the optimizer has the weight too; "frozen": the weight is not trained.
+    """
+    torch.manual_seed(0)
+    module = OneNormElsewhere()
+    module.lacking().requires_grad_(advised != "frozen")
+
+    def groups(model, count):
+        lacking = {id(model.lacking())} if advised != "given" else set()
+        return [{"params": [each for each in model.parameters() if id(each) not in lacking]}]
+
+    with mock.patch.object(training, "parameter_groups", groups), warnings_logged() as texts:
+        pair = Beside(module, Case(config=REGIONAL))
+    if advised is None:
+        pair.engine.destroy()
+        return texts, None
+    for step in range(2):
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    return texts, pair.end()
+
+
+def test_layers_of_which_the_optimizer_lacks_a_parameter(ranks):
+    """Gradients that graphs could reduce would stay with autograd after the user has done what the warning says."""
+    ((texts, _),) = ranks(1).run(train_alike, None)
+    assert any("layers that look alike share graphs" in text and "give it these too" in text for text in texts)
+    for advised in ("given", "frozen"):
+        ((texts, ended),) = ranks(1).run(train_alike, advised)
+        check([ended])
+        assert not any("to autograd" in text for text in texts) and ended.from_graphs[-1] > 0
+
+
+def train_with_the_later_engine():
+    """A later engine trains the parameters of an earlier one; returns what the latter says, and what comes of it."""
+    torch.manual_seed(0)
+    module = BlocksWithin()
+    earlier = make_engine(module.to(device()), Case(config=REGIONAL))
+    pair = Beside(module, Case(config=REGIONAL))
+    ids = batch(0, 0, dist.get_rank(), 4)
+    told = told_by(lambda: earlier.backward(earlier(ids))) or told_by(earlier.step)
+    earlier.destroy()
+    for step in range(2):
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    return told, pair.end()
+
+
+def test_an_engine_whose_parameters_a_later_one_trains(ranks):
+    """The engine that is to be destroyed would take with it what the later one needs."""
+    for told, ended in ranks(2).run(train_with_the_later_engine):
+        assert "use that one, and destroy this one" in told
+        check([ended])
+
+
+def train_under_hooks(of_all):
+    """Trains with a hook of all modules, or with one at each; returns warnings, the calls, and what came of it."""
+    torch.manual_seed(0)
+    calls, handles = [], []
+    pair = Beside(BlocksWithin(), Case(config=REGIONAL))
+
+    def look(module, args, output):
+        calls.append(type(module).__name__)
+
+    if of_all:
+        handles.append(torch.nn.modules.module.register_module_forward_hook(look))
+    else:
+        handles += [block.register_forward_hook(look) for block in pair.module.body.blocks]
+    with warnings_logged() as texts:
+        pair.step(batch(0, 0, dist.get_rank(), 4))
+    for handle in handles:
+        handle.remove()
+    return [text for text in texts if "Hooks of all modules" in text], len(calls), pair.end()
+
+
+def test_hooks_at_modules(ranks):
+    """Nobody would be told why nothing is compiled, or hooks at modules would have nothing compiled either."""
+    ((texts, calls, ended),) = ranks(1).run(train_under_hooks, True)
+    assert len(texts) == 1 and "register hooks at modules to have it compiled" in texts[0]
+    assert calls and ended.from_graphs == [0]
+    ((texts, calls, ended),) = ranks(1).run(train_under_hooks, False)
+    assert texts == [] and calls and ended.from_graphs[0] > 0
+    check([ended])
+
+
+def train_where_a_backward_raised_meanwhile():
+    """A backward raises in another thread after this one has asked for such a backward, and before this one begins.
+
+    Returns what the reducer says, and what comes of running the backward again.
+    """
+    torch.manual_seed(0)
+    pair = Beside(BlocksWithin(), Case(config=REGIONAL))
+
+    ids = batch(0, 0, dist.get_rank(), 4)
+    hook = pair.module.body.blocks[0].norm.weight.register_hook(lambda gradient: 1 / 0)
+    try:
+        pair.engine.backward(pair.engine(ids))
+    except ZeroDivisionError:
+        hook.remove()
+    told = told_by(pair.engine.optimizer._deepcompile.reducer.begin_backward, True)
+    for step in range(2):
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    return told, pair.end()
+
+
+def test_a_backward_that_raised_in_another_thread(ranks):
+    """The backward that is to be run again would be refused for the same one that raised."""
+    for told, ended in ranks(2).run(train_where_a_backward_raised_meanwhile):
+        assert "run this one again" in told
+        check([ended])

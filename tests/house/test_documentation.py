@@ -22,7 +22,7 @@ from deepspeed.launcher import runner
 from deepspeed.runtime import constants
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from support.documentation import PAGES, ROOT, blocks, documented, links
+from support.documentation import PAGES, ROOT, blocks, documented, links, tokens
 from support.parameter_gather import Around
 from support.training import batch, compile_backend, engine_by_configuration
 
@@ -75,6 +75,33 @@ def test_python(ranks):
     without = [block.where for block in own if not re.search(r"\bengine\b", block.text)]
     assert own and without == [], "these neither quote a file that runs nor do anything with an engine"
     ranks(2).run(run_beside_an_engine, own)
+
+
+def settings_of_torch():
+    """Yields (page, lines of Python) for each sentence that tells the reader to set something of torch."""
+    for page in PAGES:
+        for token in tokens(page):
+            codes = [child.content for child in token.children or () if child.type == "code_inline"]
+            lines = [code for code in codes if re.fullmatch(r"import torch\S*|torch\.[\w.]+ = \w+", code)]
+            if any(" = " in line for line in lines):
+                yield page.name, lines
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page, lines", list(settings_of_torch()), ids=str)
+def test_settings_of_torch(page, lines):
+    """A page would name a setting of a module that `import deepspeed` does not import, so that it raises."""
+    asserted = [f"assert {line.replace(' = ', ' is ')}" for line in lines if " = " in line]
+    program = "\n".join(["import torch", "import deepspeed", *lines, *asserted])
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.quick
+def test_settings_of_torch_are_found():
+    """The test above would run nothing."""
+    found = [line for _, lines in settings_of_torch() for line in lines]
+    assert "torch._functorch.config.donated_buffer = False" in found
 
 
 @pytest.mark.parametrize("block", of("sh"), ids=str)

@@ -5,12 +5,18 @@
 Torch builds a module in a folder of the module's name. Environments that share ``TORCH_EXTENSIONS_DIR`` would build it
 anew in turn: paths of the sources are part of ninja's commands, and pip gives sources a new time. So the name of the
 folder has a hash of what the build depends on, paths and times left out, and what is built there is used as it is.
+Among these are the compiler and, if the code is built for the processor at hand, the processor: machines of several
+kinds may share a home directory.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
+import platform
 import re
+import shlex
+import shutil
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -32,15 +38,49 @@ def folder_of(name: str, sources: Sequence[str], extra_include_paths: Sequence[s
         flags: further arguments of ``torch.utils.cpp_extension.load()``.
     """
     import torch
-    from torch.utils.cpp_extension import _get_build_directory
+    from torch.utils.cpp_extension import CUDA_HOME, _get_build_directory, get_cxx_compiler
 
     environment = {each: os.environ.get(each) for each in ("CXX", "CC", "CUDA_HOME", "TORCH_CUDA_ARCH_LIST")}
     paths = [*sources, *extra_include_paths]
-    told = repr((torch.__version__, sysconfig.get_config_var("SOABI"), paths, sorted(flags.items()), environment))
+    # A flag such as -march=native.
+    processor = _processor() if "=native" in repr(flags) else ""
+    versions = (torch.__version__, sysconfig.get_config_var("SOABI"), processor)
+    told = repr((versions, paths, sorted(flags.items()), environment))
     key = hashlib.sha256(told.replace(str(ROOT), "").encode())
     for file in _files(sources, extra_include_paths):
         key.update(str(file.relative_to(ROOT)).encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-    return Path(_get_build_directory(f"{name}-{key.hexdigest()[:16]}", verbose=False))
+    compilers = [(shlex.split(get_cxx_compiler()) or [""])[0]]
+    if any(source.endswith(".cu") for source in sources):
+        compilers.append(f"{CUDA_HOME}/bin/nvcc")
+    compiler = hashlib.sha256("".join(map(_compiler, compilers)).encode()).hexdigest()[:8]
+    folder = Path(_get_build_directory(f"{name}-{key.hexdigest()[:16]}-{compiler}", verbose=False))
+    if not all(map(_compiler, compilers)) and not name_of_built(folder):
+        # A machine without a compiler uses what another one has built, by whichever compiler.
+        alike = sorted(folder.parent.glob(f"{name}-{key.hexdigest()[:16]}-*"))
+        return next(filter(name_of_built, alike), folder)
+    return folder
+
+
+@functools.lru_cache(maxsize=1)
+def _processor() -> str:
+    """Returns what tells processors apart for which a compiler builds other code."""
+    told = [platform.machine(), platform.processor()]
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        # Of the first processor. Its clock and number change.
+        first = file.read(2**14).partition("\n\n")[0]
+        told += re.findall(
+            r"(?m)^(?:vendor_id|cpu|cpu family|model|model name|flags|Features|CPU .*|isa)\s*:.*", first
+        )
+    return "\n".join(told)
+
+
+def _compiler(command: str) -> str:
+    """Returns name and size of a compiler, which change with its version, or "" if there is none.
+
+    Every start asks, so this starts no process.
+    """
+    path = shutil.which(command)
+    return f"{Path(path).resolve().name} {os.stat(path).st_size}\n" if path else ""
 
 
 def _files(sources, include_paths):

@@ -95,6 +95,19 @@ class Cut(Branching):
             return x * (1 + int(self.branch) / 8)
 
 
+class Remembering(Branching):
+    """What tells the branches has the name that transformers has for its cache."""
+
+    class block(Branching.block):
+        @property
+        def branch(self):
+            return self.past_key_values
+
+        @branch.setter
+        def branch(self, value):
+            self.past_key_values = value
+
+
 def warned_of(make, case, limit, steps):
     """Takes steps with another branch each time; returns the warnings of compilations."""
     torch.manual_seed(0)
@@ -109,10 +122,12 @@ def warned_of(make, case, limit, steps):
     return [warning for warning in warnings if "compiled" in warning]
 
 
-FAILED_GUARD = r"a frame of block, because this guard of Dynamo failed: .*branch == '\d'.*in forward"
+FAILED_GUARD = (
+    r"a frame of block, because this guard of Dynamo failed: .*(branch|past_key_values) == '\d'.*in (forward|branch)"
+)
 
 
-@vary("make, limit", [(Branching, 8), (Cut, 2)], expects="limit")
+@vary("make, limit", [(Branching, 8), (Cut, 2), (Remembering, 8)], expects="limit")
 def test_warnings_say_what_dynamo_says(ranks, make, limit):
     """A warning would blame a cache or other shapes where a branch is to blame, or hide where a graph ends early."""
     case = Case(config=REGIONAL)

@@ -253,6 +253,22 @@ def test_it_is_the_optimizers_own_step_but_for_rounding(name):
     assert type(rank.state["step"]) is type(own.state[expected]["step"])
 
 
+def test_tiny_gradients_move_weights_as_with_states_in_fp32():
+    """Where a block's scale has a floor, a loss that is scaled by 1e-9 leaves the weights where they are."""
+    flat = flat_weights()
+    expected = torch.nn.Parameter(flat.clone())
+    own, rank = torch.optim.AdamW([expected], eps=1e-15), OneRank(flat, 0, NUMEL, lambda p: adamw(p, eps=1e-15))
+    own.param_groups[0].update(lr=0.01, weight_decay=0.1)
+    for seed in range(5):
+        gradient = draw(seed) * 1e-9
+        expected.grad = gradient.float()
+        own.step()
+        rank.step(gradient)
+    error, moved = (relative_error([rank.master], [other]) for other in (expected, flat))
+    # Of small gradients in a block of large ones, the states are rounded most.
+    assert error < 0.1 * moved and moved > 1e-2, (error, moved)
+
+
 @vary("adamw", [True, False])
 def test_beside_torchao(adamw):
     """Torchao's optimizer has the same codes, scales and weights, where its scalars have the same bits.

@@ -258,21 +258,30 @@ def test_hooks_of_transformers(ranks, name):
         assert outcome.from_graphs[0] > 0
 
 
-def warnings_of_full_backward_hooks(place, regional):
-    """Trains a model that has full backward hooks before it is compiled; returns what came of it, and the warnings."""
+def warnings_of_full_backward_hooks(place, regional, added):
+    """Trains a model that gets full backward hooks before it is compiled, or after a step.
+
+    Returns what came of it, and the warnings.
+    """
     torch._dynamo.reset()
-    module = BlocksWithin()
-    Hooks().add(PLACES[place](module), "looks backward")
+    module, hooks = BlocksWithin(), Hooks()
     with warnings_logged() as warnings:
+        if added == 0:
+            hooks.add(PLACES[place](module), "looks backward")
         beside = Beside(module, Case(config={"compile": {"regional_compilation": regional}}))
-        beside.step(batch(0, 0, dist.get_rank(), 4))
+        for step in range(3):
+            if added == 1 == step:
+                hooks.add(PLACES[place](module), "looks backward")
+            beside.step(batch(step, 0, dist.get_rank(), 4))
+    assert hooks.calls > 0
     return beside.end(), [warning for warning in warnings if "full backward hooks" in warning]
 
 
+@vary("added", [0, 1])
 @vary("place, regional, named", [("in a block", True, "up"), ("block", True, None), ("head", False, "head")], "named")
-def test_full_backward_hooks(ranks, place, regional, named):
+def test_full_backward_hooks(ranks, place, regional, named, added):
     """Torch ends graphs at such a hook, and in a loop it compiles nothing: nobody would say why training is slow."""
-    ((outcome, warnings),) = ranks(1).run(warnings_of_full_backward_hooks, place, regional)
+    ((outcome, warnings),) = ranks(1).run(warnings_of_full_backward_hooks, place, regional, added)
     check([outcome])
     assert len(warnings) == (named is not None) and all(f"{named} (" in each for each in warnings)
 

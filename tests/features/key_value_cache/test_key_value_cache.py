@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.compile.features.blocks.compilation_limit import CompilationLimit
+from deepspeed.compile.features.blocks.feature import Blocks
 from deepspeed.compile.features.key_value_cache.feature import train_without_cache
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 
@@ -87,6 +89,9 @@ def test_training_forwards_keep_no_cache(ranks):
     assert asked_for.cache_in_training and asked_for.graphs > without.graphs
 
 
+ADVICE = "Pass use_cache=False"
+
+
 def warned_of_a_cache(**asked):
     """Returns the warnings of a training forward of six layers that say to train without a cache."""
     torch._dynamo.reset()
@@ -95,7 +100,7 @@ def warned_of_a_cache(**asked):
     with compile_backend("eager"), warnings_logged() as warnings:
         engine(input_ids=ids, labels=ids, **asked)
     engine.destroy()
-    return [warning for warning in warnings if "Train without a cache of keys and values" in warning]
+    return [warning for warning in warnings if ADVICE in warning]
 
 
 @pytest.mark.slow
@@ -104,7 +109,8 @@ def test_a_cache_for_which_layers_are_compiled_again(ranks):
     pytest.importorskip("transformers")
     ((warning,),) = ranks(1).run(warned_of_a_cache, use_cache=True)
     assert warning.startswith("[Rank 0] DeepCompile has compiled one frame 5 times: a frame of Qwen3DecoderLayer")
-    assert ranks(1).run(warned_of_a_cache) == [[]]
+    # As is advised, and as without a word.
+    assert ranks(1).run(warned_of_a_cache, use_cache=False) == ranks(1).run(warned_of_a_cache) == [[]]
 
 
 class Pretrained(torch.nn.Module):
@@ -131,22 +137,27 @@ def test_which_forwards_keep_no_cache(monkeypatch):
     with contextlib.ExitStack() as undo:
         with warnings_logged() as texts:
             for module in (alone, around, without, torch.nn.ModuleList([left])):
-                train_without_cache(module, undo)
+                train_without_cache(module, undo, CompilationLimit(module, 8).in_training)
         # What this advises is done below.
         assert len(texts) == 3 and all("call them with use_cache=True to have a cache" in text for text in texts)
-        # The module around it is gone, as when a trainer has ended.
+        # The module around it is gone, as when a trainer has ended, and the model is used on.
         del module
-        assert left(1, labels=1) is None
+        with torch.no_grad():
+            assert left(1, labels=1) is None
         assert alone(1) is False and within(1, labels=1) is False
         # What is around the model may read its cache, and a model without one is left alone.
         assert within(1) is None and without(1) is None
         for model, decides in ((alone, alone), (within, around)):
             assert model(1, labels=1, use_cache=True) is True
             assert model(1, labels=1, past_key_values=()) is None
+            # A forward without gradients may be the first of two of checkpointing, which must compute the same.
+            with torch.no_grad():
+                assert model(1, labels=1) is False and model(1) is None
+            # Gradients are enabled, so the forward belongs to training, and without labels to a loop that generates.
+            decides.eval()
+            assert model(1, labels=1) is False and model(1) is None
             with torch.no_grad():
                 assert model(1, labels=1) is None
-            decides.eval()
-            assert model(1, labels=1) is None
             decides.train()
         within.eval()
         assert within(1, labels=1) is False
@@ -327,44 +338,102 @@ def test_beside_transformers_that_cannot_be_imported(ranks, tmp_path):
     assert after < before
 
 
-def generate_in_training_mode(whole):
-    """Returns how many graphs generation from an engine in training mode compiles, and whether its text is right."""
+class Generated(NamedTuple):
+    """What training came to in which a model generates in each step, as in reinforcement learning."""
+
+    losses: List[float]
+    graphs: int  # that generation compiled
+    counts: List[int]  # how often each frame was compiled, as the limit of compilations counts
+    text: List[List[int]]  # of the last generation
+
+
+def generate_in_training_mode(deepcompile, whole, generates):
+    """Trains a model for two steps.
+
+    Args:
+        deepcompile: whether the engine compiles the model.
+        whole: whether the model is one graph.
+        generates: whether the model generates between the steps, in training mode and without gradients.
+    """
     torch._dynamo.reset()
     module = language_model(2, 32, None)
-    engine = engine_by_configuration(module, True, compile={"regional_compilation": not whole})
+    engine = engine_by_configuration(module, deepcompile, compile={"regional_compilation": not whole})
     ids = torch.arange(24, device=device()).view(2, 12)
+    losses, graphs, text, counts = [], 0, ids, []
     with compile_backend("eager"):
-        engine.backward(engine(input_ids=ids, labels=ids).loss)
-        engine.step()
-        torch._dynamo.utils.counters.clear()
-        with torch.no_grad():
-            text = module.generate(ids, max_new_tokens=3, do_sample=False)
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for _ in range(2):
+            # Each text is as long as the ids, and so is each batch of training.
+            loss = engine(input_ids=text, labels=text).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+            if generates:
+                torch._dynamo.utils.counters.clear()
+                with torch.no_grad():
+                    text = module.generate(ids[:, :8], max_new_tokens=4, min_new_tokens=4, do_sample=False)
+                graphs += torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if deepcompile:
+        limit = engine.optimizer._deepcompile.find(Blocks)._limit
+        counts = sorted(count for of_frame in limit._compilations.values() for count in of_frame.values())
     engine.destroy()
-    return graphs, torch.equal(text, module.generate(ids, max_new_tokens=3, do_sample=False))
+    return Generated(losses, graphs, counts, text.tolist())
 
 
-@vary("whole", [False, True])
-def test_generation_in_training_mode_compiles_nothing(ranks, whole):
-    """Reinforcement learning generates in every step: blocks would be compiled for each length of the cache."""
+@vary("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_generation_in_training_mode(ranks, whole):
+    """Blocks would be compiled for each length of the cache, count towards the limit, or generate other texts."""
     pytest.importorskip("transformers")
-    assert ranks(1).run(generate_in_training_mode, whole) == [(0, True)]
+    (off,) = ranks(1).run(generate_in_training_mode, False, whole, True)
+    (on,) = ranks(1).run(generate_in_training_mode, True, whole, True)
+    (without,) = ranks(1).run(generate_in_training_mode, True, whole, False)
+    assert on.graphs == 0 and on.counts == without.counts and max(on.counts) == 1
+    assert on.losses == pytest.approx(off.losses, rel=1e-5) and on.text == off.text
+    # The losses depend on what was generated.
+    assert on.losses[0] == without.losses[0] and on.losses[1] != pytest.approx(without.losses[1], rel=1e-5)
 
 
-def train_in_evaluation_mode():
-    """Returns whether a model in evaluation mode, within one that trains, keeps a cache in a training forward."""
+class Compiled(NamedTuple):
+    """What was compiled, and what was said of it."""
+
+    graphs: int  # for a step
+    keeps_cache: bool  # in a training forward
+    graphs_of_validation: int  # that were compiled after the step
+    advised: int  # how many warnings advise to train without a cache
+
+
+def train_in_modes(around, within):
+    """Trains a language model within another module for a step, and then evaluates both, as Lightning does.
+
+    Args:
+        around: whether the module around the model is in training mode.
+        within: whether the model is.
+    """
     torch._dynamo.reset()
-    module = language_model(2, 32, None)
+    torch._dynamo.utils.counters.clear()
+    module = language_model(6, 32, None)
     engine = engine_by_configuration(Labels(module), True)
-    module.eval()
     ids = torch.arange(24, device=device()).view(2, 12)
-    with compile_backend("eager"):
+    with compile_backend("eager"), warnings_logged() as warnings:
+        # Before it, so that this is the only forward that needs the engine compiled.
+        engine.compile(backend="eager")
+        engine.train(around)
+        module.train(within)
         output = engine(ids)
+        engine.backward(output.loss)
+        engine.step()
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        engine.eval()
+        with torch.no_grad():
+            engine(ids)
+    of_validation = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
     engine.destroy()
-    return output.past_key_values is not None
+    advised = [warning for warning in warnings if ADVICE in warning]
+    return Compiled(graphs, output.past_key_values is not None, of_validation, len(advised))
 
 
-def test_the_mode_of_the_engines_module_decides(ranks):
+@vary("around, within", [(True, True), (True, False), (False, False)])
+def test_what_trains_compiles_once_for_all_layers(ranks, around, within):
     """Lightning leaves the model of from_pretrained() in evaluation mode: each layer would be compiled by itself."""
     pytest.importorskip("transformers")
-    assert ranks(1).run(train_in_evaluation_mode) == [False]
+    # One graph for all layers, and one for head and loss.
+    assert ranks(1).run(train_in_modes, around, within) == [Compiled(2, False, 0, 0)]

@@ -180,6 +180,46 @@ def test_a_loss_that_does_not_fit_stays_in_one_piece(ranks):
         assert result.chunked == 0 and result.outcome.error < BOUND
 
 
+class Counts(FillsPartition):
+    """Divides its summed loss by the number of tokens that count, or has torch do so."""
+
+    by_torch = False
+
+    def forward(self, ids, labels):
+        logits, labels = self.head(self.embedding(ids)).flatten(0, 1), labels.flatten()
+        if self.by_torch:
+            return cross_entropy(logits, labels)
+        return cross_entropy(logits, labels, reduction="sum") / (labels != -100).sum()
+
+
+def train_where_a_rank_ignores_all(by_torch):
+    """Trains with a rank that ignores all of its tokens, rank 1 first.
+
+    Returns how many graphs have a loss in chunks, whether losses were NaN on this rank, and what came of training.
+    """
+    torch.manual_seed(0)
+    module, none_counted = Counts(), []
+    module.by_torch = by_torch
+    with small_chunks(numel=128) as seen:
+        pair = Beside(module, Case(config=ON))
+        for step in range(3):
+            ids = batch(step, 0, dist.get_rank(), 4)
+            pair.step(ids, ids if (step + dist.get_rank()) % 2 == 0 else torch.full_like(ids, -100))
+            with torch.no_grad():
+                none_counted.append(bool(pair.plain(ids, torch.full_like(ids, -100)).isnan()))
+    assert all(none_counted) and pair.engine.skipped_steps == 0
+    return len(seen.graphs), seen.chunks, pair.end()
+
+
+@vary("by_torch", [False, True])
+def test_a_rank_that_ignores_all_tokens(ranks, by_torch):
+    """Its gradients would be NaN and end the training of all ranks, where torch's are zeros."""
+    for graphs, chunks, outcome in ranks(2).run(train_where_a_rank_ignores_all, by_torch):
+        assert graphs > 0 and len(chunks) == 3
+        # A NaN is no less than the bound.
+        assert outcome.error < BOUND and outcome.moved > 1e-3
+
+
 def train_by_size(evaluates):
     """Trains with lengths of which only six are many logits, in the last steps on one rank only.
 

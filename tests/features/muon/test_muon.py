@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 
 import deepspeed
-from deepspeed.compile.features.muon.muon import _update, norm_of_updates
+from deepspeed.compile.features.muon.muon import MOMENTUM, _update, norm_of_updates
 
 from support.beside import logged
 from support.ids import vary
@@ -245,8 +245,9 @@ def test_refused_with_muon(ranks):
     assert not any(said.values()), said
 
 
-def one_matrix():
-    return raised(nn.Linear(4, 4, bias=False).to(device()))
+def one_matrix(adamw=False):
+    module = nn.Linear(4, 4, bias=False).to(device())
+    return raised(module, torch.optim.AdamW(module.parameters()) if adamw else None)
 
 
 @pytest.mark.slow
@@ -254,4 +255,41 @@ def test_partitions_smaller_than_matrices_are_refused(ranks):
     for said in ranks(3).run(one_matrix):
         assert said and said.startswith(REFUSED)
         assert "each of Muon's 1 matrices would be orthogonalized on 3.0 ranks on average" in said
+    # As is advised.
     assert ranks(2).run(one_matrix) == [None, None]
+    assert ranks(3).run(one_matrix, adamw=True) == [None, None, None]
+
+
+def momentum_of_others(training, folder):
+    """Goes on with momentum of other partitions, and then from a checkpoint of as many ranks, as is advised.
+
+    Returns what the first raises, and the errors of what came of the second.
+    """
+    module, engine = start(training, deepcompile=True)
+    train(engine, training, range(2))
+    engine.save_checkpoint(folder)
+    train(engine, training, range(2, 4))
+    expected = seen(module, engine)
+    engine.destroy()
+    module, engine = start(training, deepcompile=True, seed=1)
+    engine.load_checkpoint(folder)
+    for states in engine.optimizer.optimizer.state.values():
+        if MOMENTUM in states:
+            states[MOMENTUM] = states[MOMENTUM][1:]
+    try:
+        train(engine, training, range(2, 4))
+        told = ""
+    except RuntimeError as error:
+        told = str(error)
+    engine.load_checkpoint(folder)
+    train(engine, training, range(2, 4))
+    actual = seen(module, engine)
+    engine.destroy()
+    return told, [relative_error(*each) for each in zip(actual, expected, strict=True)]
+
+
+def test_momentum_of_other_partitions(ranks, tmp_path):
+    """Updates would be made of another matrix's momentum, or the checkpoint that is advised would not help."""
+    for told, errors in ranks(2).run(momentum_of_others, Training(stage=2), str(tmp_path)):
+        assert "its checkpoint is of other partitions; load one of as many ranks" in told
+        assert max(errors) < 10 * BOUND, errors

@@ -174,18 +174,52 @@ class OwnScheduler:
     def __init__(self, optimizer):
         self.optimizer, self.rates = optimizer, [0.1, 0.2, 0.3]
 
+    def step(self):
+        for group, rate in zip(self.optimizer.param_groups, self.rates):
+            group["lr"] = rate
+
+
+class OwnLR(torchs.LRScheduler):
+    """A scheduler of a user's class below torch's, which gives the third group a rate of its own."""
+
+    def get_lr(self):
+        return [rate / 2 if place == 2 else rate for place, rate in enumerate(self.base_lrs)]
+
+
+class OwnWrapper:
+    """Holds an optimizer and steps it, without a rate for each parameter group."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.losses = optimizer, []
+
+    def step(self):
+        self.optimizer.step()
+
 
 @pytest.mark.quick
-@vary("kind", [OwnScheduler, "StepLR", None])
-def test_a_scheduler_of_an_unknown_class_is_warned_of(kind):
+@vary("is_given", [True, False])
+@vary("kind", [OwnScheduler, OwnLR, OwnWrapper, torchs.ExponentialLR, None])
+def test_a_scheduler_of_an_unknown_class_is_warned_of(kind, is_given):
     """A user's own scheduler would give the groups each other's rates without a word."""
     optimizer = make_optimizer(list, "SGD")
-    given = kind and (OwnScheduler(optimizer) if kind is OwnScheduler else SCHEDULERS[kind](optimizer, list))
+    # The caller may have other objects, which hold other optimizers or are schedulers of these.
+    of_another = OwnScheduler(make_optimizer(list, "SGD"))
+    made = kind and (kind(optimizer, 0.5) if kind is torchs.ExponentialLR else kind(optimizer))
+    given = made if is_given and kind is not OwnWrapper else None
     with warnings_logged() as warnings:
         forget_empty_groups(optimizer, given)
-        # As is advised: nobody warns of an optimizer that has no empty group.
-        full = make_optimizer(lambda groups: [groups[index] for index in FULL], "SGD")
-        forget_empty_groups(full, given and OwnScheduler(full))
-    assert len(warnings) == (kind is OwnScheduler)
-    assert all("rates of the lr_scheduler OwnScheduler" in warning for warning in warnings)
-    assert all("leave empty groups out of the optimizer" in warning for warning in warnings)
+    assert of_another.rates == [0.1, 0.2, 0.3]
+    assert len(warnings) == (kind in (OwnScheduler, OwnLR))
+    assert all(f"the scheduler {kind.__name__} may give a group the rate of another" in text for text in warnings)
+
+
+@pytest.mark.quick
+def test_nothing_is_said_where_empty_groups_are_left_out():
+    """The advice to leave empty groups out would not end the warning, nor keep the scheduler right."""
+    optimizer = make_optimizer(lambda groups: [groups[place] for place in FULL], "SGD")
+    own = OwnScheduler(optimizer)
+    with warnings_logged() as warnings:
+        forget_empty_groups(optimizer, own)
+    own.step()
+    assert not warnings
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]

@@ -12,6 +12,7 @@ Evaluation and generation run uncompiled: they take other shapes than training, 
 
 import collections
 import contextlib
+import re
 import sys
 import threading
 import weakref
@@ -31,6 +32,8 @@ from . import reasons
 _UNLIMITED = 10**6
 # After more compilations of one frame than this, DeepCompile warns, and says why Dynamo compiles the frame again.
 _MANY = 4
+# What a guard of a cache of transformers has. A model of the caller may have past_key_values of another kind.
+_CACHE = re.compile(r"transformers/cache_utils\.py|past_key_values\b.*\.layers\[")
 
 
 def _generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -83,8 +86,8 @@ class CompilationLimit:
         self._reached = ""
         self.has_stopped = False
 
-    def trains(self, args: Tuple, kwargs: Dict[str, Any]) -> bool:
-        """Whether a call with these arguments, of the module or of a part of it, belongs to training.
+    def in_training(self) -> bool:
+        """Whether a call, of the module or of a part of it, belongs to training.
 
         Gradient mode alone does not decide: checkpointing runs a forward without gradients, and runs the forward again
         with gradients in the backward. Both runs must use the same code, or they would draw different random numbers.
@@ -93,12 +96,14 @@ class CompilationLimit:
         """
         if torch.is_grad_enabled():
             return True
-        if _generates(args, kwargs):
-            return False
         if self._thread.trains is not None:
             return self._thread.trains
         module = self._module()
         return module is not None and module.training
+
+    def trains(self, args: Tuple, kwargs: Dict[str, Any]) -> bool:
+        """Whether a call with these arguments belongs to training, and not to generation within it."""
+        return self.in_training() and not _generates(args, kwargs)
 
     def runs_eager(self) -> bool:
         """Whether modules run uncompiled: this rank has stopped, or hooks of all modules are registered.
@@ -186,8 +191,8 @@ class CompilationLimit:
         """Says why a frame of ``what`` is being compiled again."""
         guard = reasons.failed_guard()
         why = f"a frame of {what}" + (f", because this guard of Dynamo failed: {guard}" if guard else "")
-        if "past_key_values" in guard or "cache_utils.py" in guard:
-            why += ". Train without a cache of keys and values: in training mode, without use_cache=True"
+        if _CACHE.search(guard):
+            why += ". Pass use_cache=False, because a layer finds the cache filled by other numbers of earlier layers"
         if what in self._graph_breaks:
             why += f". A graph of {what} ends early, at {self._graph_breaks[what]}"
         return why

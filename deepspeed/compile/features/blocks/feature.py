@@ -11,6 +11,7 @@ from torch.nn import Module
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext, classes
+from ...zero_1_and_2.messages import warn
 from . import compile_blocks, reasons
 from .block_calls import Around
 from .choose_blocks import choose_blocks
@@ -100,10 +101,17 @@ class Blocks(Feature):
         else:
             logger.info(f"DeepCompile compiles the model as a whole, because {why_whole}")
         compile_blocks.compile_module(module, self._limit, undo, {**compile_kwargs, "backend": context.backend})
+        # warnings() has told of hooks that are there now.
+        self._told_of_hooks = any(_hooks_that_end_graphs(module, blocks))
+        self._compilations = 0
 
     @property
     def blocks(self) -> List[Module]:
         return [block for reference in self._blocks if (block := reference()) is not None]
+
+    def in_training(self) -> bool:
+        """As :meth:`CompilationLimit.in_training`."""
+        return self._limit.in_training()
 
     def wrap_calls(self, around: Around, always: bool = False) -> None:
         """Puts a call around each call of a block, and of a module that calls blocks, with what was put there before.
@@ -129,6 +137,16 @@ class Blocks(Feature):
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         self._limit.stop_if_exceeded()
+        if self._told_of_hooks:
+            return
+        # A hook that comes later has Dynamo compile again. Look for hooks only after that: a model has many modules.
+        compilations = sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
+        module = self._module()
+        if compilations != self._compilations and module is not None:
+            self._compilations = compilations
+            for sentence in _hooks_that_end_graphs(module, self.blocks):
+                self._told_of_hooks = True
+                warn(f"DeepCompile: {sentence}")
 
 
 FEATURE = Blocks

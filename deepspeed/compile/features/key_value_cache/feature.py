@@ -11,8 +11,7 @@ import contextlib
 import functools
 import inspect
 import sys
-import weakref
-from typing import List
+from typing import Callable, List
 
 import torch
 from torch.nn import Module
@@ -20,28 +19,29 @@ from torch.nn import Module
 from ...zero_1_and_2.feature import Feature, SetUpContext
 from ...zero_1_and_2.hooks import Hook
 from ...zero_1_and_2.messages import warn
+from ..blocks.feature import Blocks
 
 
 class TrainWithoutCache(Feature):
     """Adds hooks to the models of transformers in an engine's module."""
 
     def __init__(self, context: SetUpContext):
-        train_without_cache(context.module, context.undo)
+        train_without_cache(context.module, context.undo, context.get(Blocks).in_training)
 
 
 FEATURE = TrainWithoutCache
 
 
-def train_without_cache(module: Module, undo: contextlib.ExitStack) -> None:
+def train_without_cache(module: Module, undo: contextlib.ExitStack, in_training: Callable[[], bool]) -> None:
     """Adds hooks to the outermost models of transformers in ``module``, and to ``undo`` what removes the hooks.
 
-    ``module`` is the engine's, and a forward trains if ``module`` is in training mode and gradients are enabled. The
-    mode of a model inside ``module`` says nothing: ``from_pretrained()`` returns a model in evaluation mode, and
-    Lightning, for one, leaves it so.
+    The hook passes ``use_cache=False`` to each call in training whose caller has not chosen, and which has labels.
+    Without labels, whoever makes the call may want the cache. So the hook does so without labels only if ``module``
+    itself is such a model, is in training mode, and gradients are enabled.
 
-    If ``module`` is such a model, the hook passes ``use_cache=False`` to each training forward whose caller has not
-    chosen. In a model inside ``module``, the hook does so only for calls with labels: without labels, the code around
-    the model may want the cache.
+    Args:
+        module: the engine's module.
+        in_training: as ``CompilationLimit.in_training()``, which also decides what runs compiled.
     """
     models = [model for model in _outermost(module) if _has_switch(model)]
     if models:
@@ -50,10 +50,8 @@ def train_without_cache(module: Module, undo: contextlib.ExitStack) -> None:
             f"Training forwards of {names} run with use_cache=False, as under gradient checkpointing; call them with "
             "use_cache=True to have a cache of keys and values"
         )
-    # A strong reference would make a cycle of the module and its hooks.
-    reference = weakref.ref(module)
     for model in models:
-        hook = Hook(functools.partial(_without if model is module else _without_if_labelled, reference))
+        hook = Hook(functools.partial(_without_cache, in_training, model is module))
         undo.callback(model.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
 
@@ -80,14 +78,10 @@ def _has_switch(model):
     return keeps and ("use_cache" in parameters or hands_on)
 
 
-def _without(reference, _, inputs, kwargs):
+def _without_cache(in_training, is_module, model, inputs, kwargs):
     said = len(inputs) > 1 or kwargs.get("use_cache") is not None or kwargs.get("past_key_values") is not None
-    module = reference()
-    # The engine's module may be gone, and the model within it be used on.
-    if said or module is None or not (module.training and torch.is_grad_enabled()):
+    if said or not in_training():
+        return None
+    if kwargs.get("labels") is None and not (is_module and model.training and torch.is_grad_enabled()):
         return None
     return inputs, {**kwargs, "use_cache": False}
-
-
-def _without_if_labelled(reference, model, inputs, kwargs):
-    return None if kwargs.get("labels") is None else _without(reference, model, inputs, kwargs)

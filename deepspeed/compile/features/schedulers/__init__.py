@@ -31,8 +31,8 @@ _LISTS = (
 def forget_empty_groups(optimizer: Optimizer, given: Any) -> None:
     """Called right before DeepSpeed removes the empty parameter groups of an optimizer.
 
-    Takes the entries of these groups out of the lists of each scheduler of the optimizer. Warns of a scheduler of an
-    unknown class that has such lists.
+    Takes the entries of these groups out of the lists of each scheduler of the optimizer. Warns of schedulers whose
+    class is neither torch's nor DeepSpeed's: such a class may know the groups by their places in a way of its own.
 
     Args:
         given: the scheduler that ``deepspeed.initialize()`` was given, or None.
@@ -40,30 +40,44 @@ def forget_empty_groups(optimizer: Optimizer, given: Any) -> None:
     kept = [bool(group["params"]) for group in optimizer.param_groups]
     if all(kept):
         return
-    for scheduler in _schedulers_of(optimizer, given):
-        for name in _LISTS:
+    foreign = {}
+    for scheduler in _schedulers_of(optimizer, given, len(kept)):
+        for name in _LISTS if isinstance(scheduler, _KINDS) else ():
             entries = getattr(scheduler, name, None)
             if isinstance(entries, (list, tuple)) and len(entries) == len(kept):
                 setattr(scheduler, name, list(itertools.compress(entries, kept)))
-    if given is None or isinstance(given, _KINDS):
-        return
-    lists = [
-        name
-        for name, value in getattr(given, "__dict__", {}).items()
-        if isinstance(value, (list, tuple)) and len(value) == len(kept)
-    ]
-    if lists:
+        if type(scheduler).__module__.partition(".")[0] not in ("torch", "deepspeed"):
+            foreign[type(scheduler).__name__] = None
+    if foreign:
         warn(
             f"DeepSpeed removes {kept.count(False)} of {len(kept)} parameter groups, because they have no parameters, "
-            f"and {', '.join(lists)} of the lr_scheduler {type(given).__name__} may have an entry for each, so that "
-            "groups get each other's rates; leave empty groups out of the optimizer"
+            f"and the scheduler {', '.join(foreign)} may give a group the rate of another one after that; leave empty "
+            "groups out of the optimizer"
         )
 
 
-def _schedulers_of(optimizer: Optimizer, given: Any) -> Iterator[Any]:
+def _schedulers_of(optimizer: Optimizer, given: Any, groups: int) -> Iterator[Any]:
+    # DeepSpeed calls what it was given if it can, later, to make a scheduler for the groups that are left.
+    if given is not None and not callable(given) and not isinstance(given, _KINDS):
+        yield given
     # The engine knows only the scheduler that deepspeed.initialize() was given. Accelerate gives it none of torch's,
     # and a scheduler may be made of others. No optimizer knows its schedulers, so ask Python for all objects, which
     # are those that are not behind gc.freeze().
     for value in (given, *gc.get_objects()):
-        if issubclass(type(value), _KINDS) and getattr(value, "optimizer", None) is optimizer:
-            yield value
+        if issubclass(type(value), _KINDS):
+            if getattr(value, "optimizer", None) is optimizer:
+                yield value
+        elif hasattr(type(value), "step") and not issubclass(type(value), Optimizer):
+            if _steps_rates(value, optimizer, groups):
+                yield value
+
+
+def _steps_rates(value, optimizer, groups):
+    """Whether an object with a method ``step`` holds the optimizer, and a number or a function for each group."""
+    attributes = getattr(value, "__dict__", {}).values()
+    return any(attribute is optimizer for attribute in attributes) and any(
+        isinstance(attribute, (list, tuple))
+        and len(attribute) == groups
+        and all(isinstance(entry, (int, float)) or callable(entry) for entry in attribute)
+        for attribute in attributes
+    )

@@ -1,0 +1,218 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Which test follows the remedy that a message names. ``house/test_remedies_named.py`` lists the messages."""
+
+_REFUSED = "core/test_options_refused.py::test_refused"
+_ADVISED = "core/test_options_refused.py::test_what_refusals_advise"
+_EIGHT_BIT = "features/eight_bit/test_eight_bit_in_engine.py::test_refused_states"
+_MUON = "features/muon/test_muon.py::test_refused_with_muon"
+_OF_COMPILE = "core/test_second_derivatives.py::test_the_engine_says_what_to_do_and_that_is_right"
+
+# A part of a message -> the test that does what the message advises.
+FOLLOWED = {
+    # The blocks, and what is compiled of them.
+    "if one was changed, change a copy of it, or set the option to null": (
+        "features/activation_budget/test_activation_budget.py::test_an_input_that_others_change"
+    ),
+    "found no blocks that repeat in {}; name their classes in a list": _REFUSED,
+    "use the names of its blocks' classes": _REFUSED,
+    "name its blocks' classes in compile.regional_compilation, or leave this out": _REFUSED,
+    "which makes a graph of every block; leave one of them out": _REFUSED,
+    "Pass use_cache=False, because a layer finds the cache filled": (
+        "features/key_value_cache/test_key_value_cache.py::test_a_cache_for_which_layers_are_compiled_again"
+    ),
+    "call them with use_cache=True to have a cache": (
+        "features/key_value_cache/test_key_value_cache.py::test_which_forwards_keep_no_cache"
+    ),
+    "register hooks at modules to have it compiled": "core/test_remedies.py::test_hooks_at_modules",
+    "use hooks of tensors, in a forward hook, instead": (
+        "features/guards/test_hooks_later.py::test_hooks_of_tensors_instead"
+    ),
+    "compare losses with Liger turned off": (
+        "features/liger/test_liger_lacks.py::test_a_liger_that_has_other_functions"
+    ),
+    "destroy that engine, or set compile.regional_compilation to false for that engine": (
+        "features/blocks/test_blocks_chosen.py::test_blocks_of_another_engine"
+    ),
+    "raise torch._dynamo.config.recompile_limit before engine.compile()": (
+        "features/blocks/test_blocks_compilations.py::test_layers_are_compiled_as_often_as_they_differ"
+    ),
+    "leave empty groups out of the optimizer": (
+        "features/schedulers/test_schedulers.py::test_nothing_is_said_where_empty_groups_are_left_out"
+    ),
+    # The configuration.
+    'is no section; set it to one such as {"deepcompile": true}': (
+        "features/configuration/test_section.py::test_what_is_no_section"
+    ),
+    "has no effect without a monitor; enable tensorboard": (
+        "core/test_options_warned.py::test_warned_without_a_monitor"
+    ),
+    "has no effect without steps_per_print; set steps_per_print": (
+        "features/monitoring/test_monitors.py::test_monitors_get_counters_and_peaks"
+    ),
+    "is no dict of arguments of torch.compile; pass one, or leave it out": (
+        "features/self_compile/test_by_configuration.py::test_arguments_that_are_no_dict"
+    ),
+    "or by an earlier call; call it before the first forward": "core/test_remedies.py::test_arguments_that_come_late",
+    # Optimizers and their states.
+    "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
+    "{} {}, or leave compile.optimizer_states out": _REFUSED,
+    "set torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out": _EIGHT_BIT,
+    "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out": _EIGHT_BIT,
+    "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these": _REFUSED,
+    "is not supported with Muon, whose updates are computed on the device; leave it out": _MUON,
+    "which has whole matrices, at the wrong places; set it to false": _MUON,
+    "by the scale; set torch_autocast.dtype to bfloat16": _MUON,
+    "has use_muon, and its parameter {} is no matrix; set it to false": _MUON,
+    "does not divide its shape {} into heads; set it to None": _MUON,
+    "needs whole matrices, which it does not get from ZeRO; use DeepSpeed's own": _MUON,
+    "because partitions are smaller than matrices; use fewer ranks, or AdamW": (
+        "features/muon/test_muon.py::test_partitions_smaller_than_matrices_are_refused"
+    ),
+    "because its checkpoint is of other partitions; load one of as many ranks": (
+        "features/muon/test_muon.py::test_momentum_of_other_partitions"
+    ),
+    "is only supported in stage 3; use 'cpu'": _ADVISED,
+    "super_offload is only supported in stage 3; leave it out": _ADVISED,
+    "works with a gradient scaler; undo that": (
+        "features/eight_bit/test_eight_bit_in_engine.py::test_a_step_that_others_have_changed_is_refused"
+    ),
+    # What DeepCompile cannot honour.
+    "call it before the first backward or after engine.step()": (
+        "core/test_options_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"
+    ),
+    "zero_optimization.zenflow is not supported; remove it": _ADVISED,
+    "use stage 2, which accumulates in fp32, or grad_accum_dtype='bf16'": _ADVISED,
+    "compiles without DeepCompile; leave it out, or set compile.deepcompile to false": _REFUSED,
+    "generation swaps the modules that were compiled; set it to false": _ADVISED,
+    "set random_ltd.enabled to false": _ADVISED,
+    "set it to false or tune without engine.compile()": _ADVISED,
+    "is no number of compilations; set it to 1 or more": _REFUSED,
+    "is neither true nor false; set it to one of them, or to None": _REFUSED,
+    "of which torch.compile takes one; remove either": _REFUSED,
+    "is no dict of torch.compile's options; pass one, or leave it out": _REFUSED,
+    "is not a mode of torch.compile; use one of {}": _REFUSED,
+    "is not an argument of this torch's torch.compile(); remove it": _REFUSED,
+    "go with backend 'inductor', not 'eager'; remove them": _REFUSED,
+    "which is not an option of this torch; remove it": _REFUSED,
+    "scheduled passes rewrite exist; leave `schedule` out": _REFUSED,
+    "use mode 'max-autotune-no-cudagraphs' or none": _REFUSED,
+    "drops the notes that say which gradient is whose; remove it": _REFUSED,
+    "DeepCompile's partitioner inserts the reductions; remove it": _REFUSED,
+    "give deepspeed.initialize() an optimizer": (
+        "core/test_options_refused_engines.py::test_an_engine_without_an_optimizer"
+    ),
+    "or torch.nn.functional.linear to torch._C._nn.linear before this one compiles": (
+        "core/test_options_refused_engines.py::test_linear_that_zero_3_has_replaced"
+    ),
+    "failed half-way; create the engine anew": (
+        "core/test_options_refused_engines.py::test_refused_after_half_a_compile"
+    ),
+    "make it real, with a last dimension of two": "core/test_parameters_unusual.py::test_complex",
+    "is sparse, and DeepCompile reduces dense ones only; build the module with sparse=False": (
+        "core/test_remedies.py::test_a_sparse_gradient"
+    ),
+    "got a sparse gradient, and DeepCompile reduces dense ones only": "core/test_remedies.py::test_a_sparse_gradient",
+    # Steps and backwards.
+    "code that DeepCompile has compiled has none; run this forward and its backward in": _OF_COMPILE,
+    "which has no second derivatives; run this forward and its backward in": (
+        "core/test_second_derivatives.py::test_parameters_of_a_module_that_is_called_directly"
+    ),
+    "give it these too, or set their requires_grad to false": (
+        "core/test_remedies.py::test_layers_of_which_the_optimizer_lacks_a_parameter"
+    ),
+    "use that one, and destroy this one": "core/test_remedies.py::test_an_engine_whose_parameters_a_later_one_trains",
+    "call engine.optimizer.zero_grad() and run all of its micro-batches again": (
+        "core/test_faults.py::test_a_step_of_which_a_part_was_lost"
+    ),
+    "use engine.coalesce_grad_reduction() or": "core/test_remedies.py::test_several_backwards_in_one_step",
+    "was put into the model, or its requires_grad set, after the engine was made; make the engine anew": (
+        "core/test_remedies.py::test_a_parameter_that_the_optimizer_lacks"
+    ),
+    "load a checkpoint with its optimizer states before going on": "core/test_faults.py::test_half_a_step",
+    "so set compute_grad_norm to true": "core/test_remedies.py::test_clipping_without_a_norm",
+    "raised in another thread while this one began; run this one again": (
+        "core/test_remedies.py::test_a_backward_that_raised_in_another_thread"
+    ),
+    # The build.
+    "`apt-get install g++`, or name one in CXX": "core/test_remedies.py::test_one_rank_without_a_compiler",
+    "`pip install ninja`, and the environment's bin in PATH": "core/test_remedies.py::test_without_ninja_or_headers",
+    "`apt-get install python3-dev`": "core/test_remedies.py::test_without_ninja_or_headers",
+}
+
+# Messages whose remedy no test is known to follow. Whoever writes or finds one moves its line to FOLLOWED.
+OF_SHARDING = (
+    "which all ranks enter together, or save with engine.save_checkpoint()",
+    "and cannot be trained; set requires_grad before the engine is made",
+    "and another rank was to save it; save it on rank 0 alone",
+    "so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`",
+    "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first",
+    "cannot move it to the host; name other states in include=[...]",
+    "and compile.shard_parameters='all' a part of them; leave one of them out",
+    "which compile.shard_parameters='all' cannot shard; set it to 'frozen'",
+    "load the model on the host before deepspeed.initialize(), which cuts it there",
+    "is no number of blocks; set it to one, which may be 0",
+    'compile.shard_frozen is shard_parameters now; set it to "frozen"',
+    "needs blocks whose parameters are gathered; set compile.regional_compilation to true",
+    "that compile.shard_parameters shards stay whole; set that too",
+    "or lists and dicts of tensors, or run a block on every rank",
+    "was called within a forward or a backward; call it outside of them",
+    "destroy the engine within `with unsharded_parameters(engine):` to use it",
+    "change its values in place, or make another engine of the model",
+    "drop it, or clone() it, to have them sharded by compile.shard_parameters",
+)
+OTHERS = (
+    "is no part of the activations; set it to a number from 0 to 1",
+    "use a release of torch that the README names",
+    "cannot compile {}; name other classes",
+    "has no effect, so give it to engine.compile()",
+    "names no classes; name some, or set it to true or false",
+    "goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 or 2",
+    "not with compile.passes={}; leave one of them out",
+    "{}{} does not fit; set it to {}{}",
+    "load them with the edition, the number of ranks and the settings with which they were saved",
+    "load them with the number of ranks and the settings with which they were saved",
+    "leave it so, or use Adam or AdamW of torch",
+    "leave compile.optimizer_states out to set states",
+    "change that, or leave the configuration out",
+    "is not {}; name what there is",
+    "no parameter of the model is trained; set requires_grad of some",
+    "name a function without arguments, and leave its weights",
+    "has no function {}; name one that returns a model",
+    "there is no file {}; name a config.json",
+    "call fits(..., batch=...) with a function that makes it",
+    "name a module of this folder or of PYTHONPATH",
+    "`pip install transformers`, or name a function that makes a model",
+    "finds no configuration of {} ({}); name a config.json",
+    "cannot be written: {}; name another place with --out",
+    "holds no step's memory; give a file",
+    "is no JSON; give a file",
+    "and this engine has stage {}; leave {} out",
+    "this engine will have BF16_Optimizer; leave {} out",
+    "{}.folder: {}; name another folder",
+    "set {}.step to an earlier one",
+    "set gradient_clipping to 0",
+    "host memory for gradients could not be had; use more ranks",
+    ", or set offload_optimizer.pin_memory to false",
+    "cannot be differentiated; set the optimizer's differentiable to false",
+    "keeps no {}; leave one of them out",
+    "needs Triton on a GPU; install triton",
+    "needs master weights in fp32; leave it out",
+    "needs blocks that wait for their parameters; set compile.regional_compilation to true",
+    "there are some in {}; set bf16.enabled",
+    "call engine.reload_states() to {}",
+    "is not supported for DeepCompile; use 'inductor' or 'eager'",
+    "use torch.profiler for those",
+    "pipeline parallelism is not supported; set compile.deepcompile to false",
+    "have process groups of their own, are not supported; set compile.deepcompile to false",
+    "set compile.passes to ['autotp']",
+    "set compile.passes to ['autosp'] and use stage 1",
+    "which is for stage 3; make the model without it",
+    "has moved: import deepspeed.compile.features.memory_picture",
+    "is too old; install torch {} or newer",
+    "optimizer wrapper {} is not supported; set compile.deepcompile to false",
+    "run a backward at the gradient accumulation boundary first",
+    "on their way to other ranks; call it when the backward has ended",
+    "run the forward again with an engine that is alive",
+)
+NOT_YET = (*OF_SHARDING, *OTHERS)
