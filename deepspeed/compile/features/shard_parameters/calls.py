@@ -128,7 +128,10 @@ def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[s
 
 
 def _with_values(sharded, state_dict, takes):
-    """Where ``takes``, gives the entries of a dict that are at rest their values. No more than one unit is whole for it at a time."""
+    """Gives the entries of a dict that are at rest their values, where this rank ``takes`` them.
+
+    No more than one unit is whole for it at a time.
+    """
     sharded.end_backward()
     keys_of: Dict[Any, Dict[str, List[str]]] = {}  # unit -> name of a parameter -> keys
     for key, entry in state_dict.items():
