@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.features.shard_parameters import feature, from_host, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import calls, feature, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 
 from support.frozen import MODELS, Body, Tied
@@ -46,12 +46,11 @@ class Buffered(Tied):
 
 
 @contextlib.contextmanager
-def on_the_host(little_memory=False, from_rank=0):
-    """Within it, a CPU counts as a device, where ranks from this one on have no parameter yet; and as one that has no
-    room for flat tensors."""
+def on_the_host(little_memory=False):
+    """Within it, a CPU counts as a device, where no parameter is yet; and as one that has no room for flat tensors."""
     memory = (lambda *_: 0) if little_memory else get_accelerator().available_memory
     with (
-        mock.patch.object(from_host, "is_elsewhere", shapes_no_graph(lambda *_: dist.get_rank() >= from_rank)),
+        mock.patch.object(calls, "is_elsewhere", shapes_no_graph(lambda *_: True)),
         mock.patch.object(get_accelerator(), "available_memory", memory),
         compile_backend("eager"),
     ):
@@ -79,11 +78,7 @@ def train(model, start, trained="all", shard="all", left_out=0, again="", **case
     optimizer = make_optimizer(module, case)
     for group in optimizer.param_groups:
         group["params"] = group["params"][left_out:]
-    with (
-        contextlib.nullcontext()
-        if start == "device"
-        else on_the_host(start == "little memory", from_rank=int(start == "first on device"))
-    ):
+    with contextlib.nullcontext() if start == "device" else on_the_host(start == "little memory"):
         engine = make_engine(module, case, optimizer=optimizer)
     if again:
         engine.load_checkpoint(again, tag="one")
@@ -118,11 +113,10 @@ ALL_CASES = [
 
 
 @vary("model", ["buffered", *(pytest.param(each, marks=SLOW) for each in ("reentrant", "itself"))])
-@vary("start", ["host", "meta", "little memory", "first on device"])
+@vary("start", ["host", "meta", "little memory"])
 @vary("case", ALL_CASES)
 def test_it_trains_as_from_the_device(ranks, model, start, case):
-    """A rank would train what its own host has, or what memory held before, or a parameter that nobody brought; or
-    ranks would wait for each other, of which only some have their model on the host."""
+    """A rank would train what its own host has, or what memory held before, or a parameter that nobody brought."""
     assert ranks(2).run(compare, model, start, **case) == [True, True]
 
 

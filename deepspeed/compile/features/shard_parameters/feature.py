@@ -129,8 +129,7 @@ class ShardParameters(WorksOnBlocks):
         self.sharded.finish_backward()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
-        # A step that an overflow left out makes no optimizer states.
-        if self._steps_before_keeping and engine.was_step_applied():
+        if self._steps_before_keeping:
             self._steps_before_keeping -= 1
             if not self._steps_before_keeping:
                 self.sharded.keep_what_fits()

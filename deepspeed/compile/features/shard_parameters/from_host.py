@@ -8,7 +8,7 @@ parameter, and the model need not fit there. The other ranks need no values: the
 """
 
 import functools
-from typing import Any, Set
+from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
@@ -27,10 +27,8 @@ PURPOSE = "cut a model on the host"
 _NO_VALUES, _NO_VALUES_HERE = 2, 1
 
 
-def give_values(module: Module, device: torch.device) -> Set[str]:
+def give_values(module: Module, device: torch.device) -> None:
     """Takes tensors of other ranks than the first from the meta device to the host. All ranks call it.
-
-    Returns the names of tensors that are not on ``device`` on some rank: ranks do alike what these decide.
 
     Buffers get the first rank's values. Parameters get memory alone, which nobody writes, so that the system does not
     provide it: their values come later, to the device. The tensors stay the same objects, which an optimizer may have.
@@ -44,12 +42,10 @@ def give_values(module: Module, device: torch.device) -> Set[str]:
     """
     buffers = dict(module.named_buffers())
     tensors = {**dict(module.named_parameters()), **buffers}
-    found = [[_lacks(tensor), is_elsewhere(tensor, device)] for tensor in tensors.values()]
-    of_ranks = torch.tensor(found, dtype=torch.uint8, device=device).view(-1, 2)
+    lacks = torch.tensor([_lacks(tensor) for tensor in tensors.values()], dtype=torch.uint8, device=device)
     with collective(PURPOSE):
-        dist.all_reduce(of_ranks, op=dist.ReduceOp.MAX)
-    lacks, elsewhere = of_ranks.t().tolist()
-    lacking = dict(zip(tensors, lacks, strict=True))
+        dist.all_reduce(lacks, op=dist.ReduceOp.MAX)
+    lacking = dict(zip(tensors, lacks.tolist(), strict=True))
     for name, lack in lacking.items():
         if lack == _NO_VALUES:
             kind = "buffer" if name in buffers else "parameter"
@@ -70,12 +66,6 @@ def give_values(module: Module, device: torch.device) -> Set[str]:
             with collective(PURPOSE):
                 dist.broadcast(values.view(-1).view(torch.uint8), src=0)
             buffer.copy_(values)
-    return {name for name, is_there in zip(tensors, elsewhere, strict=True) if is_there}
-
-
-def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor is not on ``device``. One on the meta device will be on the host."""
-    return ("cpu" if tensor.is_meta else tensor.device.type) != device.type
 
 
 def _lacks(tensor):

@@ -222,8 +222,7 @@ class Unit:
         self._target = self._buffer
         # Frozen ones may have been changed here since they were gathered.
         self._send(sends_frozen=False)
-        # Nobody frees the memory soon, and a caller's state dict may have it for long.
-        self._wait(frees_soon=False)
+        self._wait()
         for place in self._all_places():
             if place.is_trained:
                 place.version = place.tensor._version
@@ -258,7 +257,7 @@ class Unit:
             # Otherwise the allocator could give the memory away, when it is resharded, while this stream reads it.
             self._buffer.record_stream(stream)
 
-    def _wait(self, frees_soon=True):
+    def _wait(self):
         if self._works is None:
             return
         self._comparison.wait()
@@ -273,7 +272,7 @@ class Unit:
             self._target.record_stream(get_accelerator().current_stream())
         is_by_thread = self._target is self._buffer and self._target.is_cpu
         self._works = self._target = None
-        if is_by_thread and frees_soon:
+        if is_by_thread:
             # Gloo says that the gather is done a moment before its thread lets go of the memory. Until then, free()
             # would take the thread for someone who has a view.
             storage, until = self._buffer.untyped_storage(), time.monotonic() + LONGEST_HELD
