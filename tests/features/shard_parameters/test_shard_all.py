@@ -3,6 +3,7 @@
 """Trained parameters that are sharded over ranks train to the same bits as whole ones."""
 
 import contextlib
+import os
 import time
 from typing import List, NamedTuple
 from unittest import mock
@@ -500,6 +501,45 @@ def crossed(folder):
 def test_checkpoints_of_either_kind(ranks, tmp_path):
     """A checkpoint that has only this rank's parameters, or none, would load elsewhere as something else."""
     assert ranks(2).run(crossed, str(tmp_path)) == [True, True]
+
+
+def saved_on_each_node(folder, shards, trained):
+    """Saves a checkpoint as ranks of two nodes do that have no common storage, and loads it with whole parameters.
+
+    Returns whether the other engine trains on alike, and whether the file has this rank's frozen parameters.
+    """
+    alone, results = {"checkpoint": {"use_node_local_storage": True}}, []
+    folder = f"{folder}/{dist.get_rank()}"
+    sharded = {"compile": {**SHARDED["compile"], "shard_parameters": shards}}
+    with mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        for config in (sharded, WHOLE):
+            module, engine = make("plain", {**config, **alone}, trained=trained, stage=2)
+            if config is sharded:
+                trained_on(engine, module)
+                engine.save_checkpoint(folder, tag="one")
+                engine.save_16bit_model(folder, "weights.bin")
+            else:
+                engine.load_checkpoint(folder, tag="one")
+            with unsharded_parameters(engine):
+                frozen = {
+                    name: each.detach().cpu() for name, each in module.named_parameters() if not each.requires_grad
+                }
+            results.append(trained_on(engine, module))
+            with unsharded_parameters(engine):
+                engine.destroy()
+    saved = torch.load(f"{folder}/one/mp_rank_00_model_states.pt", weights_only=False, map_location="cpu")
+    fragments = saved["frozen_param_fragments"]
+    has_frozen = fragments.keys() == frozen.keys() and same(frozen.values(), map(fragments.get, frozen))
+    exported = [*torch.load(f"{folder}/weights.bin").values()] if dist.get_rank() == 0 else []
+    return same(*results), has_frozen, all(each.isfinite().all() for each in exported)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks whose local rank is 0 would have one device")
+@vary("shards, trained", [("all", "all"), ("frozen", "some")])
+def test_a_checkpoint_of_each_node(ranks, tmp_path, shards, trained):
+    """A rank that saves beside the first one would save parameters at rest: it would raise, and others wait for it."""
+    for result in ranks(2).run(saved_on_each_node, str(tmp_path), shards, trained, timeout=60):
+        assert result == (True, True, True)
 
 
 def moved_in_backward(model):
