@@ -66,8 +66,7 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
     module, stays = engine.module, []
     shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_parameters
     if shards and _trains(engine) and engine.zero_optimization_stage() in (1, 2):
-        give_values(module, torch.device(engine.device))
-        stays = _to_be_sharded(engine)
+        stays = _to_be_sharded(engine, give_values(module, torch.device(engine.device)))
     stay = {id(parameter) for parameter in stays}
     if not stays:
         module.to(engine.device)
@@ -77,8 +76,8 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
         setattr(parameter, BROADCAST_LATER, True)
 
 
-def _to_be_sharded(engine):
-    """Lists the parameters that will be sharded and are not on the engine's device."""
+def _to_be_sharded(engine, elsewhere):
+    """Lists the parameters that will be sharded. ``elsewhere``: ids of those that some rank has not on its device."""
     from ..blocks.feature import chosen_blocks
     from .sharded_blocks import frozen_of_blocks
 
@@ -87,13 +86,7 @@ def _to_be_sharded(engine):
     # A single rank keeps all. With a caller's own groups, these do not say yet how many ranks share parameters.
     shards_all = request.options.shard_parameters == "all" and engine.mpu is None and dist.get_world_size() > 1
     trained = (parameter for parameter in engine.module.parameters() if shards_all and parameter.requires_grad)
-    device = torch.device(engine.device)
-    return [parameter for parameter in itertools.chain(frozen, trained) if is_elsewhere(parameter, device)]
-
-
-def is_elsewhere(parameter: torch.nn.Parameter, device: torch.device) -> bool:
-    """Whether a parameter is not on ``device``."""
-    return parameter.device.type != device.type
+    return [parameter for parameter in itertools.chain(frozen, trained) if id(parameter) in elsewhere]
 
 
 def optimizer_of(engine: "DeepSpeedEngine") -> Callable[..., DeepSpeedZeroOptimizer]:
