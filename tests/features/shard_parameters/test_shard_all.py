@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.compile.features.shard_parameters import feature, unsharded_parameters, whole_units
+from deepspeed.compile.features.shard_parameters import feature, unit, unsharded_parameters, whole_units
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
@@ -29,7 +29,7 @@ from deepspeed.utils import (
 
 from support.checkpoints import EXACT
 from support.ends import TIMEOUT, in_processes_of_their_own
-from support.frozen import HIDING, MODELS, Adapted, beside_whole, late, trained_on
+from support.frozen import HIDING, MODELS, WIDTH, Adapted, beside_whole, late, trained_on
 from support.ids import vary
 from support.options import outcome
 from support.training import Case, batch, device, make_engine
@@ -678,6 +678,41 @@ def test_a_rank_that_saves_alone_is_told(ranks):
 
 
 # Memory ------------------------------------------------------------------------------------------------------------
+
+
+class Normed(Adapted):
+    """Beside its blocks it has a norm, which is small and stays whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+
+    def forward(self, ids, skip=False):
+        logits = self.head(self.norm(self.body(ids, skip)))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def seconds_of_a_step(longest):
+    """Returns how long a step takes while the caller keeps views of what is whole. ``longest``: ``LONGEST_HELD``."""
+    torch._dynamo.reset()
+    module = Normed().requires_grad_(True).to(device())
+    engine = make_engine(module, Case(config=SHARDED))
+    assert feature.sharded_blocks(engine).outside is not None
+    kept = module.norm.state_dict()
+    train_alike(engine, 1)
+    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    with mock.patch.object(unit, "LONGEST_HELD", longest):
+        begin = time.monotonic()
+        engine.step()
+        seconds = time.monotonic() - begin
+    engine.destroy()
+    return seconds, sum(not each.isfinite().all() for each in kept.values())
+
+
+def test_views_of_what_stays_whole_cost_no_time(ranks):
+    """A step on a CPU would take the caller's state dict for memory that gloo holds, and wait a second for it."""
+    for seconds, lost in ranks(2).run(seconds_of_a_step, 30.0):
+        assert seconds < 15 and lost == 0
 
 
 class Plain(Adapted):

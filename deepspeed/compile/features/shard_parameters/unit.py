@@ -222,7 +222,8 @@ class Unit:
         self._target = self._buffer
         # Frozen ones may have been changed here since they were gathered.
         self._send(sends_frozen=False)
-        self._wait()
+        # Nobody gives the memory back now, and a caller may keep views of it, such as a state dict.
+        self._wait(until_free=False)
         for place in self._all_places():
             if place.is_trained:
                 place.version = place.tensor._version
@@ -257,7 +258,12 @@ class Unit:
             # Otherwise the allocator could give the memory away, when it is resharded, while this stream reads it.
             self._buffer.record_stream(stream)
 
-    def _wait(self):
+    def _wait(self, until_free=True):
+        """Waits for a gather that was started.
+
+        ``until_free``: whether also, on a CPU, until gloo's thread has let go of the unit's memory, so that whoever
+        has a view of it then is a caller.
+        """
         if self._works is None:
             return
         self._comparison.wait()
@@ -270,7 +276,7 @@ class Unit:
         if not self._target.is_cpu:
             # Only this stream waits for the gather, which writes into memory of the stream that began it.
             self._target.record_stream(get_accelerator().current_stream())
-        is_by_thread = self._target is self._buffer and self._target.is_cpu
+        is_by_thread = until_free and self._target is self._buffer and self._target.is_cpu
         self._works = self._target = None
         if is_by_thread:
             # Gloo says that the gather is done a moment before its thread lets go of the memory. Until then, free()
