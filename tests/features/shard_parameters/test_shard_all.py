@@ -16,6 +16,7 @@ import deepspeed
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, unit, unsharded_parameters, whole_units
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
+from deepspeed.compile.features.shard_parameters.comparison import DIFFERENT
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
     logger,
@@ -649,6 +650,12 @@ def test_ranks_that_differ(how):
     for said, seconds in in_processes_of_their_own(differ, how):
         assert said.startswith("DistBackendError: ranks gathered the parameters of different blocks"), said
         assert seconds < TIMEOUT
+
+
+@pytest.mark.quick
+def test_a_gpu_can_say_why_ranks_differ():
+    """An assertion on a CUDA device refuses a message of 255 bytes or more, in every run, also of ranks alike."""
+    assert len(DIFFERENT.encode()) < 255
 
 
 def test_what_is_refused(ranks, tmp_path):
