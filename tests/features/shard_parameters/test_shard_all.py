@@ -442,6 +442,29 @@ def test_what_works_at_rest(ranks, tmp_path, work, case):
         assert all(equal)
 
 
+def work_beside_whole_with_remainders(name, folder):
+    configs, case = OPTIONS["remainders"]
+    results = beside_whole(make, configs, WORKS[name], folder, **case)
+    return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
+
+
+AT_REST_WITH_REMAINDERS = [checkpointed.__name__, full_values.__name__]
+
+
+@vary(
+    "work",
+    [
+        work if work in AT_REST_WITH_REMAINDERS else pytest.param(work, marks=SLOW)
+        for work in WORKS
+        if work != overflowed.__name__
+    ],
+)
+def test_what_works_at_rest_with_remainders(ranks, tmp_path, work):
+    """Master weights are made of a parameter's bits, so they would be made of memory that has no parameter."""
+    for equal in ranks(2).run(work_beside_whole_with_remainders, work, str(tmp_path)):
+        assert all(equal)
+
+
 @SLOW
 @vary("work", [without_frozen.__name__, cloned.__name__, sent_within.__name__])
 def test_what_works_with_frozen_parameters(ranks, tmp_path, work):
