@@ -25,7 +25,7 @@ from ...zero_1_and_2.messages import warn
 from ..overlap_gather.gather import grouped
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
-from .at_rest import keep_owner, mark_resharded, unmark
+from .at_rest import ended, keep_owner, mark_resharded, unmark
 from .comparison import PURPOSE, Comparison
 from .partitions import TrainedPart, aligned
 from .places import UNITS, Place, note_storage
@@ -239,10 +239,8 @@ class Unit:
         stream = get_accelerator().current_stream()
         if not self.is_gathered:
             if self._works is None:
-                raise RuntimeError(
-                    f"parameter {self.name} is sharded over the ranks, and nothing gathers it any more: its engine "
-                    "was destroyed, or could not begin to gather it"
-                )
+                # Whoever finishes a gather has begun it, unless the engine has ended and begins none.
+                raise ended(self.name)
             self._wait()
             self.unmark()
             self.is_gathered = True
@@ -464,7 +462,10 @@ class Unit:
         if self.owner is not None:
             self.owner.gather_for_backward(self, schedule)
         if not self.is_gathered:
-            raise RuntimeError("the engine was destroyed before this backward, which needs its parameters")
+            raise RuntimeError(
+                f"the engine was destroyed before this backward, which needs parameter {self.name}; run the backward "
+                "before destroy(), or the forward again with another engine of the model"
+            )
         self.finish_gather()
 
 
