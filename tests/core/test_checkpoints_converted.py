@@ -113,6 +113,7 @@ class Converted(NamedTuple):
 
 
 SLOW = pytest.mark.slow
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
 REMAINDERS = {"compile": {"store_param_remainders": True}}
 # In this order the processes of three ranks start seldom.
 CONVERTED = [
@@ -123,6 +124,7 @@ CONVERTED = [
     pytest.param(Converted(3, 2, Run("BlocksWithin", stage=2, sharded=True, deepcompile=False)), marks=SLOW),
     pytest.param(Converted(2, 3, Run("BlocksWithin", dtype="bf16", sharded=True, config=REMAINDERS)), marks=SLOW),
     pytest.param(Converted(2, 3, Run(stage=1)), marks=SLOW),
+    pytest.param(Converted(2, 1, Run("BlocksWithin", stage=2, config=ROUND_ROBIN)), marks=SLOW),
     pytest.param(Converted(2, 3, Run(stage=2, dtype="bf16", deepcompile=False)), marks=SLOW),
     pytest.param(Converted(3, 2, Run(stage=1, dtype="bf16")), marks=SLOW),
     pytest.param(Converted(3, 2, Run(stage=2)), marks=SLOW),
@@ -134,8 +136,8 @@ def converted_id(value):
     run = value.run
     offloaded = "-offloaded" if run.offloaded else ""
     sharded = "-sharded" if run.sharded else ""
-    remainders = "-remainders" if run.config else ""
-    return f"ranks{value.saved_by}to{value.loaded_by}-stage{run.stage}-{run.dtype}{offloaded}{sharded}{remainders}"
+    options = "".join(f"-{name}" for section in (run.config or {}).values() for name in section)
+    return f"ranks{value.saved_by}to{value.loaded_by}-stage{run.stage}-{run.dtype}{offloaded}{sharded}{options}"
 
 
 @pytest.fixture(scope="module", params=CONVERTED, ids=converted_id)

@@ -503,6 +503,32 @@ def test_another_engine_of_a_module_at_rest(ranks, destroys):
     assert ranks(2).run(made_anew, destroys) == [True, True]
 
 
+def linked_in_round_robin_order(config, stage, deepcompile, folder):
+    """Returns which parameters differ from their master weights, before and behind a load."""
+    config = {**config, "zero_optimization": {"round_robin_gradients": True}}
+    module, engine = make("plain", config, stage=stage, deepcompile=deepcompile)
+    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    engine.step()
+    masters = {name: safe_get_full_fp32_param(each).clone() for name, each in module.named_parameters()}
+    engine.save_checkpoint(folder, tag="one")
+    engine.load_checkpoint(folder, tag="one")
+    wrong = []
+    with unsharded_parameters(engine):
+        for name, each in module.named_parameters():
+            if not (torch.equal(masters[name], each) and torch.equal(safe_get_full_fp32_param(each), each)):
+                wrong.append(name)
+        engine.destroy()
+    return wrong
+
+
+@vary("stage", [2, pytest.param(1, marks=SLOW)])
+@vary("config, deepcompile", [(SHARDED, True), (WHOLE, True), ({}, False)])
+def test_round_robin_order(ranks, tmp_path, config, stage, deepcompile):
+    """Parameters would be linked with the master weights of others, and a load would cut memory that is not there."""
+    for wrong in ranks(2).run(linked_in_round_robin_order, config, stage, deepcompile, str(tmp_path)):
+        assert wrong == []
+
+
 def crossed(folder):
     """Trains on from a checkpoint of the other kind."""
     results = []

@@ -49,7 +49,7 @@ def compare(training, folder):
             pytest.param(world, varied, marks=pytest.mark.slow)
             for world, varied in (
                 (3, {"stage": 1, "dtype": "bf16"}),
-                (2, {"stage": 2, "model": "Tied", "per_head": True}),
+                (2, {"stage": 2, "model": "Tied", "aligned": True}),
             )
         ),
     ],
