@@ -33,7 +33,7 @@ from support.ends import TIMEOUT, in_processes_of_their_own
 from support.frozen import HIDING, MODELS, WIDTH, Adapted, beside_whole, late, trained_on
 from support.ids import vary
 from support.options import outcome
-from support.training import Case, batch, device, make_engine
+from support.training import Case, batch, device, make_engine, make_optimizer
 
 SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "all"}}
 WHOLE = {"compile": {"regional_compilation": True}}
@@ -501,6 +501,58 @@ def made_anew(destroys):
 def test_another_engine_of_a_module_at_rest(ranks, destroys):
     """Trainers make an engine for every call: training again, or validation after it, would find nothing."""
     assert ranks(2).run(made_anew, destroys) == [True, True]
+
+
+class ModelOnTwoRanks:
+    """An ``mpu`` of four ranks: ranks 0 and 2 train one part of a model, and ranks 1 and 3 the other."""
+
+    def __init__(self):
+        self._data, self._model = (
+            [dist.new_group(ranks) for ranks in groups] for groups in (([0, 2], [1, 3]), ([0, 1], [2, 3]))
+        )
+
+    def get_data_parallel_group(self):
+        return self._data[self.get_model_parallel_rank()]
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank() // 2
+
+    def get_model_parallel_group(self):
+        return self._model[self.get_data_parallel_rank()]
+
+    def get_model_parallel_rank(self):
+        return dist.get_rank() % 2
+
+    def get_data_parallel_world_size(self):
+        return 2
+
+    get_model_parallel_world_size = get_data_parallel_world_size
+
+
+def saved_by_two_ranks(folder):
+    """Saves parts of a model, and loads them with whole parameters. Returns whether both engines train on alike."""
+    mpu, results = ModelOnTwoRanks(), []
+    for config in (SHARDED, WHOLE):
+        torch._dynamo.reset()
+        torch.manual_seed(mpu.get_model_parallel_rank())
+        module, case = MODELS["plain"]().to(device()).requires_grad_(True), Case(config=config, adam=True, stage=2)
+        engine = make_engine(module, case, optimizer=make_optimizer(module, case), mpu=mpu)
+        if config is SHARDED:
+            trained_on(engine, module)
+            assert any(isinstance(each, Resharded) for each in module.parameters())
+            engine.save_checkpoint(folder, tag="one")
+        else:
+            engine.load_checkpoint(folder, tag="one")
+        results.append(trained_on(engine, module))
+        with unsharded_parameters(engine):
+            engine.destroy()
+    return same(*results)
+
+
+@SLOW
+def test_a_checkpoint_of_two_parts_of_a_model(ranks, tmp_path):
+    """The rank that saves the second part of a model would save parameters at rest."""
+    assert ranks(4).run(saved_by_two_ranks, str(tmp_path), timeout=100) == [True] * 4
 
 
 def linked_in_round_robin_order(config, stage, deepcompile, folder):
