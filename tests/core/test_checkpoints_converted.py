@@ -55,7 +55,8 @@ class Loaded(NamedTuple):
 def load_universal(run, folder):
     """Loads a universal checkpoint and trains on."""
     seen = torch.load(os.path.join(folder, "seen.pt"), map_location=device())
-    module, engine = start(dataclasses.replace(run, config={"checkpoint": {"load_universal": True}}), seed=1)
+    config = {**(run.config or {}), "checkpoint": {"load_universal": True}}
+    module, engine = start(dataclasses.replace(run, config=config), seed=1)
     engine.load_checkpoint(folder, tag="universal")
     loaded = whole_state(module)
     with whole(engine, run), torch.no_grad():
@@ -112,6 +113,8 @@ class Converted(NamedTuple):
 
 
 SLOW = pytest.mark.slow
+ROUND_ROBIN = {"zero_optimization": {"round_robin_gradients": True}}
+REMAINDERS = {"compile": {"store_param_remainders": True}}
 # In this order the processes of three ranks start seldom.
 CONVERTED = [
     Converted(2, 1, Run("FillsPartition", stage=1, groups=2)),
@@ -119,7 +122,9 @@ CONVERTED = [
     Converted(2, 1, Run("BlocksWithin", stage=2, sharded=True)),
     pytest.param(Converted(2, 3, Run("BlocksWithin", stage=1, dtype="bf16", sharded=True)), marks=SLOW),
     pytest.param(Converted(3, 2, Run("BlocksWithin", stage=2, sharded=True, deepcompile=False)), marks=SLOW),
+    pytest.param(Converted(2, 3, Run("BlocksWithin", dtype="bf16", sharded=True, config=REMAINDERS)), marks=SLOW),
     pytest.param(Converted(2, 3, Run(stage=1)), marks=SLOW),
+    pytest.param(Converted(2, 1, Run("BlocksWithin", stage=2, config=ROUND_ROBIN)), marks=SLOW),
     pytest.param(Converted(2, 3, Run(stage=2, dtype="bf16", deepcompile=False)), marks=SLOW),
     pytest.param(Converted(3, 2, Run(stage=1, dtype="bf16")), marks=SLOW),
     pytest.param(Converted(3, 2, Run(stage=2)), marks=SLOW),
@@ -131,7 +136,8 @@ def converted_id(value):
     run = value.run
     offloaded = "-offloaded" if run.offloaded else ""
     sharded = "-sharded" if run.sharded else ""
-    return f"ranks{value.saved_by}to{value.loaded_by}-stage{run.stage}-{run.dtype}{offloaded}{sharded}"
+    options = "".join(f"-{name}" for section in (run.config or {}).values() for name in section)
+    return f"ranks{value.saved_by}to{value.loaded_by}-stage{run.stage}-{run.dtype}{offloaded}{sharded}{options}"
 
 
 @pytest.fixture(scope="module", params=CONVERTED, ids=converted_id)

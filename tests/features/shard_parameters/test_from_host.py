@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.features.shard_parameters import calls, feature, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import feature, from_host, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 
 from support.frozen import MODELS, Body, Tied
@@ -46,11 +46,15 @@ class Buffered(Tied):
 
 
 @contextlib.contextmanager
-def on_the_host(little_memory=False):
-    """Within it, a CPU counts as a device, where no parameter is yet; and as one that has no room for flat tensors."""
+def on_the_host(little_memory=False, but_first=False):
+    """Within it, a CPU counts as a device, where no parameter is yet; and as one that has no room for flat tensors.
+
+    ``but_first``: whether the first rank's parameters are on the device already.
+    """
     memory = (lambda *_: 0) if little_memory else get_accelerator().available_memory
+    is_elsewhere = not (but_first and dist.get_rank() == 0)
     with (
-        mock.patch.object(calls, "is_elsewhere", shapes_no_graph(lambda *_: True)),
+        mock.patch.object(from_host, "is_elsewhere", shapes_no_graph(lambda *_: is_elsewhere)),
         mock.patch.object(get_accelerator(), "available_memory", memory),
         compile_backend("eager"),
     ):
@@ -62,11 +66,12 @@ def build(model, start, trained):
     torch._dynamo.reset()
     rank = dist.get_rank()
     torch.manual_seed(0 if start == "device" else rank)
-    with torch.device("meta") if start == "meta" and rank else contextlib.nullcontext():
+    with torch.device("meta") if start in ("meta", "others on meta") and rank else contextlib.nullcontext():
         module = {**MODELS, "buffered": Buffered}[model]()
     for index, parameter in enumerate(module.parameters()):
         parameter.requires_grad_(trained == "all" or index % 3 > 0)
-    return module.to(device()) if start == "device" else module
+    is_on_device = start == "device" or (start == "others on meta" and rank == 0)
+    return module.to(device()) if is_on_device else module
 
 
 def train(model, start, trained="all", shard="all", left_out=0, again="", **case):
@@ -78,7 +83,8 @@ def train(model, start, trained="all", shard="all", left_out=0, again="", **case
     optimizer = make_optimizer(module, case)
     for group in optimizer.param_groups:
         group["params"] = group["params"][left_out:]
-    with contextlib.nullcontext() if start == "device" else on_the_host(start == "little memory"):
+    of_host = on_the_host(start == "little memory", start == "others on meta")
+    with contextlib.nullcontext() if start == "device" else of_host:
         engine = make_engine(module, case, optimizer=optimizer)
     if again:
         engine.load_checkpoint(again, tag="one")
@@ -113,7 +119,7 @@ ALL_CASES = [
 
 
 @vary("model", ["buffered", *(pytest.param(each, marks=SLOW) for each in ("reentrant", "itself"))])
-@vary("start", ["host", "meta", "little memory"])
+@vary("start", ["host", "meta", "little memory", "others on meta"])
 @vary("case", ALL_CASES)
 def test_it_trains_as_from_the_device(ranks, model, start, case):
     """A rank would train what its own host has, or what memory held before, or a parameter that nobody brought."""
@@ -139,7 +145,7 @@ def test_a_single_rank(ranks):
 
 
 @SLOW
-@vary("start", ["meta", "host"])
+@vary("start", ["meta", "host", "others on meta"])
 def test_frozen_parameters(ranks, start):
     """With "frozen", adapters and frozen parameters of ranks on meta would stay without values."""
     assert ranks(2).run(compare, "buffered", start, trained="some", shard="frozen") == [True, True]

@@ -3,6 +3,7 @@
 """Trained parameters that are sharded over ranks train to the same bits as whole ones."""
 
 import contextlib
+import os
 import time
 from typing import List, NamedTuple
 from unittest import mock
@@ -13,8 +14,9 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.compile.features.shard_parameters import feature, unsharded_parameters, whole_units
+from deepspeed.compile.features.shard_parameters import feature, unit, unsharded_parameters, whole_units
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
+from deepspeed.compile.features.shard_parameters.comparison import DIFFERENT
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
     logger,
@@ -28,10 +30,10 @@ from deepspeed.utils import (
 
 from support.checkpoints import EXACT
 from support.ends import TIMEOUT, in_processes_of_their_own
-from support.frozen import HIDING, MODELS, Adapted, beside_whole, late, trained_on
+from support.frozen import HIDING, MODELS, WIDTH, Adapted, beside_whole, late, trained_on
 from support.ids import vary
 from support.options import outcome
-from support.training import Case, batch, device, make_engine
+from support.training import Case, batch, device, make_engine, make_optimizer
 
 SHARDED = {"compile": {"regional_compilation": True, "shard_parameters": "all"}}
 WHOLE = {"compile": {"regional_compilation": True}}
@@ -440,6 +442,29 @@ def test_what_works_at_rest(ranks, tmp_path, work, case):
         assert all(equal)
 
 
+def work_beside_whole_with_remainders(name, folder):
+    configs, case = OPTIONS["remainders"]
+    results = beside_whole(make, configs, WORKS[name], folder, **case)
+    return [torch.equal(first, second) for first, second in zip(*results, strict=True)]
+
+
+AT_REST_WITH_REMAINDERS = [checkpointed.__name__, full_values.__name__]
+
+
+@vary(
+    "work",
+    [
+        work if work in AT_REST_WITH_REMAINDERS else pytest.param(work, marks=SLOW)
+        for work in WORKS
+        if work != overflowed.__name__
+    ],
+)
+def test_what_works_at_rest_with_remainders(ranks, tmp_path, work):
+    """Master weights are made of a parameter's bits, so they would be made of memory that has no parameter."""
+    for equal in ranks(2).run(work_beside_whole_with_remainders, work, str(tmp_path)):
+        assert all(equal)
+
+
 @SLOW
 @vary("work", [without_frozen.__name__, cloned.__name__, sent_within.__name__])
 def test_what_works_with_frozen_parameters(ranks, tmp_path, work):
@@ -478,6 +503,84 @@ def test_another_engine_of_a_module_at_rest(ranks, destroys):
     assert ranks(2).run(made_anew, destroys) == [True, True]
 
 
+class ModelOnTwoRanks:
+    """An ``mpu`` of four ranks: ranks 0 and 2 train one part of a model, and ranks 1 and 3 the other."""
+
+    def __init__(self):
+        self._data, self._model = (
+            [dist.new_group(ranks) for ranks in groups] for groups in (([0, 2], [1, 3]), ([0, 1], [2, 3]))
+        )
+
+    def get_data_parallel_group(self):
+        return self._data[self.get_model_parallel_rank()]
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank() // 2
+
+    def get_model_parallel_group(self):
+        return self._model[self.get_data_parallel_rank()]
+
+    def get_model_parallel_rank(self):
+        return dist.get_rank() % 2
+
+    def get_data_parallel_world_size(self):
+        return 2
+
+    get_model_parallel_world_size = get_data_parallel_world_size
+
+
+def saved_by_two_ranks(folder):
+    """Saves parts of a model, and loads them with whole parameters. Returns whether both engines train on alike."""
+    mpu, results = ModelOnTwoRanks(), []
+    for config in (SHARDED, WHOLE):
+        torch._dynamo.reset()
+        torch.manual_seed(mpu.get_model_parallel_rank())
+        module, case = MODELS["plain"]().to(device()).requires_grad_(True), Case(config=config, adam=True, stage=2)
+        engine = make_engine(module, case, optimizer=make_optimizer(module, case), mpu=mpu)
+        if config is SHARDED:
+            trained_on(engine, module)
+            assert any(isinstance(each, Resharded) for each in module.parameters())
+            engine.save_checkpoint(folder, tag="one")
+        else:
+            engine.load_checkpoint(folder, tag="one")
+        results.append(trained_on(engine, module))
+        with unsharded_parameters(engine):
+            engine.destroy()
+    return same(*results)
+
+
+@SLOW
+def test_a_checkpoint_of_two_parts_of_a_model(ranks, tmp_path):
+    """The rank that saves the second part of a model would save parameters at rest."""
+    assert ranks(4).run(saved_by_two_ranks, str(tmp_path), timeout=100) == [True] * 4
+
+
+def linked_in_round_robin_order(config, stage, deepcompile, folder):
+    """Returns which parameters differ from their master weights, before and behind a load."""
+    config = {**config, "zero_optimization": {"round_robin_gradients": True}}
+    module, engine = make("plain", config, stage=stage, deepcompile=deepcompile)
+    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    engine.step()
+    masters = {name: safe_get_full_fp32_param(each).clone() for name, each in module.named_parameters()}
+    engine.save_checkpoint(folder, tag="one")
+    engine.load_checkpoint(folder, tag="one")
+    wrong = []
+    with unsharded_parameters(engine):
+        for name, each in module.named_parameters():
+            if not (torch.equal(masters[name], each) and torch.equal(safe_get_full_fp32_param(each), each)):
+                wrong.append(name)
+        engine.destroy()
+    return wrong
+
+
+@vary("stage", [2, pytest.param(1, marks=SLOW)])
+@vary("config, deepcompile", [(SHARDED, True), (WHOLE, True), ({}, False)])
+def test_round_robin_order(ranks, tmp_path, config, stage, deepcompile):
+    """Parameters would be linked with the master weights of others, and a load would cut memory that is not there."""
+    for wrong in ranks(2).run(linked_in_round_robin_order, config, stage, deepcompile, str(tmp_path)):
+        assert wrong == []
+
+
 def crossed(folder):
     """Trains on from a checkpoint of the other kind."""
     results = []
@@ -500,6 +603,45 @@ def crossed(folder):
 def test_checkpoints_of_either_kind(ranks, tmp_path):
     """A checkpoint that has only this rank's parameters, or none, would load elsewhere as something else."""
     assert ranks(2).run(crossed, str(tmp_path)) == [True, True]
+
+
+def saved_on_each_node(folder, shards, trained):
+    """Saves a checkpoint as ranks of two nodes do that have no common storage, and loads it with whole parameters.
+
+    Returns whether the other engine trains on alike, and whether the file has this rank's frozen parameters.
+    """
+    alone, results = {"checkpoint": {"use_node_local_storage": True}}, []
+    folder = f"{folder}/{dist.get_rank()}"
+    sharded = {"compile": {**SHARDED["compile"], "shard_parameters": shards}}
+    with mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        for config in (sharded, WHOLE):
+            module, engine = make("plain", {**config, **alone}, trained=trained, stage=2)
+            if config is sharded:
+                trained_on(engine, module)
+                engine.save_checkpoint(folder, tag="one")
+                engine.save_16bit_model(folder, "weights.bin")
+            else:
+                engine.load_checkpoint(folder, tag="one")
+            with unsharded_parameters(engine):
+                frozen = {
+                    name: each.detach().cpu() for name, each in module.named_parameters() if not each.requires_grad
+                }
+            results.append(trained_on(engine, module))
+            with unsharded_parameters(engine):
+                engine.destroy()
+    saved = torch.load(f"{folder}/one/mp_rank_00_model_states.pt", weights_only=False, map_location="cpu")
+    fragments = saved["frozen_param_fragments"]
+    has_frozen = fragments.keys() == frozen.keys() and same(frozen.values(), map(fragments.get, frozen))
+    exported = [*torch.load(f"{folder}/weights.bin").values()] if dist.get_rank() == 0 else []
+    return same(*results), has_frozen, all(each.isfinite().all() for each in exported)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two ranks whose local rank is 0 would have one device")
+@vary("shards, trained", [("all", "all"), ("frozen", "some")])
+def test_a_checkpoint_of_each_node(ranks, tmp_path, shards, trained):
+    """A rank that saves beside the first one would save parameters at rest: it would raise, and others wait for it."""
+    for result in ranks(2).run(saved_on_each_node, str(tmp_path), shards, trained, timeout=60):
+        assert result == (True, True, True)
 
 
 def moved_in_backward(model):
@@ -611,6 +753,12 @@ def test_ranks_that_differ(how):
         assert seconds < TIMEOUT
 
 
+@pytest.mark.quick
+def test_a_gpu_can_say_why_ranks_differ():
+    """An assertion on a CUDA device refuses a message of 255 bytes or more, in every run, also of ranks alike."""
+    assert len(DIFFERENT.encode()) < 255
+
+
 def test_what_is_refused(ranks, tmp_path):
     """Each of these would compute with, move or save memory that holds nothing."""
     for said in ranks(2).run(refusals, str(tmp_path)):
@@ -638,6 +786,41 @@ def test_a_rank_that_saves_alone_is_told(ranks):
 
 
 # Memory ------------------------------------------------------------------------------------------------------------
+
+
+class Normed(Adapted):
+    """Beside its blocks it has a norm, which is small and stays whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(WIDTH)
+
+    def forward(self, ids, skip=False):
+        logits = self.head(self.norm(self.body(ids, skip)))
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def seconds_of_a_step(longest):
+    """Returns how long a step takes while the caller keeps views of what is whole. ``longest``: ``LONGEST_HELD``."""
+    torch._dynamo.reset()
+    module = Normed().requires_grad_(True).to(device())
+    engine = make_engine(module, Case(config=SHARDED))
+    assert feature.sharded_blocks(engine).outside is not None
+    kept = module.norm.state_dict()
+    train_alike(engine, 1)
+    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    with mock.patch.object(unit, "LONGEST_HELD", longest):
+        begin = time.monotonic()
+        engine.step()
+        seconds = time.monotonic() - begin
+    engine.destroy()
+    return seconds, sum(not each.isfinite().all() for each in kept.values())
+
+
+def test_views_of_what_stays_whole_cost_no_time(ranks):
+    """A step on a CPU would take the caller's state dict for memory that gloo holds, and wait a second for it."""
+    for seconds, lost in ranks(2).run(seconds_of_a_step, 30.0):
+        assert seconds < 15 and lost == 0
 
 
 class Plain(Adapted):

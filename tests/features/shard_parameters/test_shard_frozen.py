@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
 from deepspeed.compile.features.shard_parameters import (
-    calls,
     feature,
+    from_host,
     sharded_blocks,
     unit,
     unsharded_parameters,
@@ -834,7 +834,7 @@ def trained_from_the_host():
     torch._dynamo.reset()
     torch.manual_seed(dist.get_rank())
     module = MODELS["plain"]()
-    with mock.patch.object(calls, "is_elsewhere", shapes_no_graph(lambda *_: True)), compile_backend("eager"):
+    with mock.patch.object(from_host, "is_elsewhere", shapes_no_graph(lambda *_: True)), compile_backend("eager"):
         engine = engine_by_configuration(module, True, **SHARDED)
         waits = sum(BROADCAST_LATER in vars(each) for each in module.parameters())
         with torch.no_grad():

@@ -268,20 +268,24 @@ def test_what_is_kept_is_of_the_last_step(ranks):
     assert ranks(2).run(beside_dropped) == [[True] * 3] * 2
 
 
-def agreed():
-    """Returns the number of blocks that "fit" keeps where the first rank has room for one alone."""
+def agreed(overflows, dtype):
+    """Returns the number of blocks that "fit" keeps where the first rank has room for one alone.
+
+    ``overflows``: whether each step overflows, or is taken.
+    """
     torch._dynamo.reset()
     module, rank = Adapted().to(device()).requires_grad_(True), dist.get_rank()
-    engine = make_engine(module, Case(config=config(True, keep_gathered="fit")))
+    engine = make_engine(module, Case(config=config(True, keep_gathered="fit"), dtype=dtype))
     sharded, spare = feature.sharded_blocks(engine), keep.spare_memory
     blocks = list(sharded._unit_of.values())
     keep.spare_memory = shapes_no_graph(lambda device: 10**9 if rank else blocks[-1].nbytes)
     numbers = []
     try:
-        for step in range(3):
-            engine.backward(engine(batch(step, 0, rank, 4)))
+        for step, is_left_out in enumerate(overflows):
+            engine.backward(engine(batch(step, 0, rank, 4)) * (float("inf") if is_left_out else 1.0))
             engine.step()
             numbers.append(sharded.whole.most_kept)
+        assert engine.skipped_steps == sum(overflows)
     finally:
         keep.spare_memory = spare
         engine.destroy()
@@ -290,7 +294,12 @@ def agreed():
 
 def test_fit_keeps_as_many_on_every_rank(ranks):
     """Ranks that keep what fits on each of them would gather different blocks."""
-    assert ranks(2).run(agreed) == [[0, 1, 1]] * 2
+    assert ranks(2).run(agreed, [False, False, False], "fp32") == [[0, 1, 1]] * 2
+
+
+def test_fit_waits_for_steps_that_are_taken(ranks):
+    """Where the first steps overflow, the memory would count as free that the optimizer's states need later."""
+    assert ranks(2).run(agreed, [True, False, True, False], "fp16") == [[0, 0, 0, 1]] * 2
 
 
 class Large(Adapted):

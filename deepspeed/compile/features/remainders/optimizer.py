@@ -14,6 +14,8 @@ from .masters import Masters
 if TYPE_CHECKING:
     # use_remainders() puts the mixin before this class at run time.
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
+
+    from ...zero_1_and_2.engine.state import EngineState
 else:
     _NextClass = object
 
@@ -24,6 +26,7 @@ class RemaindersOfParameters(_NextClass):
     """The methods of the base's ZeRO-1/2 optimizer that read or write master weights."""
 
     masters_as_remainders: Masters
+    _deepcompile: "EngineState"
 
     def state_dict(self) -> Dict[str, Any]:
         with self.masters_as_remainders.read_on_host():
@@ -35,7 +38,9 @@ class RemaindersOfParameters(_NextClass):
 
     def load_hp_checkpoint_state_from_checkpoint_dir(self, *args, **kwargs) -> None:
         # A universal checkpoint is written into what parameters are linked with, here with the memory of the host.
-        super()._link_all_hp_params()
+        # The core's mixin, which links within this context too, comes before this class.
+        with self._deepcompile.gather.linking():
+            super()._link_all_hp_params()
         try:
             super().load_hp_checkpoint_state_from_checkpoint_dir(*args, **kwargs)
         finally:

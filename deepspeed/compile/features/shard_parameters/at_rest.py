@@ -92,6 +92,9 @@ class _Share:
                 f"over the ranks, so it has no values and cannot be {what}; make it within "
                 "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters"
             )
+        unit = self.unit()
+        if unit is not None and unit.owner is not None and unit.owner.is_closed:
+            return ended(self.name)
         return refusal(self.name, what)
 
 
@@ -102,6 +105,15 @@ def refusal(name: str, what: str) -> RuntimeError:
         "within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks "
         "enter together, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's "
         "get_state_dict(), which all ranks call"
+    )
+
+
+def ended(name: str) -> RuntimeError:
+    """Returns the error that a parameter at rest raises when its engine was destroyed."""
+    return RuntimeError(
+        f"parameter {name} is sharded over the ranks by compile.shard_parameters, and its engine was destroyed; make "
+        "another engine of the model, or destroy the engine within `with unsharded_parameters(engine):` to use the "
+        "model without one"
     )
 
 

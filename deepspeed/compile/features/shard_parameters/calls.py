@@ -66,8 +66,7 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
     module, stays = engine.module, []
     shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_parameters
     if shards and _trains(engine) and engine.zero_optimization_stage() in (1, 2):
-        give_values(module, torch.device(engine.device))
-        stays = _to_be_sharded(engine)
+        stays = _to_be_sharded(engine, give_values(module, torch.device(engine.device)))
     stay = {id(parameter) for parameter in stays}
     if not stays:
         module.to(engine.device)
@@ -77,8 +76,8 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
         setattr(parameter, BROADCAST_LATER, True)
 
 
-def _to_be_sharded(engine):
-    """Lists the parameters that will be sharded and are not on the engine's device."""
+def _to_be_sharded(engine, elsewhere):
+    """Lists the parameters that will be sharded. ``elsewhere``: ids of those that some rank has not on its device."""
     from ..blocks.feature import chosen_blocks
     from .sharded_blocks import frozen_of_blocks
 
@@ -87,13 +86,7 @@ def _to_be_sharded(engine):
     # A single rank keeps all. With a caller's own groups, these do not say yet how many ranks share parameters.
     shards_all = request.options.shard_parameters == "all" and engine.mpu is None and dist.get_world_size() > 1
     trained = (parameter for parameter in engine.module.parameters() if shards_all and parameter.requires_grad)
-    device = torch.device(engine.device)
-    return [parameter for parameter in itertools.chain(frozen, trained) if is_elsewhere(parameter, device)]
-
-
-def is_elsewhere(parameter: torch.nn.Parameter, device: torch.device) -> bool:
-    """Whether a parameter is not on ``device``."""
-    return parameter.device.type != device.type
+    return [parameter for parameter in itertools.chain(frozen, trained) if id(parameter) in elsewhere]
 
 
 def optimizer_of(engine: "DeepSpeedEngine") -> Callable[..., DeepSpeedZeroOptimizer]:
@@ -118,9 +111,10 @@ def shard_at_once(engine: "DeepSpeedEngine") -> None:
 
 
 def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[str, Any]:
-    """Called on all ranks with a state dict of the module. Gives parameters at rest their values, on the first rank.
+    """Called on all ranks with a state dict of the module. Gives parameters at rest their values.
 
-    The values are on the host. On other ranks these parameters stay at rest.
+    The first rank gets them, and every rank that writes a file of its own, such as the first one of each node with
+    ``checkpoint.use_node_local_storage``. The values are on the host. On other ranks these parameters stay at rest.
     """
     if state_of(engine) is None:
         return state_dict
@@ -128,11 +122,16 @@ def with_values(engine: "DeepSpeedEngine", state_dict: Dict[str, Any]) -> Dict[s
     from .feature import sharded_blocks
 
     sharded = sharded_blocks(engine)
-    return state_dict if sharded is None else _with_values(sharded, state_dict)
+    if sharded is None:
+        return state_dict
+    return _with_values(sharded, state_dict, dist.get_rank() == 0 or engine.save_non_zero_checkpoint)
 
 
-def _with_values(sharded, state_dict):
-    """Gives the entries of a dict that are at rest their values. No more than one unit is whole for it at a time."""
+def _with_values(sharded, state_dict, takes):
+    """Gives the entries of a dict that are at rest their values. No more than one unit is whole for it at a time.
+
+    All ranks call this. ``takes``: whether this rank gets values.
+    """
     sharded.end_backward()
     keys_of: Dict[Any, Dict[str, List[str]]] = {}  # unit -> name of a parameter -> keys
     for key, entry in state_dict.items():
@@ -141,7 +140,7 @@ def _with_values(sharded, state_dict):
             keys_of.setdefault(unit, {}).setdefault(name, []).append(key)
     # In the same order on all ranks.
     for unit in sharded.whole.one_by_one(unit for unit in sharded.units if unit in keys_of):
-        if dist.get_rank() == 0:
+        if takes:
             for name, keys in keys_of[unit].items():
                 state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.parameter(name))))
     if sharded.is_closed:
@@ -171,7 +170,7 @@ def cloned(items: Dict[str, Any], device: torch.device, clone: Callable[[Any, to
     found: Dict[str, Any] = {}
     for owner, its_items in at_rest.items():
         taken = set()
-        for key, value in _with_values(owner, its_items).items():
+        for key, value in _with_values(owner, its_items, dist.get_rank() == 0).items():
             # A tied parameter is saved under each of its names, as it is where parameters are whole.
             is_tied = id(value) in taken
             taken.add(id(value))

@@ -129,7 +129,8 @@ class ShardParameters(WorksOnBlocks):
         self.sharded.finish_backward()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
-        if self._steps_before_keeping:
+        # The first step that is taken makes the optimizer's states. One that overflows is left out.
+        if self._steps_before_keeping and engine.was_step_applied():
             self._steps_before_keeping -= 1
             if not self._steps_before_keeping:
                 self.sharded.keep_what_fits()

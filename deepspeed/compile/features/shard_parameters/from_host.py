@@ -8,7 +8,7 @@ parameter, and the model need not fit there. The other ranks need no values: the
 """
 
 import functools
-from typing import Any
+from typing import Any, Set
 
 import torch
 from torch.nn import Module, Parameter
@@ -27,7 +27,7 @@ PURPOSE = "cut a model on the host"
 _NO_VALUES, _NO_VALUES_HERE = 2, 1
 
 
-def give_values(module: Module, device: torch.device) -> None:
+def give_values(module: Module, device: torch.device) -> Set[int]:
     """Takes tensors of other ranks than the first from the meta device to the host. All ranks call it.
 
     Buffers get the first rank's values. Parameters get memory alone, which nobody writes, so that the system does not
@@ -35,17 +35,23 @@ def give_values(module: Module, device: torch.device) -> None:
 
     Args:
         module: the model.
-        device: for messages between ranks.
+        device: of this rank.
+
+    Returns:
+        ids of the tensors that at least one rank has elsewhere than on its device. All ranks get those of the same
+        tensors: a rank that broadcast a parameter which another rank keeps on the host would wait for that rank.
 
     Raises:
         ValueError: if the first rank has no values, or a tensor is made of others. Every rank raises it.
     """
     buffers = dict(module.named_buffers())
     tensors = {**dict(module.named_parameters()), **buffers}
-    lacks = torch.tensor([_lacks(tensor) for tensor in tensors.values()], dtype=torch.uint8, device=device)
+    found = [[_lacks(tensor), is_elsewhere(tensor, device)] for tensor in tensors.values()]
+    of_ranks = torch.tensor(found, dtype=torch.uint8, device=device).view(-1, 2)
     with collective(PURPOSE):
-        dist.all_reduce(lacks, op=dist.ReduceOp.MAX)
-    lacking = dict(zip(tensors, lacks.tolist(), strict=True))
+        dist.all_reduce(of_ranks, op=dist.ReduceOp.MAX)
+    lacks, are_elsewhere = of_ranks.T.tolist()
+    lacking = dict(zip(tensors, lacks, strict=True))
     for name, lack in lacking.items():
         if lack == _NO_VALUES:
             kind = "buffer" if name in buffers else "parameter"
@@ -66,6 +72,12 @@ def give_values(module: Module, device: torch.device) -> None:
             with collective(PURPOSE):
                 dist.broadcast(values.view(-1).view(torch.uint8), src=0)
             buffer.copy_(values)
+    return {id(tensor) for tensor, elsewhere in zip(tensors.values(), are_elsewhere, strict=True) if elsewhere}
+
+
+def is_elsewhere(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor is not on ``device``. From the meta device it comes to the host."""
+    return ("cpu" if tensor.is_meta else tensor.device.type) != device.type
 
 
 def _lacks(tensor):

@@ -25,7 +25,7 @@ from ...zero_1_and_2.messages import warn
 from ..overlap_gather.gather import grouped
 from ..subclasses.calls import BROADCAST_LATER
 from ..subclasses.tensors import plain_tensors
-from .at_rest import keep_owner, mark_resharded, unmark
+from .at_rest import ended, keep_owner, mark_resharded, unmark
 from .comparison import PURPOSE, Comparison
 from .partitions import TrainedPart, aligned
 from .places import UNITS, Place, note_storage
@@ -222,7 +222,8 @@ class Unit:
         self._target = self._buffer
         # Frozen ones may have been changed here since they were gathered.
         self._send(sends_frozen=False)
-        self._wait()
+        # Nobody gives the memory back now, and a caller may keep views of it, such as a state dict.
+        self._wait(until_free=False)
         for place in self._all_places():
             if place.is_trained:
                 place.version = place.tensor._version
@@ -238,10 +239,8 @@ class Unit:
         stream = get_accelerator().current_stream()
         if not self.is_gathered:
             if self._works is None:
-                raise RuntimeError(
-                    f"parameter {self.name} is sharded over the ranks, and nothing gathers it any more: its engine "
-                    "was destroyed, or could not begin to gather it"
-                )
+                # Whoever finishes a gather has begun it, unless the engine has ended and begins none.
+                raise ended(self.name)
             self._wait()
             self.unmark()
             self.is_gathered = True
@@ -257,7 +256,12 @@ class Unit:
             # Otherwise the allocator could give the memory away, when it is resharded, while this stream reads it.
             self._buffer.record_stream(stream)
 
-    def _wait(self):
+    def _wait(self, until_free=True):
+        """Waits for a gather that was started.
+
+        ``until_free``: whether also, on a CPU, until gloo's thread has let go of the unit's memory, so that whoever
+        has a view of it then is a caller.
+        """
         if self._works is None:
             return
         self._comparison.wait()
@@ -270,7 +274,7 @@ class Unit:
         if not self._target.is_cpu:
             # Only this stream waits for the gather, which writes into memory of the stream that began it.
             self._target.record_stream(get_accelerator().current_stream())
-        is_by_thread = self._target is self._buffer and self._target.is_cpu
+        is_by_thread = until_free and self._target is self._buffer and self._target.is_cpu
         self._works = self._target = None
         if is_by_thread:
             # Gloo says that the gather is done a moment before its thread lets go of the memory. Until then, free()
@@ -458,7 +462,10 @@ class Unit:
         if self.owner is not None:
             self.owner.gather_for_backward(self, schedule)
         if not self.is_gathered:
-            raise RuntimeError("the engine was destroyed before this backward, which needs its parameters")
+            raise RuntimeError(
+                f"the engine was destroyed before this backward, which needs parameter {self.name}; run the backward "
+                "before destroy(), or the forward again with another engine of the model"
+            )
         self.finish_gather()
 
 

@@ -91,7 +91,12 @@ class WholeUnits:
                 self.reshard(other)
             self.free_lent()
             self._is_kept[unit] = False
-            unit.start_gather()
+            try:
+                unit.start_gather()
+            except BaseException:
+                # A later forward shall raise this error again, and not wait for what never comes.
+                del self._is_kept[unit]
+                raise
         if is_kept:
             del self._is_kept[unit]
             self._is_kept[unit] = True

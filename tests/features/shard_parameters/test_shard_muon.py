@@ -1,0 +1,60 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""DeepSpeed's own Muon steps sharded parameters to the same bits as whole ones."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from deepspeed.compile.features.shard_parameters import unsharded_parameters
+from deepspeed.compile.features.shard_parameters.at_rest import Resharded
+
+from support.ids import vary
+from support.muon import Training, momenta, start, train
+
+
+def compare(training, folder):
+    """Trains, saves, trains on, loads, and trains on, with sharded and with whole parameters.
+
+    Returns whether master weights, momentum and parameters are the same, and how many parameters were at rest.
+    """
+    results = []
+    for kind, options in (("sharded", {"shard_parameters": "all"}), ("whole", {})):
+        torch._dynamo.reset()
+        config = {**(training.config or {}), "compile": {"regional_compilation": True, **options}}
+        module, engine = start(dataclasses.replace(training, config=config), deepcompile=True)
+        train(engine, training, range(2))
+        engine.save_checkpoint(f"{folder}/{kind}", tag="one")
+        train(engine, training, [2])
+        engine.load_checkpoint(f"{folder}/{kind}", tag="one")
+        train(engine, training, [3, 4])
+        at_rest = sum(isinstance(each, Resharded) for each in module.parameters())
+        results.append(
+            [each.clone() for each in (*engine.optimizer.single_partition_of_fp32_groups, *momenta(engine))]
+        )
+        with unsharded_parameters(engine):
+            results[-1] += [each.detach().clone() for each in module.parameters()]
+            engine.destroy()
+        if kind == "sharded":
+            sharded = at_rest
+    return [torch.equal(*pair) for pair in zip(*results, strict=True)], sharded
+
+
+@vary(
+    "world, varied",
+    [
+        (2, {"stage": 2, "accumulation": 2}),
+        *(
+            pytest.param(world, varied, marks=pytest.mark.slow)
+            for world, varied in (
+                (3, {"stage": 1, "dtype": "bf16"}),
+                (2, {"stage": 2, "model": "Tied", "aligned": True}),
+            )
+        ),
+    ],
+)
+def test_muon_steps_sharded_parameters(ranks, tmp_path, world, varied):
+    """Muon, which computes an update of a whole matrix, would take the matrix from where nothing lies at rest."""
+    for equal, at_rest in ranks(world).run(compare, Training(depth=3, **varied), str(tmp_path), timeout=100):
+        assert all(equal) and at_rest > 20

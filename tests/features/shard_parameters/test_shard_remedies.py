@@ -1,0 +1,193 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What the messages of sharded parameters advise works."""
+
+import os
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.compile.features.shard_parameters import feature, sharded_blocks, unit, unsharded_parameters
+from deepspeed.compile.features.shard_parameters.at_rest import Resharded
+
+from support.ends import in_processes_of_their_own
+from support.frozen import MODELS, trained_on
+from support.ids import vary
+from support.options import outcome
+from support.training import Case, batch, device, make_engine
+
+
+def config(shards):
+    return {"compile": {"regional_compilation": True, "shard_parameters": shards}}
+
+
+def make(shards):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = MODELS["plain"]().to(device())
+    if shards == "all":
+        module.requires_grad_(True)
+    return module, another_engine(module, shards)
+
+
+def another_engine(module, shards, **case):
+    return make_engine(module, Case(config=config(shards), adam=True, **case))
+
+
+def trains(engine, module):
+    """Trains a step, and destroys the engine. Returns whether parameters are numbers, at rest, and others than before.
+
+    The model is used without an engine afterwards.
+    """
+    with unsharded_parameters(engine):
+        before = [each.detach().clone() for each in module.parameters()]
+    after = trained_on(engine, module)[1:]
+    at_rest = any(isinstance(each, Resharded) for each in module.parameters())
+    with unsharded_parameters(engine):
+        engine.destroy()
+    moved = any(not torch.equal(*pair) for pair in zip(before, after, strict=True))
+    alone = module(batch(2, 2, 2, 4))
+    return at_rest and moved and all(each.isfinite().all() for each in (*after, alone))
+
+
+def another_dtype(folder):
+    """A trained parameter gets another dtype, then other values, and then another dtype with another engine."""
+    module, engine = make("all")
+    weight, said = module.body.blocks[1].up.weight, []
+    with unsharded_parameters(engine):
+        before = weight.detach().clone()
+    with mock.patch.object(unit, "warn", said.append), unsharded_parameters(engine):
+        weight.data = weight.data.double() * 2
+    with unsharded_parameters(engine), torch.no_grad():
+        is_as_before = torch.equal(weight, before)
+        weight.mul_(2)
+    with unsharded_parameters(engine):
+        is_kept = torch.equal(weight, before * 2)
+        engine.destroy()
+    module.bfloat16()
+    works = trains(another_engine(module, "all", dtype="bf16"), module)
+    return said, is_as_before and is_kept and works and weight.dtype == torch.bfloat16
+
+
+def used_after_the_end(folder):
+    """A model whose engine was destroyed is called, and then by another engine."""
+    module, engine = make("all")
+    engine.destroy()
+    said = [outcome(module, batch(0, 0, 0, 4)), outcome(module.head.weight.sum)]
+    # Here another engine's end lets the model be used without one.
+    return said, trains(another_engine(module, "all"), module)
+
+
+def ended_in_a_forward(folder):
+    """A hook destroys the engine while a forward runs. Its parameters are on their way or at rest."""
+    said, works = [], []
+    for shards in ("all", "frozen"):
+        module, engine = make(shards)
+        hook = module.body.blocks[1].register_forward_pre_hook(lambda *_, engine=engine: engine.destroy())
+        said.append(outcome(engine, batch(0, 0, 0, 4)))
+        hook.remove()
+        works.append(trains(another_engine(module, shards), module))
+    return said, all(works)
+
+
+def ended_before_a_backward(folder):
+    module, engine = make("frozen")
+    loss = engine(batch(0, 0, 0, 4))
+    engine.destroy()
+    said = [outcome(loss.backward)]
+    return said, trains(another_engine(module, "frozen"), module)
+
+
+def whole_within_a_forward(folder):
+    module, engine = make("all")
+
+    def enter(*_):
+        with unsharded_parameters(engine):
+            pass
+
+    hook = module.body.blocks[1].register_forward_pre_hook(enter)
+    said = [outcome(engine, batch(0, 0, dist.get_rank(), 4))]
+    hook.remove()
+    enter()
+    return said, trains(engine, module)
+
+
+def ended_at_rest(folder):
+    """An engine is destroyed at rest, and another one within the context."""
+    module, engine = make("all")
+    said = []
+    with mock.patch.object(sharded_blocks.logger, "warning", said.append):
+        engine.destroy()
+        # This destroys the other engine within the context, of which nothing is said.
+        works = trains(another_engine(module, "all"), module)
+    return said, works
+
+
+def trained_too_late(folder):
+    """A frozen parameter is to be trained, first at rest, and then before another engine is made."""
+    module, engine = make("frozen")
+    weight = module.body.blocks[0].up.weight
+    said = [outcome(weight.requires_grad_), outcome(setattr, weight, "requires_grad", True)]
+    with unsharded_parameters(engine):
+        engine.destroy()
+    before = weight.requires_grad_().detach().clone()
+    works = trains(another_engine(module, "frozen"), module)
+    return said, works and not torch.equal(before, weight)
+
+
+def saved_elsewhere(folder):
+    """Each rank saves what it has of a state dict, and then the first rank alone."""
+    module, engine = make("all")
+    clones, said = clone_tensors_for_torch_save(module.state_dict()), []
+    file = os.path.join(folder, "model.pt")
+    if dist.get_rank() > 0:
+        said.append(outcome(torch.save, clones, f"{file}.{dist.get_rank()}"))
+    else:
+        torch.save(clones, file)
+    dist.barrier()
+    saved = torch.load(file, map_location=device())
+    with unsharded_parameters(engine):
+        same = all(torch.equal(saved[name], each) for name, each in module.named_parameters())
+        engine.destroy()
+    return said, same
+
+
+# What ranks do -> what is said of it.
+REMEDIES = {
+    another_dtype: "change its values in place, or make another engine of the model",
+    used_after_the_end: "and its engine was destroyed; make another engine of the model",
+    ended_in_a_forward: "and its engine was destroyed; make another engine of the model",
+    ended_before_a_backward: "or the forward again with another engine of the model",
+    whole_within_a_forward: "was called within a forward or a backward; call it outside of them",
+    ended_at_rest: "destroy the engine within `with unsharded_parameters(engine):` to use it",
+    trained_too_late: "and cannot be trained; set requires_grad before the engine is made",
+    saved_elsewhere: "another rank was to save it; save it on rank 0 alone",
+}
+
+
+@vary("remedy", [function.__name__ for function in REMEDIES])
+def test_what_messages_advise(ranks, tmp_path, remedy):
+    """Who does as a message says would meet the next error, or train a model without its values."""
+    (sentence,) = (sentence for function, sentence in REMEDIES.items() if function.__name__ == remedy)
+    for rank, (said, works) in enumerate(ranks(2).run(globals()[remedy], str(tmp_path), timeout=100)):
+        assert works
+        assert all(sentence in each for each in said)
+        assert said or (remedy == "saved_elsewhere" and rank == 0)
+
+
+def gathers_that_cannot_begin():
+    """Returns what two forwards say when the process group has gone, and how many units are on their way."""
+    _, engine = make("all")
+    sharded = feature.sharded_blocks(engine)
+    dist.destroy_process_group(sharded._group)
+    said = [outcome(engine, batch(0, 0, 0, 4)) for _ in range(2)]
+    return said, len(sharded.whole._is_kept)
+
+
+def test_a_gather_that_cannot_begin():
+    """The second forward would say that the engine was destroyed, and send its user after something else."""
+    for (first, second), begun in in_processes_of_their_own(gathers_that_cannot_begin):
+        assert first is not None and first == second and "destroyed; make another" not in first
+        assert begun == 0
