@@ -6,10 +6,19 @@ _REFUSED = "core/test_options_refused.py::test_refused"
 _ADVISED = "core/test_options_refused.py::test_what_refusals_advise"
 _EIGHT_BIT = "features/eight_bit/test_eight_bit_in_engine.py::test_refused_states"
 _MUON = "features/muon/test_muon.py::test_refused_with_muon"
+_SHARDING = "features/shard_parameters/test_shard_remedies.py::test_what_messages_advise"
 _OF_COMPILE = "core/test_second_derivatives.py::test_the_engine_says_what_to_do_and_that_is_right"
 
 # A part of a message -> the test that does what the message advises.
 FOLLOWED = {
+    # Sharded parameters.
+    "and cannot be trained; set requires_grad before the engine is made": _SHARDING,
+    "and another rank was to save it; save it on rank 0 alone": _SHARDING,
+    "was called within a forward or a backward; call it outside of them": _SHARDING,
+    "destroy the engine within `with unsharded_parameters(engine):` to use it": _SHARDING,
+    "change its values in place, or make another engine of the model": _SHARDING,
+    "and its engine was destroyed; make another engine of the model, or destroy": _SHARDING,
+    "run the backward before destroy(), or the forward again": _SHARDING,
     # The blocks, and what is compiled of them.
     "if one was changed, change a copy of it, or set the option to null": (
         "features/activation_budget/test_activation_budget.py::test_an_input_that_others_change"
@@ -142,9 +151,8 @@ FOLLOWED = {
 
 # Messages whose remedy no test is known to follow. Whoever writes or finds one moves its line to FOLLOWED.
 OF_SHARDING = (
+    "or lists and dicts of tensors, or run a block on every rank",
     "which all ranks enter together, or save with engine.save_checkpoint()",
-    "and cannot be trained; set requires_grad before the engine is made",
-    "and another rank was to save it; save it on rank 0 alone",
     "so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`",
     "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first",
     "cannot move it to the host; name other states in include=[...]",
@@ -155,10 +163,6 @@ OF_SHARDING = (
     'compile.shard_frozen is shard_parameters now; set it to "frozen"',
     "needs blocks whose parameters are gathered; set compile.regional_compilation to true",
     "that compile.shard_parameters shards stay whole; set that too",
-    "or lists and dicts of tensors, or run a block on every rank",
-    "was called within a forward or a backward; call it outside of them",
-    "destroy the engine within `with unsharded_parameters(engine):` to use it",
-    "change its values in place, or make another engine of the model",
     "drop it, or clone() it, to have them sharded by compile.shard_parameters",
 )
 OTHERS = (
