@@ -136,7 +136,8 @@ def _first_failure(report):
             if (found := case.find(kind)) is not None:
                 message = found.get("message", "")
                 how = "hung" if "Timeout (" in message else "failed"
-                test = f"{case.get('classname').rpartition('.')[2]}.py::{case.get('name')}"
+                # The classname is the path within the folder's parent, with dots.
+                test = f"{'/'.join(case.get('classname').split('.')[1:])}.py::{case.get('name')}"
                 return how, test, " ".join(message.split())[:200]
     raise SystemExit(f"pytest says that a test failed, and {report} has none")
 
