@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .workload import build_model
+
 GIB = 2**30
 STEPS_BEFORE = 3
 
@@ -69,14 +71,29 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-def _language_model(kind, **sizes):
-    def make():
-        import transformers
+def _qwen3():
+    from .fits import SIZES
 
-        config = getattr(transformers, f"{kind}Config")(**sizes, use_cache=False, attn_implementation="sdpa")
-        return getattr(transformers, f"{kind}ForCausalLM")(config)
+    return build_model(SIZES["Qwen3-1.7B"], torch.get_default_dtype(), str(torch.get_default_device()), False)
 
-    return make
+
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    # Sizes of Llama-3.2-3B.
+    config = LlamaConfig(
+        num_hidden_layers=28,
+        hidden_size=3072,
+        intermediate_size=8192,
+        num_attention_heads=24,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=True,
+        max_position_embeddings=131072,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
 
 
 def _vision_transformer():
@@ -94,32 +111,6 @@ def _vision_transformer():
         attn_implementation="sdpa",
     )
     return ViTForImageClassification(config)
-
-
-QWEN3 = _language_model(
-    "Qwen3",
-    num_hidden_layers=28,
-    hidden_size=2048,
-    intermediate_size=6144,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=151936,
-    tie_word_embeddings=True,
-    max_position_embeddings=40960,
-)
-LLAMA = _language_model(
-    "Llama",
-    num_hidden_layers=28,
-    hidden_size=3072,
-    intermediate_size=8192,
-    num_attention_heads=24,
-    num_key_value_heads=8,
-    head_dim=128,
-    vocab_size=128256,
-    tie_word_embeddings=True,
-    max_position_embeddings=131072,
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,12 +142,12 @@ class Run:
 
 
 RUNS = {
-    "Qwen3-1.7B, 1024 tokens": Run(QWEN3, 1024),
-    "Qwen3-1.7B, 4096 tokens": Run(QWEN3, 4096),
-    "Qwen3-1.7B, 16384 tokens": Run(QWEN3, 16384),
-    "Qwen3-1.7B, 16384 tokens, checkpointed": Run(QWEN3, 16384, checkpoint=True),
-    "Qwen3-1.7B, 4096 tokens, budget 0.5": Run(QWEN3, 4096, options=(("activation_memory_budget", 0.5),)),
-    "Llama-3.2-3B, 4096 tokens": Run(LLAMA, 4096),
+    "Qwen3-1.7B, 1024 tokens": Run(_qwen3, 1024),
+    "Qwen3-1.7B, 4096 tokens": Run(_qwen3, 4096),
+    "Qwen3-1.7B, 16384 tokens": Run(_qwen3, 16384),
+    "Qwen3-1.7B, 16384 tokens, checkpointed": Run(_qwen3, 16384, checkpoint=True),
+    "Qwen3-1.7B, 4096 tokens, budget 0.5": Run(_qwen3, 4096, options=(("activation_memory_budget", 0.5),)),
+    "Llama-3.2-3B, 4096 tokens": Run(_llama, 4096),
     "GPT of 24 layers, 8 x 1024 tokens": Run(GPT, 1024, 8),
     "ViT-Huge, 32 images": Run(_vision_transformer, 1, 32),
 }
