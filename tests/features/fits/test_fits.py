@@ -337,6 +337,22 @@ def test_results_of_kernels_have_memory():
     assert moment == liveness.Moment(2 * x.nbytes, x.nbytes, None)
 
 
+@pytest.mark.parametrize(
+    "move",
+    [lambda x: nn.functional.pad(x[:-1], (0, 0, 0, 1)), lambda x: x + x.roll(1, 0)],
+    ids=["sliced and padded", "read at two places"],
+)
+def test_kernels_write_beside_what_they_move(move):
+    """The gradient of shifted logits would be counted in their memory, which its kernel reads at other places."""
+
+    def function(x, weight):
+        return [move((x @ weight).exp()).sin()]
+
+    x, weight = torch.empty(8, 8, device="meta"), torch.empty(8, 8, device="meta")
+    moment = liveness.life_of_forward(make_fx(function, tracing_mode="fake")(x, weight), 1, [])[-1]
+    assert moment == liveness.Moment(2 * x.nbytes, x.nbytes, None)
+
+
 def test_a_value_of_many_reads_has_memory():
     """What Inductor writes to memory, because two kernels would read too much to make it again, would be left out."""
 

@@ -5,7 +5,8 @@
 Inductor fuses what treats each element by itself into the kernels that read it, so such values have memory only if a
 graph returns them, if an operator reads them that is no kernel of Inductor's, such as a product of matrices, or if
 several kernels would read too much to make them again. All others have memory from their operator to the last that
-reads it. A fused kernel may write its result over an input that nobody reads later.
+reads it. A fused kernel may write its result over an input that nobody reads later, if it reads each element where it
+writes one.
 """
 
 import operator
@@ -22,7 +23,9 @@ _FUSED = set(
     "new_zeros new_ones new_full _to_copy tril triu lift_fresh_copy eye".split()
 )
 _REDUCTIONS = set("sum mean amax amin var var_mean any all prod argmax argmin logsumexp".split())
-_VIEWS = {"view", "_unsafe_view", "reshape", "detach", "alias", "t", "unbind", "split", "split_with_sizes"}
+_SAME_ORDER = {"view", "_unsafe_view", "reshape", "detach", "alias", "squeeze", "unsqueeze"}
+_VIEWS = _SAME_ORDER | {"t", "unbind", "split", "split_with_sizes"}
+_COPIES = {"convert_element_type", "_to_copy", "clone", "copy"}
 
 
 class Saved(NamedTuple):
@@ -214,6 +217,29 @@ def _reads(node: Node, with_memory: Set[Node]) -> Set[Node]:
     return found
 
 
+def _read_in_place(node: Node, with_memory: Set[Node]) -> Set[Node]:
+    """Returns those of :func:`_reads` of which the kernel reads only the element in whose place it writes one."""
+    elsewhere, in_place, seen = set(), set(), set()
+    open_ = [(node, True)]
+    while open_:
+        reader, same_place = open_.pop()
+        same_place = same_place and _keeps_places(reader)
+        for read in reader.all_input_nodes:
+            if read in with_memory or read.op == "placeholder":
+                (in_place if same_place else elsewhere).add(read)
+            elif (read, same_place) not in seen:
+                seen.add((read, same_place))
+                open_.append((read, same_place))
+    return in_place - elsewhere
+
+
+def _keeps_places(node):
+    """Whether each element of a node's result is made of the elements at its own place."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return _name(node) in _SAME_ORDER | _COPIES or torch.Tag.pointwise in node.target.tags
+
+
 def _last_reader(graph, node):
     order = {each: index for index, each in enumerate(graph.nodes)}
     open_, last, seen = [node], -1, set()
@@ -254,7 +280,8 @@ def _life(graph: Graph, owned: Dict[Node, int], gradients: Iterable, kept: Set[N
         # Operators that are no kernels of Inductor's read all they need while they write.
         reused = None
         if _is_fused(node):
-            reused = next((base for base in dying if base not in kept and size[base] == size[node]), None)
+            in_place = _read_in_place(node, with_memory)
+            reused = next((each for each in dying if each in in_place - kept and size[each] == size[node]), None)
         live += 0 if reused is not None else size[node]
         most = max(most, live)
         live -= sum(size[base] for base in dying if base is not reused)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
 import torch
 
 import deepspeed.comm as dist
+from deepspeed.accelerator import get_accelerator
 
 from ..collectives import collective
 from ..feature import Feature, Request, SetUpContext, classes, only, overriding
@@ -90,6 +91,9 @@ def set_up(
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
         attach(optimizer, deepcompile)
         deepcompile.undo = undo.pop_all()
+    # Large tensors have died here, such as master weights that became remainders. The allocator would put activations
+    # into their memory, which would keep it from the gradient partition and from states that the first step makes.
+    get_accelerator().empty_cache()
     return graphs
 
 
