@@ -61,15 +61,17 @@ class Times:
 
 
 def seconds(function: Callable[[], object], repetitions: int) -> float:
-    """Returns the mean seconds of ``function``, after it has run three times."""
+    """Returns the median of the seconds that ``function`` takes, after it has run three times."""
     for _ in range(3):
         function()
     synchronize()
-    begun = time.perf_counter()
+    taken = []
     for _ in range(repetitions):
+        begun = time.perf_counter()
         function()
-    synchronize()
-    return (time.perf_counter() - begun) / repetitions
+        synchronize()
+        taken.append(time.perf_counter() - begun)
+    return statistics.median(taken)
 
 
 def most_memory(function: Callable[[], object]) -> str:
