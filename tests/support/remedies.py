@@ -19,6 +19,22 @@ FOLLOWED = {
     "change its values in place, or make another engine of the model": _SHARDING,
     "and its engine was destroyed; make another engine of the model, or destroy": _SHARDING,
     "run the backward before destroy(), or the forward again": _SHARDING,
+    "or lists and dicts of tensors, or run a block on every rank": (
+        "features/shard_parameters/test_shard_frozen.py::test_a_rank_that_runs_no_block"
+    ),
+    "which all ranks enter together, or save with engine.save_checkpoint()": _SHARDING,
+    "so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`": (
+        "features/shard_parameters/test_shard_frozen.py::test_copies_made_at_rest"
+    ),
+    "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first": _SHARDING,
+    "cannot move it to the host; name other states in include=[...]": _SHARDING,
+    "and compile.shard_parameters='all' a part of them; leave one of them out": _SHARDING,
+    "load the model on the host before deepspeed.initialize(), which cuts it there": (
+        "features/shard_parameters/test_from_host.py::test_it_trains_as_from_the_device"
+    ),
+    "drop it, or clone() it, to have them sharded by compile.shard_parameters": (
+        "features/shard_parameters/test_shard_frozen.py::test_views_that_are_kept"
+    ),
     # The blocks, and what is compiled of them.
     "if one was changed, change a copy of it, or set the option to null": (
         "features/activation_budget/test_activation_budget.py::test_an_input_that_others_change"
@@ -118,6 +134,9 @@ FOLLOWED = {
         "core/test_options_refused_engines.py::test_refused_after_half_a_compile"
     ),
     "make it real, with a last dimension of two": "core/test_parameters_unusual.py::test_complex",
+    "which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false": (
+        "core/test_parameters_unusual.py::test_a_parameter_made_of_others"
+    ),
     "is sparse, and DeepCompile reduces dense ones only; build the module with sparse=False": (
         "core/test_remedies.py::test_a_sparse_gradient"
     ),
@@ -151,19 +170,10 @@ FOLLOWED = {
 
 # Messages whose remedy no test is known to follow. Whoever writes or finds one moves its line to FOLLOWED.
 OF_SHARDING = (
-    "or lists and dicts of tensors, or run a block on every rank",
-    "which all ranks enter together, or save with engine.save_checkpoint()",
-    "so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`",
-    "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first",
-    "cannot move it to the host; name other states in include=[...]",
-    "and compile.shard_parameters='all' a part of them; leave one of them out",
-    "which compile.shard_parameters='all' cannot shard; set it to 'frozen'",
-    "load the model on the host before deepspeed.initialize(), which cuts it there",
     "is no number of blocks; set it to one, which may be 0",
     'compile.shard_frozen is shard_parameters now; set it to "frozen"',
     "needs blocks whose parameters are gathered; set compile.regional_compilation to true",
     "that compile.shard_parameters shards stay whole; set that too",
-    "drop it, or clone() it, to have them sharded by compile.shard_parameters",
 )
 OTHERS = (
     "is no part of the activations; set it to a number from 0 to 1",
