@@ -7,6 +7,7 @@ _ADVISED = "core/test_options_refused.py::test_what_refusals_advise"
 _EIGHT_BIT = "features/eight_bit/test_eight_bit_in_engine.py::test_refused_states"
 _MUON = "features/muon/test_muon.py::test_refused_with_muon"
 _SHARDING = "features/shard_parameters/test_shard_remedies.py::test_what_messages_advise"
+_SECTION = "features/configuration/test_section.py::test_a_section_that_is_refused_in_one_sentence"
 _OF_COMPILE = "core/test_second_derivatives.py::test_the_engine_says_what_to_do_and_that_is_right"
 
 # A part of a message -> the test that does what the message advises.
@@ -35,6 +36,10 @@ FOLLOWED = {
     "drop it, or clone() it, to have them sharded by compile.shard_parameters": (
         "features/shard_parameters/test_shard_frozen.py::test_views_that_are_kept"
     ),
+    "is no number of blocks; set it to one, which may be 0": _SECTION,
+    'compile.shard_frozen is shard_parameters now; set it to "frozen"': _SECTION,
+    "needs blocks whose parameters are gathered; set compile.regional_compilation to true": _SECTION,
+    "that compile.shard_parameters shards stay whole; set that too": _SECTION,
     # The blocks, and what is compiled of them.
     "if one was changed, change a copy of it, or set the option to null": (
         "features/activation_budget/test_activation_budget.py::test_an_input_that_others_change"
@@ -79,6 +84,11 @@ FOLLOWED = {
         "features/self_compile/test_by_configuration.py::test_arguments_that_are_no_dict"
     ),
     "or by an earlier call; call it before the first forward": "core/test_remedies.py::test_arguments_that_come_late",
+    "is no part of the activations; set it to a number from 0 to 1": _SECTION,
+    "names no classes; name some, or set it to true or false": _SECTION,
+    "not with compile.passes={}; leave one of them out": _SECTION,
+    "{}{} does not fit; set it to {}{}": _SECTION,
+    "needs blocks that wait for their parameters; set compile.regional_compilation to true": _SECTION,
     # Optimizers and their states.
     "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
     "{} {}, or leave compile.optimizer_states out": _REFUSED,
@@ -169,21 +179,11 @@ FOLLOWED = {
 }
 
 # Messages whose remedy no test is known to follow. Whoever writes or finds one moves its line to FOLLOWED.
-OF_SHARDING = (
-    "is no number of blocks; set it to one, which may be 0",
-    'compile.shard_frozen is shard_parameters now; set it to "frozen"',
-    "needs blocks whose parameters are gathered; set compile.regional_compilation to true",
-    "that compile.shard_parameters shards stay whole; set that too",
-)
-OTHERS = (
-    "is no part of the activations; set it to a number from 0 to 1",
+NOT_YET = (
     "use a release of torch that the README names",
     "cannot compile {}; name other classes",
     "has no effect, so give it to engine.compile()",
-    "names no classes; name some, or set it to true or false",
     "goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 or 2",
-    "not with compile.passes={}; leave one of them out",
-    "{}{} does not fit; set it to {}{}",
     "load them with the edition, the number of ranks and the settings with which they were saved",
     "load them with the number of ranks and the settings with which they were saved",
     "leave it so, or use Adam or AdamW of torch",
@@ -212,7 +212,6 @@ OTHERS = (
     "keeps no {}; leave one of them out",
     "needs Triton on a GPU; install triton",
     "needs master weights in fp32; leave it out",
-    "needs blocks that wait for their parameters; set compile.regional_compilation to true",
     "there are some in {}; set bf16.enabled",
     "call engine.reload_states() to {}",
     "is not supported for DeepCompile; use 'inductor' or 'eager'",
@@ -229,4 +228,3 @@ OTHERS = (
     "on their way to other ranks; call it when the backward has ended",
     "run the forward again with an engine that is alive",
 )
-NOT_YET = (*OF_SHARDING, *OTHERS)
