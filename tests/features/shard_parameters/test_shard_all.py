@@ -40,13 +40,43 @@ WHOLE = {"compile": {"regional_compilation": True}}
 SLOW = pytest.mark.slow
 
 
-def make(model, config, trained="all", **case):
+class Lion(torch.optim.Optimizer):
+    """Steps by the sign of a mean of gradients, as an optimizer of a user's own."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                parameter.sub_(group["lr"] * torch.lerp(parameter.grad, mean, 0.9).sign())
+                mean.lerp_(parameter.grad, 0.01)
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.5),
+    "Lion": lambda parameters: Lion(parameters, {"lr": 0.01}),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+}
+
+
+class WithoutElements(Adapted):
+    """Its blocks, and modules around them, end with a parameter without elements."""
+
+    def __init__(self):
+        super().__init__()
+        for module in (*self.body.blocks, self.body, self.head):
+            module.nothing = torch.nn.ParameterList([torch.empty(3, 0)])
+        self.body.names = torch.nn.Embedding(0, WIDTH)
+
+
+def make(model, config, trained="all", optimizer=None, **case):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = {**MODELS, **HIDING}[model]().to(device())
+    module = {**MODELS, **HIDING, "without elements": WithoutElements}[model]().to(device())
     for index, parameter in enumerate(module.parameters()):
         parameter.requires_grad_(trained == "all" or index % 3 > 0)
-    return module, make_engine(module, Case(config=config, **{"adam": True, **case}))
+    others = {"optimizer": OPTIMIZERS[optimizer](module.parameters())} if optimizer else {}
+    return module, make_engine(module, Case(config=config, **{"adam": True, **case}), **others)
 
 
 class Trained(NamedTuple):
@@ -109,6 +139,20 @@ def test_it_trains_to_the_same_bits(ranks, model, case):
     for equal, at_rest in ranks(2).run(compare, model, **case):
         assert equal == [True, True, True]
         assert at_rest >= 15
+
+
+@pytest.mark.table
+@vary("optimizer", OPTIMIZERS)
+def test_other_optimizers(ranks, optimizer):
+    """An optimizer that steps whole partitions would write its parameters where they no longer lie."""
+    for equal, at_rest in ranks(2).run(compare, "plain", optimizer=optimizer, stage=2, steps=2):
+        assert equal == [True, True, True] and at_rest >= 15
+
+
+def test_parameters_without_elements(ranks):
+    """A parameter of which nobody owns anything would have no place, or stand at rest where nothing gathers it."""
+    for equal, _ in ranks(2).run(compare, "without elements", stage=2, steps=2):
+        assert equal == [True, True, True]
 
 
 @SLOW
