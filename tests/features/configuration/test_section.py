@@ -354,3 +354,35 @@ def test_what_the_configuration_shows_is_refused_before_anything_is_changed(rank
     for (_, _, says), (said, is_unchanged) in zip(KNOWN_AT_THE_BEGINNING, first, strict=True):
         assert said.startswith("ValueError: ") and says in said
         assert is_unchanged, said
+
+
+# What the sentences advise, each with a part of the sentence.
+ADVISED_AT_THE_BEGINNING = [
+    ("keeps no ", {**STATES}, BF16),
+    ("keeps no ", {}, {**BF16, **OFFLOADED}),
+    ("needs master weights in fp32; leave it out", {}, BF16),
+    ("needs master weights in fp32; leave it out", {**STATES}, BF16),
+    ("set bf16.enabled", {**REMAINDERS}, BF16),
+    ("set bf16.enabled", {}, {"fp16": {"enabled": True}}),
+    ("leave grad_accum_dtype out", {**PICTURE, "deepcompile": False}, BF16),
+    ("or set zero_optimization.stage to 1 or 2", {"monitor_memory": True}, {"zero_optimization": {"stage": 2}}),
+]
+
+
+def made_as_advised(folder):
+    """Returns what is raised where engines are made as is advised."""
+    raised = []
+    for _, section, config in ADVISED_AT_THE_BEGINNING:
+        if "memory_picture" in section:
+            section = {**section, "memory_picture": {"folder": folder}}
+        dtype = "fp16" if "fp16" in config else "fp32"
+        config = {**config, "compile": {"deepcompile": True, **section}}
+        case = Case(model=SMALL, adam=True, deepcompile=False, dtype=dtype, config=config)
+        raised.append(outcome(lambda case=case: make_engine(build(case), case).destroy()))
+    return raised
+
+
+def test_what_is_advised_at_the_beginning(ranks, tmp_path):
+    """Who changes the configuration as a sentence says would be refused again, by what the optimizer shows."""
+    (raised,) = ranks(1).run(made_as_advised, str(tmp_path))
+    assert raised == [None] * len(ADVISED_AT_THE_BEGINNING)
