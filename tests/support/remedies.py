@@ -140,6 +140,7 @@ FOLLOWED = {
     "there are some in {}; set bf16.enabled": (
         "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
     ),
+    "set gradient_clipping to 0": "features/muon/test_muon.py::test_clipping_is_told_with_its_number",
     # What DeepCompile cannot honour.
     "call it before the first backward or after engine.step()": (
         "core/test_options_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"
@@ -277,7 +278,6 @@ NOT_YET = (
     "use a release of torch that the README names",
     "has no effect, so give it to engine.compile()",
     "leave it so, or use Adam or AdamW of torch",
-    "set gradient_clipping to 0",
     "host memory for gradients could not be had; use more ranks",
     "cannot be differentiated; set the optimizer's differentiable to false",
     "needs Triton on a GPU; install triton",
