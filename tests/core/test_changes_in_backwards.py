@@ -84,6 +84,8 @@ def drop_within(case, drop):
             pair.engine.step()
         except RuntimeError as error:
             told.append(str(error))
+            # As the error says: the backward has ended.
+            drop(pair.engine)
             continue
         pair.plain(batch(step, 0, dist.get_rank(), 4)).backward()
         pair.step_plain()

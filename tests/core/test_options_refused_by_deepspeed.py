@@ -99,6 +99,9 @@ def meet_refusals_of_deepspeed(refusals):
             met[name] = Met("initialize", f"{type(exception).__name__}: {exception}")
         else:
             met[name] = Met("compile", outcome(engine.compile, **{"backend": "eager", **refusal.arguments}))
+            if "backend" in refusal.arguments:
+                # As is advised.
+                engine.compile(backend="eager")
             engine.destroy()
     return met
 

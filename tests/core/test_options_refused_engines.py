@@ -93,16 +93,21 @@ def test_an_engine_without_an_optimizer(ranks):
 
 
 def compile_with_an_old_torch():
-    """Returns what deepspeed.initialize() raised."""
-    with mock.patch.object(zero_options, "OLDEST_TORCH", "99.1"):
-        return outcome(prepare, Case(model=SMALL))
+    """Returns what deepspeed.initialize() raises with a torch that is too old, and with one that is not."""
+    said = []
+    for oldest in ("99.1", torch.__version__):
+        with mock.patch.object(zero_options, "OLDEST_TORCH", oldest):
+            said.append(outcome(prepare, Case(model=SMALL)))
+    return said
 
 
 def test_refused_with_an_old_torch(ranks):
     """Training would fail somewhere in a torch that lacks what graphs need."""
-    assert ranks(1).run(compile_with_an_old_torch) == [
+    ((said, advised),) = ranks(1).run(compile_with_an_old_torch)
+    assert said == (
         f"ValueError: DeepCompile with ZeRO stage 1: torch {torch.__version__} is too old; install torch 99.1 or newer"
-    ]
+    )
+    assert advised is None
 
 
 class CompiledTwice(NamedTuple):
@@ -156,7 +161,7 @@ def compile_engines_of_other_kinds():
     from deepspeed.pipe import LayerSpec, PipelineModule
     from deepspeed.utils import groups
 
-    def raised(module, parameters=None, optimizer=torch.optim.SGD, mesh=None, **config):
+    def raised(module, parameters=None, optimizer=torch.optim.SGD, mesh=None, advised=None, **config):
         config = {
             "train_micro_batch_size_per_gpu": 2,
             "zero_allow_untested_optimizer": True,
@@ -169,37 +174,47 @@ def compile_engines_of_other_kinds():
         before = held(module, optimizer)
         said = outcome(deepspeed.initialize, model=module, optimizer=optimizer, config=config, mesh_param=mesh)
         assert held(module, optimizer) == before
+        if advised is not None:
+            # The same module and optimizer, as the refusal advises.
+            config["compile"] = advised
+            deepspeed.initialize(model=module, optimizer=optimizer, config=config, mesh_param=mesh)[0].destroy()
         return said
 
     def held(module, optimizer):
         given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [(id(each), each.data_ptr(), each.shape, each.dtype) for each in [*module.parameters(), *given]]
 
+    off = {"deepcompile": False}
     said = {"muon": raised(torch.nn.Linear(4, 4, bias=False), optimizer=torch.optim.Muon)}
     with deepspeed.zero.Init():
         partitioned = torch.nn.Linear(4, 4)
     said["zero.Init"] = raised(partitioned)
     # From here on, process groups stay behind; in this order they do not stand in each other's way.
-    said["sequence"] = raised(torch.nn.Linear(4, 4), mesh=(1, 2))
+    said["sequence"] = raised(torch.nn.Linear(4, 4), mesh=(1, 2), advised={"deepcompile": True, "passes": ["autosp"]})
     groups.mesh_device = None
     experts = torch.nn.Sequential(torch.nn.Linear(4, 4), MoE(4, torch.nn.Linear(4, 4), num_experts=2, ep_size=1))
     named = {"params": list(experts.parameters()), "name": "all"}
-    said["experts"] = raised(experts, split_params_into_different_moe_groups_for_optimizer(named))
+    said["experts"] = raised(experts, split_params_into_different_moe_groups_for_optimizer(named), advised=off)
     # Experts of one's own, marked as those of DeepSpeed's layers are.
     marked = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     for parameter in marked[1].parameters():
         parameter.allreduce, parameter.group_name = False, "ep_size_1"
     named = {"params": list(marked.parameters()), "name": "all"}
-    said["marked experts"] = raised(marked, split_params_into_different_moe_groups_for_optimizer(named))
+    said["marked experts"] = raised(marked, split_params_into_different_moe_groups_for_optimizer(named), advised=off)
     sharded = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     specs = [
         {"patterns": [r".*0\.weight$"], "partition_type": "column"},
         {"patterns": [r".*1\.weight$"], "partition_type": "row"},
     ]
     partition = {"use_default_specs": False, "layer_specs": specs}
-    said["tensor"] = raised(sharded, tensor_parallel={"autotp_size": 2, "partition_config": partition})
+    said["tensor"] = raised(
+        sharded,
+        tensor_parallel={"autotp_size": 2, "partition_config": partition},
+        advised={"deepcompile": True, "passes": ["autotp"]},
+    )
     layers = [LayerSpec(torch.nn.Linear, 4, 4), LayerSpec(torch.nn.Linear, 4, 4)]
-    said["pipeline"] = raised(PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss))
+    pipeline = PipelineModule(layers=layers, num_stages=2, loss_fn=torch.nn.functional.mse_loss)
+    said["pipeline"] = raised(pipeline, advised=off)
     return said
 
 

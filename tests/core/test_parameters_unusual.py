@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are not contiguous, or left out of the optimizer, are trained, and complex ones are refused."""
+"""Unusual parameters: those that are trained, and those that are refused (complex ones, those made of others)."""
 
 from unittest import mock
 
@@ -15,7 +15,17 @@ from support.beside import Beside, check
 from support.ids import vary
 from support.models import BlocksWithin, CheckpointedReentrant, RepeatedLayers
 from support.options import outcome
-from support.training import BOUND, REGIONAL, Case, batch, device, engine_by_configuration, relative_error
+from support.subclasses import Scaled
+from support.training import (
+    BOUND,
+    REGIONAL,
+    Case,
+    batch,
+    compile_backend,
+    device,
+    engine_by_configuration,
+    relative_error,
+)
 
 
 class Unusual(torch.nn.Module):
@@ -136,3 +146,31 @@ def test_complex(ranks):
     (raised,) = ranks(1).run(compile_complex)
     assert "parameter phase is complex" in raised and "torch.view_as_complex()" in raised
     check(ranks(2).run(train_viewed_as_complex))
+
+
+def train_made_of_others():
+    """Returns what is said of a trained weight that is made of others, and whether what is advised trains."""
+    module, images = torch.nn.Linear(4, 3).to(device()), torch.ones(2, 4, device=device())
+    module.weight = torch.nn.Parameter(Scaled.of(module.weight.detach()))
+    said, trains = outcome(engine_by_configuration, module, True), []
+    for make in (lambda weight: weight.requires_grad_(False), lambda weight: torch.nn.Parameter(weight.detach() + 0)):
+        module.weight = make(module.weight)
+        before = [each.detach() + 0 for each in module.parameters()]
+        engine = engine_by_configuration(module, True)
+        with compile_backend("eager"):
+            engine.backward(engine(images).square().mean())
+        engine.step()
+        after = [each.detach() + 0 for each in module.parameters()]
+        trains.append([not torch.equal(*pair) for pair in zip(before, after, strict=True)])
+        engine.destroy()
+    return said, trains
+
+
+def test_a_parameter_made_of_others(ranks):
+    """DeepSpeed gives such a parameter memory in its flat tensor, which no forward reads: it would stay as it was."""
+    ((said, trains),) = ranks(1).run(train_made_of_others)
+    assert said == (
+        "ValueError: DeepCompile with ZeRO stage 1: parameter weight is trained and made of other tensors (Scaled), "
+        "which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false, or make it a plain tensor"
+    )
+    assert trains == [[False, True], [True, True]]

@@ -7,6 +7,7 @@ _ADVISED = "core/test_options_refused.py::test_what_refusals_advise"
 _EIGHT_BIT = "features/eight_bit/test_eight_bit_in_engine.py::test_refused_states"
 _MUON = "features/muon/test_muon.py::test_refused_with_muon"
 _SHARDING = "features/shard_parameters/test_shard_remedies.py::test_what_messages_advise"
+_SECTION = "features/configuration/test_section.py::test_a_section_that_is_refused_in_one_sentence"
 _OF_COMPILE = "core/test_second_derivatives.py::test_the_engine_says_what_to_do_and_that_is_right"
 
 # A part of a message -> the test that does what the message advises.
@@ -19,6 +20,26 @@ FOLLOWED = {
     "change its values in place, or make another engine of the model": _SHARDING,
     "and its engine was destroyed; make another engine of the model, or destroy": _SHARDING,
     "run the backward before destroy(), or the forward again": _SHARDING,
+    "or lists and dicts of tensors, or run a block on every rank": (
+        "features/shard_parameters/test_shard_frozen.py::test_a_rank_that_runs_no_block"
+    ),
+    "which all ranks enter together, or save with engine.save_checkpoint()": _SHARDING,
+    "so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`": (
+        "features/shard_parameters/test_shard_frozen.py::test_copies_made_at_rest"
+    ),
+    "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first": _SHARDING,
+    "cannot move it to the host; name other states in include=[...]": _SHARDING,
+    "and compile.shard_parameters='all' a part of them; leave one of them out": _SHARDING,
+    "load the model on the host before deepspeed.initialize(), which cuts it there": (
+        "features/shard_parameters/test_from_host.py::test_it_trains_as_from_the_device"
+    ),
+    "drop it, or clone() it, to have them sharded by compile.shard_parameters": (
+        "features/shard_parameters/test_shard_frozen.py::test_views_that_are_kept"
+    ),
+    "is no number of blocks; set it to one, which may be 0": _SECTION,
+    'compile.shard_frozen is shard_parameters now; set it to "frozen"': _SECTION,
+    "needs blocks whose parameters are gathered; set compile.regional_compilation to true": _SECTION,
+    "that compile.shard_parameters shards stay whole; set that too": _SECTION,
     # The blocks, and what is compiled of them.
     "if one was changed, change a copy of it, or set the option to null": (
         "features/activation_budget/test_activation_budget.py::test_an_input_that_others_change"
@@ -49,6 +70,9 @@ FOLLOWED = {
     "leave empty groups out of the optimizer": (
         "features/schedulers/test_schedulers.py::test_nothing_is_said_where_empty_groups_are_left_out"
     ),
+    "cannot compile {}; name other classes": (
+        "features/blocks/test_blocks_chosen.py::test_blocks_that_cannot_be_compiled"
+    ),
     # The configuration.
     'is no section; set it to one such as {"deepcompile": true}': (
         "features/configuration/test_section.py::test_what_is_no_section"
@@ -63,6 +87,11 @@ FOLLOWED = {
         "features/self_compile/test_by_configuration.py::test_arguments_that_are_no_dict"
     ),
     "or by an earlier call; call it before the first forward": "core/test_remedies.py::test_arguments_that_come_late",
+    "is no part of the activations; set it to a number from 0 to 1": _SECTION,
+    "names no classes; name some, or set it to true or false": _SECTION,
+    "not with compile.passes={}; leave one of them out": _SECTION,
+    "{}{} does not fit; set it to {}{}": _SECTION,
+    "needs blocks that wait for their parameters; set compile.regional_compilation to true": _SECTION,
     # Optimizers and their states.
     "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
     "{} {}, or leave compile.optimizer_states out": _REFUSED,
@@ -86,6 +115,32 @@ FOLLOWED = {
     "works with a gradient scaler; undo that": (
         "features/eight_bit/test_eight_bit_in_engine.py::test_a_step_that_others_have_changed_is_refused"
     ),
+    "load them with the edition, the number of ranks and the settings with which they were saved": (
+        "features/eight_bit/test_eight_bit_states.py::test_states_that_are_saved_and_loaded"
+    ),
+    "load them with the number of ranks and the settings with which they were saved": (
+        "features/eight_bit/test_eight_bit_states.py::test_states_that_are_saved_and_loaded"
+    ),
+    "leave compile.optimizer_states out to set states": (
+        "features/shard_parameters/test_shard_all.py::test_what_works_at_rest"
+    ),
+    ", or set offload_optimizer.pin_memory to false": "features/offload/test_offload.py::test_no_memory_to_pin",
+    "call engine.reload_states() to {}": (
+        "features/remainders/test_remainders_in_engine.py::test_saved_and_loaded_in_other_places"
+    ),
+    "goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 or 2": (
+        "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
+    ),
+    "keeps no {}; leave one of them out": (
+        "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
+    ),
+    "needs master weights in fp32; leave it out": (
+        "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
+    ),
+    "there are some in {}; set bf16.enabled": (
+        "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
+    ),
+    "set gradient_clipping to 0": "features/muon/test_muon.py::test_clipping_is_told_with_its_number",
     # What DeepCompile cannot honour.
     "call it before the first backward or after engine.step()": (
         "core/test_options_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"
@@ -118,10 +173,25 @@ FOLLOWED = {
         "core/test_options_refused_engines.py::test_refused_after_half_a_compile"
     ),
     "make it real, with a last dimension of two": "core/test_parameters_unusual.py::test_complex",
+    "which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false": (
+        "core/test_parameters_unusual.py::test_a_parameter_made_of_others"
+    ),
     "is sparse, and DeepCompile reduces dense ones only; build the module with sparse=False": (
         "core/test_remedies.py::test_a_sparse_gradient"
     ),
     "got a sparse gradient, and DeepCompile reduces dense ones only": "core/test_remedies.py::test_a_sparse_gradient",
+    "pipeline parallelism is not supported; set compile.deepcompile to false": (
+        "core/test_options_refused_engines.py::test_refused_engines"
+    ),
+    "have process groups of their own, are not supported; set compile.deepcompile to false": (
+        "core/test_options_refused_engines.py::test_refused_engines"
+    ),
+    "set compile.passes to ['autotp']": "core/test_options_refused_engines.py::test_refused_engines",
+    "set compile.passes to ['autosp'] and use stage 1": "core/test_options_refused_engines.py::test_refused_engines",
+    "is too old; install torch {} or newer": "core/test_options_refused_engines.py::test_refused_with_an_old_torch",
+    "is not supported for DeepCompile; use 'inductor' or 'eager'": (
+        "core/test_options_refused_by_deepspeed.py::test_refused_by_deepspeed"
+    ),
     # Steps and backwards.
     "code that DeepCompile has compiled has none; run this forward and its backward in": _OF_COMPILE,
     "which has no second derivatives; run this forward and its backward in": (
@@ -143,6 +213,60 @@ FOLLOWED = {
     "raised in another thread while this one began; run this one again": (
         "core/test_remedies.py::test_a_backward_that_raised_in_another_thread"
     ),
+    "on their way to other ranks; call it when the backward has ended": (
+        "core/test_changes_in_backwards.py::test_a_hook_drops_gradients"
+    ),
+    "run the forward again with an engine that is alive": (
+        "core/test_engine_ends.py::test_a_graph_of_a_destroyed_engine_says_so"
+    ),
+    "run a backward at the gradient accumulation boundary first": "core/test_lifetime.py::test_release",
+    # The tools.
+    "change that, or leave the configuration out": (
+        "features/fits/test_fits.py::test_a_configuration_that_is_not_reckoned"
+    ),
+    "is not {}; name what there is": "features/fits/test_fits.py::test_numbers_that_no_gpu_has",
+    "no parameter of the model is trained; set requires_grad of some": (
+        "features/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
+    ),
+    "call fits(..., batch=...) with a function that makes it": (
+        "features/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
+    ),
+    "name a function without arguments, and leave its weights": (
+        "features/fits/test_fits.py::test_the_command_prints_modes"
+    ),
+    "has no function {}; name one that returns a model": "features/fits/test_fits.py::test_the_command_prints_modes",
+    "name a module of this folder or of PYTHONPATH": "features/fits/test_fits.py::test_the_command_prints_modes",
+    "`pip install transformers`, or name a function that makes a model": (
+        "features/fits/test_fits.py::test_the_command_prints_modes"
+    ),
+    "there is no file {}; name a config.json": "features/fits/test_fits.py::test_a_model_of_transformers",
+    "finds no configuration of {} ({}); name a config.json": (
+        "features/fits/test_fits.py::test_a_model_of_transformers"
+    ),
+    "cannot be written: {}; name another place with --out": (
+        "features/memory_picture/test_memory_picture.py::test_the_command_says_where_it_cannot_write"
+    ),
+    "holds no step's memory; give a file": (
+        "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
+    ),
+    "is no JSON; give a file": (
+        "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
+    ),
+    "and this engine has stage {}; leave {} out": (
+        "features/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
+    ),
+    "{}.folder: {}; name another folder": (
+        "features/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
+    ),
+    "has moved: import deepspeed.compile.features.memory_picture": (
+        "features/memory_picture/test_memory_picture.py::test_the_former_name"
+    ),
+    "this engine will have BF16_Optimizer; leave {} out": (
+        "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
+    ),
+    "set {}.step to an earlier one": (
+        "features/memory_picture/test_memory_picture.py::test_several_engines_record_one_after_the_other"
+    ),
     # The build.
     "`apt-get install g++`, or name one in CXX": "core/test_remedies.py::test_one_rank_without_a_compiler",
     "`pip install ninja`, and the environment's bin in PATH": "core/test_remedies.py::test_without_ninja_or_headers",
@@ -150,73 +274,14 @@ FOLLOWED = {
 }
 
 # Messages whose remedy no test is known to follow. Whoever writes or finds one moves its line to FOLLOWED.
-OF_SHARDING = (
-    "or lists and dicts of tensors, or run a block on every rank",
-    "which all ranks enter together, or save with engine.save_checkpoint()",
-    "so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`",
-    "has sharded its parameters by compile.shard_parameters; call destroy() of that engine first",
-    "cannot move it to the host; name other states in include=[...]",
-    "and compile.shard_parameters='all' a part of them; leave one of them out",
-    "which compile.shard_parameters='all' cannot shard; set it to 'frozen'",
-    "load the model on the host before deepspeed.initialize(), which cuts it there",
-    "is no number of blocks; set it to one, which may be 0",
-    'compile.shard_frozen is shard_parameters now; set it to "frozen"',
-    "needs blocks whose parameters are gathered; set compile.regional_compilation to true",
-    "that compile.shard_parameters shards stay whole; set that too",
-    "drop it, or clone() it, to have them sharded by compile.shard_parameters",
-)
-OTHERS = (
-    "is no part of the activations; set it to a number from 0 to 1",
+NOT_YET = (
     "use a release of torch that the README names",
-    "cannot compile {}; name other classes",
     "has no effect, so give it to engine.compile()",
-    "names no classes; name some, or set it to true or false",
-    "goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 or 2",
-    "not with compile.passes={}; leave one of them out",
-    "{}{} does not fit; set it to {}{}",
-    "load them with the edition, the number of ranks and the settings with which they were saved",
-    "load them with the number of ranks and the settings with which they were saved",
     "leave it so, or use Adam or AdamW of torch",
-    "leave compile.optimizer_states out to set states",
-    "change that, or leave the configuration out",
-    "is not {}; name what there is",
-    "no parameter of the model is trained; set requires_grad of some",
-    "name a function without arguments, and leave its weights",
-    "has no function {}; name one that returns a model",
-    "there is no file {}; name a config.json",
-    "call fits(..., batch=...) with a function that makes it",
-    "name a module of this folder or of PYTHONPATH",
-    "`pip install transformers`, or name a function that makes a model",
-    "finds no configuration of {} ({}); name a config.json",
-    "cannot be written: {}; name another place with --out",
-    "holds no step's memory; give a file",
-    "is no JSON; give a file",
-    "and this engine has stage {}; leave {} out",
-    "this engine will have BF16_Optimizer; leave {} out",
-    "{}.folder: {}; name another folder",
-    "set {}.step to an earlier one",
-    "set gradient_clipping to 0",
     "host memory for gradients could not be had; use more ranks",
-    ", or set offload_optimizer.pin_memory to false",
     "cannot be differentiated; set the optimizer's differentiable to false",
-    "keeps no {}; leave one of them out",
     "needs Triton on a GPU; install triton",
-    "needs master weights in fp32; leave it out",
-    "needs blocks that wait for their parameters; set compile.regional_compilation to true",
-    "there are some in {}; set bf16.enabled",
-    "call engine.reload_states() to {}",
-    "is not supported for DeepCompile; use 'inductor' or 'eager'",
     "use torch.profiler for those",
-    "pipeline parallelism is not supported; set compile.deepcompile to false",
-    "have process groups of their own, are not supported; set compile.deepcompile to false",
-    "set compile.passes to ['autotp']",
-    "set compile.passes to ['autosp'] and use stage 1",
     "which is for stage 3; make the model without it",
-    "has moved: import deepspeed.compile.features.memory_picture",
-    "is too old; install torch {} or newer",
     "optimizer wrapper {} is not supported; set compile.deepcompile to false",
-    "run a backward at the gradient accumulation boundary first",
-    "on their way to other ranks; call it when the backward has ended",
-    "run the forward again with an engine that is alive",
 )
-NOT_YET = (*OF_SHARDING, *OTHERS)

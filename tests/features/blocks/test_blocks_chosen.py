@@ -126,6 +126,9 @@ def test_blocks_that_cannot_be_compiled(find_blocks, change, why):
     name = type(model.layers[0]).__name__
     with pytest.raises(ValueError, match=f"cannot compile {name} by itself, because {why}; name other classes"):
         find_blocks(model, [name])
+    # Not within that module.
+    model.layers.append(Embedding(3, 4))
+    assert find_blocks(model, ["Embedding"]) == [model.layers[2]]
 
 
 def no_limit(model):

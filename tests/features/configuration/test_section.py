@@ -76,77 +76,156 @@ def test_belongs_to_zero_1_and_2():
         assert CompileConfig(deepcompile=True, **{option: value}).set_for_zero_1_and_2() == [option]
 
 
+class Refusal(NamedTuple):
+    """What is said of a section, and the sections to which that leads."""
+
+    section: dict
+    says: str
+    advised: list
+
+
+BLOCKS, PICTURE_IN = {"regional_compilation": True}, {"memory_picture": {"folder": "x"}}
+REFUSED = {
+    "unknown": Refusal(
+        {"shard_paramters": "all"},
+        "compile.shard_paramters is no option; the nearest name is shard_parameters, and all names are: ",
+        [{"shard_parameters": "all"}],
+    ),
+    "unknown of another case": Refusal(
+        {"Deepcompile": False},
+        "compile.Deepcompile is no option; the nearest name is deepcompile, and all names are: ",
+        [{"deepcompile": False}],
+    ),
+    "unknown beginning": Refusal(
+        {"shard": "all"},
+        "compile.shard is no option; the nearest name is shard_parameters, and all names are: ",
+        [{"shard_parameters": "all"}],
+    ),
+    "nothing near": Refusal(
+        {"enabled": True}, "compile.enabled is no option; use one of these names: activation_memory_budget, ", [{}]
+    ),
+    "old name": Refusal(
+        {"shard_frozen": True},
+        "compile.shard_frozen is shard_parameters now; set it to ",
+        [{"shard_parameters": "frozen"}, {}],
+    ),
+    "no blocks": Refusal(
+        {"regional_compilation": []},
+        "compile.regional_compilation names no classes; name some, or set it to ",
+        [{"regional_compilation": each} for each in (["Block"], True, False)],
+    ),
+    "sharded without blocks": Refusal(
+        {"shard_parameters": "all", "regional_compilation": False},
+        "compile.shard_parameters needs blocks whose parameters are gathered; set compile.regional_compilation to ",
+        [{"shard_parameters": "all", **BLOCKS}, {"shard_parameters": "all"}, {"regional_compilation": False}],
+    ),
+    "overlapped without blocks": Refusal(
+        {"overlap_param_gather": True, "regional_compilation": False},
+        "compile.overlap_param_gather needs blocks that wait for their parameters; set compile.regional_compilation ",
+        [{"overlap_param_gather": True, **BLOCKS}, {"overlap_param_gather": True}, {"regional_compilation": False}],
+    ),
+    "kept and not sharded": Refusal(
+        {"keep_gathered": 2},
+        "compile.keep_gathered says how many of the blocks that compile.shard_parameters ",
+        [{"keep_gathered": 2, "shard_parameters": "all"}, {"keep_gathered": 2, "shard_parameters": "frozen"}, {}],
+    ),
+    "kept less than none": Refusal(
+        {"shard_parameters": "all", "keep_gathered": -1},
+        "compile.keep_gathered=-1 is no number of blocks; set it to one, which may be 0, or to ",
+        [{"shard_parameters": "all", "keep_gathered": each} for each in (0, 2, "fit", None)],
+    ),
+    "no part": Refusal(
+        {"activation_memory_budget": 50},
+        "compile.activation_memory_budget=50 is no part of the activations; set it to a number from 0 to 1, or ",
+        [{"activation_memory_budget": each} for each in (0, 0.5, 1, None)],
+    ),
+    "of another pass": Refusal(
+        {"chunked_loss": True, "passes": ["autosp"]},
+        "compile.chunked_loss goes with ZeRO-1 and ZeRO-2 only, not with compile.passes=['autosp']; leave one of ",
+        [{"chunked_loss": True}, {"passes": ["autosp"]}],
+    ),
+    "unknown pass": Refusal(
+        {"passes": ["z2"]},
+        "compile.passes holds 'z2', which does not fit; set it to a list of 'z1', 'z3', 'autosp' ",
+        [{"passes": [each]} for each in ("z1", "z3", "autosp")],
+    ),
+    "picture of another name": Refusal(
+        {"memory_picture": {"foldr": "x"}},
+        "compile.memory_picture.foldr is no option; the nearest name is folder, and all names are: folder, step",
+        [PICTURE_IN],
+    ),
+    "picture of another step": Refusal(
+        {"memory_picture": {"folder": "x", "stp": 2}},
+        "compile.memory_picture.stp is no option; the nearest name is step, and all names are: folder, step",
+        [{"memory_picture": {"folder": "x", "step": 2}}],
+    ),
+    "picture without folder": Refusal(
+        {"memory_picture": {}}, "compile.memory_picture.folder is missing; set it", [PICTURE_IN]
+    ),
+    "picture of another type": Refusal(
+        {"memory_picture": True},
+        "compile.memory_picture=True does not fit; set it to an object with folder and ste",
+        [PICTURE_IN, {}],
+    ),
+    "folder of another type": Refusal(
+        {"memory_picture": {"folder": 5}},
+        "compile.memory_picture.folder=5 does not fit; set it to a text",
+        [PICTURE_IN],
+    ),
+    "step of 0": Refusal(
+        {"memory_picture": {"folder": "x", "step": 0}},
+        "compile.memory_picture.step=0 does not fit; set it to 1 or more, or leave it out",
+        [{"memory_picture": {"folder": "x", "step": 1}}, PICTURE_IN],
+    ),
+    "part of a number": Refusal(
+        {"free_activation_threshold": 0.5},
+        "compile.free_activation_threshold=0.5 does not fit; set it to a whole number, or leave it out",
+        [{"free_activation_threshold": 1}, {}],
+    ),
+    "states": Refusal(
+        {"optimizer_states": "9bit"},
+        "compile.optimizer_states='9bit' does not fit; set it to '8bit', or leave it o",
+        [{"optimizer_states": "8bit"}, {}],
+    ),
+    "sharded in another case": Refusal(
+        {"shard_parameters": "All"},
+        "compile.shard_parameters='All' does not fit; set it to 'frozen' or 'all', or ",
+        [{"shard_parameters": "frozen"}, {"shard_parameters": "all"}, {}],
+    ),
+    "number of chunks": Refusal(
+        {"chunked_loss": 8},
+        "compile.chunked_loss=8 does not fit; set it to true or false, or leave it out",
+        [{"chunked_loss": True}, {"chunked_loss": False}, {}],
+    ),
+    "number of blocks": Refusal(
+        {"regional_compilation": 5},
+        "compile.regional_compilation=5 does not fit; set it to true or false or a list, or leave it out",
+        [{"regional_compilation": each} for each in (True, False, ["Block"])],
+    ),
+    "blocks by number": Refusal(
+        {"regional_compilation": [5]},
+        "compile.regional_compilation=[5] does not fit; set it to true or false or a list of texts, or leave it",
+        [{"regional_compilation": each} for each in (True, False, ["Block"])],
+    ),
+}
+
+
 @pytest.mark.quick
-@vary(
-    "section, says",
-    [
-        (
-            {"shard_paramters": True},
-            "compile.shard_paramters is no option; the nearest name is shard_parameters, and all names are: ",
-        ),
-        ({"shard_frozen": True}, "compile.shard_frozen is shard_parameters now; set it to "),
-        ({"keep_gathered": 2}, "compile.keep_gathered says how many of the blocks that compile.shard_parameters "),
-        (
-            {"shard_parameters": "all", "keep_gathered": -1},
-            "compile.keep_gathered=-1 is no number of blocks; set it to one, which may be 0, or to ",
-        ),
-        (
-            {"Deepcompile": False},
-            "compile.Deepcompile is no option; the nearest name is deepcompile, and all names are: ",
-        ),
-        (
-            {"memory_picture": {"foldr": "x"}},
-            "compile.memory_picture.foldr is no option; the nearest name is folder, and all names are: folder, step",
-        ),
-        ({"memory_picture": {}}, "compile.memory_picture.folder is missing; set it"),
-        (
-            {"memory_picture": {"folder": "x", "stp": 2}},
-            "compile.memory_picture.stp is no option; the nearest name is step, and all names are: folder, step",
-        ),
-        ({"enabled": True}, "compile.enabled is no option; use one of these names: activation_memory_budget, "),
-        ({"shard": "all"}, "compile.shard is no option; the nearest name is shard_parameters, and all names are: "),
-        (
-            {"memory_picture": True},
-            "compile.memory_picture=True does not fit; set it to an object with folder and ste",
-        ),
-        ({"memory_picture": {"folder": 5}}, "compile.memory_picture.folder=5 does not fit; set it to a text"),
-        (
-            {"memory_picture": {"folder": "x", "step": 0}},
-            "compile.memory_picture.step=0 does not fit; set it to 1 or more, or leave it out",
-        ),
-        (
-            {"free_activation_threshold": 0.5},
-            "compile.free_activation_threshold=0.5 does not fit; set it to a whole number, or leave it out",
-        ),
-        (
-            {"optimizer_states": "9bit"},
-            "compile.optimizer_states='9bit' does not fit; set it to '8bit', or leave it o",
-        ),
-        ({"shard_parameters": "All"}, "compile.shard_parameters='All' does not fit; set it to 'frozen' or 'all', or "),
-        ({"chunked_loss": 8}, "compile.chunked_loss=8 does not fit; set it to true or false, or leave it out"),
-        (
-            {"regional_compilation": 5},
-            "compile.regional_compilation=5 does not fit; set it to true or false or a list, or leave it out",
-        ),
-        (
-            {"regional_compilation": [5]},
-            "compile.regional_compilation=[5] does not fit; set it to true or false or a list of texts, or leave it",
-        ),
-        (
-            {"passes": ["z2"]},
-            "compile.passes holds 'z2', which does not fit; set it to a list of 'z1', 'z3', 'autosp' ",
-        ),
-        ({"regional_compilation": []}, "compile.regional_compilation names no classes; name some, or set it to "),
-    ],
-    expects="says",
-)
-def test_a_section_that_is_refused_in_one_sentence(section, says):
-    """Pydantic's list of errors would not say which names there are, and come as a chain of tracebacks."""
+@vary("name", REFUSED)
+def test_a_section_that_is_refused_in_one_sentence(name):
+    """Pydantic's list of errors would not say which names there are, and come as a chain of tracebacks.
+
+    Or its advice would be refused in turn.
+    """
+    section, says, advised = REFUSED[name]
     with pytest.raises(ValueError) as raised:
         CompileConfig(**{"deepcompile": True, **section})
     sentence = str(raised.value)
     assert sentence.startswith(says) and "\n" not in sentence
     assert type(raised.value) is ValueError and raised.value.__cause__ is None and raised.value.__context__ is None
+    # What the sentence advises is not refused in turn.
+    for other in advised:
+        assert CompileConfig(**{"deepcompile": True, **other}).model_dump(include=set(other)).keys() == other.keys()
 
 
 @pytest.mark.quick
@@ -275,3 +354,35 @@ def test_what_the_configuration_shows_is_refused_before_anything_is_changed(rank
     for (_, _, says), (said, is_unchanged) in zip(KNOWN_AT_THE_BEGINNING, first, strict=True):
         assert said.startswith("ValueError: ") and says in said
         assert is_unchanged, said
+
+
+# What the sentences advise, each with a part of the sentence.
+ADVISED_AT_THE_BEGINNING = [
+    ("keeps no ", {**STATES}, BF16),
+    ("keeps no ", {}, {**BF16, **OFFLOADED}),
+    ("needs master weights in fp32; leave it out", {}, BF16),
+    ("needs master weights in fp32; leave it out", {**STATES}, BF16),
+    ("set bf16.enabled", {**REMAINDERS}, BF16),
+    ("set bf16.enabled", {}, {"fp16": {"enabled": True}}),
+    ("leave grad_accum_dtype out", {**PICTURE, "deepcompile": False}, BF16),
+    ("or set zero_optimization.stage to 1 or 2", {"monitor_memory": True}, {"zero_optimization": {"stage": 2}}),
+]
+
+
+def made_as_advised(folder):
+    """Returns what is raised where engines are made as is advised."""
+    raised = []
+    for _, section, config in ADVISED_AT_THE_BEGINNING:
+        if "memory_picture" in section:
+            section = {**section, "memory_picture": {"folder": folder}}
+        dtype = "fp16" if "fp16" in config else "fp32"
+        config = {**config, "compile": {"deepcompile": True, **section}}
+        case = Case(model=SMALL, adam=True, deepcompile=False, dtype=dtype, config=config)
+        raised.append(outcome(lambda case=case: make_engine(build(case), case).destroy()))
+    return raised
+
+
+def test_what_is_advised_at_the_beginning(ranks, tmp_path):
+    """Who changes the configuration as a sentence says would be refused again, by what the optimizer shows."""
+    (raised,) = ranks(1).run(made_as_advised, str(tmp_path))
+    assert raised == [None] * len(ADVISED_AT_THE_BEGINNING)

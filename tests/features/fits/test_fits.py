@@ -492,8 +492,11 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
 )
 def test_a_configuration_that_is_not_reckoned(varied, sentence):
     """The row of a configuration would have the figures of another one, or the command would end with a traceback."""
+    question = Question(gpus=2, dtype=torch.bfloat16)
+    # What is advised: the configuration without that.
+    assert configuration.apply(BASE, question, False)
     with pytest.raises(ValueError) as raised:
-        configuration.apply({**BASE, **varied}, Question(gpus=2, dtype=torch.bfloat16), False)
+        configuration.apply({**BASE, **varied}, question, False)
     assert sentence in str(raised.value)
 
 
@@ -517,6 +520,7 @@ def test_numbers_that_no_gpu_has(name, value):
     """A question without a meaning would get an answer."""
     with pytest.raises(ValueError, match=f"{name}={value} is not"):
         Question(**{name: value})
+    assert getattr(Question(**{name: 1}), name) == 1
 
 
 def test_a_model_that_cannot_be_traced(capsys, this_module):
@@ -644,3 +648,31 @@ def test_a_class_that_takes_arguments():
     """A caller would get a TypeError, and not what to name."""
     with pytest.raises(ValueError, match="name a function without arguments"):
         fits(nn.Linear, modes=[PLAIN])
+
+
+def frozen():
+    return Small().requires_grad_(False)
+
+
+class Features(nn.Module):
+    """A model of other arguments than token ids."""
+
+    main_input_name = "input_features"
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, input_features):
+        return self.layers(input_features).square().mean()
+
+
+def test_a_model_that_is_asked_about_otherwise():
+    """Who trains no parameter, or features, would be told to do what is refused in turn."""
+    with pytest.raises(ValueError, match="no parameter of the model is trained; set requires_grad of some"):
+        fits(frozen, modes=[PLAIN])
+    assert fits(small, modes=[PLAIN], sequence=TOKENS).first.forward is not None
+    with pytest.raises(ValueError, match="Features takes input_features; call fits"):
+        sources.batch_for(Features(), 2, 8)
+    made = fits(Features, modes=[PLAIN], batch=lambda *_: {"input_features": torch.empty(2, 8, WIDTH)})
+    assert made.first.forward is not None

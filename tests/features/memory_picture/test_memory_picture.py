@@ -8,6 +8,7 @@ import importlib.abc
 import importlib.util
 import itertools
 import logging
+import re
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple
@@ -336,10 +337,12 @@ def refusals(folder):
         {"zero_optimization": {"stage": 3}},
         {"compile": {"memory_picture": {"folder": of_rank}}},
         {"compile": {"memory_picture": {"folder": str(folder), "step": 0}}},
+        # As is advised.
+        {"compile": {"memory_picture": {"folder": f"{folder}/other", "step": 1}}},
     ):
         picture = {"memory_picture": {"folder": str(folder)}}
         try:
-            engine_by_configuration(build(CASE), False, **{"compile": picture, **more})
+            engine_by_configuration(build(CASE), False, **{"compile": picture, **more}).destroy()
             said.append("nothing")
         except ValueError as error:
             said.append(str(error))
@@ -351,7 +354,7 @@ def refusals(folder):
 def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
     """A training would find out at its step that it cannot write, hours later."""
     (tmp_path / "file").touch()
-    for stage_0, stage_3, unwritable, no_step in ranks(2).run(refusals, tmp_path):
+    for stage_0, stage_3, unwritable, no_step, advised in ranks(2).run(refusals, tmp_path):
         for stage, said in ((0, stage_0), (3, stage_3)):
             assert said == (
                 "compile.memory_picture records engines of ZeRO stage 1 and 2 only, and this engine has stage "
@@ -360,6 +363,7 @@ def test_what_cannot_be_recorded_is_refused_at_once(ranks, tmp_path):
         assert "compile.memory_picture.folder" in unwritable and "name another folder" in unwritable
         assert "cannot be written on rank 1" in unwritable
         assert "memory_picture.step" in no_step
+        assert advised == "nothing"
 
 
 def beside_a_log_of_communication(folder):
@@ -481,6 +485,25 @@ def test_the_command_refuses_other_files_in_a_sentence(tmp_path, capsys, content
         main([str(file)])
     said = capsys.readouterr().err
     assert sentence in said and str(file) in said and "Traceback" not in said
+
+
+def test_the_command_says_where_it_cannot_write(folder, tmp_path, recorded, capsys):
+    """A traceback would stand for the name of the option that helps."""
+    (tmp_path / "file").touch()
+    file = str(folder / "step3-rank0.json")
+    with pytest.raises(SystemExit):
+        main([file, "--out", str(tmp_path / "file" / "picture")])
+    assert "cannot be written" in (said := capsys.readouterr().err) and "name another place with --out" in said
+    assert main([file, "--out", str(tmp_path / "picture")]) == 0
+
+
+@pytest.mark.quick
+def test_the_former_name():
+    """The error would name a module that is not there."""
+    with pytest.raises(ImportError, match="has moved: import (\\S+), and run") as raised:
+        importlib.import_module("deepspeed.compile.memory_picture")
+    named = re.search(r"import (\S+), and run", str(raised.value))[1]
+    assert importlib.import_module(named).__name__ == named
 
 
 @pytest.mark.quick

@@ -339,6 +339,9 @@ def without_memory_to_pin(pins):
     try:
         with pytest.raises(RuntimeError) as raised:
             make_engine(build(Case()), Case(offloaded=True))
+        # As is advised.
+        section = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+        make_engine(build(Case()), Case(offloaded=True, config={"zero_optimization": section})).destroy()
     finally:
         del accelerator.pin_memory
     return Unpinned(str(raised.value), str(raised.value.__cause__))

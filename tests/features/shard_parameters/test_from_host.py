@@ -30,11 +30,13 @@ SLOW = pytest.mark.slow
 
 
 class BufferedBody(Body):
-    """Has a buffer that no state dict has, as rotary embeddings have."""
+    """Has a buffer that no state dict has, as rotary embeddings have, and tensors without elements."""
 
     def __init__(self):
         super().__init__()
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 12), persistent=False)
+        self.register_buffer("nothing", torch.empty(0, 2))
+        self.blocks[0].nothing = nn.Parameter(torch.empty(3, 0))
 
     def forward(self, ids, skip=False):
         x = self.embedding(ids)
@@ -176,6 +178,30 @@ def test_values_that_no_rank_has(ranks, everywhere):
     """Ranks that have values would wait for the first, which has raised, until their time is up."""
     for said in ranks(2).run(without_values, everywhere):
         assert "parameter body.embedding.weight is on the meta device, so compile.shard_parameters has no" in said
+
+
+class WithoutTensors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Identity() for _ in range(2))
+
+    def forward(self, x):
+        return self.blocks[1](self.blocks[0](x))
+
+
+def without_tensors():
+    said, module = [], WithoutTensors()
+    for shards in ("all", "frozen", None):
+        section = {"regional_compilation": ["Identity"], "shard_parameters": shards}
+        config = {"compile": section, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+        said.append(outcome(make_engine, module, Case(config=config), model_parameters=module.parameters()))
+    return said
+
+
+def test_a_module_without_tensors(ranks):
+    """The error would be one of a tensor's shape, where DeepSpeed says what the optimizer lacks."""
+    for said in ranks(2).run(without_tensors):
+        assert said == ["ValueError: optimizer got an empty parameter list"] * 3
 
 
 # Memory ------------------------------------------------------------------------------------------------------------

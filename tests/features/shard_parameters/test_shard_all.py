@@ -40,13 +40,43 @@ WHOLE = {"compile": {"regional_compilation": True}}
 SLOW = pytest.mark.slow
 
 
-def make(model, config, trained="all", **case):
+class Lion(torch.optim.Optimizer):
+    """Steps by the sign of a mean of gradients, as an optimizer of a user's own."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                parameter.sub_(group["lr"] * torch.lerp(parameter.grad, mean, 0.9).sign())
+                mean.lerp_(parameter.grad, 0.01)
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.2, momentum=0.5),
+    "Lion": lambda parameters: Lion(parameters, {"lr": 0.01}),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
+}
+
+
+class WithoutElements(Adapted):
+    """Its blocks, and modules around them, end with a parameter without elements."""
+
+    def __init__(self):
+        super().__init__()
+        for module in (*self.body.blocks, self.body, self.head):
+            module.nothing = torch.nn.ParameterList([torch.empty(3, 0)])
+        self.body.names = torch.nn.Embedding(0, WIDTH)
+
+
+def make(model, config, trained="all", optimizer=None, **case):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = {**MODELS, **HIDING}[model]().to(device())
+    module = {**MODELS, **HIDING, "without elements": WithoutElements}[model]().to(device())
     for index, parameter in enumerate(module.parameters()):
         parameter.requires_grad_(trained == "all" or index % 3 > 0)
-    return module, make_engine(module, Case(config=config, **{"adam": True, **case}))
+    others = {"optimizer": OPTIMIZERS[optimizer](module.parameters())} if optimizer else {}
+    return module, make_engine(module, Case(config=config, **{"adam": True, **case}), **others)
 
 
 class Trained(NamedTuple):
@@ -109,6 +139,20 @@ def test_it_trains_to_the_same_bits(ranks, model, case):
     for equal, at_rest in ranks(2).run(compare, model, **case):
         assert equal == [True, True, True]
         assert at_rest >= 15
+
+
+@pytest.mark.table
+@vary("optimizer", OPTIMIZERS)
+def test_other_optimizers(ranks, optimizer):
+    """An optimizer that steps whole partitions would write its parameters where they no longer lie."""
+    for equal, at_rest in ranks(2).run(compare, "plain", optimizer=optimizer, stage=2, steps=2):
+        assert equal == [True, True, True] and at_rest >= 15
+
+
+def test_parameters_without_elements(ranks):
+    """A parameter of which nobody owns anything would have no place, or stand at rest where nothing gathers it."""
+    for equal, _ in ranks(2).run(compare, "without elements", stage=2, steps=2):
+        assert equal == [True, True, True]
 
 
 @SLOW
@@ -416,13 +460,64 @@ def overflowed(engine, module, folder):
     assert engine.skipped_steps > 0
 
 
+def accumulated_otherwise(engine, module, folder):
+    """The number of micro-batches changes between steps, and the last ones are shorter, on one rank alone."""
+    found = []
+    for accumulation in (3, 1):
+        engine.set_train_batch_size(2 * accumulation * dist.get_world_size())
+        for micro_step in range(accumulation):
+            ids = batch(0, micro_step, dist.get_rank(), 6 - 2 * micro_step)[: 2 - dist.get_rank()]
+            found.append(engine(ids))
+            engine.backward(found[-1])
+            engine.step()
+    return [each.detach() for each in found]
+
+
+def done_between(engine, module, folder):
+    """Evaluates, reads and saves between a forward and its backward."""
+    loss = engine(batch(0, 0, dist.get_rank(), 4))
+    engine.eval()
+    with torch.inference_mode():
+        found = [engine(batch(1, 0, dist.get_rank(), 5)).clone()]
+    engine.train()
+    with unsharded_parameters(engine):
+        found += [each.detach().clone() for each in module.parameters()]
+    engine.save_checkpoint(folder, tag="one")
+    engine.backward(loss)
+    engine.step()
+    return found
+
+
+def averaged_beside(engine, module, folder):
+    """A copy has average weights, and the first rank alone calls it."""
+    with unsharded_parameters(engine):
+        mean = torch.optim.swa_utils.AveragedModel(module)
+    for step in range(2):
+        train_alike(engine, 1, first=step)
+        with unsharded_parameters(engine):
+            mean.update_parameters(module)
+    with torch.no_grad():
+        found = [mean(batch(1, 0, 0, 4))] if dist.get_rank() == 0 else []
+    return [*found, *(each.detach() for each in mean.parameters())]
+
+
+def of_several_forwards(engine, module, folder):
+    """As in DPO: a loss of two forwards, and of one without gradients."""
+    losses = [engine(batch(0, number, dist.get_rank(), 4 + number)) for number in range(2)]
+    with torch.no_grad():
+        losses.append(engine(batch(0, 2, dist.get_rank(), 4)))
+    engine.backward(torch.nn.functional.softplus(losses[0] - losses[1]) + losses[0] * losses[2])
+    engine.step()
+    return [each.detach() for each in losses]
+
+
 WORKS = {
     function.__name__: function
     for function in (
         *(checkpointed, weights_alone, exported, cloned, moved, loaded, evaluated_by_one, full_values),
         *(set_values, partly_loaded, averaged, without_frozen),
         *(changed_within, stepped_within, sent_within, states_moved, held_by_others, hooked, interrupted, dropped),
-        *(trained_by_itself, overflowed),
+        *(trained_by_itself, overflowed, accumulated_otherwise, done_between, averaged_beside, of_several_forwards),
     )
 }
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, sharded_blocks, unit, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
 from support.ends import in_processes_of_their_own
 from support.frozen import MODELS, trained_on
@@ -154,6 +155,59 @@ def saved_elsewhere(folder):
     return said, same
 
 
+def read_at_rest(folder):
+    """A parameter is read at rest, and then in each of the ways that the error names."""
+    module, engine = make("all")
+    weight = module.body.blocks[1].up.weight
+    said = [outcome(weight.sum)]
+    with unsharded_parameters(engine):
+        own = weight.detach().clone()
+    engine.save_checkpoint(folder, tag="one")
+    engine.save_16bit_model(folder, "weights.bin")
+    cloned = clone_tensors_for_torch_save(module.state_dict())  # as Accelerate's get_state_dict() does
+    dist.barrier()
+    files = (f"{folder}/one/mp_rank_00_model_states.pt", f"{folder}/weights.bin")
+    saved, exported = (torch.load(file, weights_only=False, map_location=device()) for file in files)
+    states = [saved["module"], exported, *([cloned] if dist.get_rank() == 0 else [])]
+    same = all(torch.equal(state["body.blocks.1.up.weight"], own) for state in states)
+    return said, trains(engine, module) and same
+
+
+def another_engine_too_early(folder):
+    """Another engine is to train the parameters of an engine that is alive, and then of one that was destroyed."""
+    module, engine = make("all")
+    said = [outcome(another_engine, module, "all")]
+    trained_on(engine, module)
+    engine.destroy()
+    return said, trains(another_engine(module, "all"), module)
+
+
+def offloaded_whole(folder):
+    """All states are to be moved to the host, and then those that the error leaves."""
+    module, engine = make("all")
+    said = [outcome(engine.offload_states)]
+    others = [each for each in OffloadStateTypeEnum if each is not OffloadStateTypeEnum.lp_params]
+    engine.offload_states(include=others, pin_memory=False)
+    engine.reload_states()
+    return said, trains(engine, module)
+
+
+def beside_overlapped_gathers(folder):
+    """Either option alone takes the module and the optimizer of the engine that was refused."""
+    module, engine = make(None)
+    engine.destroy()
+    options = {"shard_parameters": "all", "overlap_param_gather": True}
+    section = {"regional_compilation": True}
+    said = [outcome(make_engine, module, Case(config={"compile": {**section, **options}}, adam=True))]
+    losses = []
+    for name, value in options.items():
+        engine = make_engine(module, Case(config={"compile": {**section, name: value}}, adam=True))
+        losses.append(trained_on(engine, module)[0])
+        with unsharded_parameters(engine):
+            engine.destroy()
+    return said, losses[1] < losses[0]
+
+
 # What ranks do -> what is said of it.
 REMEDIES = {
     another_dtype: "change its values in place, or make another engine of the model",
@@ -164,6 +218,10 @@ REMEDIES = {
     ended_at_rest: "destroy the engine within `with unsharded_parameters(engine):` to use it",
     trained_too_late: "and cannot be trained; set requires_grad before the engine is made",
     saved_elsewhere: "another rank was to save it; save it on rank 0 alone",
+    read_at_rest: "cannot be read or changed (sum) here; do it within `with unsharded_parameters(engine):`",
+    another_engine_too_early: "call destroy() of that engine first, on all ranks",
+    offloaded_whole: "offload_states() cannot move it to the host; name other states in include=[...]",
+    beside_overlapped_gathers: "and compile.shard_parameters='all' a part of them; leave one of them out",
 }
 
 

@@ -7,7 +7,6 @@ import weakref
 from typing import TYPE_CHECKING, Container, ContextManager, Iterator, Optional, Sequence
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -63,21 +62,11 @@ class ShardParameters(WorksOnBlocks):
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
         yield from super().refusals(request)
-        if request.options.shard_parameters != "all":
-            return
-        if getattr(request.options, "overlap_param_gather", False):
+        if request.options.shard_parameters == "all" and getattr(request.options, "overlap_param_gather", False):
             yield (
                 "compile.overlap_param_gather keeps all parameters on each rank, and compile.shard_parameters='all' a "
                 "part of them; leave one of them out"
             )
-        trained = {id(parameter) for parameter in request.trained}
-        for name, parameter in request.engine.module.named_parameters():
-            if id(parameter) in trained and is_traceable_wrapper_subclass(parameter):
-                yield (
-                    f"parameter {name} is trained and made of other tensors, which "
-                    "compile.shard_parameters='all' cannot shard; set it to 'frozen', or leave it out"
-                )
-                break
 
     def __init__(self, context: SetUpContext):
         """Nothing is sharded yet."""

@@ -222,7 +222,7 @@ class TrainedPart:
         for group, home in enumerate(self._homes):
             for parameter, first in flat_layout(optimizer, group):
                 name = names.get(id(parameter))
-                if name is None or not parameter.numel():
+                if name is None:
                     continue
                 last = first + parameter.numel()
                 if home.has_any(first, last):

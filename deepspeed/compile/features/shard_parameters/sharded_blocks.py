@@ -96,7 +96,6 @@ class ShardedBlocks:
         self._unit_of: Dict[int, Unit] = {}
         of_block = zip(blocks, frozen_of_blocks(module, blocks, trained), of_blocks, strict=True)
         for block, frozen, its_trained in of_block:
-            its_trained = [parameter for parameter in its_trained if parameter.numel()]
             if frozen or its_trained:
                 self._unit_of[id(block)] = make_unit(len(self._unit_of), its_trained, frozen)
         self.units = list(self._unit_of.values())

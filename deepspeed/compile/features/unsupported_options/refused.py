@@ -7,6 +7,7 @@ from typing import Iterator
 
 import torch
 from torch.nn import Embedding, EmbeddingBag
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed.moe.utils import is_moe_param
 
@@ -70,6 +71,11 @@ def _unsupported_parameters(request):
             yield (
                 f"parameter {name} is complex, and DeepSpeed's fp32 master weights lose the imaginary part; make it "
                 "real, with a last dimension of two, and call torch.view_as_complex() in the forward"
+            )
+        if id(parameter) in trained and is_traceable_wrapper_subclass(parameter):
+            yield (
+                f"parameter {name} is trained and made of other tensors ({type(parameter).__name__}), which no "
+                "step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false, or make it a plain tensor"
             )
     for name, submodule in module.named_modules():
         if isinstance(submodule, (Embedding, EmbeddingBag)) and submodule.sparse and id(submodule.weight) in trained:
