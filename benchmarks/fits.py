@@ -218,10 +218,16 @@ def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]
     return found
 
 
+def mark_of(reckoned: float, measured: float) -> str:
+    """Returns a mark if a figure misses the aim, to be within 3 % and not more than 1 % below: "far", or "noise"."""
+    if -0.01 <= reckoned / measured - 1 <= 0.03:
+        return ""
+    return "noise" if abs(reckoned - measured) <= NOISE else "far"
+
+
 def is_far(reckoned: float, measured: float) -> bool:
-    """Whether a figure misses the aim: within 3 %, and not more than 1 % below."""
-    error = reckoned / measured - 1
-    return not -0.01 <= error <= 0.03 and abs(reckoned - measured) > NOISE
+    """Whether a figure misses the aim by more than noise."""
+    return mark_of(reckoned, measured) == "far"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -242,8 +248,9 @@ def main() -> int:
     far, last = 0, None
     print("| run | page | phase | reckoned, GiB | measured | error |\n| --- | --- | --- | --- | --- | --- |")
     for run, phase, reckoned, figure in compare([run for run in MEASURED if word in run.line]):
-        mark = " **far**" if is_far(reckoned, figure) else ""
-        far += bool(mark)
+        mark = mark_of(reckoned, figure)
+        far += mark == "far"
+        mark = f" **{mark}**" if mark else ""
         name, page = (run.line, run.page) if run is not last else ("", "")
         print(f"| {name} | {page} | {phase} | {reckoned:.3f} | {figure:.3f} | {reckoned / figure - 1:+.2%}{mark} |")
         last = run

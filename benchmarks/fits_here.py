@@ -119,13 +119,13 @@ class Run:
 
     Attributes:
         make: makes it on torch's default device.
-        sequence, micro_batch: of a step.
+        sequence, micro_batch: of a step; no sequence for images.
         checkpoint: whether each layer is computed again in the backward.
         options: more of the section ``compile``.
     """
 
     make: Callable[[], nn.Module]
-    sequence: int
+    sequence: int | None
     micro_batch: int = 1
     checkpoint: bool = False
     options: tuple[tuple[str, object], ...] = ()
@@ -149,7 +149,7 @@ RUNS = {
     "Qwen3-1.7B, 4096 tokens, budget 0.5": Run(_qwen3, 4096, options=(("activation_memory_budget", 0.5),)),
     "Llama-3.2-3B, 4096 tokens": Run(_llama, 4096),
     "GPT of 24 layers, 8 x 1024 tokens": Run(GPT, 1024, 8),
-    "ViT-Huge, 32 images": Run(_vision_transformer, 1, 32),
+    "ViT-Huge, 32 images": Run(_vision_transformer, None, 32),
 }
 
 
@@ -168,7 +168,7 @@ def train(run: Run) -> dict[str, int]:
     torch.set_default_dtype(torch.float32)
     if run.checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    batch = sources.batch_for(model, run.micro_batch, run.sequence)
+    batch = sources.batch_for(model, run.micro_batch, run.sequence or 1)
     batch = {name: each.cuda() for name, each in batch.items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     engine = deepspeed.initialize(model=model, optimizer=optimizer, config=run.config)[0]

@@ -454,7 +454,8 @@ def test_the_command_prints_modes(capsys, this_module):
     rows = [line.split("  ")[0] for line in lines[4 : lines.index("", 4)]]
     for name in ("ZeRO-1 or 2", "checkpointed", "8-bit states", "optimizer on the host", "FSDP2, resharded"):
         assert name in rows
-    assert '"compile": {"deepcompile": true, "activation_memory_budget": 0.5}' in printed
+    assert '"compile": {"deepcompile": true, "optimizer_states": "8bit"}, "zero_optimization": {"stage": 1}' in printed
+    assert '"bf16": {"enabled": true}' in printed
     assert "torch.utils.checkpoint at each block" in printed and "gradient_checkpointing_enable" not in printed
     assert lines[-1].startswith("Off the 8 go not shown by the GPU 0.12, CUDA context 1.81, NCCL 0.71 (measured")
 
@@ -467,7 +468,8 @@ def test_json_has_bytes(capsys, this_module, tmp_path):
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({**BASE, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}))
     arguments = ("--model", f"{this_module}:small", "--gpus", 2, "--sequence", TOKENS)
-    answer = json.loads(run(capsys, *arguments, "--config", config, "--json", "-"))
+    run(capsys, *arguments, "--config", config, "--json", tmp_path / "figures.json")
+    answer = json.loads((tmp_path / "figures.json").read_text())
     elements = sum(each.numel() for each in Small().parameters())
     assert answer["trained"] == elements and (answer["micro_batch"], answer["accumulation"]) == (2, 2)
     first = answer["rows"][0]
@@ -545,6 +547,61 @@ def test_a_model_that_is_not_there(capsys, this_module, model, sentence):
     with pytest.raises(SystemExit):
         command.main(["--model", model])
     assert sentence in capsys.readouterr().err
+
+
+def test_a_configuration_without_sections(capsys, tmp_path):
+    """A file that is JSON, but no configuration, would end in a traceback."""
+    (tmp_path / "list.json").write_text("[1, 2]")
+    with pytest.raises(SystemExit):
+        command.main(["--model", "some:model", "--config", str(tmp_path / "list.json")])
+    assert "has no sections; name a file as DeepSpeed reads it" in capsys.readouterr().err
+
+
+def test_what_is_written_is_reckoned():
+    """The command would refuse the lines that it has the user write."""
+    rows = fits(Small, gpus=2, sequence=TOKENS).rows
+    lines = [json.loads(f"{{{row.line}}}") for row in rows if row.mode.system == "fork" and not row.mode.checkpoint]
+    assert lines
+    for line in lines:
+        configuration.apply({**line, "bf16": {"enabled": True}}, Question(gpus=2), False)
+
+
+def test_all_that_is_not_reckoned_is_named():
+    """Who mends the first reason would be refused for the next one."""
+    config = {**BASE, "zero_optimization": {"stage": 3}, "compile": {"deepcompile": False}}
+    with pytest.raises(ValueError, match="has ZeRO stage 3.*, and does not set compile.deepcompile to true"):
+        configuration.apply(config, Question(), False)
+
+
+def test_images_have_no_tokens():
+    """A sequence that a model of images does not read would be dropped in silence, and be printed."""
+
+    def images():
+        model = Small()
+        model.main_input_name = "pixel_values"
+        return model
+
+    with pytest.raises(sources.Unusable, match="Small takes images, .* name no sequence"):
+        fits(images, sequence=TOKENS)
+
+
+def test_options_that_gain_nothing_have_no_row():
+    """The table would be full of rows that say what plain ones say."""
+    names = {row.mode.name for row in fits(Small, sequence=TOKENS).rows}
+    assert names.isdisjoint({"loss in chunks", "loss in chunks, checkpointed"})
+
+
+def test_fsdp2_reduces_each_micro_batch():
+    """FSDP2 would be charged with whole gradients that it keeps only where it is told to."""
+    ranks = 4
+    modes_of_stages = [Mode("whole", system="fsdp2"), Mode("reduced", system="fsdp2", stage=2)]
+    rows = fits(Small, modes=modes_of_stages, gpus=ranks, sequence=TOKENS, accumulation=2).rows
+    forward = {row.mode.name: row.forward for row in rows}
+    elements = sum(each.numel() for each in Small().parameters())
+    alone = fits(Small, modes=modes_of_stages, gpus=ranks, sequence=TOKENS).rows[0].forward
+    assert forward["whole"] - alone == 2 * elements
+    # A rank's share, in fp32.
+    assert forward["reduced"] - alone == pytest.approx(4 * elements / ranks, rel=0.01)
 
 
 def test_without_transformers(capsys, monkeypatch):

@@ -8,6 +8,8 @@ import sys
 from typing import Any, Dict, List, Optional
 
 PROGRAM = "python -m deepspeed.compile.features.fits"
+# What a configuration needs for a dtype.
+WRITTEN = {"bfloat16": '"bf16": {"enabled": true}', "float16": '"fp16": {"enabled": true}'}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -25,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("bf16", "fp16", "fp32"), help="Default: bf16, or what --config says")
     parser.add_argument("--config", metavar="FILE", help="a ds_config.json, which becomes a line of the table")
     parser.add_argument("--checkpoint", action="store_true", help="with --config: every layer is checkpointed")
-    parser.add_argument("--json", metavar="FILE", help="write the figures there, in bytes; - prints them alone")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there too, in bytes")
     return parser
 
 
@@ -40,6 +42,8 @@ def main(arguments: Optional[List[str]] = None) -> int:
                 config = json.load(file)
         except (OSError, ValueError) as error:
             parse.error(f"--config {options.config} cannot be read: {error}")
+        if not isinstance(config, dict):
+            parse.error(f"--config {options.config} has no sections; name a file as DeepSpeed reads it")
     elif options.checkpoint:
         parse.error("--checkpoint goes with --config")
     # After the arguments, because torch takes seconds.
@@ -61,12 +65,8 @@ def main(arguments: Optional[List[str]] = None) -> int:
     except ValueError as error:
         parse.error(str(error))
     if options.json is not None:
-        text = json.dumps(as_json(answer), indent=1)
-        if options.json == "-":
-            print(text)
-            return 0
         with open(options.json, "w") as file:
-            file.write(text + "\n")
+            file.write(json.dumps(as_json(answer), indent=1) + "\n")
     print("\n".join(table(answer, options.model)))
     return 0
 
@@ -94,14 +94,15 @@ def table(answer: Any, model: str) -> List[str]:
 
     asked = answer.question
     trains = "" if answer.trained == answer.elements else f", of which {answer.trained / 1e9:.3f} are trained"
-    batch = f"{asked.micro_batch} x {asked.sequence} tokens without padding, {asked.accumulation} for a step"
+    rows = "images" if asked.sequence is None else f"x {asked.sequence} tokens without padding"
+    batch = f"{asked.micro_batch} {rows}, {asked.accumulation} for a step"
     dtype = str(asked.dtype).rpartition(".")[2]
     lines = [
         f"{model} ({answer.model}): {answer.elements / 1e9:.3f} billion parameters{trains}.",
-        f"{asked.gpus} GPUs of {asked.memory:g} GB, {dtype}, micro-batch {batch}. GiB:",
+        f"{asked.gpus} GPU{'s' if asked.gpus > 1 else ''} of {asked.memory:g} GB, {dtype}, micro-batch {batch}. GiB:",
         "",
     ]
-    head = ("mode", "at rest", "peak", "in", "fits", "step", "the lines to write")
+    head = ("mode", "at rest", "peak", "in", "fits", "time", "the lines to write")
     cells = [head]
     for row in answer.rows:
         spare = answer.spare(row)
@@ -120,6 +121,12 @@ def table(answer: Any, model: str) -> List[str]:
     made_of = ", ".join(f"{name} {count / GIB:.2f}" for name, count in shown.parts.items() if count / GIB >= 0.005)
     lines += ["", f'The peak of "{shown.mode.name}" on rank {shown.rank}: {made_of}.']
     lines += answer.notes
+    if dtype in WRITTEN:
+        lines.append(f"With every line of DeepSpeed goes {WRITTEN[dtype]}.")
+    lines.append(
+        '"time" is that of a step as a multiple of plain ZeRO-1\'s: of Qwen3-8B on 2 H200s (docs/performance.md), and '
+        "not of this model."
+    )
     left_out = ", ".join(f"{name} {count:.2f}" for name, count in answer.left_out.items())
     lines.append(
         f"Off the {asked.memory:g} go {left_out} (measured on 1 and 2 H200s). Beyond the peak torch reserved up to "

@@ -72,9 +72,9 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
     if "bf16.enabled" in automatic or "fp16.enabled" in automatic:
         dtype = question.dtype or torch.bfloat16
     host = zero.offload_optimizer.device if zero.offload_optimizer is not None else "none"
-    for refused, why in (
-        (not section.deepcompile, "does not set compile.deepcompile to true, and only DeepCompile is reckoned"),
+    doubts = (
         (zero.stage not in (1, 2), f"has ZeRO stage {int(zero.stage)}, and only the stages 1 and 2 are reckoned"),
+        (not section.deepcompile, "does not set compile.deepcompile to true, and only DeepCompile is reckoned"),
         (kind.lower() not in ("adam", "adamw"), f"has {kind}, and only Adam and AdamW are reckoned"),
         ((parsed.optimizer_params or {}).get("amsgrad"), "has amsgrad, whose third state is not reckoned"),
         ((config.get("sequence_parallel_size") or 1) > 1, "splits sequences, which is not reckoned"),
@@ -85,9 +85,10 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
             (_value(config, name) not in (None, False, _NAMES[dtype]), f"has {name}, which is not reckoned")
             for name in _NOT_RECKONED
         ),
-    ):
-        if refused:
-            raise ValueError(f"{_SAYS} {why}; change that, or leave the configuration out")
+    )
+    refused = [why for is_so, why in doubts if is_so]
+    if refused:
+        raise ValueError(f"{_SAYS} {', and '.join(refused)}; change that, or leave the configuration out")
     mode = Mode(
         "your configuration",
         checkpoint=checkpoint,

@@ -49,7 +49,12 @@ class Peaks(NamedTuple):
 
 
 def peaks_of(
-    activations: Activations, units: Sequence[Unit], sizes: Dict[str, int], reshard: bool, size: int
+    activations: Activations,
+    units: Sequence[Unit],
+    sizes: Dict[str, int],
+    reshard: bool,
+    size: int,
+    adds: bool = False,
 ) -> Peaks:
     """Returns what a rank holds.
 
@@ -59,6 +64,7 @@ def peaks_of(
         sizes: name of a trained parameter -> elements.
         reshard: whether a unit is dropped behind its forward, and gathered again for its backward.
         size: bytes of an element of what is gathered.
+        adds: whether the rank has its share of the gradients of earlier micro-batches, to which it adds.
     """
     trained = [sum(sizes[name] for name in unit.trained) for unit in units]
     of_unit = {name: index for index, unit in enumerate(units) for name in unit.trained}
@@ -72,7 +78,8 @@ def peaks_of(
     last = max(elements[1:] or elements)
     kept = size * (root + last if reshard else sum(elements))
     forward = at_rest + most + kept + size * last
-    backward, sharded, unit = 0, 0, len(units) - 1
+    earlier = _FP32 * sum(shares) if adds else 0
+    backward, sharded, unit = 0, earlier, len(units) - 1
     held: Dict[int, int] = {index: 0 for index in range(len(units))}
     ends = _ends(activations.backward, of_unit, len(units))
     for index, moment in enumerate(activations.backward):
@@ -85,10 +92,10 @@ def peaks_of(
         while unit >= 0 and index >= ends[unit]:
             scattered = size * (trained[unit] + shares[unit])
             backward = max(backward, sharded + gathered + sum(held.values()) + scattered + moment.after)
-            sharded += _FP32 * shares[unit]
+            sharded += 0 if adds else _FP32 * shares[unit]
             del held[unit]
             unit -= 1
-    return Peaks(at_rest, forward, at_rest + backward, at_rest + _FP32 * sum(shares))
+    return Peaks(at_rest, forward + earlier, at_rest + backward, at_rest + _FP32 * sum(shares))
 
 
 def _ends(moments: Sequence[Moment], of_unit: Dict[str, int], count: int) -> List[int]:

@@ -68,7 +68,7 @@ class Mode:
         remainders: ``store_param_remainders``.
         offload: whether masters, moments and gradients are on the host.
         reshard: FSDP2's ``reshard_after_forward``.
-        stage: of ZeRO.
+        stage: of ZeRO. FSDP2 with 2 reduces gradients in each micro-batch, as it does by itself.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Mode:
             "store_param_remainders": self.remainders or None,
         }
         zero: Dict[str, Any] = {
-            "stage": self.stage if self.stage > 1 else None,
+            "stage": self.stage,
             "offload_optimizer": {"device": "cpu"} if self.offload else None,
         }
         sections = {"compile": options, "zero_optimization": zero}
@@ -181,4 +181,4 @@ def modes_for(question: Question, has_frozen: bool, has_blocks: bool) -> List[Mo
         return modes
     # Before the last micro-batch, ZeRO-1 keeps whole gradients, and ZeRO-2 a partition.
     each_stage = [dataclasses.replace(modes[0], name=f"ZeRO-{stage}", stage=stage) for stage in (1, 2)]
-    return each_stage + [mode if mode.system == "fsdp2" else dataclasses.replace(mode, stage=2) for mode in modes[1:]]
+    return each_stage + [dataclasses.replace(mode, stage=2) for mode in modes[1:]]

@@ -277,7 +277,13 @@ def fits_of(
         accumulation=question.accumulation or 1,
     )
     subject = Subject(make_model, question, say)
-    question = dataclasses.replace(question, sequence=sources.tokens_for(subject.model, question.sequence))
+    if question.batch is None and sources.takes_images(subject.model):
+        if question.sequence is not None:
+            raise sources.Unusable(
+                f"{type(subject.model).__name__} takes images, whose size its configuration has; name no sequence"
+            )
+    else:
+        question = dataclasses.replace(question, sequence=sources.tokens_for(subject.model, question.sequence))
     if not subject.trained:
         raise sources.Unusable("no parameter of the model is trained; set requires_grad of some")
     if modes is None:
@@ -288,19 +294,37 @@ def fits_of(
     if subject.without_adapters:
         notes.append(f"Without adapters are {', '.join(sorted(subject.without_adapters))}.")
     found = [row_of(subject, mode, question) for mode in (*given, *modes)]
-    # Where no block can be kept, the mode without the option says all.
-    rows = [row for row in found if row is not None and (row.mode.keep != 0 or row is found[0])]
+    # Where no block can be kept, the mode without the option says all, and so it does where an option of activations
+    # lowers no peak.
+    plain = {_without_options(row.mode): row.peak for row in found if row is not None and _is_plain(row.mode)}
+    rows = [
+        row for row in found if row is not None and (row is found[0] or (row.mode.keep != 0 and _gains(row, plain)))
+    ]
     if not rows:
         raise sources.Unusable(f"nothing can be reckoned ({', '.join(subject.untraceable.values())})")
     for why in dict.fromkeys(subject.untraceable.values()):
         notes.append(
-            f"{type(subject.model).__name__} could not be traced ({why}): rows that lack activations say unknown."
+            f"{type(subject.model).__name__} could not be traced ({why}): rows that lack activations say unknown, and "
+            "FSDP2 has none. If it takes other arguments, call fits(..., batch=...) with a function that makes them."
         )
     first, others = rows[0], rows[len(given) :]
     others.sort(key=lambda row: (row.mode.pace, row.peak))
     trained = sum(each.numel() for each in subject.trained.values())
     ordered = [*rows[: len(given)], *others]
     return Answer(type(subject.model).__name__, subject.elements, trained, question, ordered, first, notes)
+
+
+def _is_plain(mode):
+    return mode.budget is None and mode.chunked_loss is None
+
+
+def _without_options(mode):
+    return dataclasses.replace(mode, name="", pace=0, budget=None, chunked_loss=None)
+
+
+def _gains(row, plain):
+    """Whether a mode has no option of activations, or a lower peak than the mode without it in ``plain``."""
+    return _is_plain(row.mode) or row.peak < plain.get(_without_options(row.mode), row.peak + 1)
 
 
 def row_of(subject: Subject, mode: Mode, question: Question) -> Optional[Row]:
@@ -436,9 +460,12 @@ def _of_fork(subject, mode, activations, question, rank):
 def _of_fsdp2(subject, mode, activations, question):
     sizes = {name: each.numel() for name, each in subject.trained.items()}
     size = subject.flat[0].element_size()
-    found = fsdp2.peaks_of(activations, subject.units(question.gpus), sizes, mode.reshard, size)
-    # Until the last micro-batch, as benchmarks/systems.py sets it up, gradients are whole and not reduced.
-    waiting = size * sum(sizes.values()) if question.accumulation > 1 else 0
+    several, reduces = question.accumulation > 1, mode.stage == 2
+    found = fsdp2.peaks_of(
+        activations, subject.units(question.gpus), sizes, mode.reshard, size, adds=several and reduces
+    )
+    # As benchmarks/systems.py sets it up for ZeRO-1, gradients are whole and not reduced until the last micro-batch.
+    waiting = size * sum(sizes.values()) if several and not reduces else 0
     more = (0, waiting, waiting, 0)
     at_rest, forward, backward, step = (each + WORKSPACES + subject.buffers + held for each, held in zip(found, more))
     peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda each: each[0])

@@ -86,6 +86,11 @@ def _of_transformers(source):
     return make
 
 
+def takes_images(model: Module) -> bool:
+    """Whether a model of transformers takes images."""
+    return getattr(model, "main_input_name", "input_ids") == "pixel_values"
+
+
 def tokens_for(model: Module, wanted: Optional[int]) -> int:
     """Returns the tokens of a sequence: those that are wanted, or at most 4096.
 
@@ -114,7 +119,7 @@ def batch_for(model: Module, sequences: int, tokens: int) -> Dict[str, torch.Ten
     """
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", "input_ids")
-    if name == "pixel_values":
+    if takes_images(model):
         size, channels = config.image_size, getattr(config, "num_channels", 3)
         height, width = (size, size) if isinstance(size, int) else size
         dtype = next(model.parameters()).dtype
