@@ -151,6 +151,19 @@ def test_the_parts_of_the_rest_are_the_rest():
     assert all(parts) and keep_part_of_the_rest(items, PARTS + 3) == keep_part_of_the_rest(items, 3)
 
 
+def test_the_parts_of_the_rest_cost_alike():
+    """One part would get most of a test's slow cases, and the landing whose turn it is would wait twice as long."""
+    slow = list(varied("a", marks=["slow"], size=range(34)))
+    thinned = list(varied("b", size=range(25)))
+    items = [*slow, *thinned]
+    for part in range(PARTS):
+        kept = {item.nodeid for item in keep_part_of_the_rest(items, part)}
+        assert sum(item.nodeid in kept for item in slow) in (3, 4)
+        assert sum(item.nodeid in kept for item in thinned) in (2, 3)
+        # Another test changes nothing.
+        assert kept >= {item.nodeid for item in keep_part_of_the_rest(slow, part)}
+
+
 def test_changed_files(tmp_path, monkeypatch):
     """A change that is not committed yet, or that an earlier commit of the branch made, would start no program."""
 

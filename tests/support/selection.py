@@ -71,14 +71,23 @@ def keep_for_make_test(items: List[pytest.Item], changed: Iterable[str]) -> List
 
 
 def keep_part_of_the_rest(items: List[pytest.Item], part: int, changed: Iterable[str] = ()) -> List[pytest.Item]:
-    """Lists the items of one part, from 0 to ``PARTS`` - 1, of what ``make test`` leaves out if these changed."""
-    run_anyway = {item.nodeid for item in keep_for_make_test(items, changed)}
-    digests = ((item, hashlib.sha256(item.nodeid.encode()).digest()) for item in items)
-    return [
-        item
-        for item, digest in digests
-        if item.nodeid not in run_anyway and int.from_bytes(digest, "big") % PARTS == part % PARTS
-    ]
+    """Lists the items of one part, from 0 to ``PARTS`` - 1, of what ``make test`` leaves out if these changed.
+
+    Cases of one test cost about the same, so each test deals its cases to the parts in turn, slow ones by themselves.
+    The test's name says which part gets the first case, so that no test changes which part gets what of another.
+    """
+    tests: Dict[Tuple[str, str, bool], List[pytest.Item]] = {}
+    always = {item.nodeid for item in keep_for_make_test(items, ())}
+    for item in items:
+        if item.nodeid not in always:
+            tests.setdefault((*_test(item), item.get_closest_marker("slow") is not None), []).append(item)
+    chosen: Set[str] = set()
+    for test, cases in tests.items():
+        first = int.from_bytes(hashlib.sha256(repr(test).encode()).digest(), "big")
+        cases.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+        chosen.update(case.nodeid for number, case in enumerate(cases, first) if number % PARTS == part % PARTS)
+    chosen.difference_update(item.nodeid for item in keep_for_make_test(items, changed))
+    return [item for item in items if item.nodeid in chosen]
 
 
 def keep_what_uses_gpus(items: List[pytest.Item]) -> List[pytest.Item]:
