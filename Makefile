@@ -64,8 +64,8 @@ IN_PARALLEL = -n $(WORKERS) --dist worksteal
 WITHIN_BUDGET = --cpu-limits --reruns 1 --only-rerun OverBudget
 COMPILE = from deepspeed.comm.torch import build_shm_op; build_shm_op(); \
 	from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module; reducer_module()
-COMPILE_ADAM = from deepspeed.accelerator import get_accelerator; make = get_accelerator().create_op_builder; \
-	make('CPUAdamBuilder').load(); make('FusedAdamBuilder').load()
+COMPILE_ADAM = import sys; from deepspeed.accelerator import get_accelerator; \
+	get_accelerator().create_op_builder(sys.argv[1]).load()
 NATIVE = $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 # How a compiler finds torch's and Python's headers, and a name for native code of which each file was checked.
@@ -189,14 +189,16 @@ $(TOOLS):
 	$(PIP) install '$(TORCH)' -r requirements/dev.txt
 	rm -f $(VENV)/.tools-* && touch $@
 
-# Native code, DeepSpeed's own for CPUs too, is compiled here, so that no test and no training has to wait for it.
+# Native code, DeepSpeed's own for CPUs too, is compiled here, so that no test and no training has to wait for it. A
+# compiler takes a minute or two for each module and uses one core, so modules are compiled beside each other.
 $(FORK): $(TOOLS)
 	echo "Installing the fork ..."
 	$(PIP) install --no-build-isolation .
 	echo "Compiling native code, which may take some minutes on two cores ..."
-	cd $(VENV) && $(RUN) python -c "$(COMPILE)" >native.log 2>&1 || { cat native.log >&2; exit 1; }
-	cd $(VENV) && $(RUN) python -c "$(COMPILE_ADAM)" >adam.log 2>&1 || \
-		echo "DeepSpeed's own Adam could not be compiled (see $(VENV)/adam.log), so tests that use it may fail." >&2
+	cd $(VENV) && for name in CPUAdamBuilder FusedAdamBuilder; do \
+		{ $(RUN) python -c "$(COMPILE_ADAM)" $$name >$$name.log 2>&1 || \
+			echo "DeepSpeed's own Adam could not be compiled (see $(VENV)/$$name.log), so tests that use it may fail." >&2; } & \
+	done; status=0; $(RUN) python -c "$(COMPILE)" >native.log 2>&1 || { status=1; cat native.log >&2; }; wait; exit $$status
 	rm -f $(VENV)/.fork-* && touch $@
 
 $(DEMO): $(TOOLS)
