@@ -14,6 +14,7 @@ graphs are made runs its engines in :func:`compiled_anew`.
 """
 
 import contextlib
+import fcntl
 import hashlib
 import sys
 import time
@@ -29,6 +30,7 @@ from torch._dynamo.backends import debugging  # noqa: E402
 from torch._functorch import config as functorch_config  # noqa: E402
 from torch._functorch import partitioners  # noqa: E402
 from torch._inductor.output_code import OutputCode  # noqa: E402
+from torch._inductor.runtime.cache_dir_utils import cache_dir  # noqa: E402
 from torch._ops import OpOverload, OpOverloadPacket  # noqa: E402
 from torch._subclasses import FakeTensor  # noqa: E402
 from torch.fx import GraphModule  # noqa: E402
@@ -116,6 +118,9 @@ def _bound_forward(source, attributes):
     return types.MethodType(namespace["forward"], types.SimpleNamespace(**attributes))
 
 
+# Seconds for which a process waits for another that traces the same graph.
+PATIENCE = 60
+
 # Whether install() had this process use torch's cache.
 is_installed = False
 _is_allowed = True
@@ -150,13 +155,36 @@ def install():
         # torch stores a graph with its backward, so the backward must not wait for its first call.
         options = {"force_non_lazy_backward_lowering": True}
         options.update(force_autograd_cache=True, bundled_autograd_cache=True)
-        with functorch_config.patch(options), torch.compiler.config.patch(cache_key_tag=tag):
+        cached = functorch_config.patch(options), torch.compiler.config.patch(cache_key_tag=tag)
+        with cached[0], cached[1], _no_other_process_traces(gm, tag):
             return trace(gm, inputs, partitioner)
 
     # With these options the compiler boxed_nop, which the backend uses, makes objects of this class.
     debugging.AOTEagerOutputCode = StoredGraph
     backend.run_as_traced = load_or_trace
     installed, is_installed = _names(), True
+
+
+@contextlib.contextmanager
+def _no_other_process_traces(gm, tag):
+    """Context in which other processes wait before they trace this graph, and then find it in the cache.
+
+    All ranks of a test come to a graph that is not there yet at the same time, and each would trace it. Tracing waits
+    for no other rank. If that changes, ``PATIENCE`` ends the wait.
+    """
+    number = int.from_bytes(hashlib.sha256(f"{tag}{gm.code}".encode()).digest()[:7], "big")
+    folder = Path(cache_dir())
+    folder.mkdir(parents=True, exist_ok=True)
+    # The lock is that of one byte of an empty file. It ends when the file is closed, or with the process.
+    with open(folder / "graphs_being_traced", "a") as file:
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
+        yield
 
 
 def _names():
