@@ -80,9 +80,14 @@ def pytest_addoption(parser):
     )
     parser.addoption("--changed-since", help="the commit since which programs have changed that make test runs")
     parser.addoption(
+        "--changed-lately-since",
+        help=f"with --part-of-the-rest, the commit {selection.SHARES} landings ago: of programs whose subject has "
+        "changed since then, run a part",
+    )
+    parser.addoption(
         "--part-of-the-rest",
         type=int,
-        help=f"of {selection.PARTS} parts of what --fewer-cases leaves out, run this one",
+        help=f"of {selection.PARTS} parts of what --fewer-cases leaves out, run this one; with --fewer-cases, both",
     )
     parser.addoption(
         "--gpu", action="store_true", help="leave out the files that use no GPU; end at once where torch finds none"
@@ -142,11 +147,16 @@ def pytest_collection_modifyitems(config, items):
         kept = selection.keep_what_uses_gpus(items)
         # A machine with GPUs has the cores for slow tests.
         kept = selection.thin_out(kept) if option.fewer_cases else kept
+    elif option.fewer_cases and option.part_of_the_rest is not None:
+        changed, lately = map(selection.changed_files, (option.changed_since, option.changed_lately_since))
+        kept = selection.keep_for_a_landing(items, option.part_of_the_rest, changed, lately)
+        # Limits are for the cases of make test.
+        for item in selection.keep_part_of_the_rest(items, option.part_of_the_rest):
+            item.add_marker("slow")
     elif option.fewer_cases:
         kept = selection.keep_for_make_test(items, selection.changed_files(option.changed_since))
-    if option.part_of_the_rest is not None:
-        changed = selection.changed_files(option.changed_since) if option.changed_since else ()
-        kept = selection.keep_part_of_the_rest(kept, option.part_of_the_rest, changed)
+    elif option.part_of_the_rest is not None:
+        kept = selection.keep_part_of_the_rest(items, option.part_of_the_rest)
     if len(kept) < len(items):
         config.hook.pytest_deselected(items=list(set(items).difference(kept)))
         items[:] = kept

@@ -14,8 +14,10 @@ from support.pool import TESTS
 from support.selection import (
     PARTS,
     ROOT,
+    SHARES,
     WITHOUT_A_GPU,
     changed_files,
+    keep_for_a_landing,
     keep_for_make_test,
     keep_one_quick_case,
     keep_part_of_the_rest,
@@ -131,10 +133,9 @@ def test_make_test_leaves_out_slow_tests():
     ],
 )
 def test_programs_run_where_they_have_changed(changed, runs):
-    """A program would not run though its subject has changed, or run in every make test, or twice where it has."""
+    """A program would not run though its subject has changed, or run in every make test."""
     items = list(varied("a", marks=[PROGRAM]))
     assert len(keep_for_make_test(items, changed)) == runs
-    assert sum(len(keep_part_of_the_rest(items, part, changed)) for part in range(PARTS)) == (not runs)
     # A slow program is one all the same.
     assert len(keep_for_make_test(list(varied("a", marks=["slow", PROGRAM])), changed)) == runs
 
@@ -162,6 +163,32 @@ def test_the_parts_of_the_rest_cost_alike():
         assert sum(item.nodeid in kept for item in thinned) in (2, 3)
         # Another test changes nothing.
         assert kept >= {item.nodeid for item in keep_part_of_the_rest(slow, part)}
+
+
+def landings(items, numbers, changed=(), lately=()):
+    """Which items each of these landings runs, and none of them twice."""
+    runs = [[item.nodeid for item in keep_for_a_landing(items, number, changed, lately)] for number in numbers]
+    assert all(len(set(names)) == len(names) for names in runs)
+    return runs
+
+
+@pytest.mark.parametrize("first", [3, PARTS - 1], ids=str)
+def test_landings_run_everything(first):
+    """A fault would be found by a test that no landing runs, or long after the change that has made it."""
+    test = list(varied("a", stage=[1, 2], backend=["eager", "inductor"], model="abc"))
+    programs = list(varied("b", marks=[PROGRAM], fixtures=(), size=range(30)))
+    items = [*test, *programs, *varied("c", marks=["slow"], size=range(30))]
+    everything = {item.nodeid for item in items}
+    assert set(itertools.chain(*landings(items, range(first, first + PARTS)))) == everything
+    always = {item.nodeid for item in keep_for_make_test(items, ())}
+    for names in landings(items, range(first, first + PARTS)):
+        assert always < set(names) and len(names) < len(always) + len(everything) / PARTS + 3
+    # A program whose own file has changed runs at once, one whose subject has changed in one of the next landings.
+    of_programs = {item.nodeid for item in programs}
+    assert set(*landings(items, [first], {"tests/test_some.py"}, {"tests/test_some.py"})) > of_programs
+    shares = landings(items, range(first, first + SHARES), {"setup.py"}, {"setup.py"})
+    assert set(itertools.chain(*shares)) >= of_programs
+    assert all(len(of_programs.intersection(names)) < 15 for names in shares)
 
 
 def test_changed_files(tmp_path, monkeypatch):

@@ -31,6 +31,8 @@ WITHOUT_A_GPU = {
 ROOT = Path(__file__).resolve().parent.parent.parent
 # In so many parts the tests are run that `make test` leaves out: `.ci/run` runs one of them.
 PARTS = 10
+# `.ci/run` runs a program whose subject has changed in this landing or in one of the next, so many in all.
+SHARES = 3
 
 
 def changed_files(since: Optional[str]) -> Set[str]:
@@ -59,35 +61,69 @@ def keep_for_make_test(items: List[pytest.Item], changed: Iterable[str]) -> List
     Args:
         changed: the names of files that differ from what was tested before.
     """
-
-    def is_left_out(item):
-        program = item.get_closest_marker("program")
-        if program is None:
-            return item.get_closest_marker("slow") is not None
-        own = (item.path.relative_to(ROOT).as_posix(), *program.args)
-        return not any(name == path or name.startswith(f"{path}/") for name in changed for path in own)
-
-    return thin_out([item for item in items if not is_left_out(item)])
+    return thin_out([item for item in items if (_touched(item, changed) if _is_program(item) else not _is_slow(item))])
 
 
-def keep_part_of_the_rest(items: List[pytest.Item], part: int, changed: Iterable[str] = ()) -> List[pytest.Item]:
-    """Lists the items of one part, from 0 to ``PARTS`` - 1, of what ``make test`` leaves out if these changed.
+def keep_part_of_the_rest(items: List[pytest.Item], part: int) -> List[pytest.Item]:
+    """Lists the items of one of ``PARTS`` parts of what ``make test`` leaves out if nothing has changed."""
+    always = {item.nodeid for item in keep_for_make_test(items, ())}
+    return _dealt([item for item in items if item.nodeid not in always], part, PARTS)
+
+
+def keep_for_a_landing(
+    items: List[pytest.Item], part: int, changed: Iterable[str], changed_lately: Iterable[str]
+) -> List[pytest.Item]:
+    """Lists the items that ``.ci/run`` runs: those of ``make test``, programs that have changed, a part of the rest.
+
+    A change of the core touches nearly all programs, which take long together. So those whose subject has changed wait
+    for one of ``SHARES`` landings.
+
+    Args:
+        part: the number of the landing.
+        changed: the names of files that this landing changes. A program whose own file is one of these runs at once.
+        changed_lately: the names of files that this landing and the ``SHARES`` - 1 before it have changed.
+    """
+    programs = [item for item in items if _is_program(item)]
+    kept = {item.nodeid for item in keep_for_make_test(items, ())}
+    kept.update(item.nodeid for item in keep_part_of_the_rest(items, part))
+    kept.update(item.nodeid for item in programs if _own_file(item) in changed)
+    kept.update(item.nodeid for item in _dealt(programs, part, SHARES) if _touched(item, changed_lately))
+    return [item for item in items if item.nodeid in kept]
+
+
+def _dealt(items: List[pytest.Item], part: int, parts: int) -> List[pytest.Item]:
+    """Lists the items of one of so many parts, which take about as long as each other.
 
     Cases of one test cost about the same, so each test deals its cases to the parts in turn, slow ones by themselves.
     The test's name says which part gets the first case, so that no test changes which part gets what of another.
     """
     tests: Dict[Tuple[str, str, bool], List[pytest.Item]] = {}
-    always = {item.nodeid for item in keep_for_make_test(items, ())}
     for item in items:
-        if item.nodeid not in always:
-            tests.setdefault((*_test(item), item.get_closest_marker("slow") is not None), []).append(item)
+        tests.setdefault((*_test(item), _is_slow(item)), []).append(item)
     chosen: Set[str] = set()
     for test, cases in tests.items():
         first = int.from_bytes(hashlib.sha256(repr(test).encode()).digest(), "big")
         cases.sort(key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
-        chosen.update(case.nodeid for number, case in enumerate(cases, first) if number % PARTS == part % PARTS)
-    chosen.difference_update(item.nodeid for item in keep_for_make_test(items, changed))
+        chosen.update(case.nodeid for number, case in enumerate(cases, first) if (number - part) % parts == 0)
     return [item for item in items if item.nodeid in chosen]
+
+
+def _is_program(item) -> bool:
+    return item.get_closest_marker("program") is not None
+
+
+def _is_slow(item) -> bool:
+    return item.get_closest_marker("slow") is not None
+
+
+def _own_file(item) -> str:
+    return item.path.relative_to(ROOT).as_posix()
+
+
+def _touched(item, changed: Iterable[str]) -> bool:
+    """Whether one of these files is a program's own, or among what its mark names."""
+    paths = (_own_file(item), *item.get_closest_marker("program").args)
+    return any(name == path or name.startswith(f"{path}/") for name in changed for path in paths)
 
 
 def keep_what_uses_gpus(items: List[pytest.Item]) -> List[pytest.Item]:
