@@ -14,9 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2.engine import set_up
 from deepspeed.compile.zero_1_and_2.gradient import native
+from deepspeed.runtime.config import DeepSpeedConfig
 
 from support.ids import vary
 from support.options import SMALL, train_and_collect_output, train_both_stages, train_each_beside_plain_loop
@@ -105,11 +107,32 @@ def test_harmless(ranks, stage):
         assert with_options == without
 
 
+def without_effect():
+    """Lists the options of ``HARMLESS`` outside ``zero_optimization`` with which DeepSpeed's settings are the same."""
+
+    def settings(config):
+        found = vars(DeepSpeedConfig({"train_batch_size": dist.get_world_size(), **config}))
+        del found["_param_dict"]  # the configuration as it was given
+        # Some settings are objects that print their address.
+        plain = {name: vars(each) if type(each).__repr__ is object.__repr__ else each for name, each in found.items()}
+        return {name: repr(each) for name, each in plain.items()}
+
+    given, default = [], settings({})
+    for name, value in HARMLESS.items():
+        if name != "zero_optimization":
+            given += (
+                [{name: {key: each}} for key, each in value.items()] if isinstance(value, dict) else [{name: value}]
+            )
+    return [each for each in given if settings(each) == default]
+
+
 def test_harmless_options_are_taken(ranks):
     """An option of the test above would have a name or a value by which DeepSpeed changes nothing."""
     (taken,) = ranks(1).run(taken_by, {"zero_optimization": HARMLESS["zero_optimization"]})
     # DeepSpeed drops this deprecated option when it has read it.
     assert HARMLESS["zero_optimization"].keys() - taken == {"cpu_offload_param"}
+    # What fp16 has anyway, because its section has another option.
+    assert ranks(1).run(without_effect) == [[{"fp16": {"enabled": False}}]]
 
 
 @vary(

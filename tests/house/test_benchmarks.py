@@ -297,7 +297,7 @@ def test_parts_of_a_step_on_one_device(tmp_path):
     (tmp_path / "benchmarks").symlink_to(BENCHMARKS)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     printed = subprocess.run(
-        [sys.executable, *"-m benchmarks.parts --shape tiny --layers 1 --seq 32 --repetitions 1".split()],
+        [sys.executable, *"-m benchmarks.parts --shape tiny --layers 1 --seq 32 --repetitions 1 --json out".split()],
         cwd=tmp_path,
         # Blocks and losses run as they are: a C++ compiler takes long.
         env={**environment, "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"},
@@ -306,9 +306,14 @@ def test_parts_of_a_step_on_one_device(tmp_path):
         text=True,
         check=True,
     ).stdout
-    figures = re.findall(r"^(AdamW|norm|loss|model)[^\n]*? ([\d.]+) ms", printed, re.MULTILINE)
-    assert [name for name, _ in figures] == ["AdamW"] * 5 + ["norm"] + ["loss"] * 5 + ["model"], printed
-    assert all(float(figure) > 0 for _, figure in figures)
+    kinds = re.findall(r"^(AdamW|remainders|norm|loss|model)[^\n]*? [\d.]+ ms", printed, re.MULTILINE)
+    assert kinds == ["AdamW"] * 5 + ["remainders"] * 2 + ["norm"] + ["loss"] * 5 + ["model"], printed
+    told = json.loads((tmp_path / "out").read_text())
+    for name, figures in told.items():
+        assert re.search(rf"^{re.escape(name)} +{figures['ms']:.2f} ms", printed, re.MULTILINE), printed
+    # A floor is the time of the bytes that an update reads and writes. The norm reads two for each element.
+    floors = [each["floor_ms"] for each in told.values() if each["floor_ms"]]
+    assert [each / floors[-1] for each in floors] == pytest.approx([14] * 4 + [8, 13, 7, 1])
     assert "cannot compile" not in printed
 
 

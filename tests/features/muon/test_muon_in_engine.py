@@ -3,7 +3,7 @@
 """What goes on around an engine with DeepSpeed's own Muon: schedulers, autocast, states moved, memory, conversions."""
 
 import gc
-from typing import NamedTuple
+from typing import List, NamedTuple
 
 import pytest
 import torch
@@ -47,30 +47,44 @@ def test_autocast_in_bf16(ranks):
 # States moved away and back ----------------------------------------------------------------------------------------
 
 
-def train_with_states_moved(training):
-    """Trains with states that stay, and with states that are moved away and back between steps.
+class Moved(NamedTuple):
+    """What training came to whose states were moved away and back between steps."""
 
-    Returns the errors of parameters, masters and momentum.
-    """
+    errors: List[float]  # of parameters, masters and momentum, against states that stay
+    steps: float  # how far the steps went
+    momenta: int  # of this rank
+    moves: int  # of a momentum to other memory
+
+
+def train_with_states_moved(training):
     module, engine = start(training, deepcompile=True)
+    before = [each.detach().clone() for each in module.parameters()]
     train(engine, training, range(4))
     expected = seen(module, engine)
+    steps = relative_error(module.parameters(), before)
     engine.destroy()
     module, engine = start(training, deepcompile=True)
+    moves = 0
     for step in range(4):
         train(engine, training, [step])
         engine.offload_states(include=[OffloadStateTypeEnum.optim_states] if step % 2 else None)
+        there = momenta(engine)
         take_elsewhere(engine)
+        moves += sum(old.data_ptr() != new.data_ptr() for old, new in zip(there, momenta(engine), strict=True))
         engine.reload_states(non_blocking=step % 2 == 1)
     actual = seen(module, engine)
+    number = len(momenta(engine))
     engine.destroy()
-    return [relative_error(*each) for each in zip(actual, expected, strict=True)]
+    return Moved([relative_error(*each) for each in zip(actual, expected, strict=True)], steps, number, moves)
 
 
 def test_states_moved_away_and_back(ranks):
     """A step that kept the momentum it once found would read memory that others have by now."""
-    for errors in ranks(2).run(train_with_states_moved, Training(stage=2)):
-        assert errors == [0.0, 0.0, 0.0]
+    moved = ranks(2).run(train_with_states_moved, Training(stage=2))
+    for each in moved:
+        assert each.errors == [0.0, 0.0, 0.0] and each.steps > 1e-2
+        assert each.moves == 4 * each.momenta
+    assert any(each.momenta for each in moved)
 
 
 # Memory ------------------------------------------------------------------------------------------------------------
