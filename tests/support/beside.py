@@ -123,22 +123,24 @@ def check(results, bound=BOUND):
 
 
 @contextlib.contextmanager
-def logged(level):
-    """Yields a list to which the texts that DeepSpeed logs with this level or a higher one are added.
+def logged(level, names=("DeepSpeed",), keep=lambda text: True):
+    """Yields a list to which the texts to ``keep`` are added that these loggers log with this level or a higher one.
 
     What ``tell()`` logs counts as the information that it is, though DeepSpeed shows it as it shows warnings.
     """
-    texts, logger = [], logging.getLogger("DeepSpeed")
-    handler, before = logging.Handler(level), logger.level
-    handler.addFilter(lambda record: level <= logging.getLevelName(record.levelname))
+    texts, handler = [], logging.Handler(level)
+    handler.addFilter(lambda record: level <= logging.getLevelName(record.levelname) and keep(record.getMessage()))
     handler.emit = lambda record: texts.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(min(level, before))
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger, before in levels.items():
+        logger.addHandler(handler)
+        logger.setLevel(min(level, before))
     try:
         yield texts
     finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
+        for logger, before in levels.items():
+            logger.setLevel(before)
+            logger.removeHandler(handler)
 
 
 def warnings_logged():

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 import deepspeed
 from deepspeed.accelerator import get_accelerator
-from deepspeed.utils import logger as deepspeed_logger
 
+from support.beside import logged
 from support.models import qwen3_config
 from support.quantized import keep_gradients
 from support.training import device
@@ -156,34 +156,18 @@ def process_as_it_was():
         gc.collect()
 
 
-class _Collector(logging.Handler):
-    def __init__(self, messages):
-        super().__init__(logging.WARNING)
-        self._messages = messages
-
-    def emit(self, record):
-        text = record.getMessage()
-        # torchao, which peft imports, calls what torch 2.13 deprecates. What tell() logs is no warning.
-        if "ompile" in text and "register_constant" not in text and record.levelname != "INFO":
-            self._messages.append(text)
-
-
 @contextlib.contextmanager
 def warnings_told():
     """Yields a list to which warnings about compilation are added, by DeepSpeed's logger and by torch's."""
     with contextlib.suppress(ImportError):
         # Where torchao is installed, peft imports it, and torch then warns of how torchao uses torch.compile.
         importlib.import_module("torchao.quantization")
-    messages = []
-    collector = _Collector(messages)
-    loggers = (deepspeed_logger, logging.getLogger("torch"))
-    for each in loggers:
-        each.addHandler(collector)
-    try:
-        with warnings.catch_warnings():
-            # Deprecated names that these packages use of one another.
-            warnings.simplefilter("ignore")
-            yield messages
-    finally:
-        for each in loggers:
-            each.removeHandler(collector)
+
+    def keep(text):
+        # torchao, which peft imports, calls what torch 2.13 deprecates.
+        return "ompile" in text and "register_constant" not in text
+
+    with logged(logging.WARNING, ("DeepSpeed", "torch"), keep) as texts, warnings.catch_warnings():
+        # Deprecated names that these packages use of one another.
+        warnings.simplefilter("ignore")
+        yield texts
