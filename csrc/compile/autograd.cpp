@@ -154,6 +154,7 @@ void Reducer::follow_stream()
 void Reducer::on_accumulated(size_t index, const variable_list& inputs)
 {
     at::Tensor parameter, undelivered;
+    bool moved = false;
     {
         std::lock_guard lock(mutex_);
         if (index >= records_.size()) { return; }
@@ -162,15 +163,15 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
         undelivered = take_for_autograd(records_[index]);
         // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
         // this engine's backward runs, it was the caller who gave the parameter other memory.
-        const bool moved = parameter.numel() > 0 && whereabouts_of(parameter) != records_[index].whereabouts;
-        if (moved && !in_backward()) { return; }
+        moved = parameter.numel() > 0 && whereabouts_of(parameter) != records_[index].whereabouts;
     }
-    // Autograd also runs the node of a parameter whose gradient a compiled graph has reduced, and passes no gradient.
     if (undelivered.defined()) { reduce(index, undelivered, Route::autograd, /*donated=*/true); }
-    auto& slot = parameter.mutable_grad();
-    if (!slot.defined()) { return; }
-    at::Tensor gradient = std::exchange(slot, {});
-    // Autograd may have put into the slot a view of memory that another gradient still uses. For this hook, autograd
+    if (moved && !in_backward()) { return; }
+    // Autograd also runs the node of a parameter whose gradient a compiled graph has reduced, and passes no gradient.
+    auto& grad = parameter.mutable_grad();
+    if (!grad.defined()) { return; }
+    at::Tensor gradient = std::exchange(grad, {});
+    // Autograd may have put into `parameter.grad` a view of memory that another gradient still uses. For this hook, autograd
     // has also kept the node's input. If nothing else refers to the input, the input is a second name of the gradient's
     // memory and counts as one more reference to the storage.
     const bool kept_for_hook = inputs.size() == 1 && inputs[0].defined() && inputs[0].use_count() == 1 &&
@@ -283,7 +284,7 @@ void Reducer::graph_ended(int64_t serial)
 
 void Reducer::graph_dropped(int64_t serial) noexcept
 try {
-    // Whoever drops the task may hold the interpreter's lock, and the thread that holds mutex_ may wait for it.
+    // Whoever drops the task may hold the interpreter's lock, and must not wait for mutex_ with it.
     std::optional<pybind11::gil_scoped_release> unlocked;
     if (PyGILState_Check()) { unlocked.emplace(); }
     Dropped dropped;
@@ -452,16 +453,17 @@ void UnreducedSum::leave_in_grad(const at::Tensor& parameter)
     parameter.mutable_grad() = take();
 }
 
-void UnreducedSum::take_from_grad(const at::Tensor& parameter)
+void UnreducedSum::take_from_grad(const at::Tensor& parameter, Dropped& dropped)
 {
-    auto& slot = parameter.mutable_grad();
-    if (!slot.defined() || slot.layout() != at::kStrided) { return; }
+    auto& grad = parameter.mutable_grad();
+    if (!grad.defined() || grad.layout() != at::kStrided) { return; }
     streams_.order_after_last_use();
-    at::Tensor kept = std::exchange(slot, {});
-    // A gradient that somebody else refers to as well is copied below, on the current stream, and dropped at once. The
-    // pool of the stream that allocated the gradient must not hand its memory out before the copy is done.
+    at::Tensor kept = std::exchange(grad, {});
+    // A gradient that somebody else refers to as well is copied below, on the current stream, and dropped soon. The pool
+    // of the stream that allocated the gradient must not hand its memory out before the copy is done.
     record_on_current_stream(kept);
     add(kept, /*donated=*/kept.use_count() == 1 && kept.storage().use_count() == 1);
+    dropped.push_back(std::move(kept));
 }
 
 }  // namespace deepcompile

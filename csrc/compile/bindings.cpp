@@ -80,7 +80,7 @@ PyMethodDef functions_of_generated_code[] = {
      "reduce_grad(arg0: torch.Tensor, arg1: torch.Tensor, arg2: int, arg3: bool) -> torch.Tensor"},
     {}};
 
-void end_backward(at::TensorList reductions_and_registrations, int64_t graph_id, bool release_reduce_buckets)
+void end_backward(at::TensorList reductions_and_registrations, bool release_reduce_buckets)
 {
     if (!release_reduce_buckets || reductions_and_registrations.empty()) { return; }
     const auto numbers = readable(reductions_and_registrations.back());
@@ -91,17 +91,18 @@ void end_backward(at::TensorList reductions_and_registrations, int64_t graph_id,
 
 }  // namespace deepcompile
 
-// `registrations[slot]` says whose gradient it is. `registrations` is an input of the graph and is made anew for each
-// call, so one graph serves many layers. A gradient finds its parameter whatever the compiler does to the parameter
-// itself: another layout, padding, a copy, a change in place.
+// `registrations` is an input of the graph, for which each call of the graph gives the tensor of the parameters that it
+// was called with, so one graph serves many layers. `registrations[0]` is the engine's number, and `registrations[slot]`
+// the index that the gradient's parameter has in the engine's reducer. So the gradient finds its parameter whatever the
+// compiler does to the parameter itself: another layout, padding, a copy, a change in place.
 //
-// `donated` says that nothing in the graph reads the gradient or uses its memory afterwards.
+// `donated` says that nothing in the graph reads the gradient or uses its memory after the call.
 //
 // native.py says what the operators return while a graph is traced.
 TORCH_LIBRARY(deepcompile, m)
 {
     m.def("reduce_grad(Tensor grad, Tensor registrations, int slot, bool donated=False) -> Tensor");
-    m.def("end_backward(Tensor[] reductions_and_registrations, int graph_id, bool release_reduce_buckets) -> ()");
+    m.def("end_backward(Tensor[] reductions_and_registrations, bool release_reduce_buckets) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(deepcompile, CompositeExplicitAutograd, m)
@@ -134,8 +135,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m)
 
     using deepcompile::HandedOver;
     py::class_<HandedOver, std::shared_ptr<HandedOver>>(m, "HandedOver")
-        .def_property_readonly("flat", &HandedOver::flat)
-        .def("target", &HandedOver::target)
+        .def_property_readonly("flat_partition", &HandedOver::flat_partition)
         .def("targets", &HandedOver::targets)
         .def("are_views", &HandedOver::are_views);
 

@@ -452,6 +452,8 @@ void PartitionGroup::allocate_flat_partition()
 
 std::shared_ptr<HandedOver> PartitionGroup::hand_over()
 {
+    // Several backwards may add up in one step. What the previous backward handed over has the same targets, and a list
+    // that the caller has kept of it goes on showing them, so nothing is dropped here.
     return handed_over = std::make_shared<HandedOver>(targets, flat_partition);
 }
 
@@ -470,17 +472,10 @@ void PartitionGroup::release(Dropped& dropped)
 
 // 5. Handed over.
 
-at::Tensor HandedOver::flat() const
+at::Tensor HandedOver::flat_partition() const
 {
     std::lock_guard lock(mutex_);
-    return flat_;
-}
-
-at::Tensor HandedOver::target(int64_t offset) const
-{
-    std::lock_guard lock(mutex_);
-    const auto found = targets_.find(offset);
-    return found == targets_.end() ? at::Tensor() : found->second;
+    return flat_partition_;
 }
 
 Targets HandedOver::targets() const
@@ -493,9 +488,9 @@ bool HandedOver::are_views(const std::vector<std::optional<at::Tensor>>& views) 
 {
     std::lock_guard lock(mutex_);
     if (views.size() != targets_.size()) { return false; }
-    if (flat_.defined() && !targets_.empty()) {
+    if (flat_partition_.defined() && !targets_.empty()) {
         const auto& [offset, first] = *targets_.begin();
-        const auto* begin = static_cast<const char*>(flat_.const_data_ptr());
+        const auto* begin = static_cast<const char*>(flat_partition_.const_data_ptr());
         if (first.const_data_ptr() != begin + offset * first.element_size()) { return false; }
     }
     auto view = views.begin();
@@ -513,7 +508,7 @@ void HandedOver::drop(Dropped& dropped)
     std::lock_guard lock(mutex_);
     for (auto& [offset, target] : targets_) { dropped.push_back(std::move(target)); }
     targets_.clear();
-    dropped.push_back(std::exchange(flat_, {}));
+    dropped.push_back(std::exchange(flat_partition_, {}));
 }
 
 }  // namespace deepcompile

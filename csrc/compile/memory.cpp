@@ -60,7 +60,8 @@ std::string shape_of(const at::Tensor& tensor)
 
 bool fills_its_storage(const at::Tensor& tensor)
 {
-    return tensor.is_contiguous() && static_cast<int64_t>(tensor.storage().nbytes()) == bytes_of(tensor);
+    return tensor.is_contiguous() && static_cast<int64_t>(tensor.storage().nbytes()) == bytes_of(tensor) &&
+           tensor.storage().allocator();
 }
 
 at::Tensor in_shape(const at::Tensor& tensor, at::IntArrayRef sizes)

@@ -133,7 +133,8 @@ std::string ParameterRecord::describe() const
 
 void Reducer::begin_backward(bool reduces)
 {
-    std::unique_lock lock(mutex_);
+    Dropped dropped;
+    std::lock_guard lock(mutex_);
     TORCH_CHECK(!is_abandoned(),
                 "a backward of this engine raised in another thread while this one began; run this one again");
     look_at_parameters();
@@ -143,25 +144,22 @@ void Reducer::begin_backward(bool reduces)
     if (is_first) {
         for (auto& record : records_) {
             // The accumulation node adds to this sum, and the hooks see both together.
-            if (!record.has_hooks_of_sum()) { record.unreduced.take_from_grad(record.parameter); }
+            if (!record.has_hooks_of_sum()) { record.unreduced.take_from_grad(record.parameter, dropped); }
         }
         begin_turns();
     }
     reduces_ = reduces;
     state_ = BackwardState::running;
     watch_graph_task();
-    if (!reduces || !find_absent(is_first)) { return; }
-    // leads_to_checkpoints() takes the interpreter's lock, whose holder may be waiting for mutex_.
-    lock.unlock();
-    if (!leads_to_checkpoints()) { return; }
     // Reentrant checkpointing hides from this graph what the checkpointed modules use.
-    lock.lock();
-    for (auto& record : records_) { record.absent = false; }
+    if (reduces && find_absent(is_first) && leads_to_checkpoints()) {
+        for (auto& record : records_) { record.absent = false; }
+    }
 }
 
 void Reducer::listen(std::function<bool()> begin)
 {
-    // Shared, because copying the function itself would take the interpreter's lock while mutex_ is held.
+    // Shared, because to copy the function itself takes the interpreter's lock, and reduce() copies it each time.
     auto shared = std::make_shared<const std::function<bool()>>(std::move(begin));
     std::lock_guard lock(mutex_);
     begin_.swap(shared);
@@ -171,6 +169,7 @@ void Reducer::listen(std::function<bool()> begin)
 void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool donated)
 {
     RECORD_USER_SCOPE("deepcompile::reduce");
+    Dropped dropped;
     std::unique_lock lock(mutex_);
     at::NoGradGuard no_grad;
     const auto destroyed = "the engine of a parameter was destroyed while its gradient was computed";
@@ -187,7 +186,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     }
     bool belongs_to_backward = in_backward();
     if (!belongs_to_backward && begin_) {
-        // The function takes the interpreter's lock, whose holder may be waiting for mutex_.
+        // The function may call begin_backward(), which takes mutex_.
         const auto begin = begin_;
         lock.unlock();
         belongs_to_backward = (*begin)();
@@ -211,7 +210,7 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
 
     if (!belongs_to_backward) {
         // The next backward takes the sum from there.
-        record.unreduced.take_from_grad(record.parameter);
+        record.unreduced.take_from_grad(record.parameter, dropped);
         record.unreduced.add(gradient, donated);
         record.unreduced.leave_in_grad(record.parameter);
         return;
@@ -274,7 +273,7 @@ void Reducer::end_backward()
 std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, bool completes)
 {
     RECORD_USER_SCOPE("deepcompile::finish_backward");
-    std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     std::vector<std::shared_ptr<HandedOver>> handed_over;
     if (groups_.empty()) { return handed_over; }
     at::NoGradGuard no_grad;
@@ -288,7 +287,14 @@ std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, 
         if (!in_backward()) { begin_turns(); }
         // Where no backward has begun, or no gradient has come for a hook, sums of the parameter's dtype still lie in
         // `parameter.grad`.
-        for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter); }
+        Dropped dropped;
+        for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter, dropped); }
+        // Not at the end of this function: a sum may have the memory of a tensor in `dropped`, and is to free it when the
+        // sum's bucket has been drained.
+        lock.unlock();
+        dropped.clear();
+        lock.lock();
+        if (groups_.empty()) { return handed_over; }
         for (auto& record : records_) {
             if (record.group->world() == 1 && record.unreduced.defined()) { enqueue_sum(record); }
         }
@@ -395,8 +401,8 @@ void Reducer::forget_gradients(Dropped& dropped)
         }
         // While a backward runs, perhaps on another thread, what lies in `parameter.grad` is autograd's.
         if (in_backward()) { continue; }
-        if (auto& slot = record.parameter.mutable_grad(); slot.defined()) {
-            dropped.push_back(std::exchange(slot, {}));
+        if (auto& grad = record.parameter.mutable_grad(); grad.defined()) {
+            dropped.push_back(std::exchange(grad, {}));
         }
     }
 }
@@ -442,8 +448,8 @@ std::map<std::string, int64_t> Reducer::counters() const
     if (lock.owns_lock() && !in_backward() && Py_IsInitialized()) {
         const pybind11::gil_scoped_acquire locked;
         for (const auto& record : records_) {
-            const auto& slot = record.parameter.grad();
-            if (slot.defined()) { values["unreduced"] += bytes_of(slot); }
+            const auto& grad = record.parameter.grad();
+            if (grad.defined()) { values["unreduced"] += bytes_of(grad); }
         }
     }
     values["peak_unreduced"] = std::max(values["peak_unreduced"], values["unreduced"]);

@@ -31,9 +31,17 @@ the flat tensor and may straddle several partitions.
                         got no gradient on any rank are bound to zeros. When the step is complete it asks
                         whether some rank has late gradients. If so, all ranks send what they have left of
                         those parameters.
-  5. Handed over.       Reducer::finish_backward() gives the targets to the optimizer, which calls
-                        Reducer::compare_and_await_targets() before it reads them in its step.
-  6. Released.          Reducer::release() forgets them. From then on the reducer holds no gradient memory.
+  5. Handed over.       Reducer::finish_backward() returns the targets of each group as a HandedOver, and goes on
+                        holding them. BackwardLife puts a PartitionViews over each HandedOver into the optimizer's
+                        `averaged_gradients`. The step calls Reducer::compare_and_await_targets() before it reads.
+  6. Released.          The step goes through the groups one after the other. For each, take_scaled() in
+                        step/scaling.py copies the targets, scaled, into one gradient of the group's master weights,
+                        and calls Reducer::release(group): when take_scaled() returns, the targets are free. A flat
+                        partition is itself that gradient, without a copy. The optimizer steps, and
+                        `master.grad = None` in step/partitions.py frees the gradient of the master weights. At the end
+                        of the step, also of one that overflowed or raised, BackwardLife.release() calls
+                        Reducer::release() without a group, which frees what is left. From then on the reducer holds
+                        no gradient memory.
 
 ZeRO-1 reduces only in the backward at the accumulation boundary. Until then a gradient stays on its
 rank, one UnreducedSum a parameter: in `parameter.grad` between backwards, where users read, clip and
@@ -42,10 +50,11 @@ live until the step.
 
 The reducer is written on ATen, autograd and c10d, so one source serves gloo on CPU and NCCL on CUDA. All
 device work is put on the current stream of the calling thread, except for copies to the host, which
-have a stream of their own. On a GPU the host waits for the device in Reducer::finish_backward(), and elsewhere
-only if an option for debugging asks for it or if targets lie in host memory. In the latter case the
-host waits before it reads targets and, if the memory is not pinned, in each copy. Every error is an
-exception that names the parameter and the rank.
+have a stream of their own. On a GPU the host waits for the device once in a step: in the
+Reducer::finish_backward() that completes it, where it reads what other ranks have sent. Beyond that it
+waits if an option for debugging asks for it, and if targets lie in host memory: before it reads targets
+and, if that memory is not pinned, in each copy. An error is an exception; it names the parameter that it
+is about, and its rank.
 
 deepcompile_memory.h has what all parts need for gradient memory.
 */
@@ -97,7 +106,7 @@ struct Piece {
     int64_t numel;
 };
 
-/// Cuts the flat range [offset, offset + numel) at multiples of `partition_numel`.
+/// Cuts the range [offset, offset + numel) of a flat tensor at multiples of `partition_numel`.
 std::vector<Piece> cut_at_partitions(int64_t offset, int64_t numel, int64_t partition_numel);
 
 /// This rank's own sum of the gradients of one parameter, in the dtype of targets: of several micro-batches, or of
@@ -120,8 +129,8 @@ public:
     /// Between backwards, moves the sum to `parameter.grad`. Keeps a sum whose dtype differs from the parameter's,
     /// because torch does not allow such a gradient there.
     void leave_in_grad(const at::Tensor& parameter);
-    /// Adds `parameter.grad` to the sum and empties `parameter.grad`. Leaves a sparse gradient where it is.
-    void take_from_grad(const at::Tensor& parameter);
+    /// Adds `parameter.grad` to the sum and moves it to `dropped`. Leaves a sparse gradient where it is.
+    void take_from_grad(const at::Tensor& parameter, Dropped& dropped);
 
 private:
     at::Tensor sum_;
@@ -298,7 +307,7 @@ using Message = std::pair<at::Tensor, int64_t>;
 
 /// Contiguous memory of gradients of one group: of several small gradients, packed side by side, or of a large one.
 struct Segment {
-    at::Tensor memory;  ///< flat
+    at::Tensor memory;  ///< 1-D
     PartitionGroup* group;
     bool donated;        ///< the memory is the gradient's own; otherwise the bucket has allocated and counted it
     c10::Stream stream;  ///< the stream on which the memory was allocated or donated
@@ -412,7 +421,7 @@ private:
 
 // 3. Bound: averaged gradients at their owner. (bucket.cpp)
 
-/// Averaged gradients by their offset in a partition, in elements; each flat, contiguous and of the target dtype.
+/// Averaged gradients by their offset in a partition, in elements; each 1-D, contiguous and of the target dtype.
 using Targets = std::map<int64_t, at::Tensor>;
 
 /// What the optimizer gets of a group when a step is complete: the targets, until the reducer forgets them. Until
@@ -420,12 +429,13 @@ using Targets = std::map<int64_t, at::Tensor>;
 /// raises. Any thread may call any method.
 class HandedOver {
 public:
-    HandedOver(Targets targets, at::Tensor flat) : targets_(std::move(targets)), flat_(std::move(flat)) {}
+    HandedOver(Targets targets, at::Tensor flat_partition)
+        : targets_(std::move(targets)), flat_partition_(std::move(flat_partition))
+    {
+    }
 
-    /// The tensor in which the targets lie; undefined if they do not lie in one flat tensor.
-    at::Tensor flat() const;
-    /// The target at this offset; undefined if there is none.
-    at::Tensor target(int64_t offset) const;
+    /// The tensor in which all targets lie; undefined if each has memory of its own.
+    at::Tensor flat_partition() const;
     Targets targets() const;
     /// Whether each of the views, in the order of the targets, has the memory, dtype and number of elements of its
     /// target, and is contiguous. If targets lie in one tensor, they must still lie there. Empty views do not count.
@@ -436,7 +446,7 @@ public:
 private:
     mutable std::mutex mutex_;
     Targets targets_;
-    at::Tensor flat_;
+    at::Tensor flat_partition_;
 };
 
 /// The ranks that share a parameter group, and the gradient targets of this rank's partition of it.
@@ -445,19 +455,20 @@ struct PartitionGroup {
     int64_t partition_numel;
     at::ScalarType target_dtype;  ///< of targets and of unreduced sums
     at::Device device;
-    bool flat;                       ///< whether targets lie in one flat tensor of their own
+    bool flat;                       ///< whether targets lie in a flat partition
     std::optional<at::Tensor> host;  ///< [partition_numel] on CPU: targets lie there, and not on the device
     Counters& counters;
-    size_t own_pieces = 0;           ///< of which each gets a target in every step
-    Targets targets = {};            ///< what is bound
-    at::Tensor flat_partition = {};  ///< [partition_numel]; undefined if not `flat`, or while nothing is bound
+    size_t own_pieces = 0;  ///< of which each gets a target in every step
+    Targets targets = {};   ///< what is bound
+    at::Tensor flat_partition =
+        {};  ///< [partition_numel]; one tensor for all targets; undefined if not `flat`, or while nothing is bound
     std::shared_ptr<HandedOver> handed_over = {};  ///< what the optimizer has of the targets; may be null
 
     int64_t rank() const { return process_group->getRank(); }
     int64_t world() const { return process_group->getSize(); }
 
     /// Makes a piece that has arrived the target at `offset`, or adds the piece to the target that is there. `arrived`
-    /// is flat; if it is donated, the target may keep its memory, see keep_or_copy(). Copies to host memory are put on
+    /// is 1-D; if it is donated, the target may keep its memory, see keep_or_copy(). Copies to host memory are put on
     /// the current stream.
     void bind(int64_t offset, const at::Tensor& arrived, bool donated);
     /// Binds those of the pieces that this rank owns and that are not bound yet.
@@ -498,7 +509,7 @@ public:
     int64_t identity() const { return options_.identity; }
 
     /// Returns the index of the group. `partition_numel` is the same on every rank. All groups of a Reducer are on one
-    /// device. `flat`: whether targets are to lie in one flat tensor. `host`: host memory [partition_numel] of the
+    /// device. `flat`: whether targets are to lie in a flat partition. `host`: host memory [partition_numel] of the
     /// target dtype, in which targets are to lie instead; the caller reads and writes this memory only between
     /// a step's last finish_backward() and the next backward.
     int64_t add_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group,
@@ -652,6 +663,9 @@ private:
     void forget_gradients(Dropped& dropped);
 
     const Options options_;
+    /// Whoever waits for this mutex has given up the interpreter's lock: bindings.cpp and graph_dropped() see to that. So
+    /// who holds the mutex may wait for the interpreter's lock, as a process group that is written in Python does, but
+    /// must not call or drop what may call the reducer; see Dropped.
     mutable std::mutex mutex_;
     // Deques, because other objects hold addresses of groups and records.
     std::deque<PartitionGroup> groups_;

@@ -75,7 +75,8 @@ void mark_stage(const char* stage, const at::Tensor& tensor);
 /// "[2, 3]"
 std::string shape_of(const at::Tensor& tensor);
 
-/// Whether the tensor is contiguous and its storage holds nothing else.
+/// Whether the tensor is contiguous and its storage holds nothing else. False for memory that torch has not allocated,
+/// such as NumPy's: it could not be kept, because Python may run when it dies, wherever that is; see Dropped.
 bool fills_its_storage(const at::Tensor& tensor);
 
 /// A contiguous tensor in another shape, without its autograd graph.

@@ -377,6 +377,36 @@ def test_a_call_of_the_engine_as_a_gradient_ends(ranks, how):
     check(ranks(2).run(call_as_a_gradient_ends, Case(bucket=50), how))
 
 
+def call_as_a_gradient_is_taken(case, memory):
+    """A user has tied a call of the engine to the end of a gradient, or of its memory. The next backward takes it."""
+    pair = Beside(build(case), case)
+    weight, called = pair.module.head.weight, []
+
+    def call():
+        # As each forward of the engine does first.
+        pair.engine.optimizer._deepcompile.reducer.follow_stream()
+        called.append(True)
+
+    pair.micro_batch(batch(0, 0, dist.get_rank(), 4))
+    if memory == "numpy":
+        array = weight.grad.numpy().copy()
+        weight.grad = torch.from_numpy(array)
+        weakref.finalize(array, call)
+        del array
+    else:
+        weakref.finalize(weight.grad, call)
+    pair.micro_batch(batch(0, 1, dist.get_rank(), 4))
+    pair.step_plain()
+    assert called, "the gradient was not dropped"
+    return pair.end()
+
+
+@vary("memory", ["torch", "numpy"])
+def test_a_call_of_the_engine_as_a_gradient_is_taken(ranks, memory):
+    """A call of the engine from within its own taking of a gradient would wait for a lock that it holds itself."""
+    check(ranks(2).run(call_as_a_gradient_is_taken, Case(bucket=50, accumulation=2), memory))
+
+
 # A backward that torch compiles at its first call knows that the graph is retained, and one that is loaded does not.
 @compiled_anew()
 def some_gradients_only(case):

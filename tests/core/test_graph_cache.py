@@ -104,7 +104,7 @@ def test_the_tag_has_the_partitioner_the_inputs_and_the_process_settings():
     def tag(gm=gm, inputs=inputs, **changes):
         return graph_cache._tag(gm, inputs, partitioner(**changes))
 
-    changes = [{"slots": {1: 1}}, {"slots": {0: 2}}, {"graph_id": 1}, {"graph_id": None}]
+    changes = [{"slots": {1: 1}}, {"slots": {0: 2}}]
     changes += [{"release_reduce_buckets": True}, {"lies_anywhere": [True]}, {"split": SplitWithin(0.5)}]
     tags = [tag(), *(tag(**each) for each in changes)]
     tags += [

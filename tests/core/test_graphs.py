@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.fx import Graph, GraphModule
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
-from deepspeed.compile.zero_1_and_2.graph import partitioner
+from deepspeed.compile.zero_1_and_2.graph.partitioner import ReduceGradPartitioner
 from deepspeed.compile.zero_1_and_2.graph.reductions import finish_backward_graph
 
 from support.ids import vary
@@ -51,10 +51,10 @@ def calls(graph):
 def test_end_backward_stands_after_every_reduction(fx):
     """The backward would end before its last reduction, or keep the reduced gradients as outputs."""
     backward = backward_graph(2)
-    finish_backward_graph(backward, 7, release_reduce_buckets=True)
+    finish_backward_graph(backward, release_reduce_buckets=True)
     *_, (_, target, arguments) = calls(backward.graph)
     assert target == "deepcompile.end_backward.default"
-    assert str(arguments) == "([reduce_grad_default, reduce_grad_default_1, registrations], 7, True)"
+    assert str(arguments) == "([reduce_grad_default, reduce_grad_default_1, registrations], True)"
     assert str(backward.graph.output_node().args[0]) == "(None, None, activation_gradient)"
 
 
@@ -91,7 +91,7 @@ def test_the_base_ends_its_zero3_backward_with_its_own_operator(fx):
 def test_a_graph_before_the_last_gets_no_end(fx):
     """A call for each layer would cost the host time, and do nothing."""
     backward = backward_graph(2)
-    finish_backward_graph(backward, 7, release_reduce_buckets=False)
+    finish_backward_graph(backward, release_reduce_buckets=False)
     assert "end_backward" not in str(backward.graph)
     assert str(backward.graph.output_node().args[0]) == "(None, None, activation_gradient)"
 
@@ -100,7 +100,7 @@ def test_a_graph_that_reduces_nothing_gets_no_end(fx):
     """A graph without reductions would end a backward in which others have still to reduce."""
     backward = backward_graph(0)
     before = str(backward.graph)
-    finish_backward_graph(backward, 0, release_reduce_buckets=True)
+    finish_backward_graph(backward, release_reduce_buckets=True)
     assert str(backward.graph) == before
 
 
@@ -158,7 +158,6 @@ class End(NamedTuple):
     """A call of ``end_backward`` in a backward graph."""
 
     reductions: int  # that it stands behind
-    graph_id: int
     releases: bool
 
 
@@ -183,25 +182,26 @@ def backward_graphs(case):
     # A graph that torch had kept would not be made here. The machine code of its kernels may come from where it likes.
     torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = False
     entries = []
-    finish = partitioner.finish_backward_graph
+    split = ReduceGradPartitioner.__call__
 
-    def recording(backward, graph_id, release):
-        finish(backward, graph_id, release)
+    def recording(self, *args, **kwargs):
+        forward, backward = split(self, *args, **kwargs)
         nodes = list(backward.graph.nodes)
         reductions = [n for n in nodes if n.target == torch.ops.deepcompile.reduce_grad.default]
         ends = [n for n in nodes if n.target == torch.ops.deepcompile.end_backward.default]
         outputs = next(n for n in nodes if n.op == "output").args[0]
         entries.append(
             BackwardGraph(
-                graph_id,
-                release,
+                self.graph_id,
+                self.release_reduce_buckets,
                 len(reductions),
-                [End(len(n.args[0]) - 1, n.args[1], n.args[2]) for n in ends],
+                [End(len(n.args[0]) - 1, n.args[1]) for n in ends],
                 hidden=not any(n in reductions for n in outputs),
             )
         )
+        return forward, backward
 
-    partitioner.finish_backward_graph = recording
+    ReduceGradPartitioner.__call__ = recording
     try:
         engine = make_engine(build(case), case)
         buckets = []
@@ -211,7 +211,7 @@ def backward_graphs(case):
             engine.step()
         engine.destroy()
     finally:
-        partitioner.finish_backward_graph = finish
+        ReduceGradPartitioner.__call__ = split
         torch._inductor.config.fx_graph_cache = torch._functorch.config.enable_autograd_cache = True
     return BackwardGraphs(copy.deepcopy(entries), buckets)
 
@@ -237,7 +237,7 @@ def test_end_backward_releases_once(ranks, backend, model, first_graph_reduces):
         ends = [end for graph in graphs for end in graph.ends]
         releasing = [graph for graph in graphs if graph.ends]
         assert len(releasing) == 1, graphs
-        assert ends == [End(releasing[0].reductions, releasing[0].graph_id, releases=True)]
+        assert ends == [End(releasing[0].reductions, releases=True)]
         # Frames are compiled in forward order, so the first that reduces is the last to run backward.
         assert releasing[0].graph_id == min(graph.graph_id for graph in reducing)
         assert all(graph.hidden for graph in graphs)

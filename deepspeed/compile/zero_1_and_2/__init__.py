@@ -18,7 +18,7 @@ def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
     Bytes that the reducer holds now; ``peak_`` before the name gives the most that it held since
     ``reset_gradient_counters()``:
 
-    - ``bound``: gradient targets on the device.
+    - ``bound``: gradient targets on the device, also while ``engine.offload_states()`` has moved them to the host.
     - ``on_host``: gradient targets in host memory, if the optimizer is there.
     - ``pending``: gradients that wait in a bucket or are on their way to their owners.
     - ``bucket``: memory that was allocated for pending gradients.

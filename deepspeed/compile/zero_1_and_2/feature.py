@@ -240,13 +240,13 @@ def overriding(features: Iterable[Feature], method: str) -> List[Callable]:
     ]
 
 
-def only(features: Iterable[Feature], slot: str) -> Any:
-    """Returns what fills a slot, which one part may fill, or None.
+def only(features: Iterable[Feature], role: str) -> Any:
+    """Returns what the features have for a role, such as ``gather``, or None. One part alone may have something.
 
     Raises:
-        ValueError: if two parts fill it.
+        ValueError: if two parts have something.
     """
-    filled = [feature for feature in features if getattr(feature, slot) is not None]
-    if len(filled) > 1:
-        raise ValueError(f"{type(filled[0]).__name__} and {type(filled[1]).__name__} do the same of an engine: {slot}")
-    return getattr(filled[0], slot) if filled else None
+    found = [feature for feature in features if getattr(feature, role) is not None]
+    if len(found) > 1:
+        raise ValueError(f"{type(found[0]).__name__} and {type(found[1]).__name__} do the same of an engine: {role}")
+    return getattr(found[0], role) if found else None

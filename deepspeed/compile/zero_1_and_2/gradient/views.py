@@ -66,7 +66,7 @@ class PartitionViews(list):
     @property
     def flat_partition(self) -> Optional[torch.Tensor]:
         """The tensor in which all targets lie, if they share one."""
-        return None if self._handed_over is None else self._handed_over.flat
+        return None if self._handed_over is None else self._handed_over.flat_partition
 
     def targets(self) -> List[torch.Tensor]:
         """Lists the gradients of the parameters in this rank's partition, each 1-D, as :meth:`read` has found them."""

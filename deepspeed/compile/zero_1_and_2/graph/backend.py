@@ -48,9 +48,8 @@ class Backend:
         # Whether all of these lie at addresses that Inductor takes for aligned.
         self.are_aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
         self.use()
-        # Dynamo's number of a frame that reduces -> the frame's graph id, in forward order. Recompilations of a frame
-        # share its number. Graph ids count from 0, so that a model gets the same graphs in every run and finds them in
-        # torch's caches.
+        # Dynamo's number of a frame that reduces -> the frame's graph id, from 0 in forward order. Recompilations of a
+        # frame share its number.
         self._graph_ids: Dict[int, int] = {}
 
     def use(
@@ -94,7 +93,7 @@ class Backend:
     def _place(self, parameters) -> Tuple[Optional[int], bool]:
         """Returns the graph id of a frame with these parameters, and whether its backward is the last that reduces.
 
-        The inputs alone decide, whether or not the graph is found in a cache.
+        This does not look at the graph: also a graph that torch finds in a cache takes its place in the order.
         """
         if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)):
             # Evaluation gives a frame no place in the order: a rank that evaluates alone may run other frames, or run

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The optimizer step of ZeRO-1/2 on gradients that a reducer has bound.
 
-:func:`run` does what the ZeRO optimizer's own step does, in as few passes over memory as possible: one pass reads the
-gradients and computes their norm, which also says whether gradients overflowed (``norm.py``), and
-``partitions.py`` steps this rank's partitions. Gradients are released as they are read.
+:func:`run` does what the ZeRO optimizer's own step does, in as few passes over memory as possible. One pass reads all
+gradients for their norm, which also says whether gradients overflowed (``norm.py``). A second pass steps this rank's
+partitions one after the other (``partitions.py``), and releases the gradients of each partition as it takes them.
 """
 
 from typing import TYPE_CHECKING
