@@ -176,9 +176,12 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
     TORCH_CHECK(index < records_.size(), destroyed);
     if (route == Route::graph) {
         auto& record = records_[index];
-        // As autograd's accumulation node does with a parameter that was frozen after the forward.
-        if (!record.parameter.requires_grad() || !record.autograd_wants()) { return; }
-        if (record.caller_wants()) {
+        if (!record.autograd_wants()) { return; }
+        // Of a parameter that was frozen after the forward, the accumulation node shows the gradient to hooks, and
+        // accumulates nothing.
+        const bool is_frozen = !record.parameter.requires_grad();
+        if (is_frozen && !record.has_hooks()) { return; }
+        if (is_frozen || record.caller_wants()) {
             keep_for_autograd(record, gradient, donated);
             return;
         }

@@ -274,3 +274,33 @@ def test_hooks_registered_in_a_backward(ranks):
     """What was noted when the backward began would not know of the hook."""
     for seen in check_seen(ranks(2).run(train_hooked_in_backward)):
         assert seen.calls == [2]
+
+
+def train_frozen_after_forward(kind, stage):
+    """Each backward comes to hooks of a parameter that was frozen when the forward had run."""
+    torch.manual_seed(0)
+    pair, both = Beside(BlocksWithin(), Case(stage=stage, config=REGIONAL)), (Hooks(), Hooks())
+    hooked = [PLACES["one layer"](model) for model in (pair.module, pair.plain)]
+    for hooks, parameters in zip(both, hooked):
+        hooks.add(parameters, kind)
+    for step in range(2):
+        ids = batch(step, 0, dist.get_rank(), 4)
+        losses = pair.engine(ids), pair.plain(ids)
+        for (parameter,) in hooked:
+            parameter.requires_grad_(False)
+        pair.engine.backward(losses[0])
+        losses[1].backward()
+        for (parameter,) in hooked:
+            parameter.requires_grad_(True)
+        pair.engine.step()
+        pair.step_plain()
+    return compare(pair, both, [[sum(map(len, hooks.seen.values())) for hooks in both]])
+
+
+# Autograd calls a hook of the sum too, in which there is no sum to see.
+@vary("kind", [kind for kind in KINDS if kind != "of the sum"])
+@vary("stage", [1, 2])
+def test_hooks_of_a_parameter_frozen_after_its_forward(ranks, kind, stage):
+    """Autograd calls the hooks although it accumulates nothing: they would be given None for the gradient."""
+    for seen in check_seen(ranks(2).run(train_frozen_after_forward, kind, stage)):
+        assert seen.calls == [2]
