@@ -219,34 +219,6 @@ def test_clipping_without_a_norm(ranks):
     check(ranks(1).run(train_clipped, True))
 
 
-def compile_with_arguments(advised):
-    """Asks for an error instead of uncompiled code behind the first forward, or before it, as advised.
-
-    Returns what is said, whether the engine honours it, and the error of training it.
-    """
-    from deepspeed.compile.features.blocks.feature import Blocks
-
-    case = Case(model=SMALL)
-    module, engine = prepare(case)
-    with warnings_logged() as texts:
-        if not advised:
-            with torch.no_grad():
-                engine(batch(0, 0, 0, 4))
-            engine.compile(backend="eager")
-        engine.compile(backend="eager", compile_kwargs={"fullgraph": True})
-    honoured = engine.optimizer._deepcompile.find(Blocks)._limit._raises
-    told = [text for text in texts if "arguments of engine.compile()" in text]
-    return told, honoured, train_prepared(case, module, engine)
-
-
-def test_arguments_that_come_late(ranks):
-    """Nobody would be told that arguments have no effect, or they would have none before the first forward either."""
-    ((told, honoured, error),) = ranks(1).run(compile_with_arguments, False)
-    assert len(told) == 1 and "call it before the first forward" in told[0] and not honoured and error < BOUND
-    ((told, honoured, error),) = ranks(1).run(compile_with_arguments, True)
-    assert told == [] and honoured and error < BOUND
-
-
 def compile_where_one_rank_lacks_a_compiler(folder):
     """Returns what engine.compile() raises, and the error of training when the compiler is there."""
     module, engine = prepare(Case(model=SMALL))

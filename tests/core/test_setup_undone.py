@@ -3,7 +3,6 @@
 """``engine.compile()`` that raises while it sets the engine up leaves the engine as it was."""
 
 from typing import NamedTuple
-from unittest import mock
 
 import pytest
 
@@ -11,7 +10,7 @@ from deepspeed.compile.zero_1_and_2.engine import set_up as setup
 
 from support.faults import Injected
 from support.ids import vary
-from support.options import prepare, train_prepared
+from support.options import prepare, set_up_state, train_prepared
 from support.training import BOUND, OVERLAPPED, Case
 
 
@@ -23,16 +22,10 @@ class Undone(NamedTuple):
     error: float  # of training it afterwards
 
 
-def _state(module, engine):
-    modules = [(type(each), each._compiled_call_impl, len(each._forward_pre_hooks)) for each in module.modules()]
-    optimizer = engine.optimizer
-    return modules, type(optimizer), hasattr(optimizer, "_deepcompile"), len(optimizer._grad_acc_hooks)
-
-
 def compile_with_a_step_that_raises(case, step, compiled_again):
     """``step``: the name of a function of the setup. Trains the engine afterwards, which does not compile itself."""
     module, engine = prepare(case)
-    before, reducers = _state(module, engine), []
+    before, reducers = set_up_state(module, engine), []
     own_step, make_reducer = getattr(setup, step), setup.make_reducer
 
     def raises(*_):
@@ -50,7 +43,7 @@ def compile_with_a_step_that_raises(case, step, compiled_again):
     finally:
         setattr(setup, step, own_step)
         setup.make_reducer = make_reducer
-    is_as_before = _state(module, engine) == before
+    is_as_before = set_up_state(module, engine) == before
     if compiled_again:
         engine.compile(backend="eager")
         assert hasattr(engine.optimizer, "_deepcompile")
@@ -74,31 +67,3 @@ def test_a_setup_that_raises_is_undone(ranks, stage, step, config, offloaded, co
     for undone in ranks(2).run(compile_with_a_step_that_raises, case, step, compiled_again):
         assert undone.is_as_before and undone.registered == 0
         assert undone.error < BOUND
-
-
-def compile_with_a_block_that_raises(case):
-    """The third block raises when it gets its call. Returns as above whether all is as before, and the error."""
-    from deepspeed.compile.features.blocks import block_calls
-
-    module, engine = prepare(case)
-    before, blocks = _state(module, engine), []
-    put_in = block_calls.BlockCall.put_in
-
-    def raises_at_the_third(call):
-        put_in(call)
-        blocks.append(call)
-        if len(blocks) == 3:
-            raise Injected("third block")
-
-    with mock.patch.object(block_calls.BlockCall, "put_in", raises_at_the_third):
-        with pytest.raises(Injected):
-            engine.compile(backend="eager")
-    assert len(blocks) == 3
-    return _state(module, engine) == before, train_prepared(case, module, engine)
-
-
-def test_a_block_that_raises_is_undone(ranks):
-    """The blocks before the one that raised would keep their compiled calls."""
-    case = Case(model="RepeatedLayers", config=OVERLAPPED)
-    for is_as_before, error in ranks(2).run(compile_with_a_block_that_raises, case):
-        assert is_as_before and error < BOUND

@@ -7,6 +7,7 @@ There is no engine around the reducer, so that nothing orders the calls but the 
 
 import collections
 import contextlib
+import datetime
 import functools
 import gc
 import itertools
@@ -259,3 +260,51 @@ def test_a_reducer_closed_during_a_backward(ranks, route, how):
         # A gradient has nowhere to go then, but for that of code outside of graphs, which stays with its parameter.
         assert messages or route == "autograd"
         assert [message for message in messages if "destroyed" not in message] == []
+
+
+def calls_of(registered):
+    """Calls that wait for the reducer's mutex, by name."""
+    gradient, reducer = torch.ones(ELEMENTS, device=device()), registered.reducer
+    return {
+        "operator": lambda: torch.ops.deepcompile.reduce_grad(gradient, registered.registrations, 1, False),
+        "generated code": lambda: reducer_module().reduce_grad(gradient, registered.registrations, 1, False),
+        "accumulation": lambda: (registered.parameters[0] * 2).sum().backward(),
+        "method": reducer.follow_stream,
+    }
+
+
+def call_while_the_reducer_waits(name):
+    """One thread waits in the reducer for the other rank, and holds the mutex. Another one makes the call.
+
+    Meanwhile this thread lets the other rank go on, which is possible only if no thread has kept the interpreter.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    (group,) = together(1)
+    registered = Registered(group, count=2)
+    registered.reducer.begin_backward(True)
+    for parameter in registered.parameters:
+        registered.reduce(parameter, 3.0)
+    key, right = f"go on {registered.reducer.identity}", []
+    if dist.get_rank() == 1:
+        store.wait([key], datetime.timedelta(seconds=30))
+        right.append(registered.finish(3.0))
+    else:
+        call = calls_of(registered)[name]
+        threads = [
+            threading.Thread(target=lambda: right.append(registered.finish(3.0))),
+            threading.Thread(target=call),
+        ]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.1)
+        store.set(key, "")
+        for thread in threads:
+            thread.join()
+    registered.reducer.close()
+    return right == [True]
+
+
+@pytest.mark.parametrize("name", ["operator", "generated code", "accumulation", "method"])
+def test_who_waits_for_the_reducer_does_not_hold_the_interpreter(ranks, name):
+    """The thread that has the reducer could not go on if it needs the interpreter: counters() and checkpoints do."""
+    assert ranks(2).run(call_while_the_reducer_waits, name) == [True, True]

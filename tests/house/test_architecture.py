@@ -8,6 +8,7 @@
 import ast
 import inspect
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,13 @@ CORE = "zero_1_and_2"
 MOST_LINES, DOOR = 3000, "init_z1_and_2.py"
 # Classes of parts whose names are words of the core too.
 SHARED = {"Elements", "Part", "Settings"}
+# And those with which sentences of comments in native code begin.
+IN_SENTENCES = {"Memory", "Sent"}
+# Overrides of methods of the base and of torch, which these call and the core does not.
+CALLED_FROM_OUTSIDE = {
+    *("move_flat_partition", "overlapping_partition_gradients_reduce_epilogue", "setup_buckets", "update_lp_params"),
+    *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
+}
 # What the base keeps of a backward and counts.
 FLAGS = {"micro_steps", "_backward_active_depth", "post_backward_callback_queued"}
 # Private names that the fork gives to objects of the base, and one of Python's named tuples.
@@ -146,11 +154,65 @@ def words_of(part):
 @pytest.mark.parametrize("part", NAMES)
 def test_the_core_names_no_optional_part(part):
     """A reader of the core would have to know the part, and who removes it would leave words that mean nothing."""
-    words = words_of(part)
-    for path in COMPILE.rglob("*.py"):
-        if "features" not in path.relative_to(COMPILE).parts and path.name not in ("memory_picture.py", "zero12.py"):
-            found = {word for word in words if re.search(rf"\b{re.escape(word)}\b", path.read_text())}
-            assert found == set(), path.name
+    words, old_names = words_of(part), ("memory_picture.py", "zero12.py")
+    paths = [path for path in COMPILE.rglob("*.py") if "features" not in path.relative_to(COMPILE).parts]
+    native = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
+    assert len(native) > 5
+    for path in (*(path for path in paths if path.name not in old_names), *native):
+        found = {word for word in words if re.search(rf"\b{re.escape(word)}\b", path.read_text())}
+        assert found - (IN_SENTENCES if path in native else set()) == set(), path.name
+
+
+def public_names(tree):
+    """Yields the names of a module's functions and classes, and of the methods of its classes."""
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_"):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            yield from public_names(node)
+
+
+def test_the_core_has_no_helper_of_one_part():
+    """A reader of the core would read what nobody calls, or what belongs to one part."""
+    trees = {path: ast.parse(path.read_text()) for path in COMPILE.rglob("*.py")}
+    core = [path for path in trees if CORE in path.parts]
+    calls = (ROOT / "setup.py").read_text() + (COMPILE / DOOR).read_text()
+    for name in {name for path in core for name in public_names(trees[path])} - CALLED_FROM_OUTSIDE:
+        word = re.compile(rf"\b{name}\b")
+        users = {path for path in trees if word.search(path.read_text())}
+        in_core = sum(len(word.findall(path.read_text())) for path in users.intersection(core))
+        parts = {path.relative_to(COMPILE).parts[1] for path in users if "features" in path.parts}
+        assert in_core > 1 or len(parts) > 1 or word.search(calls), name
+
+
+def added_by(edits):
+    """Returns the lines that edits of the base add: file of the base -> text."""
+    texts = {}
+    for file, _, anchor, replacement in edits:
+        texts[file] = texts.get(file, "") + replacement.replace(anchor, "") + "\n"
+    return texts
+
+
+def test_the_base_calls_one_file_of_the_core():
+    """Who reads an edit would look for its function in every file, or a function would stay that nothing calls."""
+    texts = added_by(runpy.run_path(str(ROOT / "setup.py"))["EDITS"])
+    # Builds of native code know no engine: DeepSpeed's setup.py imports this folder before there is a package.
+    assert re.findall(r"from \S+ import .*", texts.pop("deepspeed/ops/op_builder/builder.py")) == [
+        "from .build_folder import load"
+    ]
+    added = "".join(texts.values())
+    imports = re.findall(r"from \S+ import .*", added)
+    assert imports == [f"from deepspeed.compile.{CORE}.engine import calls as deepcompile"]
+    calls = {node.name for node in public_functions(ast.parse((COMPILE / CORE / "engine/calls.py").read_text()))}
+    assert {*re.findall(r"\bdeepcompile\.(\w+)\(", added)} == calls
+
+
+@pytest.mark.parametrize("part", [part for part in NAMES if (COMPILE / "features" / part / "edits.py").is_file()])
+def test_edits_of_a_part_call_that_part(part):
+    """A part that was removed would leave calls of it in the base, or one that stays would call one that is gone."""
+    edits = runpy.run_path(str(COMPILE / "features" / part / "edits.py"))["EDITS"]
+    modules = re.findall(r"deepspeed\.compile\.features(?:\.(\w+)| import (\w+))", "".join(added_by(edits).values()))
+    assert {name or other for name, other in modules} <= {part}
 
 
 def imports_at_the_top(path):
@@ -166,7 +228,26 @@ def imports_at_the_top(path):
                 open_.append(node)
 
 
-def test_tests_of_the_core_import_no_optional_part_at_the_top():
+def imports_of_features(tree):
+    """Yields the modules of optional parts that a file names, also within functions."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed.compile.features"):
+            yield node.module
+
+
+def test_tests_of_the_core_are_not_of_an_optional_part():
+    """Where a part is removed, its tests would stay and fail."""
+    for path in (ROOT / "tests" / "core").glob("*.py"):
+        assert {*imports_of_features(ast.parse(path.read_text()))} == set(), path.name
+
+
+def test_each_optional_part_has_tests():
+    """A part would have its tests where nobody looks for them, or none."""
+    tested = {path.parent.name for path in (ROOT / "tests" / "features").glob("*/test_*.py")}
+    assert tested == set(NAMES)
+
+
+def test_what_tests_of_the_core_import_imports_no_optional_part_at_the_top():
     """Where somebody has removed a part, pytest could not collect the file, and none of its tests would run."""
     tests = ROOT / "tests"
     paths, package = [tests / "conftest.py", *(tests / "core").glob("*.py")], "deepspeed.compile.features"

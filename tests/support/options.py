@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import io
 import logging
-from typing import NamedTuple
+import re
+from typing import List, NamedTuple, Tuple
 
 import torch
 
@@ -117,6 +118,32 @@ def train_prepared(case, module, engine):
     error = relative_error(module.parameters(), plain.parameters())
     engine.destroy()
     return error
+
+
+class WithWarnings(NamedTuple):
+    trained: Trained
+    warnings: List[Tuple[str, str]]  # the stage and the sentence of each that is about an option
+    profiled: bool  # whether the flops profiler ran
+
+
+def train_and_collect_warnings(case):
+    """Trains a case beside a plain loop, and looks for warnings in what DeepSpeed logged."""
+    from deepspeed import comm
+
+    try:
+        trained, output = train_and_collect_output(case)
+    finally:
+        # DeepSpeed has one logger of communication for all engines.
+        comm.comm.comms_logger.enabled = False
+    warnings = re.findall(r"DeepCompile with ZeRO stage (\d): (.+)", output)
+    return WithWarnings(trained, warnings, "Profile Summary" in output)
+
+
+def set_up_state(module, engine):
+    """What ``engine.compile()`` changes of a module and of an optimizer."""
+    modules = [(type(each), each._compiled_call_impl, len(each._forward_pre_hooks)) for each in module.modules()]
+    optimizer = engine.optimizer
+    return modules, type(optimizer), hasattr(optimizer, "_deepcompile"), len(optimizer._grad_acc_hooks)
 
 
 def outcome(function, *args, **kwargs):

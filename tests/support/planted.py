@@ -143,7 +143,7 @@ FAULTS = {
         "gradient_predivide_factor is ignored without a word",
         FEATURES + "unsupported_options/ignored.py",
         {"!= 1.0 and not config.prescale_gradients:": "!= 1.0 and config.prescale_gradients:"},
-        ("core/test_options_warned.py",),
+        ("features/unsupported_options/test_options_warned.py",),
     ),
     # Graphs ---------------------------------------------------------------------------------------------------------
     "stale guard": Fault(

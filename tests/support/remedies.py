@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which test follows the remedy that a message names. ``house/test_remedies_named.py`` lists the messages."""
 
-_REFUSED = "core/test_options_refused.py::test_refused"
-_ADVISED = "core/test_options_refused.py::test_what_refusals_advise"
+_REFUSED = "features/unsupported_options/test_options_refused.py::test_refused"
+_REFUSED_BLOCKS = "features/blocks/test_blocks_refused.py::test_refused"
+_ADVISED = "features/unsupported_options/test_options_refused.py::test_what_refusals_advise"
 _EIGHT_BIT = "features/eight_bit/test_eight_bit_in_engine.py::test_refused_states"
 _MUON = "features/muon/test_muon.py::test_refused_with_muon"
 _SHARDING = "features/shard_parameters/test_shard_remedies.py::test_what_messages_advise"
@@ -44,10 +45,12 @@ FOLLOWED = {
     "if one was changed, change a copy of it, or set the option to null": (
         "features/activation_budget/test_activation_budget.py::test_an_input_that_others_change"
     ),
-    "found no blocks that repeat in {}; name their classes in a list": _REFUSED,
-    "use the names of its blocks' classes": _REFUSED,
-    "name its blocks' classes in compile.regional_compilation, or leave this out": _REFUSED,
-    "which makes a graph of every block; leave one of them out": _REFUSED,
+    "found no blocks that repeat in {}; name their classes in a list": _REFUSED_BLOCKS,
+    "use the names of its blocks' classes": _REFUSED_BLOCKS,
+    "name its blocks' classes in compile.regional_compilation, or leave this out": (
+        "features/overlap_gather/test_overlap_gather_refused.py::test_refused"
+    ),
+    "which makes a graph of every block; leave one of them out": _REFUSED_BLOCKS,
     "Pass use_cache=False, because a layer finds the cache filled": (
         "features/key_value_cache/test_key_value_cache.py::test_a_cache_for_which_layers_are_compiled_again"
     ),
@@ -78,7 +81,7 @@ FOLLOWED = {
         "features/configuration/test_section.py::test_what_is_no_section"
     ),
     "has no effect without a monitor; enable tensorboard": (
-        "core/test_options_warned.py::test_warned_without_a_monitor"
+        "features/monitoring/test_monitors.py::test_warned_without_a_monitor"
     ),
     "has no effect without steps_per_print; set steps_per_print": (
         "features/monitoring/test_monitors.py::test_monitors_get_counters_and_peaks"
@@ -86,7 +89,9 @@ FOLLOWED = {
     "is no dict of arguments of torch.compile; pass one, or leave it out": (
         "features/self_compile/test_by_configuration.py::test_arguments_that_are_no_dict"
     ),
-    "or by an earlier call; call it before the first forward": "core/test_remedies.py::test_arguments_that_come_late",
+    "or by an earlier call; call it before the first forward": (
+        "features/blocks/test_compilation_limits.py::test_arguments_that_come_late"
+    ),
     "is no part of the activations; set it to a number from 0 to 1": _SECTION,
     "names no classes; name some, or set it to true or false": _SECTION,
     "not with compile.passes={}; leave one of them out": _SECTION,
@@ -94,10 +99,12 @@ FOLLOWED = {
     "needs blocks that wait for their parameters; set compile.regional_compilation to true": _SECTION,
     # Optimizers and their states.
     "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
-    "{} {}, or leave compile.optimizer_states out": _REFUSED,
+    "{} {}, or leave compile.optimizer_states out": ("features/eight_bit/test_eight_bit_refused.py::test_refused"),
     "set torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out": _EIGHT_BIT,
     "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out": _EIGHT_BIT,
-    "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these": _REFUSED,
+    "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these": (
+        "features/eight_bit/test_eight_bit_refused.py::test_refused"
+    ),
     "is not supported with Muon, whose updates are computed on the device; leave it out": _MUON,
     "which has whole matrices, at the wrong places; set it to false": _MUON,
     "by the scale; set torch_autocast.dtype to bfloat16": _MUON,
@@ -143,7 +150,7 @@ FOLLOWED = {
     "set gradient_clipping to 0": "features/muon/test_muon.py::test_clipping_is_told_with_its_number",
     # What DeepCompile cannot honour.
     "call it before the first backward or after engine.step()": (
-        "core/test_options_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"
+        "features/unsupported_options/test_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"
     ),
     "zero_optimization.zenflow is not supported; remove it": _ADVISED,
     "use stage 2, which accumulates in fp32, or grad_accum_dtype='bf16'": _ADVISED,
@@ -164,14 +171,12 @@ FOLLOWED = {
     "drops the notes that say which gradient is whose; remove it": _REFUSED,
     "DeepCompile's partitioner inserts the reductions; remove it": _REFUSED,
     "give deepspeed.initialize() an optimizer": (
-        "core/test_options_refused_engines.py::test_an_engine_without_an_optimizer"
+        "features/unsupported_options/test_refused_engines.py::test_an_engine_without_an_optimizer"
     ),
     "or torch.nn.functional.linear to torch._C._nn.linear before this one compiles": (
-        "core/test_options_refused_engines.py::test_linear_that_zero_3_has_replaced"
+        "features/unsupported_options/test_refused_engines.py::test_linear_that_zero_3_has_replaced"
     ),
-    "failed half-way; create the engine anew": (
-        "core/test_options_refused_engines.py::test_refused_after_half_a_compile"
-    ),
+    "failed half-way; create the engine anew": ("core/test_refused.py::test_refused_after_half_a_compile"),
     "make it real, with a last dimension of two": "core/test_parameters_unusual.py::test_complex",
     "which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false": (
         "core/test_parameters_unusual.py::test_a_parameter_made_of_others"
@@ -181,16 +186,16 @@ FOLLOWED = {
     ),
     "got a sparse gradient, and DeepCompile reduces dense ones only": "core/test_remedies.py::test_a_sparse_gradient",
     "pipeline parallelism is not supported; set compile.deepcompile to false": (
-        "core/test_options_refused_engines.py::test_refused_engines"
+        "features/unsupported_options/test_refused_engines.py::test_refused_engines"
     ),
     "have process groups of their own, are not supported; set compile.deepcompile to false": (
-        "core/test_options_refused_engines.py::test_refused_engines"
+        "features/unsupported_options/test_refused_engines.py::test_refused_engines"
     ),
-    "set compile.passes to ['autotp']": "core/test_options_refused_engines.py::test_refused_engines",
-    "set compile.passes to ['autosp'] and use stage 1": "core/test_options_refused_engines.py::test_refused_engines",
-    "is too old; install torch {} or newer": "core/test_options_refused_engines.py::test_refused_with_an_old_torch",
+    "set compile.passes to ['autotp']": "features/unsupported_options/test_refused_engines.py::test_refused_engines",
+    "set compile.passes to ['autosp'] and use stage 1": "features/unsupported_options/test_refused_engines.py::test_refused_engines",
+    "is too old; install torch {} or newer": "core/test_refused.py::test_refused_with_an_old_torch",
     "is not supported for DeepCompile; use 'inductor' or 'eager'": (
-        "core/test_options_refused_by_deepspeed.py::test_refused_by_deepspeed"
+        "features/unsupported_options/test_options_refused_by_deepspeed.py::test_refused_by_deepspeed"
     ),
     # Steps and backwards.
     "code that DeepCompile has compiled has none; run this forward and its backward in": _OF_COMPILE,

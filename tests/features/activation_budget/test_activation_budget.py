@@ -25,6 +25,7 @@ from deepspeed.compile.config import CompileConfig
 from deepspeed.compile.features.activation_budget.split import SplitWithin, runs_once, split_joint
 
 from support.beside import Beside, check
+from support.cache_key import check_key_of_a_part
 from support.ids import vary
 from support.lifetime import allocated_bytes
 from support.models import Block, BlocksWithin, Body, OneGraph
@@ -420,3 +421,9 @@ def test_what_others_wrote_runs_once(target, once):
     assert runs_once(node) == once
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     assert not runs_once(node)
+
+
+@pytest.mark.quick
+def test_source_that_was_edited():
+    """Generated code that was split by the source before would be used."""
+    check_key_of_a_part("split.py", split=SplitWithin(0.5))

@@ -14,11 +14,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from deepspeed.compile.features.blocks import reasons
+from deepspeed.compile.features.blocks.feature import Blocks
 
 from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
 from support.models import VOCABULARY, Block, BlocksWithin, Model
-from support.training import REGIONAL, Case, batch
+from support.options import SMALL, prepare, train_prepared
+from support.training import BOUND, REGIONAL, Case, batch
 
 # How a warning says that training goes on without compiling.
 GAVE_UP = re.compile("without compiled code")
@@ -389,3 +391,29 @@ def test_blocks_that_differ_each_time(ranks, stage):
     results = ranks(1).run(train_adapters, static(True, stage=stage), limit=2)
     check_given_up(results)
     assert results[0].from_graphs[0] > 0
+
+
+def compile_with_arguments(advised):
+    """Asks for an error instead of uncompiled code behind the first forward, or before it, as advised.
+
+    Returns what is said, whether the engine honours it, and the error of training it.
+    """
+    case = Case(model=SMALL)
+    module, engine = prepare(case)
+    with warnings_logged() as texts:
+        if not advised:
+            with torch.no_grad():
+                engine(batch(0, 0, 0, 4))
+            engine.compile(backend="eager")
+        engine.compile(backend="eager", compile_kwargs={"fullgraph": True})
+    honoured = engine.optimizer._deepcompile.find(Blocks)._limit._raises
+    told = [text for text in texts if "arguments of engine.compile()" in text]
+    return told, honoured, train_prepared(case, module, engine)
+
+
+def test_arguments_that_come_late(ranks):
+    """Nobody would be told that arguments have no effect, or they would have none before the first forward either."""
+    ((told, honoured, error),) = ranks(1).run(compile_with_arguments, False)
+    assert len(told) == 1 and "call it before the first forward" in told[0] and not honoured and error < BOUND
+    ((told, honoured, error),) = ranks(1).run(compile_with_arguments, True)
+    assert told == [] and honoured and error < BOUND

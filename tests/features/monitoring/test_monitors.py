@@ -16,6 +16,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.runtime.utils import see_memory_usage
 
 from support.models import Model
+from support.options import MONITORS, SMALL, train_and_collect_warnings
 from support.training import NOTHING, Case, batch, device, make_engine
 
 TENSORBOARD_MISSING = "DeepSpeed's monitor writes with TensorBoard: pip install -r requirements/front_doors.txt"
@@ -128,3 +129,13 @@ def test_monitors_get_nothing_of_it_by_default(ranks, tmp_path):
     held = {name: f"{first.counters[1][name] / 2**30:.2f}" for name in NOTHING if name != "bucket"}
     assert dict(re.findall(r"(\w+) (\d+\.\d\d) GB", line)) == held and held["bound"] == "0.01"
     assert "CPU Virtual Memory" in first.without and "Gradients" not in first.without
+
+
+def test_warned_without_a_monitor(ranks, tmp_path):
+    """Memory would not be written, and nobody would say why."""
+    config = {"compile": {"monitor_memory": True}}
+    (trained,) = ranks(1).run(train_and_collect_warnings, Case(model=SMALL, steps=1, config=config))
+    assert trained.warnings == [("1", MONITORS["without a monitor"])]
+    config |= {"csv_monitor": {"enabled": True, "output_path": str(tmp_path)}, "steps_per_print": None}
+    (trained,) = ranks(1).run(train_and_collect_warnings, Case(model=SMALL, steps=1, config=config))
+    assert trained.warnings == [("1", MONITORS["without steps"])]

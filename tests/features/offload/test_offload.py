@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """With the optimizer on the host (``offload_optimizer``), gradients go there too, and training stays what it is.
 
-``test_dtypes.py`` has the number formats, ``test_checkpoints.py`` and ``test_engine_state.py`` what is saved, read and
-set.
+``test_dtypes.py`` has the number formats, and ``test_checkpoints.py``, ``test_engine_state.py`` and
+``linked_states/test_read_and_set.py`` what is saved, moved, read and set.
 """
 
 import copy
@@ -23,6 +23,7 @@ from support.faults import half_a_step, on_every_rank
 from support.ids import vary
 from support.lifetime import backward, start
 from support.models import CASES
+from support.options import ALSO_WARNED, train_and_collect_warnings
 from support.training import (
     BOUND,
     NOTHING,
@@ -446,3 +447,12 @@ def test_late_work_is_waited_for_with_options(ranks, stage, varied, late):
     case = Case(**settings, clipping=0.05, offloaded=True, **varied)
     for error in ranks(2, **CONNECTIONS).run(train_with_late_work, case, late):
         assert error < BOUND
+
+
+def test_warned_with_offloading(ranks):
+    """An unused parameter would be stepped in silence where the option asks for an error."""
+    config = {"zero_optimization": {"ignore_unused_parameters": False}}
+    case = Case(model="FrozenAndUnused", steps=1, offloaded=True, config=config)
+    (result,) = ranks(1).run(train_and_collect_warnings, case)
+    assert result.trained.error < BOUND
+    assert result.warnings == [("1", ALSO_WARNED["zero_optimization.ignore_unused_parameters"])]

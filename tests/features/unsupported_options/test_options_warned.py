@@ -4,14 +4,12 @@
 
 import dataclasses
 import inspect
-import re
-from typing import List, NamedTuple, Tuple
 
 import torch
 
 from support.ids import vary
-from support.options import ALSO_WARNED, MONITORS, OFFLOADS, SMALL, train_and_collect_output
-from support.training import BOUND, Case, Trained
+from support.options import ALSO_WARNED, OFFLOADS, SMALL, train_and_collect_warnings
+from support.training import BOUND, Case
 
 
 def only_in_stage_3(section, **options):
@@ -75,25 +73,6 @@ WITHOUT_EFFECT = Case(
 )
 
 
-class WithWarnings(NamedTuple):
-    trained: Trained
-    warnings: List[Tuple[str, str]]  # the stage and the sentence of each that is about an option
-    profiled: bool  # whether the flops profiler ran
-
-
-def train_and_collect_warnings(case):
-    """Trains a case beside a plain loop, and looks for warnings in what DeepSpeed logged."""
-    from deepspeed import comm
-
-    try:
-        trained, output = train_and_collect_output(case)
-    finally:
-        # DeepSpeed has one logger of communication for all engines.
-        comm.comm.comms_logger.enabled = False
-    warnings = re.findall(r"DeepCompile with ZeRO stage (\d): (.+)", output)
-    return WithWarnings(trained, warnings, "Profile Summary" in output)
-
-
 @vary("stage", [1, 2])
 def test_warned(ranks, stage):
     """An option without an effect would be ignored in silence, or every rank would warn of it."""
@@ -122,22 +101,3 @@ def test_warned_in_another_word(ranks):
     (result,) = ranks(1).run(train_and_collect_warnings, case)
     assert result.trained.error < BOUND
     assert result.warnings == [("1", ALSO_WARNED["zero_optimization.cpu_offload_param"])]
-
-
-def test_warned_with_offloading(ranks):
-    """An unused parameter would be stepped in silence where the option asks for an error."""
-    config = {"zero_optimization": {"ignore_unused_parameters": False}}
-    case = Case(model="FrozenAndUnused", steps=1, offloaded=True, config=config)
-    (result,) = ranks(1).run(train_and_collect_warnings, case)
-    assert result.trained.error < BOUND
-    assert result.warnings == [("1", ALSO_WARNED["zero_optimization.ignore_unused_parameters"])]
-
-
-def test_warned_without_a_monitor(ranks, tmp_path):
-    """Memory would not be written, and nobody would say why."""
-    config = {"compile": {"monitor_memory": True}}
-    (trained,) = ranks(1).run(train_and_collect_warnings, Case(model=SMALL, steps=1, config=config))
-    assert trained.warnings == [("1", MONITORS["without a monitor"])]
-    config |= {"csv_monitor": {"enabled": True, "output_path": str(tmp_path)}, "steps_per_print": None}
-    (trained,) = ranks(1).run(train_and_collect_warnings, Case(model=SMALL, steps=1, config=config))
-    assert trained.warnings == [("1", MONITORS["without steps"])]

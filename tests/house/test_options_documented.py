@@ -6,21 +6,25 @@ The page is held against the tables of the tests and the fields that DeepSpeed h
 """
 
 import inspect
+import itertools
 import re
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from test_options_honoured import ALSO_HARMLESS, HARMLESS
-from test_options_refused import REFUSED
-from test_options_refused_by_deepspeed import REFUSED_BY_DEEPSPEED
-from test_options_refused_engines import REFUSED_ENGINES
-from test_options_warned import WARNED
 
 from support.documentation import documented
 from support.options import ALSO_WARNED
 
 TESTS = Path(__file__).resolve().parents[1]
+UNSUPPORTED = TESTS / "features" / "unsupported_options"
+
+
+def tables(path):
+    """Returns the names that a file of tests defines."""
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 @pytest.mark.quick
@@ -57,8 +61,8 @@ def test_every_argument_of_compile_is_documented():
 @pytest.mark.quick
 def test_what_is_warned_of_is_documented_as_warned():
     """The page would promise a warning that no test has seen, or not tell of one."""
-    rows = documented()
-    assert {name for name, row in rows.items() if "Warned" in row.text} == {*WARNED, *ALSO_WARNED}
+    rows, warned = documented(), tables(UNSUPPORTED / "test_options_warned.py").WARNED
+    assert {name for name, row in rows.items() if "Warned" in row.text} == {*warned, *ALSO_WARNED}
 
 
 @pytest.mark.quick
@@ -66,18 +70,22 @@ def test_what_is_refused_is_documented_as_refused():
     """The page would promise a refusal that no test has seen, or not tell of one."""
     rows = documented()
     refused = {name for name, row in rows.items() if re.search("refused(?! by DeepSpeed)", row.text, re.IGNORECASE)}
-    assert refused == {*REFUSED, *REFUSED_ENGINES}
+    engines = tables(UNSUPPORTED / "test_refused_engines.py").REFUSED_ENGINES
+    parts = [tables(path).REFUSED for path in UNSUPPORTED.parent.glob("*/test_*_refused.py")]
+    assert refused == {*engines, *itertools.chain.from_iterable(parts)}
     by_deepspeed = {name for name, row in rows.items() if re.search("refused by DeepSpeed", row.text, re.IGNORECASE)}
-    assert by_deepspeed == {*REFUSED_BY_DEEPSPEED}
+    assert by_deepspeed == {*tables(UNSUPPORTED / "test_options_refused_by_deepspeed.py").REFUSED_BY_DEEPSPEED}
 
 
 @pytest.mark.quick
 def test_what_has_no_effect_is_documented_so():
     """The page would say of an option that it has no effect, and no test would have trained with it."""
     rows = {name: row for name, row in documented().items() if "test_harmless" in row.tests}
-    sections = {"zero_optimization": {*HARMLESS["zero_optimization"], *ALSO_HARMLESS}, "compile": HARMLESS["compile"]}
+    honoured = tables(TESTS / "core" / "test_options_honoured.py")
+    harmless, of_zero = honoured.HARMLESS, {**honoured.HARMLESS["zero_optimization"], **honoured.ALSO_HARMLESS}
+    sections = {"zero_optimization": of_zero, "compile": harmless["compile"]}
     given = {f"{section}.{name}" for section, names in sections.items() for name in names}
-    given |= HARMLESS.keys() - {*sections, "fp16"}
+    given |= harmless.keys() - {*sections, "fp16"}
     assert {name for name, row in rows.items() if re.match("No effect|Stage 3", row.text)} - given == set()
     assert given - rows.keys() == set()
 

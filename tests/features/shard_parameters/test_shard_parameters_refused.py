@@ -1,0 +1,26 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What ``compile.shard_parameters`` cannot do, and says before anything is changed."""
+
+import pytest
+
+from support.ids import vary
+from support.refusals import Refusal, check_refused
+
+# By the name under which docs/options.md has them.
+REFUSED = {
+    "compile.shard_parameters": Refusal(
+        "compile.shard_parameters needs blocks whose parameters are gathered, and the model is compiled as a whole, "
+        "because no blocks repeat in FillsPartition; name its blocks' classes in compile.regional_compilation, or "
+        "leave this out",
+        config={"compile": {"shard_parameters": "frozen"}},
+        amends={"shard_parameters": None},
+    ),
+}
+
+
+@pytest.mark.quick
+@vary("name", [*REFUSED])
+def test_refused(ranks, name):
+    """An option that cannot be honoured would be ignored, or its refusal would not say what to do or not help."""
+    check_refused(ranks, REFUSED[name])
