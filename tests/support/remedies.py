@@ -97,6 +97,8 @@ FOLLOWED = {
     "not with compile.passes={}; leave one of them out": _SECTION,
     "{}{} does not fit; set it to {}{}": _SECTION,
     "needs blocks that wait for their parameters; set compile.regional_compilation to true": _SECTION,
+    "has no sections; name a file as DeepSpeed reads it": "features/fits/test_fits.py::test_json_has_bytes",
+    "whose size its configuration has; name no sequence": "features/fits/test_fits.py::test_images_have_no_tokens",
     # Optimizers and their states.
     "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
     "{} {}, or leave compile.optimizer_states out": ("features/eight_bit/test_eight_bit_refused.py::test_refused"),
@@ -192,7 +194,9 @@ FOLLOWED = {
         "features/unsupported_options/test_refused_engines.py::test_refused_engines"
     ),
     "set compile.passes to ['autotp']": "features/unsupported_options/test_refused_engines.py::test_refused_engines",
-    "set compile.passes to ['autosp'] and use stage 1": "features/unsupported_options/test_refused_engines.py::test_refused_engines",
+    "set compile.passes to ['autosp'] and use stage 1": (
+        "features/unsupported_options/test_refused_engines.py::test_refused_engines"
+    ),
     "is too old; install torch {} or newer": "core/test_refused.py::test_refused_with_an_old_torch",
     "is not supported for DeepCompile; use 'inductor' or 'eager'": (
         "features/unsupported_options/test_options_refused_by_deepspeed.py::test_refused_by_deepspeed"

@@ -573,16 +573,23 @@ def test_all_that_is_not_reckoned_is_named():
         configuration.apply(config, Question(), False)
 
 
+class OfImages(nn.Module):
+    main_input_name, config = "pixel_values", SimpleNamespace(image_size=8, num_channels=1)
+
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, pixel_values, labels):
+        return self.block(pixel_values.flatten(1)).square().mean()
+
+
 def test_images_have_no_tokens():
     """A sequence that a model of images does not read would be dropped in silence, and be printed."""
-
-    def images():
-        model = Small()
-        model.main_input_name = "pixel_values"
-        return model
-
-    with pytest.raises(sources.Unusable, match="Small takes images, .* name no sequence"):
-        fits(images, sequence=TOKENS)
+    with pytest.raises(sources.Unusable, match="OfImages takes images, .* name no sequence"):
+        fits(OfImages, sequence=TOKENS)
+    answer = fits(OfImages, modes=[PLAIN], micro_batch=2)
+    assert answer.question.sequence is None and answer.first.forward is not None
 
 
 def test_options_that_gain_nothing_have_no_row():

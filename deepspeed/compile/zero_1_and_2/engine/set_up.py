@@ -91,8 +91,7 @@ def set_up(
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
         attach(optimizer, deepcompile)
         deepcompile.undo = undo.pop_all()
-    # Large tensors have died here, such as master weights that became remainders. The allocator would put activations
-    # into their memory, which would keep it from the gradient partition and from states that the first step makes.
+    # Large tensors have died. A forward would cut their memory up, which the gradient partition and states need whole.
     get_accelerator().empty_cache()
     return graphs
 
