@@ -307,4 +307,4 @@ def call_while_the_reducer_waits(name):
 @pytest.mark.parametrize("name", ["operator", "generated code", "accumulation", "method"])
 def test_who_waits_for_the_reducer_does_not_hold_the_interpreter(ranks, name):
     """The thread that has the reducer could not go on if it needs the interpreter: counters() and checkpoints do."""
-    assert ranks(2).run(call_while_the_reducer_waits, name) == [True, True]
+    assert ranks(2).run(call_while_the_reducer_waits, name, timeout=120) == [True, True]
