@@ -725,6 +725,20 @@ def test_copies_made_at_rest(ranks):
             assert "make it within `with unsharded_parameters(engine):`" in each
 
 
+def copies_after_the_end():
+    """Returns what is said of a copy whose engine was destroyed."""
+    module, engine = make("plain", SHARDED)
+    weight = module.body.blocks[1].up.weight
+    engine.destroy()
+    return outcome(weight.detach().to(torch.float16).zero_)
+
+
+def test_copies_after_the_end(ranks):
+    """Who copies a parameter after the end would be sent into a context of an engine that is gone."""
+    for said in ranks(2).run(copies_after_the_end):
+        assert "parameter body.blocks.1.up.weight is sharded" in said and "its engine was destroyed" in said
+
+
 def views_that_are_kept(more):
     """Trains blocks that keep views; returns what is said, and how many units are whole at rest, also afterwards.
 

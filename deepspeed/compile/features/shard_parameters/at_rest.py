@@ -86,15 +86,15 @@ class _Share:
         return of_copy
 
     def refusal(self, what: str) -> RuntimeError:
+        unit = self.unit()
+        if unit is not None and unit.owner is not None and unit.owner.is_closed:
+            return ended(self.name)
         if self.is_copy:
             return RuntimeError(
                 f"a copy of parameter {self.name} was made while compile.shard_parameters had the parameter sharded "
                 f"over the ranks, so it has no values and cannot be {what}; make it within "
                 "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters"
             )
-        unit = self.unit()
-        if unit is not None and unit.owner is not None and unit.owner.is_closed:
-            return ended(self.name)
         return refusal(self.name, what)
 
 

@@ -90,8 +90,10 @@ class ShardedBlocks:
         names = {parameter: name for name, parameter in module.named_parameters()}
 
         def make_unit(number, trained, frozen=()):
-            named = ({names.get(each, "a parameter"): each for each in parameters} for parameters in (frozen, trained))
-            return Unit(next(named), process_group, device, first_number + number, next(named), make_trained)
+            def named(parameters):
+                return {names.get(each, "a parameter"): each for each in parameters}
+
+            return Unit(named(frozen), process_group, device, first_number + number, named(trained), make_trained)
 
         self._unit_of: Dict[int, Unit] = {}
         of_block = zip(blocks, frozen_of_blocks(module, blocks, trained), of_blocks, strict=True)
@@ -99,7 +101,7 @@ class ShardedBlocks:
             if frozen or its_trained:
                 self._unit_of[id(block)] = make_unit(len(self._unit_of), its_trained, frozen)
         self.units = list(self._unit_of.values())
-        self.whole = WholeUnits(self.units, self._must_stay if self.partitions is not None else lambda *_: False)
+        self.whole = WholeUnits(self.units, self._must_stay)
         if self.partitions is not None:
             large = {}
             for parameter in large_outside(outside, module, blocks):
