@@ -401,7 +401,10 @@ def call_as_a_gradient_is_taken(case, memory):
     return pair.end()
 
 
-@vary("memory", ["torch", "numpy"])
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="numpy has no memory of a GPU")
+
+
+@vary("memory", ["torch", pytest.param("numpy", marks=ON_CPU)])
 def test_a_call_of_the_engine_as_a_gradient_is_taken(ranks, memory):
     """A call of the engine from within its own taking of a gradient would wait for a lock that it holds itself."""
     check(ranks(2).run(call_as_a_gradient_is_taken, Case(bucket=50, accumulation=2), memory))

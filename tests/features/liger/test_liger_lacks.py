@@ -4,8 +4,8 @@
 
 import sys
 import types
-from unittest import mock
 
+import pytest
 import torch.distributed as dist
 
 from deepspeed.compile.features.liger import feature
@@ -18,7 +18,9 @@ from support.training import REGIONAL, Case, batch
 def train_beside_another_liger():
     """Trains a model without Liger's kernels beside a Liger that has none of the functions; returns the warnings."""
     feature._keep_out.cache_clear()
-    with mock.patch.dict(sys.modules, {"liger_kernel": types.ModuleType("liger_kernel")}), warnings_logged() as texts:
+    # Not mock.patch.dict(), which forgets modules that were imported meanwhile: torch registers its backends once.
+    with pytest.MonkeyPatch.context() as patch, warnings_logged() as texts:
+        patch.setitem(sys.modules, "liger_kernel", types.ModuleType("liger_kernel"))
         pair = Beside(BlocksWithin(), Case(config=REGIONAL))
         pair.step(batch(0, 0, dist.get_rank(), 4))
     feature._keep_out.cache_clear()
