@@ -30,8 +30,9 @@ NOISE = 0.07
 PERFORMANCE, PEOPLE, SCALE = "performance.md", "what_people_train_with.md", "scale.md"
 # Measured beside the row of the fork in performance.md, on 2 H200s, 2026-11-26.
 RESHARDED = "2 H200s, 2026-11-26"
-# `python -m benchmarks.compare --processes 8 --cases plain checkpoint --systems fork "FSDP2, kept" -- --shape qwen3-0.6b
-# --adam fused --steps 3 --warm 1`. At rest 1.943 GiB are parameters, masters and moments, the rest cuBLAS's workspaces.
+# `python -m benchmarks.compare --processes 8 --cases plain checkpoint --systems fork "FSDP2, kept" -- --shape
+# qwen3-0.6b --adam fused --steps 3 --warm 1`. At rest 1.943 GiB are parameters, masters and moments, the rest are
+# cuBLAS's workspaces.
 EIGHT = "eight ranks share one H200, 2026-11-25"
 # `python -m benchmarks.compare --processes 8 --systems fork "fork, frozen sharded" "FSDP2, resharded" -- --shape
 # qwen3-0.6b --layers 14 --seq 1024 --lora 16 --adam fused --steps 3 --warm 1`, and with 4 processes.
