@@ -235,11 +235,6 @@ def check_pytest(arguments, tmp_path, monkeypatch):
         assert pytest.main([*WITHOUT, "--collect-only", *arguments]) == 0, printed.getvalue()[-2000:]
 
 
-def check_compute_sanitizer(arguments, tmp_path, monkeypatch):
-    """As far as it can be checked without a GPU: that it is to watch tests which are there."""
-    check_pytest(arguments[arguments.index("pytest") + 1 :], tmp_path, monkeypatch)
-
-
 def check_source(arguments, tmp_path, monkeypatch):
     """``make`` makes the environment that is activated."""
     environment = str(Path(arguments[0]).parents[1])
@@ -256,7 +251,6 @@ def check_export(arguments, tmp_path, monkeypatch):
 
 
 CHECKS = {
-    "compute-sanitizer": check_compute_sanitizer,
     "deepspeed": check_deepspeed,
     "export": check_export,
     "make": check_make,

@@ -29,7 +29,7 @@ from .modes import Mode, Question, modes_for
 
 GIB = 2**30
 _FP32, _REMAINDER = 4, 2  # bytes of a master weight, and of what is kept of one beside a bf16 parameter
-# cuBLAS's and cuBLASLt's on an H100 or H200, which torch's allocator gives out: docs/performance.md has them at rest.
+# cuBLAS's and cuBLASLt's on an H100 or H200, which torch's allocator gives out: benchmarks/fits.py has runs at rest.
 WORKSPACES = 2**26
 # The part of a GPU's memory, as it is sold in GB, that torch shows in GiB: 79.1 of an H100's 80, 39.4 of an A100's 40.
 SHOWN = 0.985
