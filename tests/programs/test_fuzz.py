@@ -483,13 +483,13 @@ pieces = st.builds(
 )
 
 
-def _checkpointed(piece, freezes):
+def _checkpointed(piece, drawn, freezes):
     """What checkpointing computes again must be what the forward has computed.
 
-    Where one of several layers has a full backward hook, torch takes another graph of the code when it computes again
-    (github.com/pytorch/pytorch/issues/166926).
+    Where one of several modules of a class has a full backward hook, torch takes another graph of the code when it
+    computes again (github.com/pytorch/pytorch/issues/166926). They may be modules of different pieces.
     """
-    hooked = piece.changed is not None and piece.changed_backward and piece.checkpointed is False
+    hooked = any(each.changed is not None and each.changed_backward for each in drawn) and piece.checkpointed is False
     return None if freezes or hooked or piece.kind in BUFFERED else piece.checkpointed
 
 
@@ -535,7 +535,7 @@ def recipes(draw, backends, most=5):
     direct = draw(st.booleans())
     # A loss.backward() that leads to no other parameter is no backward of the engine.
     freezes = dtype == "fp32" and not direct and draw(st.sampled_from([False, False, True]))
-    drawn = tuple(dataclasses.replace(each, checkpointed=_checkpointed(each, freezes)) for each in drawn)
+    drawn = tuple(dataclasses.replace(each, checkpointed=_checkpointed(each, drawn, freezes)) for each in drawn)
     accumulation = draw(st.integers(1, 3))
     each_rank_skips = draw(st.sampled_from([False, True]))
     # A frozen parameter of a block stays as it is: a forward may not scale it down.
