@@ -276,6 +276,9 @@ FOLLOWED = {
     "set {}.step to an earlier one": (
         "features/memory_picture/test_memory_picture.py::test_several_engines_record_one_after_the_other"
     ),
+    "which has hooks or was replaced; undo that, or leave {} out": (
+        "features/remainders/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
+    ),
     # The build.
     "`apt-get install g++`, or name one in CXX": "core/test_remedies.py::test_one_rank_without_a_compiler",
     "`pip install ninja`, and the environment's bin in PATH": "core/test_remedies.py::test_without_ninja_or_headers",

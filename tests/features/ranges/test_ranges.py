@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._contextlib import _DecoratorContextManager
 
 from deepspeed.compile.features.memory_picture.classify import HOLDS_GRADIENT
@@ -182,6 +183,12 @@ def test_what_must_be_stepped_whole():
     hooked = stepped(torch.optim.AdamW)
     hooked.register_step_post_hook(lambda *_: None)
     assert not may_be_cut(hooked)
+    # Torch's own hook, for a daemon that profiles, would count each range as a step.
+    for hook in (lambda *_: None, torch.profiler._optimizer_post_hook):
+        handle = register_optimizer_step_post_hook(hook)
+        assert not may_be_cut(stepped(torch.optim.AdamW))
+        handle.remove()
+    assert may_be_cut(stepped(torch.optim.AdamW))
 
 
 def around(function):

@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.autograd.profiler import KinetoStepTracker
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from deepspeed.compile.features.eight_bit.blockwise import SIGNED
 from deepspeed.compile.features.one_pass_adam.remainders import split
@@ -354,8 +356,12 @@ def fail_to_load(run):
     step_on_given(engine, run, 0)
     before = masters(engine)
     broken = copy.deepcopy(engine.optimizer.state_dict())
-    broken["single_partition_of_fp32_groups"] = broken["single_partition_of_fp32_groups"][:1] + [torch.zeros(3, 3, 3)]
-    said = outcome(engine.optimizer.load_state_dict, [broken] * dist.get_world_size(), True, True)
+    if dist.get_rank() == 0:
+        broken["single_partition_of_fp32_groups"][1:] = [torch.zeros(3, 3, 3)]
+    states = [None] * dist.get_world_size()
+    dist.all_gather_object(states, broken)
+    # Each rank looks at its own part.
+    said = outcome(engine.optimizer.load_state_dict, states, True, True)
     kept = same(masters(engine), before)
     step_on_given(engine, run, 1)
     moved = not same(masters(engine), before)
@@ -365,7 +371,11 @@ def fail_to_load(run):
 
 def test_a_load_that_fails_leaves_the_master_weights(ranks):
     """The remainders of half a checkpoint on the parameters before it would be neither one's master weights."""
-    for said, kept, moved in ranks(1).run(fail_to_load, run_of(accumulation=1)):
+    results = ranks(2).run(fail_to_load, run_of(accumulation=1))
+    assert results[1][0] == (
+        "RuntimeError: another rank could not load its master weights and has said why; no rank loaded any"
+    )
+    for said, kept, moved in results:
         assert "Error" in said and kept and moved, (said, kept, moved)
 
 
@@ -506,6 +516,11 @@ def save_in_other_places(run, folder):
         engine.reload_states()
         right[f"reloaded {kind}"] = same(masters(engine), expected)
     step_on_given(engine, run, 1)
+    engine.offload_states(include=[OffloadStateTypeEnum.hp_params])
+    engine.load_checkpoint(folder, tag="offloaded")
+    engine.reload_states()
+    right["loaded into remainders on the host"] = same(masters(engine), expected)
+    step_on_given(engine, run, 1)
     engine.load_checkpoint(folder, tag="offloaded")
     right["loaded"] = same(masters(engine), expected)
     rounded = [split(master)[0].float() for master in expected]
@@ -577,11 +592,38 @@ def test_refused(ranks):
     }
 
 
-def says_in_a_step(run):
+def steps_counted_by_torch(run):
+    """Returns how many steps torch counts for a daemon that profiles, as it does where KINETO_USE_DAEMON is set."""
     _, engine = start(run)
+    handle = register_optimizer_step_post_hook(torch.profiler._optimizer_post_hook)
+    try:
+        before = KinetoStepTracker.current_step()
+        for number in range(2):
+            step_on_given(engine, run, number)
+        return KinetoStepTracker.current_step() - before
+    finally:
+        handle.remove()
+        engine.destroy()
+
+
+def test_torch_counts_steps(ranks):
+    """A step would be refused beside torch's own hook of all optimizers, or the hook would not be called."""
+    run = run_of(accumulation=1)
+    counted = [
+        ranks(1).run(steps_counted_by_torch, each) for each in (run, dataclasses.replace(run, deepcompile=False))
+    ]
+    assert counted[0] == counted[1] and counted[0][0] > 0
+
+
+def says_in_a_step(run):
+    engine = begin(run, compiled=False)
+    handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    said = [outcome(engine.compile, backend="eager")]
+    handle.remove()
+    compile_engine(engine, run)
     step_on_given(engine, run, 0)
     handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
-    said = outcome(step_on_given, engine, run, 1)
+    said.append(outcome(step_on_given, engine, run, 1))
     handle.remove()
     before = masters(engine)
     step_on_given(engine, run, 1)
@@ -592,6 +634,11 @@ def says_in_a_step(run):
 
 def test_a_step_that_others_have_changed_is_refused(ranks):
     """The optimizer's own step() would step NaN."""
-    for said, moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
-        assert said.startswith("RuntimeError: compile.store_param_remainders leaves the optimizer's own step() out")
+    for (at_set_up, in_a_step), moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
+        leaves_out = "compile.store_param_remainders leaves the optimizer's own step() out, which has hooks"
+        assert at_set_up == (
+            f"ValueError: DeepCompile with ZeRO stage 2: {leaves_out} or was replaced; undo that, or leave "
+            "compile.store_param_remainders out"
+        )
+        assert in_a_step.startswith(f"RuntimeError: {leaves_out}")
         assert moved

@@ -20,6 +20,7 @@ from deepspeed.utils import logger
 
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform
+from ..ranges.authors import hooks_of_torch, steps_as_written
 from ..ranges.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from ..ranges.ranges import end_of_range
 from ..ranges.rule import Partition, Rule
@@ -74,6 +75,11 @@ def unsupported_forms(
         problem = _OF_OTHERS.format(engine.optimizer_name())
     if problem is not None:
         yield f"{asked} {problem}, or leave {name} out"
+    elif request.optimizer is not None and not steps_as_written(request.optimizer):
+        yield (
+            f"{asked} leaves the optimizer's own step() out, which has hooks or was replaced; undo that, or leave "
+            f"{name} out"
+        )
     if engine.zero_cpu_offload():
         yield (
             f"{asked} saves memory of the device, where zero_optimization.offload_optimizer keeps no {kept}; leave "
@@ -255,6 +261,8 @@ class AdamStep:
             step.fill_(self._count)
         else:
             self._state["step"] = type(step)(self._count)
+        for hook in hooks_of_torch():
+            hook(self.partition.optimizer, (), {})
 
 
 def _scalars(partition, count):

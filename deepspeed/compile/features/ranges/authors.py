@@ -5,7 +5,7 @@
 import functools
 import sys
 from types import CellType, FunctionType, MethodType
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -29,14 +29,21 @@ def steps_as_written(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.step()`` runs what the authors of the optimizer's class have written, and nothing else.
 
     Somebody else may have replaced ``step()`` on the instance or on the class, a function that it calls, or the class,
-    and may do so at any time.
+    and may do so at any time. Torch's own hooks of all optimizers count steps for a profiler. Who steps in place of
+    ``optimizer.step()`` calls :func:`hooks_of_torch`.
     """
     return (
         not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-        and not (_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+        and not _global_optimizer_pre_hooks
+        and not any(map(is_replaced, _global_optimizer_post_hooks.values()))
         and _runs_own_step(optimizer)
         and not _calls_others(optimizer)
     )
+
+
+def hooks_of_torch() -> List[Callable]:
+    """Returns what each optimizer's ``step()`` calls in the end, with the optimizer and its two kinds of arguments."""
+    return list(_global_optimizer_post_hooks.values())
 
 
 def _runs_own_step(optimizer):

@@ -9,6 +9,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
 from ...zero_1_and_2.step.partitions import with_groups
+from .authors import hooks_of_torch
 from .partition_gradient import PartitionGradient
 from .ranges import end_of_range
 from .rule import Partition
@@ -44,7 +45,9 @@ class OwnRanges:
     """The rule by which an optimizer itself steps ranges."""
 
     def begin(self, partition: Partition) -> Optional["OwnStep"]:
-        return OwnStep(partition) if partition.as_written and may_be_cut(partition) else None
+        # Torch's hooks would count each range as a step.
+        cuts = partition.as_written and may_be_cut(partition) and not hooks_of_torch()
+        return OwnStep(partition) if cuts else None
 
 
 class OwnStep:

@@ -27,10 +27,6 @@ class Fragment(tensor_fragment):
         address = self.hp_fragment_address
         return self.masters.get(self.param_group_index, address.start, address.start + address.numel)
 
-    @hp_fragment.setter
-    def hp_fragment(self, value: None) -> None:
-        """Does nothing. The base sets None when states move, to give memory back."""
-
     def update_hp(self) -> None:
         self.masters.set(self.param_group_index, self.hp_fragment_address.start, self.lp_fragment.float())
 

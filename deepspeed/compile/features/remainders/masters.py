@@ -10,7 +10,8 @@ These get or set master weights, by ``optimizer.py`` and ``links.py``:
 
 - ``state_dict()`` and ``load_state_dict()`` of the ZeRO-1/2 optimizer, hence checkpoints of all kinds: an fp32 tensor
   of the whole partition on the host, for the time of the call and as long as the caller keeps the state dict;
-- ``refresh_fp32_params()`` and ``update_lp_params()``, which need no memory;
+- ``refresh_fp32_params()``, which needs no memory. ``update_lp_params()`` copies nothing: a parameter is a part of its
+  master weight, so neither can bring the other back;
 - ``offload_states()`` and ``reload_states()``, which move the remainders;
 - ``safe_get_full_fp32_param()`` and ``safe_set_full_fp32_param()``, and ``_hp_mapping`` of a parameter: its part of
   the partition. What ``_hp_mapping`` returns is a copy: to write into it has no effect.
@@ -106,7 +107,7 @@ class Masters:
     def written_on_host(self) -> Iterator[None]:
         """The same, and what the caller writes there becomes the master weights. All ranks leave it together.
 
-        If the caller raises on any rank, master weights stay as they were on all ranks.
+        If the caller raises on any rank, remainders stay as they were on all ranks.
 
         Raises:
             RuntimeError: if the caller has raised on another rank.
@@ -119,11 +120,13 @@ class Masters:
                 failed = False
             finally:
                 # Otherwise the others would wait in the gather for a rank that has raised.
-                flag = torch.tensor([failed], dtype=torch.int32, device=self.remainders[0].device)
+                flag = torch.tensor([failed], dtype=torch.int32, device=optimizer.bit16_groups_flat[0].device)
                 with collective("learn whether all ranks have loaded their master weights"):
                     dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
             if flag.item():
-                raise RuntimeError("another rank could not load its master weights and has said why; none has any")
+                raise RuntimeError(
+                    "another rank could not load its master weights and has said why; no rank loaded any"
+                )
             values = optimizer.single_partition_of_fp32_groups
         for group, master in enumerate(values):
             self._set_partition(group, master)
