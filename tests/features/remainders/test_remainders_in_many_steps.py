@@ -3,7 +3,6 @@
 """Many steps of the demo's model with master weights as remainders, beside an engine that has them in fp32."""
 
 import copy
-import time
 from typing import List, NamedTuple
 
 import pytest
@@ -14,7 +13,7 @@ from deepspeed.compile.features.ranges.feature import StepsInRanges
 from deepspeed.compile.features.remainders.rule import EveryStepAdam
 from deepspeed.utils import safe_get_full_fp32_param
 
-from support.training import Case, device, make_engine, relative_error
+from support.training import Case, device, make_engine
 
 STEPS, VOCABULARY, LENGTH = 1000, 256, 32
 # Each byte follows from the bytes before, so the loss falls far within the steps.
@@ -39,12 +38,9 @@ class Model(torch.nn.Module):
 class Seen(NamedTuple):
     losses: List[List[float]]  # of each engine, on this rank
     masters_differ: int  # elements, at the end
-    masters_error: float  # relative, at the end
-    moved: float  # how far the master weights went, likewise
     others: int  # elements of parameters that were not those of the other engine, in all steps
     units: int  # how far those were apart at most, in units in the last place
     untied: int  # how many of these were elsewhere than at ties
-    seconds: List[float]  # of each engine
 
 
 def ids_of(step):
@@ -71,16 +67,13 @@ def train_beside(steps, same_parameters):
     # Torch steps small partitions, and makes the first step, with other roundings.
     engines[1].optimizer._deepcompile.find(StepsInRanges).all_rules = [EveryStepAdam()]
     pairs = list(zip(*(module.parameters() for module in modules)))
-    before = [safe_get_full_fp32_param(one).clone() for one, _ in pairs]
-    losses, seconds, others, units, untied = ([], []), [0.0, 0.0], 0, 0, 0
+    losses, others, units, untied = ([], []), 0, 0, 0
     for step in range(steps):
         for index, engine in enumerate(engines):
-            began = time.perf_counter()
             loss = engine(ids_of(step))
             engine.backward(loss)
             engine.step()
             losses[index].append(float(loss.detach()))
-            seconds[index] += time.perf_counter() - began
         if same_parameters:
             for one, other in pairs:
                 apart = (bits(one) - bits(other)).abs()
@@ -91,16 +84,7 @@ def train_beside(steps, same_parameters):
                 other.data.copy_(one.data)
     masters = [[safe_get_full_fp32_param(each).clone() for each in side] for side in zip(*pairs)]
     differ = sum(int((one.view(torch.int32) != other.view(torch.int32)).sum()) for one, other in zip(*masters))
-    seen = Seen(
-        list(losses),
-        differ,
-        relative_error(*masters),
-        relative_error(masters[1], before),
-        others,
-        units,
-        untied,
-        seconds,
-    )
+    seen = Seen(list(losses), differ, others, units, untied)
     for engine in engines:
         engine.destroy()
     return seen
@@ -124,3 +108,9 @@ def test_many_steps(ranks, capsys, same_parameters):
             assert seen.masters_differ == 0 and with_remainders == without
         else:
             assert abs(mean_of_last(with_remainders) - mean_of_last(without)) < 0.02 * without[0]
+            apart = max(abs(one - other) for one, other in zip(with_remainders, without, strict=True))
+            with capsys.disabled():
+                print(
+                    f"\nlosses of {STEPS} steps are {apart:.4f} apart at most; the last 100 are on average "
+                    f"{mean_of_last(with_remainders):.4f} with remainders and {mean_of_last(without):.4f} without"
+                )
