@@ -126,9 +126,9 @@ public:
     /// Moves the sum to `dropped`.
     void drop(Dropped& dropped);
 
-    /// Between backwards, moves the sum to `parameter.grad`. Keeps a sum whose dtype differs from the parameter's,
-    /// because torch does not allow such a gradient there.
-    void leave_in_grad(const at::Tensor& parameter);
+    /// Between backwards, moves the sum to `parameter.grad`, with what is there. Keeps a sum whose dtype differs from the
+    /// parameter's, because torch does not allow such a gradient there.
+    void leave_in_grad(const at::Tensor& parameter, Dropped& dropped);
     /// Adds `parameter.grad` to the sum and moves it to `dropped`. Leaves a sparse gradient where it is.
     void take_from_grad(const at::Tensor& parameter, Dropped& dropped);
 
