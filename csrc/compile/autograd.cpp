@@ -447,9 +447,11 @@ void UnreducedSum::drop(Dropped& dropped)
     dropped.push_back(std::exchange(sum_, {}));
 }
 
-void UnreducedSum::leave_in_grad(const at::Tensor& parameter)
+void UnreducedSum::leave_in_grad(const at::Tensor& parameter, Dropped& dropped)
 {
     if (!sum_.defined() || sum_.scalar_type() != parameter.scalar_type()) { return; }
+    // A user's hook may have written there while the backward ran.
+    take_from_grad(parameter, dropped);
     parameter.mutable_grad() = take();
 }
 

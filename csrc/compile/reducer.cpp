@@ -213,9 +213,8 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
 
     if (!belongs_to_backward) {
         // The next backward takes the sum from there.
-        record.unreduced.take_from_grad(record.parameter, dropped);
         record.unreduced.add(gradient, donated);
-        record.unreduced.leave_in_grad(record.parameter);
+        record.unreduced.leave_in_grad(record.parameter, dropped);
         return;
     }
     if (!reduces_) {
@@ -276,6 +275,7 @@ void Reducer::end_backward()
 std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, bool completes)
 {
     RECORD_USER_SCOPE("deepcompile::finish_backward");
+    Dropped dropped;
     std::unique_lock lock(mutex_);
     std::vector<std::shared_ptr<HandedOver>> handed_over;
     if (groups_.empty()) { return handed_over; }
@@ -290,7 +290,6 @@ std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, 
         if (!in_backward()) { begin_turns(); }
         // Where no backward has begun, or no gradient has come for a hook, sums of the parameter's dtype still lie in
         // `parameter.grad`.
-        Dropped dropped;
         for (auto& record : records_) { record.unreduced.take_from_grad(record.parameter, dropped); }
         // Not at the end of this function: a sum may have the memory of a tensor in `dropped`, and is to free it when the
         // sum's bucket has been drained.
@@ -303,7 +302,7 @@ std::vector<std::shared_ptr<HandedOver>> Reducer::finish_backward(bool reduces, 
         }
         send_rest_of_turns();
     } else {
-        for (auto& record : records_) { record.unreduced.leave_in_grad(record.parameter); }
+        for (auto& record : records_) { record.unreduced.leave_in_grad(record.parameter, dropped); }
     }
     buckets_.launch();
     buckets_.drain();

@@ -35,9 +35,10 @@ the flat tensor and may straddle several partitions.
                         holding them. BackwardLife puts a PartitionViews over each HandedOver into the optimizer's
                         `averaged_gradients`. The step calls Reducer::compare_and_await_targets() before it reads.
   6. Released.          The step goes through the groups one after the other. For each, take_scaled() in
-                        step/scaling.py copies the targets, scaled, into one gradient of the group's master weights,
-                        and calls Reducer::release(group): when take_scaled() returns, the targets are free. A flat
-                        partition is itself that gradient, without a copy. The optimizer steps, and
+                        step/scaling.py calls PartitionViews.take(), which calls Reducer::release(group), and copies
+                        the targets, scaled, into one gradient of the group's master weights. When take_scaled()
+                        returns, the targets are free. A flat partition is itself that gradient, without a copy. An
+                        optional part may take the targets range by range instead. The optimizer steps, and
                         `master.grad = None` in step/partitions.py frees the gradient of the master weights. At the end
                         of the step, also of one that overflowed or raised, BackwardLife.release() calls
                         Reducer::release() without a group, which frees what is left. From then on the reducer holds
@@ -126,9 +127,9 @@ public:
     /// Moves the sum to `dropped`.
     void drop(Dropped& dropped);
 
-    /// Between backwards, moves the sum to `parameter.grad`. Keeps a sum whose dtype differs from the parameter's,
-    /// because torch does not allow such a gradient there.
-    void leave_in_grad(const at::Tensor& parameter);
+    /// Between backwards, moves the sum to `parameter.grad`, with what is there. Keeps a sum whose dtype differs from the
+    /// parameter's, because torch does not allow such a gradient there.
+    void leave_in_grad(const at::Tensor& parameter, Dropped& dropped);
     /// Adds `parameter.grad` to the sum and moves it to `dropped`. Leaves a sparse gradient where it is.
     void take_from_grad(const at::Tensor& parameter, Dropped& dropped);
 
@@ -216,7 +217,7 @@ public:
     void begin_backward();
     /// A contribution to this parameter has arrived.
     void saw(int64_t index);
-    /// The gradients that are sent for this parameter come from earlier backwards.
+    /// What is sent for this parameter was left by earlier backwards, so the parameter counts as seen.
     void saw_earlier(int64_t index) { unseen_[index] = seen_now; }
     /// A contribution of this backward has come before its turn or after it.
     void came_out_of_turn() { suits_ = false; }

@@ -72,6 +72,20 @@ def test_parameters_get_other_memory(ranks, stage, accumulation):
     check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), give_other_memory, nothing))
 
 
+def add_to_gradients(model):
+    """A penalty on parameters, added by hand. An engine's ``module`` and the plain loop's model have the same."""
+    for parameter in getattr(model, "module", model).parameters():
+        penalty = 0.1 * parameter.detach()
+        parameter.grad = penalty if parameter.grad is None else parameter.grad + penalty
+
+
+@pytest.mark.sanitized
+@vary("stage, accumulation", [(1, 1), (2, 2), (1, 2)])
+def test_a_hook_adds_to_gradients(ranks, stage, accumulation):
+    """What a hook has written to ``parameter.grad`` would be lost where the backward's gradients come there too."""
+    check(ranks(2).run(train, Case(stage=stage, accumulation=accumulation), add_to_gradients, add_to_gradients))
+
+
 def drop_within(case, drop):
     """A hook drops gradients. Returns what it is told, and what comes of the training that goes on."""
     torch.manual_seed(0)

@@ -32,8 +32,17 @@ CALLED_FROM_OUTSIDE = {
     *("move_flat_partition", "overlapping_partition_gradients_reduce_epilogue", "setup_buckets", "update_lp_params"),
     *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
 }
-# What the base keeps of a backward and counts.
-FLAGS = {"micro_steps", "_backward_active_depth", "post_backward_callback_queued"}
+# Attributes of the base's and the user's objects -> the module that writes them or their entries. The core's
+# compile_module() restores the last one by setattr() where no part compiles the module.
+WRITERS = {
+    "micro_steps": "zero_1_and_2.gradient.backward",
+    "_backward_active_depth": "zero_1_and_2.gradient.backward",
+    "post_backward_callback_queued": "zero_1_and_2.gradient.backward",
+    "averaged_gradients": "zero_1_and_2.gradient.backward",
+    "_hp_optimizer_states_linked": "features.linked_states.feature",
+    "offload_gradient_dict": "features.offload.host_memory",
+    "_compiled_call_impl": "features.blocks.block_calls",
+}
 # Private names that the fork gives to objects of the base, and one of Python's named tuples.
 OWN_NAMES = {"_deepcompile", "_compile_arguments", "_memory_recorder", "_replace", "_asdict"}
 COMPILER = ("torch._dynamo", "torch._functorch", "torch._guards", "torch._inductor")
@@ -308,15 +317,19 @@ def test_graphs_and_training_do_not_know_each_other():
             assert "graph" not in folders, name
 
 
-def test_one_module_writes_the_flags_of_a_backward():
-    """A second file would set a flag, and the base would miss a boundary or reduce twice."""
-    writers = {
-        (node.attr, name)
-        for name, tree in modules().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in FLAGS and isinstance(node.ctx, ast.Store)
-    }
-    assert writers == {(flag, f"{CORE}.gradient.backward") for flag in FLAGS}
+def written(tree):
+    """Yields the names of attributes that a module assigns, or of which it assigns an entry."""
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "ctx", None), ast.Store):
+            attribute = node.value if isinstance(node, ast.Subscript) else node
+            if isinstance(attribute, ast.Attribute):
+                yield attribute.attr
+
+
+def test_one_module_writes_what_the_base_keeps():
+    """A second file would set a flag, and the base would miss a boundary, reduce twice or link states too early."""
+    writers = {(name, module) for module, tree in modules().items() for name in written(tree) if name in WRITERS}
+    assert writers == set(WRITERS.items())
 
 
 def is_private(name):

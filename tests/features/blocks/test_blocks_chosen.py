@@ -294,7 +294,7 @@ def test_what_is_compiled_as_a_whole_by_default(change, why):
 @vary("model", [Model, BlocksWithin])
 def test_blocks_that_were_compiled_by_themselves(model):
     """Blocks that the caller has compiled would not be found, or keep the caller's compiled call beside ours."""
-    from deepspeed.compile.features.blocks.compile_blocks import take_over_compiled
+    from deepspeed.compile.features.blocks.block_calls import take_over_compiled
 
     model = model()
     blocks = [block for block in model.modules() if isinstance(block, Block)]

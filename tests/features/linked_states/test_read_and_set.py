@@ -133,6 +133,23 @@ def test_read_and_set_as_in_a_plain_loop(ranks, setter, moment, run):
         assert max(result.errors.values()) < BOUND, result
 
 
+def read_after_whole_groups(run):
+    """Reads after a first step that the optimizer itself has made of each group at once, because it has a hook."""
+    module, engine = start(run)
+    plain = Plain(run)
+    engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    train(engine, run, [0])
+    plain.train([0])
+    error = read_error(module, plain)
+    engine.destroy()
+    return error
+
+
+def test_states_of_groups_that_are_stepped_whole(ranks):
+    """Parameters would be linked when the first group has states, and those of later groups with none."""
+    assert max(ranks(2).run(read_after_whole_groups, Run(groups=2))) < BOUND
+
+
 class SetAll(NamedTuple):
     """What a step came to before which everything was set."""
 

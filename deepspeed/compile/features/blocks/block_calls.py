@@ -8,13 +8,14 @@ leaves it out of copies and pickles. Class, forward and hooks of the instance st
 
 import functools
 import weakref
-from typing import TYPE_CHECKING, Any, Callable, List, Optional, Type
+from typing import TYPE_CHECKING, Any, Callable, Iterable, List, Optional, Type
 
 import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from ...zero_1_and_2.hooks import no_hook
+from ...zero_1_and_2.messages import warn
 
 if TYPE_CHECKING:
     from .compilation_limit import CompilationLimit
@@ -89,6 +90,27 @@ class Call:
             if now._before is self:
                 now._before = self._before
             now = now._before
+
+
+def is_compiled(module: Module) -> bool:
+    """Whether the caller has compiled a module. Blocks of an earlier engine are compiled by that engine instead."""
+    return not isinstance(module._compiled_call_impl, (Call, type(None)))
+
+
+def take_over_compiled(modules: Iterable[Module]) -> None:
+    """Makes ``modules`` run as if their ``compile()`` had never been called: their graphs would reduce nothing.
+
+    Modules that another engine has compiled stay as they are.
+    """
+    compiled = [submodule for submodule in modules if is_compiled(submodule)]
+    if compiled:
+        names = sorted({type(submodule).__name__ for submodule in compiled})
+        warn(
+            f"DeepCompile compiles {len(compiled)} modules of {names} itself that were compiled before; what their "
+            "compile() was given has no effect, so give it to engine.compile()"
+        )
+    for submodule in compiled:
+        submodule._compiled_call_impl = None
 
 
 class ModuleCall(Call):

@@ -13,7 +13,7 @@ import torch
 from torch._dynamo import OptimizedModule
 from torch.nn import Embedding, Module, ModuleDict, ModuleList, Sequential
 
-from .block_calls import Call, forward_of
+from .block_calls import forward_of, is_compiled
 
 # Modules that only hold other modules. A container is not a block itself.
 CONTAINERS = (ModuleList, ModuleDict, Sequential)
@@ -163,11 +163,6 @@ def _of_classes(module, names):
             yield child
         else:
             yield from _of_classes(child, names)
-
-
-def is_compiled(module: Module) -> bool:
-    """Whether the caller has compiled a module. Blocks of an earlier engine are compiled by that engine instead."""
-    return not isinstance(module._compiled_call_impl, (Call, type(None)))
 
 
 def _kept_from_compiler(module):

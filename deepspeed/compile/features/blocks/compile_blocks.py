@@ -7,15 +7,14 @@ Modules that call blocks run uncompiled. The code around these modules is compil
 
 import contextlib
 import functools
-from typing import Any, Callable, Dict, Iterable, List, Optional, Tuple, Type
+from typing import Any, Callable, Dict, List, Optional, Tuple, Type
 
 import torch
 from torch.nn import Module
 
 from ...zero_1_and_2.graph.backend import own_code
-from ...zero_1_and_2.messages import warn
 from .block_calls import Around, BlockCall, BlockParentCall, Call, ModuleCall, forward_of, run_forward, runs
-from .choose_blocks import called_by, is_compiled, parents_of
+from .choose_blocks import called_by, parents_of
 from .compilation_limit import CompilationLimit
 
 
@@ -128,22 +127,6 @@ class _CompiledForwards:
         own = {**self._compile_kwargs, "options": dict(options)} if options is not None else self._compile_kwargs
         backend = functools.partial(self._backend, block=kind.__name__)
         return torch.compile(own_code(run), **{**own, "backend": backend})
-
-
-def take_over_compiled(modules: Iterable[Module]) -> None:
-    """Makes ``modules`` run as if their ``compile()`` had never been called: their graphs would reduce nothing.
-
-    Modules that another engine has compiled stay as they are.
-    """
-    compiled = [submodule for submodule in modules if is_compiled(submodule)]
-    if compiled:
-        names = sorted({type(submodule).__name__ for submodule in compiled})
-        warn(
-            f"DeepCompile compiles {len(compiled)} modules of {names} itself that were compiled before; what their "
-            "compile() was given has no effect, so give it to engine.compile()"
-        )
-    for submodule in compiled:
-        submodule._compiled_call_impl = None
 
 
 def refuse_blocks_of_others(module: Module) -> None:

@@ -13,7 +13,7 @@ from deepspeed.utils import logger
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext, classes
 from ...zero_1_and_2.messages import warn
 from . import compile_blocks, reasons
-from .block_calls import Around
+from .block_calls import Around, take_over_compiled
 from .choose_blocks import choose_blocks
 from .compilation_limit import CompilationLimit
 
@@ -87,7 +87,7 @@ class Blocks(Feature):
     def __init__(self, context: SetUpContext):
         module, compile_kwargs, undo = context.module, context.request.compile_kwargs, context.undo
         compile_blocks.refuse_blocks_of_others(module)
-        compile_blocks.take_over_compiled(submodule for submodule in module.modules() if submodule is not module)
+        take_over_compiled(submodule for submodule in module.modules() if submodule is not module)
         blocks, why_whole = chosen_blocks(context.request)
         self._module, self._blocks = weakref.ref(module), [weakref.ref(block) for block in blocks]
         self.no_graph_is_last = bool(blocks)

@@ -60,12 +60,10 @@ def draw(step: StepMemory, file: Path) -> None:
         )
     )
     _mark_phases(figure, step)
-    parts = "<br>".join(f"{name}: {written(held, (size, unit))}" for name, held in made_of(peak))
     figure.add_annotation(
         x=peak.second,
         y=peak.bytes / size,
         text=f"<b>peak: {written(peak.bytes, (size, unit))}</b>",
-        hovertext=f"The peak is made of<br>{parts}",
         ax=0,
         ay=-24,
         bgcolor="rgba(255,255,255,0.8)",

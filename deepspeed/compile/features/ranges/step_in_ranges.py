@@ -65,13 +65,13 @@ class StepInRanges(StepOfGroups):
 
     def run(self) -> None:
         optimizer = self.optimizer
-        gather, placement = optimizer._deepcompile.gather, optimizer._deepcompile.placement
+        deepcompile = optimizer._deepcompile
+        gather, placement = deepcompile.gather, deepcompile.placement
         for group, step in enumerate(self._steps):
             if step is not None:
                 master = optimizer.single_partition_of_fp32_groups[group].data
-                gradient = PartitionGradient(
-                    self.take_views(group), self.factors[group], master, optimizer.gradient_accumulation_dtype
-                )
+                views = deepcompile.backward.take_views(group)
+                gradient = PartitionGradient(views, self.factors[group], master, optimizer.gradient_accumulation_dtype)
                 written = functools.partial(placement.send, optimizer, group)
                 self._ranges[group] = Ranges(step, master.numel(), gradient, written)
         # From the host, new values are still on their way to the device when they are written.

@@ -202,6 +202,12 @@ class BackwardLife:
             views.read(averaged.get(group), f"averaged_gradients[{group}]")
             averaged[group] = views
 
+    def take_views(self, group: int) -> PartitionViews:
+        """Takes the gradients of a partition out of ``averaged_gradients``, for the step, which drops them."""
+        averaged = self._optimizer().averaged_gradients
+        views, averaged[group] = averaged[group], None
+        return views
+
     def begin_anew(self) -> None:
         """Resets DeepSpeed's count of micro-batches, so that the next micro-batch is the first of a step."""
         engine = self._engine()

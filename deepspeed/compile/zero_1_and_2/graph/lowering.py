@@ -70,10 +70,9 @@ class ReduceGradKernel(ir.FallbackKernel):
         return len(users) == 1 and getattr(users[0], "node", None) is self
 
 
-def lower_end_backward(reductions_and_registrations: List[ir.TensorBox], releases: bool) -> None:
+def lower_end_backward(reductions_and_registrations: List[ir.TensorBox]) -> None:
     """Lowers the call of ``end_backward``, before which the scheduler puts all reductions."""
-    operator = torch.ops.deepcompile.end_backward.default
-    ir.FallbackKernel.create(operator, reductions_and_registrations, releases)
+    ir.FallbackKernel.create(torch.ops.deepcompile.end_backward.default, reductions_and_registrations)
 
 
 def lower_reduce_grad(gradient: ir.TensorBox, registrations: ir.TensorBox, slot: int, donated: bool = False) -> Any:

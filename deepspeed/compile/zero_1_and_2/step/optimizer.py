@@ -29,7 +29,6 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
     """
 
     _deepcompile: EngineState
-    _hp_optimizer_states_linked: bool
 
     # Backward, in the order in which the base calls ---------------------------------------------------------------
 
@@ -67,14 +66,13 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
     def step(self, closure: Optional[Callable] = None) -> None:
         self._deepcompile.refuse()
-        # The base links the states of all groups when it has stepped the first: have it wait for the end of the step.
-        linked, self._hp_optimizer_states_linked = self._hp_optimizer_states_linked, True
-        try:
-            step.run(self)
-        finally:
-            self._hp_optimizer_states_linked = linked
+        step.run(self)
         if not self.overflow:
-            self._lazy_init_hp_params_optimizer_state()
+            super()._lazy_init_hp_params_optimizer_state()
+
+    def _lazy_init_hp_params_optimizer_state(self) -> None:
+        """Does nothing: the base would link the states of all groups when it has stepped the first. :meth:`step` links
+        them when all groups are stepped."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._deepcompile.backward.refuse_to_drop_within()

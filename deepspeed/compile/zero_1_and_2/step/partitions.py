@@ -14,8 +14,6 @@ from .scaling import take_scaled
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from ..gradient.views import PartitionViews
-
 
 class StepOfGroups:
     """One step of this rank's partitions of all parameter groups. Nothing is changed before :meth:`run`.
@@ -34,18 +32,13 @@ class StepOfGroups:
             self.step_group(group)
         note_step(self.optimizer.optimizer)
 
-    def take_views(self, group: int) -> "PartitionViews":
-        """Takes the gradients of a partition out of ``averaged_gradients``."""
-        gradients = self.optimizer.averaged_gradients
-        views, gradients[group] = gradients[group], None
-        return views
-
     def step_group(self, group: int) -> None:
         """Has the optimizer step the master weights of a group at once, and writes them into this rank's partition."""
         optimizer = self.optimizer
         master = optimizer.single_partition_of_fp32_groups[group]
         with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
-            master.grad = take_scaled(self.take_views(group), self.factors[group], master.data)
+            views = optimizer._deepcompile.backward.take_views(group)
+            master.grad = take_scaled(views, self.factors[group], master.data)
         try:
             # _optimizer_step() hides the other groups, and leaves them hidden if it raises. A checkpoint that is
             # loaded then needs all groups.
