@@ -3,15 +3,19 @@
 """Lists what one training step sends on any number of ranks, without these ranks.
 
 The code that trains decides: the native reducer gets a model's gradients as tensors without memory, over torch's fake
-process group, and `runs()` cuts parameters for the overlapped gather. Where parameters lie, and the process group, are
-those by which `deepspeed.compile.features.fits` reckons memory. So the lists follow every change of that code. Only
-one process is needed.
+process group, and `runs()` cuts parameters for the overlapped gather. Where parameters lie is that by which
+`deepspeed.compile.features.fits` reckons memory. So the lists follow every change of that code. Only one process is
+needed.
 """
 
+import contextlib
+import functools
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from .workload import Shape, build_model
@@ -37,6 +41,27 @@ class Sent(NamedTuple):
     waited: bool  # whether the bucket in flight was waited for before the gradient was added
     bytes: int  # of the bucket that the gradient filled, or 0
     messages: int  # of that bucket
+
+
+@functools.lru_cache(maxsize=1)
+def _have_streams_without_memory() -> torch.library.Library:
+    """Has torch note nothing where a tensor without memory is used on a stream, which the reducer tells it."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("record_stream", lambda tensor, stream: None, "Meta")
+    return library
+
+
+@contextlib.contextmanager
+def one_of(ranks: int, rank: int = 0) -> Iterator[ProcessGroup]:
+    """Context with a process group of so many ranks, of which only this process is there. It takes meta tensors."""
+    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    _have_streams_without_memory()
+    group = ProcessGroup(FakeStore(), rank, ranks)
+    fake = FakeProcessGroup._create_internal(rank, ranks)
+    group._register_backend(torch.device("meta"), ProcessGroup.BackendType.CUSTOM, fake)
+    yield group
 
 
 def sizes(shape: Shape) -> Sizes:
@@ -68,7 +93,6 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
         bucket: ``reduce_bucket_size``.
         send: with how many elements a bucket is sent, instead of what the engine chooses for so many ranks.
     """
-    from deepspeed.compile.features.fits.gradients import one_of
     from deepspeed.compile.zero_1_and_2.engine.set_up import send_numel
     from deepspeed.compile.zero_1_and_2.gradient.layout import flat_layout
     from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module

@@ -203,3 +203,17 @@ def test_environments_share_what_they_build(environment, monkeypatch):
         # Nothing is compiled from now on.
         monkeypatch.setenv("PATH", "")
         monkeypatch.setattr(torch.utils.cpp_extension, "load", None)
+
+
+@pytest.mark.quick
+def test_code_of_deepspeed_without_a_compiler(monkeypatch, tmp_path):
+    """A first training on a CPU, for which DeepSpeed builds code of its own, would end in ninja's log."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    (tmp_path / "any.cpp").touch()
+    with pytest.raises(RuntimeError) as raised:
+        build_folder.load("any", [str(tmp_path / "any.cpp")], [])
+    assert str(raised.value) == (
+        "DeepSpeed cannot build any, because this machine lacks a C++ compiler (there is no no-such-compiler; "
+        "`apt-get install g++`, or name one in CXX)"
+    )

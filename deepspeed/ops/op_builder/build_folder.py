@@ -83,6 +83,16 @@ def _compiler(command: str) -> str:
     return f"{Path(path).resolve().name} {os.stat(path).st_size}\n" if path else ""
 
 
+def without_compiler() -> str:
+    """Says which C++ compiler the machine lacks, and how to install it; "" if the machine has it."""
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    command = get_cxx_compiler()
+    if _compiler((shlex.split(command) or [command])[0]):
+        return ""
+    return f"a C++ compiler (there is no {command}; `apt-get install g++`, or name one in CXX)"
+
+
 def _files(sources, include_paths):
     """Lists the sources and what they include of DeepSpeed, and not all headers that lie in the same folders."""
     found, left = set(), [Path(source) for source in sources]
@@ -109,13 +119,21 @@ def name_of_built(folder: Path) -> str:
 
 
 def load(name: str, sources: List[str], extra_include_paths: List[str], verbose: bool = False, **flags: Any) -> Any:
-    """Returns a module of native code, built at first use. Takes the place of ``torch.utils.cpp_extension.load()``."""
+    """Returns a module of native code, built at first use. Takes the place of ``torch.utils.cpp_extension.load()``.
+
+    Raises:
+        RuntimeError: if the module cannot be built.
+    """
     from torch.utils import cpp_extension
 
     folder = folder_of(name, sources, extra_include_paths, **flags)
     if not name_of_built(folder):
         with _alone_in(folder):
             if not name_of_built(folder):
+                lacking = without_compiler()
+                if lacking:
+                    # Torch would quote the command, and say that the shell knows no such program.
+                    raise RuntimeError(f"DeepSpeed cannot build {name}, because this machine lacks {lacking}")
                 # In a folder of its own: where locks hold for one host alone, another host may build at this time.
                 with tempfile.TemporaryDirectory(dir=folder) as own:
                     more = {"extra_include_paths": extra_include_paths, "build_directory": own, **flags}

@@ -9,8 +9,6 @@ Each builder builds a module with its own torch operators, which serves only its
 first used, or at installation with ``DS_BUILD_DEEP_COMPILE=1`` or ``DS_BUILD_DEEP_COMPILE_ZERO3=1``.
 """
 
-import shlex
-import shutil
 import sysconfig
 from pathlib import Path
 from typing import Any, List
@@ -78,13 +76,11 @@ class DeepCompileBuilder(OpBuilder):
 
         if self.is_built():
             return ""
-        compiler = cpp_extension.get_cxx_compiler()
         # torch looks there too, whatever scheme of paths is the default.
         header = Path(sysconfig.get_path("include", "posix_prefix"), "Python.h")
+        no_compiler = build_folder.without_compiler()
         needs = {
-            f"a C++ compiler (there is no {compiler}; `apt-get install g++`, or name one in CXX)": shutil.which(
-                (shlex.split(compiler) or [compiler])[0]
-            ),
+            no_compiler: not no_compiler,
             "ninja (`pip install ninja`, and the environment's bin in PATH)": cpp_extension.is_ninja_available(),
             f"Python's headers (there is no {header}; `apt-get install python3-dev`)": header.is_file(),
         }

@@ -2,24 +2,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank holds of its parameters, masters and moments, and of gradients while a backward runs.
 
-The sizes are those of the engine: the layout cuts parameters (``gradient/layout.py``), and the native reducer itself
-gets the gradients of a backward, as tensors without memory, over a process group of which only one rank is there. It
-counts what it holds.
+Nothing native is needed, so that a machine without a C++ compiler can ask. ``send()`` counts as the native reducer
+does (``csrc/compile/order.cpp``, ``bucket.cpp``), and tests hold it to the reducer's own counters.
 """
 
-import contextlib
-import functools
 import itertools
 from types import SimpleNamespace
-from typing import Any, Iterator, List, NamedTuple, Sequence
+from typing import Any, List, NamedTuple, Sequence, Set
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from ...zero_1_and_2.engine.set_up import send_numel
-from ...zero_1_and_2.gradient.layout import flat_layout, pieces
-from ...zero_1_and_2.gradient.native import reducer_module
+from ...zero_1_and_2.gradient.layout import flat_layout
 from ..ranges.partition_gradient import GATHERED_NUMEL, IN_PLACE_NUMEL
 from .modes import Question
 
@@ -37,24 +32,15 @@ def layout_of(parameters: Sequence[torch.Tensor], ranks: int) -> Any:
     )
 
 
-@contextlib.contextmanager
-def one_of(ranks: int, rank: int = 0) -> Iterator[ProcessGroup]:
-    """Context with a process group of so many ranks, of which only this process is there. It takes meta tensors."""
-    from torch._C._distributed_c10d import FakeProcessGroup
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    group = ProcessGroup(FakeStore(), rank, ranks)
-    fake = FakeProcessGroup._create_internal(rank, ranks)
-    group._register_backend(torch.device("meta"), ProcessGroup.BackendType.CUSTOM, fake)
-    yield group
-
-
-@functools.lru_cache(maxsize=1)
-def _have_streams_without_memory() -> torch.library.Library:
-    """Has torch note nothing where a tensor without memory is used on a stream, which the reducer tells it."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("record_stream", lambda tensor, stream: None, "Meta")
-    return library
+def _owned(parameters: Sequence[torch.Tensor], ranks: int, rank: int) -> List[int]:
+    """Returns of how many elements of each parameter a rank has the gradient in the end."""
+    layout = layout_of(parameters, ranks)
+    first = rank * layout.partition_size[0]
+    last = first + layout.partition_size[0]
+    return [
+        max(min(offset + parameter.numel(), last) - max(offset, first), 0)
+        for parameter, offset in flat_layout(layout, 0)
+    ]
 
 
 class Sent(NamedTuple):
@@ -71,17 +57,133 @@ class Sent(NamedTuple):
     bound: int
 
 
-class _Gradient(torch.autograd.Function):
-    """Has a parameter get a gradient that the reducer copies, which counts as much as if the reducer kept it."""
+class _Reducer:
+    """What the native reducer of a rank holds, in elements.
 
-    @staticmethod
-    def forward(ctx, parameter):
-        ctx.parameter = parameter
-        return parameter.new_empty(())
+    Args:
+        numels: of each parameter.
+        owned: of each parameter, how many elements of its averaged gradient the rank keeps.
+        flat: of the one tensor for these, 0 if each has its own.
+        turns: parameters in the order in which gradients are sent; none if there is no rank to send them to.
+        bucket: ``reduce_bucket_size``.
+        enough: with how many elements a bucket is sent.
+        overlap: whether the backward goes on while a bucket travels.
+    """
 
-    @staticmethod
-    def backward(ctx, _):
-        return ctx.parameter.detach().new_empty(()).expand(ctx.parameter.shape)
+    def __init__(
+        self,
+        numels: Sequence[int],
+        owned: Sequence[int],
+        flat: int,
+        turns: Sequence[int],
+        bucket: int,
+        enough: int,
+        overlap: bool,
+    ):
+        self._numels, self._owned, self._flat, self._turns = numels, owned, flat, turns
+        self._bucket, self._enough, self._overlap = bucket, enough, overlap
+        # Indices of parameters: in the bucket that is filled, in the one that was sent, and beside these.
+        self._filling: Set[int] = set()
+        self._in_flight: Set[int] = set()
+        self._unreduced: Set[int] = set()
+        self._bound: Set[int] = set()
+        # Of this backward: those that came, and sums that it began before their turn.
+        self._came: Set[int] = set()
+        self._early: Set[int] = set()
+        self._taken = 0
+
+    def _numel(self, indices):
+        return sum(self._numels[index] for index in indices)
+
+    @property
+    def waiting(self) -> int:
+        """Of gradients that the rank has not sent, or that are on their way."""
+        return self._numel(self._unreduced) + self._numel(self._filling) + self._numel(self._in_flight)
+
+    @property
+    def bound(self) -> int:
+        """Of averaged gradients."""
+        bound = sum(self._owned[index] for index in self._bound)
+        return self._flat if self._flat and (bound or self._bound.issuperset(range(len(self._numels)))) else bound
+
+    def keep(self, index: int) -> None:
+        """A gradient of a backward that does not reduce."""
+        self._unreduced.add(index)
+
+    def begin(self) -> None:
+        """The beginning of a backward."""
+        self._taken = 0
+        self._came.clear()
+        self._early.clear()
+
+    def reduce(self, index: int) -> None:
+        """A gradient of a backward that reduces."""
+        if not self._numels[index]:
+            return
+        if not self._turns:
+            self._unreduced.discard(index)
+            self._bound.add(index)
+            return
+        self._send_those_in_turn()
+        self._came.add(index)
+        left = self._turns[self._taken :]
+        if left[:1] == [index]:
+            self._send_those_in_turn()
+        elif index in left:
+            self._keep_early(index)
+        elif index not in self._filling:
+            self._unreduced.add(index)
+
+    def finish(self) -> None:
+        """The end of a backward that reduces."""
+        while self._taken < len(self._turns):
+            self._send_turn()
+        if not self._turns:
+            self._unreduced.clear()
+        self._launch()
+        self._drain()
+        # A parameter without a gradient is stepped too, on zeros.
+        self._bound.update(range(len(self._numels)))
+
+    def _keep_early(self, index):
+        if index not in self._unreduced:
+            self._early.add(index)
+        self._unreduced.add(index)
+        limit = self._bucket + self._numels[index]
+        while self._numel(self._early) > limit and self._turns[self._taken] not in self._came:
+            self._send_turn()
+            self._send_those_in_turn()
+
+    def _send_those_in_turn(self):
+        while self._taken < len(self._turns) and self._turns[self._taken] in self._came:
+            self._send_turn()
+
+    def _send_turn(self):
+        index = self._turns[self._taken]
+        self._taken += 1
+        self._unreduced.discard(index)
+        self._early.discard(index)
+        self._enqueue(index)
+
+    def _enqueue(self, index):
+        if index in self._filling:
+            return
+        sent, filling = [self._numels[each] for each in self._in_flight], self._numel(self._filling | {index})
+        if sent and sum(sent) - max(sent) + filling > self._bucket:
+            self._drain()
+        self._filling.add(index)
+        if filling >= min(self._bucket / 2, max(self._enough, self._numel(self._in_flight) / 2)):
+            self._launch()
+
+    def _launch(self):
+        self._drain()
+        self._filling, self._in_flight = set(), self._filling
+        if not self._overlap:
+            self._drain()
+
+    def _drain(self):
+        self._bound |= self._in_flight
+        self._in_flight = set()
 
 
 def send(
@@ -95,10 +197,10 @@ def send(
     overlap: bool = True,
     on_host: bool = False,
 ) -> Sent:
-    """Gives the reducer of one rank the gradients of a step.
+    """Reckons what the reducer of one rank holds of the gradients of a step.
 
     Args:
-        parameters: in the order of the flat tensor, on the meta device.
+        parameters: in the order of the flat tensor.
         arrivals: indices of parameters in the order in which their gradients arrive.
         ranks, rank: how many ranks share the parameters, and which of them this is.
         stage: of ZeRO.
@@ -107,59 +209,37 @@ def send(
         overlap: whether buckets travel while the backward goes on.
         on_host: whether what has arrived lies in the host's memory, which does not count.
     """
-    layout, meta = layout_of(parameters, ranks), torch.device("meta")
-    _have_streams_without_memory()
-    with one_of(ranks, rank) as process_group:
-        reducer = reducer_module().Reducer(
-            identity=-1,
-            bucket_numel=bucket,
-            send_numel=send_numel(ranks),
-            overlap=overlap,
-            synchronize_before=False,
-            synchronize_after=False,
-        )
-        dtype = parameters[0].dtype
-        # In the masters' dtype, targets lie in one flat tensor.
-        flat = dtype == torch.float32
-        group = reducer.add_group(process_group, layout.partition_size[0], dtype, meta, flat, None)
-        # To begin with, the reducer expects gradients in the reverse of this order. After a step it expects the order
-        # in which they arrived.
-        last = {index: place for place, index in enumerate(arrivals)}
-        offsets = [offset for _, offset in flat_layout(layout, 0)]
-        for index in sorted(range(len(parameters)), key=lambda index: -last.get(index, len(arrivals))):
-            reducer.register_parameter(group, str(index), parameters[index], dtype, offsets[index])
-        for _ in range(accumulation - 1):
-            reducer.begin_backward(stage == 2)
-            for index in arrivals:
-                _arrive(parameters[index])
-            reducer.finish_backward(stage == 2, False)
-        before = _held(reducer, on_host)
-        reducer.begin_backward(True)
-        arrived = []
+    size, numels = parameters[0].element_size(), [parameter.numel() for parameter in parameters]
+    # After its first step the reducer expects gradients in the order in which they arrived.
+    last = {index: place for place, index in enumerate(arrivals)}
+    sent = [index for index, numel in enumerate(numels) if numel and ranks > 1]
+    turns = sorted(sent, key=lambda index: last.get(index, len(arrivals)))
+    # In the masters' dtype, what is averaged lies in one flat tensor.
+    flat = layout_of(parameters, ranks).partition_size[0] if parameters[0].dtype == torch.float32 else 0
+    owned = _owned(parameters, ranks, rank)
+    reducer = _Reducer(numels, owned, flat, turns, bucket, send_numel(ranks), overlap)
+
+    def held() -> int:
+        return size * (reducer.waiting + (0 if on_host else reducer.bound))
+
+    for _ in range(accumulation - 1):
+        reducer.begin()
         for index in arrivals:
-            _arrive(parameters[index])
-            arrived.append(_held(reducer, on_host))
-        reducer.finish_backward(True, False)
-        # What is left of a tied weight's second gradient would be sent when ranks have agreed on it.
-        bound = 0 if on_host else reducer.counters()["bound"]
-        reducer.close()
-    for parameter in parameters:
-        parameter.grad = None
-    return Sent(before, arrived, bound)
-
-
-def _arrive(parameter):
-    torch.autograd.backward([_Gradient.apply(parameter)])
-
-
-def _held(reducer, on_host):
-    """Returns the bytes of gradients that a reducer holds on the device: bound, on their way or unreduced."""
-    counters = reducer.counters()
-    return counters["pending"] + counters["unreduced"] + (0 if on_host else counters["bound"])
+            (reducer.reduce if stage == 2 else reducer.keep)(index)
+        if stage == 2:
+            reducer.finish()
+    before = held()
+    reducer.begin()
+    arrived = []
+    for index in arrivals:
+        reducer.reduce(index)
+        arrived.append(held())
+    reducer.finish()
+    # What is left of a tied weight's second gradient would be sent when ranks have agreed on it.
+    return Sent(before, arrived, 0 if on_host else size * reducer.bound)
 
 
 def gathered_in_step(parameters: Sequence[torch.Tensor], ranks: int, rank: int) -> int:
     """Returns the bytes of the copy in which the update reads a rank's small gradients together."""
-    owned = [piece for piece in pieces(layout_of(parameters, ranks), 0) if piece.owner == rank]
-    small = [piece.numel for piece in owned if piece.numel < IN_PLACE_NUMEL]
+    small = [numel for numel in _owned(parameters, ranks, rank) if numel < IN_PLACE_NUMEL]
     return min(sum(small), GATHERED_NUMEL) * parameters[0].element_size()
