@@ -208,6 +208,16 @@ def beside_overlapped_gathers(folder):
     return said, losses[1] < losses[0]
 
 
+def with_another_torch(folder):
+    """A torch that does not say who has a storage is refused, and trains without the option."""
+    with mock.patch.object(torch._C, "_storage_Use_Count", lambda address: 2):
+        said = [outcome(make, "all")]
+        module, engine = make(None)
+        losses = [trained_on(engine, module)[0] for _ in range(2)]
+    engine.destroy()
+    return said, losses[1] < losses[0]
+
+
 # What ranks do -> what is said of it.
 REMEDIES = {
     another_dtype: "change its values in place, or make another engine of the model",
@@ -222,6 +232,7 @@ REMEDIES = {
     another_engine_too_early: "call destroy() of that engine first, on all ranks",
     offloaded_whole: "offload_states() cannot move it to the host; name other states in include=[...]",
     beside_overlapped_gathers: "and compile.shard_parameters='all' a part of them; leave one of them out",
+    with_another_torch: "install a release of torch that ds_report names as tested, or leave this out",
 }
 
 

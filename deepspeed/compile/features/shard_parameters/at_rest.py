@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..subclasses.tensors import plain_tensors
+from .private_torch import address_of, change_class, in_backward, without_torch_function
 
 if TYPE_CHECKING:
     from torch import Tensor as _NextClass
@@ -210,7 +211,7 @@ def _call_with_values(function, arguments, values):
 def _memory_of(tensor):
     """Says where and how the values of a tensor lie."""
     return [
-        (plain.untyped_storage()._cdata, plain.storage_offset(), plain.shape, plain.stride(), plain.dtype)
+        (address_of(plain.untyped_storage()), plain.storage_offset(), plain.shape, plain.stride(), plain.dtype)
         for plain in plain_tensors([tensor])
     ]
 
@@ -237,13 +238,8 @@ def _access(function, kind, args):
 
 
 def _plain(function, *args, **kwargs):
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return function(*args, **kwargs)
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _call_at_rest(tensor, function, args, kwargs):
@@ -269,7 +265,7 @@ def _alias(tensor, is_copy=False):
 
 
 def _put_to_rest(tensor, share):
-    tensor.__class__ = _with_rest(type(tensor))  # type: ignore[arg-type]
+    change_class(tensor, _with_rest(type(tensor)))  # type: ignore[arg-type]
     vars(tensor)[_SHARE] = share
 
 
@@ -319,6 +315,6 @@ def keep_owner(parameter: torch.Tensor, *owners: Any) -> None:
 def unmark(parameter: torch.Tensor) -> None:
     """Undoes :func:`mark_resharded`."""
     if isinstance(parameter, Resharded):
-        parameter.__class__ = parameter.gathered_class
+        change_class(parameter, parameter.gathered_class)
         # A pickle of the parameter has all of its attributes.
         delattr(parameter, _SHARE)

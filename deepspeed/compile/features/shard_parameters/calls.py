@@ -18,6 +18,7 @@ from ...zero_1_and_2.messages import inform
 from ..subclasses.calls import BROADCAST_LATER
 from .at_rest import Resharded, on_first_rank, stands_for
 from .from_host import give_values, is_cut, make_optimizer
+from .private_torch import apply_to_tensors
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -71,7 +72,7 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
     if not stays:
         module.to(engine.device)
     else:
-        module._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
+        apply_to_tensors(module, lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
     for parameter in stays:
         setattr(parameter, BROADCAST_LATER, True)
 

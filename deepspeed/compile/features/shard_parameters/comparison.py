@@ -9,6 +9,7 @@ import torch
 import deepspeed.comm as dist
 
 from ...zero_1_and_2.collectives import collective
+from .private_torch import assert_later
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -54,4 +55,4 @@ class Comparison:
         same = (self._numbers == self._number).all()
         if same.is_cpu and not same:
             raise torch.distributed.DistBackendError(DIFFERENT)
-        torch._assert_async(same, DIFFERENT)
+        assert_later(same, DIFFERENT)

@@ -19,6 +19,7 @@ from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks, WorksOnBlocks
 from ..timeouts.timeouts import shorten_timeout
 from .keep import STEPS_BEFORE
+from .private_torch import lacking
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
@@ -61,6 +62,8 @@ class ShardParameters(WorksOnBlocks):
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
+        if cls.is_wanted(request):
+            yield from lacking()
         yield from super().refusals(request)
         if request.options.shard_parameters == "all" and getattr(request.options, "overlap_param_gather", False):
             yield (

@@ -24,6 +24,7 @@ from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
 from ..overlap_gather.gather_hooks import outside_graphs
 from ..subclasses.tensors import plain_tensors
+from .private_torch import is_traced, trace_again
 from .unit import Unit
 from .whole_units import WholeUnits
 
@@ -138,9 +139,9 @@ class OutsideUnits:
         if unit not in units:
             units.append(unit)
         self._gather([unit])
-        if torch._guards.TracingContext.try_get() is not None:
+        if is_traced():
             # Dynamo has met a parameter at rest, which is a subclass of tensors to it. It is none any more.
-            raise torch._dynamo.exc.UnspecializeRestartAnalysis(restart_reason="a sharded parameter was gathered")
+            raise trace_again("a sharded parameter was gathered")
         return True
 
     def _gather(self, units):

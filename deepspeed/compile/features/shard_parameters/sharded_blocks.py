@@ -17,12 +17,13 @@ from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.messages import tell
 from ..blocks.parameters import by_block
 from ..subclasses.tensors import is_dtensor, plain_tensors
-from .at_rest import in_backward, refusal
+from .at_rest import refusal
 from .comparison import PURPOSE, Comparison
 from .gather_order import GatherOrder, tensors_in
 from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
 from .partitions import Partitions, TrainedPart
+from .private_torch import call_after_backward, in_backward
 from .saved_tensors import saving_handles
 from .unit import Unit
 from .whole_units import WholeUnits
@@ -339,7 +340,7 @@ class ShardedBlocks:
             self.end_backward()
             self.join_skipped(schedule)
             self._backward = schedule.reversed()
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.end_backward(schedule))
+            call_after_backward(lambda: self.end_backward(schedule))
 
     def gather_for_forward(self, unit: Unit) -> bool:
         """Called when code that is not compiled reads a parameter at rest. Returns whether a forward may read it."""

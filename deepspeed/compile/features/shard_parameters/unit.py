@@ -29,6 +29,7 @@ from .at_rest import ended, keep_owner, mark_resharded, unmark
 from .comparison import PURPOSE, Comparison
 from .partitions import TrainedPart, aligned
 from .places import UNITS, Place, note_storage
+from .private_torch import address_of, users_of, version_of, without_torch_function
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -157,7 +158,7 @@ class Unit:
 
     def _set_buffer(self, buffer):
         if self._buffer is not None:
-            UNITS.pop(self._buffer.untyped_storage()._cdata, None)
+            UNITS.pop(address_of(self._buffer.untyped_storage()), None)
         self._buffer = buffer
         self._typed = {dtype: buffer.view(dtype) for dtype in {place.dtype for place in self._in_buffer}}
         note_storage(buffer.untyped_storage(), self)
@@ -226,7 +227,7 @@ class Unit:
         self._wait(until_free=False)
         for place in self._all_places():
             if place.is_trained:
-                place.version = place.tensor._version
+                place.version = version_of(place.tensor)
 
     def finish_gather(self) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered.
@@ -246,7 +247,7 @@ class Unit:
             self.is_gathered = True
             self._readers = [stream]
             for place in self._all_places():
-                place.version = place.tensor._version
+                place.version = version_of(place.tensor)
         elif stream in self._readers:
             return
         else:
@@ -331,14 +332,14 @@ class Unit:
         # Views have the buffer's storage too: the buffer, others of it, parameters, and what stands for these.
         in_buffer = sum(place.home is None for place in self._all_places())
         views = 1 + len(self._typed) + in_buffer + len(self._aliases)
-        return torch._C._storage_Use_Count(storage._cdata) > views + _baseline_use_count()
+        return users_of(storage) > views
 
     def _give_back(self, storage):
         if storage.resizable():
             storage.resize_(0)
             return
         # Torch does not resize a storage of which a NumPy array was made, so take another one.
-        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), without_torch_function():
             self._set_buffer(torch.empty_like(self._buffer))
             for place in self._all_places():
                 if place.home is None:
@@ -350,7 +351,7 @@ class Unit:
 
     def _are_changed(self):
         """Whether a parameter was changed in place since the unit was gathered, such as by load_state_dict()."""
-        return any(place.tensor._version != place.version for place in self._all_places())
+        return any(version_of(place.tensor) != place.version for place in self._all_places())
 
     def take_back(self) -> None:
         """Moves the values of parameters that were given other memory back, while the unit is gathered."""
@@ -403,7 +404,7 @@ class Unit:
     def note_alias(self, alias: torch.Tensor) -> None:
         """Called if a tensor that cannot be read has the unit's memory, which it needs not have."""
         for tensor in plain_tensors([alias]):
-            if tensor.untyped_storage()._cdata == self._buffer.untyped_storage()._cdata:
+            if address_of(tensor.untyped_storage()) == address_of(self._buffer.untyped_storage()):
                 self._aliases[id(tensor)] = tensor
 
     def forget_alias(self, alias: torch.Tensor) -> None:
@@ -423,7 +424,7 @@ class Unit:
             raise ValueError(f"parameter {name} is made of {len(places)} tensors, and its new values are not")
         for place, source in zip(places, sources, strict=True):
             self._write(place, source)
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 # A backward that has read the old values is wrong.
                 torch.autograd.graph.increment_version(place.tensor)
 
@@ -467,10 +468,3 @@ class Unit:
                 "before destroy(), or the forward again with another engine of the model"
             )
         self.finish_gather()
-
-
-def _baseline_use_count():
-    """Returns how often torch counts a storage in use that one variable of Python has, beside those of its tensors."""
-    tensor = torch.empty(0)
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1
