@@ -8,6 +8,7 @@ has another class, :class:`Resharded` before its own, whose ``__torch_function__
 
 import copy
 import functools
+import traceback
 import weakref
 from typing import TYPE_CHECKING, Any, Optional, Tuple, Type
 
@@ -39,6 +40,8 @@ _SAME_VALUES = {"detach", "clone", "cpu", "cuda", "to", "contiguous"}
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
 # The attribute of a tensor at rest that says whose values it stands for.
 _SHARE = "_share_at_rest"
+# The module of torch's that has get_model_state_dict().
+CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
 class _Share:
@@ -107,6 +110,18 @@ def refusal(name: str, what: str) -> RuntimeError:
         "enter together, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's "
         "get_state_dict(), which all ranks call"
     )
+
+
+def refuse_checkpoint(unit: Any, *_: Any) -> None:
+    """Hook of a block before its state dict: raises if torch's ``get_model_state_dict()`` takes parameters at rest.
+
+    The first rank alone would read them, and raise, when the others have gone on and wait for it. Torch tells modules
+    nothing of this call, so it is looked for on the stack.
+    """
+    if not unit.is_gathered and any(
+        frame.f_globals.get("__name__") == CHECKPOINTS for frame, _ in traceback.walk_stack(None)
+    ):
+        raise refusal(unit.name, "taken by get_model_state_dict()")
 
 
 def ended(name: str) -> RuntimeError:

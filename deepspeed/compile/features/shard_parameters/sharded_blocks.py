@@ -14,10 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.hooks import Hook
 from ...zero_1_and_2.messages import tell
 from ..blocks.parameters import by_block
 from ..subclasses.tensors import is_dtensor, plain_tensors
-from .at_rest import refusal
+from .at_rest import refusal, refuse_checkpoint
 from .comparison import PURPOSE, Comparison
 from .gather_order import GatherOrder, tensors_in
 from .keep import blocks_that_fit
@@ -114,6 +115,11 @@ class ShardedBlocks:
                 self.outside = make_unit(len(self.units), outside)
         for unit in self.units:
             unit.owner = self
+        self._hooks = [
+            block.register_state_dict_pre_hook(Hook(functools.partial(refuse_checkpoint, self._unit_of[id(block)])))
+            for block in blocks
+            if id(block) in self._unit_of
+        ]
         # The passes that are under way: one calls blocks that call others in turn.
         self._passes: List[GatherOrder] = []
         # Passes of the last forward in which this rank ran no block, and to which it sees no backward come.
@@ -435,6 +441,8 @@ class ShardedBlocks:
         """Called at the engine's end. The parameters stay as they are: gathered in :meth:`gathered`, else at rest."""
         self.is_closed = True
         self.whole.leave_as_they_are()
+        for hook in self._hooks:
+            hook.remove()
         if self.around is not None:
             self.around.remove_hooks()
         for unit in self.units:
