@@ -16,6 +16,7 @@ from typing import Any, Iterator, List, Optional
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .private_torch import in_backward
 from .unit import Unit
 from .whole_units import WholeUnits
 
@@ -44,6 +45,8 @@ class GatherOrder:
         self._forward = forward
         self._needed_from = needed_from
         self._has_block_run = self._is_seen = False
+        # A backward takes this from its forward, because a rank that skips blocks gathers them behind the backward.
+        self._evaluates: bool = forward._evaluates if forward else not (torch.is_grad_enabled() or in_backward())
         self._place = {unit: place for place, unit in enumerate(units)}
         # The place of the first unit that stays until its backward.
         self._kept_from = len(units)
@@ -108,13 +111,13 @@ class GatherOrder:
             self._begin_next()
         # Starts it once more if it was resharded. What is kept is so since it began, in the same order on all ranks,
         # which may come back to a block or not.
-        self._whole.begin(unit)
+        self._whole.begin(unit, evaluates=self._evaluates)
         unit.finish_gather()
         if self._begun == place + 1 < len(self.units):
             self._begin_next()
 
     def _begin_next(self):
-        self._whole.begin(self.units[self._begun], self._begun >= self._kept_from)
+        self._whole.begin(self.units[self._begun], self._begun >= self._kept_from, self._evaluates)
         self._begun += 1
 
     def end(self) -> None:

@@ -165,8 +165,11 @@ class Unit:
 
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
+    def start_gather(self, evaluates: bool = False) -> None:
         """Starts to gather the unit. All ranks must start the same units in the same order.
+
+        Args:
+            evaluates: whether it is for a forward without gradients, which ranks compare.
 
         Raises:
             DistBackendError: if the collective failed.
@@ -180,17 +183,17 @@ class Unit:
         else:
             self._buffer.untyped_storage().resize_(self.nbytes)
             self._stream, self._target = get_accelerator().current_stream(), self._buffer
-        self._send()
+        self._send(evaluates)
 
     def have_all_come(self) -> bool:
         """Whether all ranks have come to the gather that was started."""
         return self._comparison.is_completed()
 
-    def _send(self, sends_frozen=True):
+    def _send(self, evaluates=False, sends_frozen=True):
         works: List[Any] = []
         with collective(PURPOSE):
             # First, because parts of different units may differ in size.
-            self._comparison.start()
+            self._comparison.start(evaluates)
             if self._frozen_bytes and sends_frozen:
                 frozen = self._target[: self._frozen_bytes]
                 works.append(dist.all_gather_into_tensor(frozen, self.share, group=self._group, async_op=True))

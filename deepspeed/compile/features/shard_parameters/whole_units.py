@@ -71,10 +71,10 @@ class WholeUnits:
     def are_fixed(self) -> bool:
         return self._fixed > 0
 
-    def begin(self, unit: Unit, is_kept: bool = False) -> None:
+    def begin(self, unit: Unit, is_kept: bool = False, evaluates: bool = False) -> None:
         """Begins to gather a unit, unless it is whole or on its way. Reshards others for it.
 
-        ``is_kept``: whether the unit stays until its backward.
+        ``is_kept``: whether the unit stays until its backward. ``evaluates``: as for ``Unit.start_gather()``.
         """
         if self.are_fixed:
             return
@@ -92,7 +92,7 @@ class WholeUnits:
             self.free_lent()
             self._is_kept[unit] = False
             try:
-                unit.start_gather()
+                unit.start_gather(evaluates)
             except BaseException:
                 # A later forward shall raise this error again, and not wait for what never comes.
                 del self._is_kept[unit]
