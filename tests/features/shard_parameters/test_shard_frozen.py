@@ -91,8 +91,8 @@ def watched(engine):
     counts, sharded = [], feature.sharded_blocks(engine)
     units = [] if sharded is None else sharded.units
 
-    def counted(start):
-        start()
+    def counted(start, *args):
+        start(*args)
         whole = {unit for unit in units if unit.is_gathered or unit._works is not None}
         # On a single rank, all are whole always.
         assert whole == set(sharded.whole._is_kept) or dist.get_world_size() == 1

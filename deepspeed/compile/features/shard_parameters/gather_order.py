@@ -29,6 +29,7 @@ class GatherOrder:
     Args:
         whole: gathers and reshards units.
         units: the units, in this order.
+        is_of_block: whether somebody calls a block by itself, and no module that calls blocks.
         needed_from: the place of the first unit whose block, or a block before it, has a trained parameter. The
             backward ends there unless a gradient flows on into what is before the blocks.
         forward: None, or the pass through which this backward goes.
@@ -38,9 +39,14 @@ class GatherOrder:
     """
 
     def __init__(
-        self, whole: WholeUnits, units: List[Unit], needed_from: int = 0, forward: Optional["GatherOrder"] = None
+        self,
+        whole: WholeUnits,
+        units: List[Unit],
+        needed_from: int = 0,
+        is_of_block: bool = False,
+        forward: Optional["GatherOrder"] = None,
     ):
-        self.units, self.number = units, next(_numbers)
+        self.units, self.is_of_block, self.number = units, is_of_block, next(_numbers)
         self._whole = whole
         self._forward = forward
         self._needed_from = needed_from
@@ -121,11 +127,11 @@ class GatherOrder:
         self._begun += 1
 
     def end(self) -> None:
-        """Gathers the units that this rank did not need, for the other ranks, and reshards all units."""
+        """Gathers the units that this rank did not need, for the other ranks, and releases all units."""
         while self._begun < len(self.units):
             self._begin_next()
         for unit in self.units:
-            self._whole.reshard(unit)
+            self._whole.release(unit)
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

@@ -110,7 +110,7 @@ class OutsideUnits:
         finally:
             self._forwards -= 1
             if not torch.is_grad_enabled():
-                self.reshard()
+                self.release()
 
     def begin_last(self) -> None:
         """Called when the last block of those that a module calls has its parameters."""
@@ -119,7 +119,7 @@ class OutsideUnits:
                 self._whole.begin(unit)
             else:
                 # Blocks that are kept have not taken its place.
-                self._whole.reshard(unit)
+                self._whole.release(unit)
 
     def gather_last(self) -> None:
         """Called when blocks have run, before other code goes on."""
@@ -150,9 +150,9 @@ class OutsideUnits:
         for unit in units:
             unit.finish_gather()
 
-    def reshard(self) -> None:
+    def release(self) -> None:
         for unit in self._units:
-            self._whole.reshard(unit)
+            self._whole.release(unit)
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:

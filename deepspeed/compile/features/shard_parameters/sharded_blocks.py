@@ -173,8 +173,7 @@ class ShardedBlocks:
         if self.around is None or gathered not in self.around:
             return False
         # Compiled code goes on behind a block that it calls itself. It may have such a unit, or several.
-        is_called_alone = self._passes and len(self._passes[0].units) == 1
-        return unit in self.around or is_called_alone
+        return unit in self.around or (bool(self._passes) and self._passes[0].is_of_block)
 
     # Forwards ------------------------------------------------------------------------------------------------------
 
@@ -218,7 +217,7 @@ class ShardedBlocks:
             if current is not None and unit in current:
                 return self._within(current, unit, call, args, kwargs)
         # Someone calls the block by itself.
-        return self._call(GatherOrder(self.whole, [unit]), unit, call, args, kwargs)
+        return self._call(GatherOrder(self.whole, [unit], is_of_block=True), unit, call, args, kwargs)
 
     def _call(self, schedule, unit, call, args, kwargs):
         self._end_raised()
@@ -249,8 +248,7 @@ class ShardedBlocks:
         self._passes.remove(schedule)
         schedule.end()
         # Code that is compiled does not run again in a backward, but blocks that it has checkpointed do.
-        is_alone_in_backward = in_backward() and len(schedule.units) == 1
-        if self.around is not None and not self._passes and not is_alone_in_backward:
+        if self.around is not None and not self._passes and not (schedule.is_of_block and in_backward()):
             self.around.gather_last()
 
     def _within(self, current, unit, call, args, kwargs):
@@ -364,7 +362,7 @@ class ShardedBlocks:
         # Other ranks may wait for this rank's part of a block that this rank has skipped.
         self.end_backward()
         self.join_skipped()
-        self.reshard_kept()
+        self.release_kept()
         self._has_begun = False
 
     def end_backward(self, schedule: Optional[GatherOrder] = None) -> None:
@@ -378,14 +376,14 @@ class ShardedBlocks:
         """Ends the last backward of the engine if it raised, so that this rank has gathered what other ranks have."""
         if (self._backward is not None or self._has_begun) and not in_backward():
             self.end_backward()
-            self.reshard_kept()
+            self.release_kept()
             self._has_begun = False
 
-    def reshard_kept(self) -> None:
-        """Called when a backward has run: reshards what was gathered for the backward and was not read there."""
-        self.whole.reshard_kept()
+    def release_kept(self) -> None:
+        """Called when a backward has run: releases what was gathered for the backward and was not read there."""
+        self.whole.release_kept()
         if self.around is not None:
-            self.around.reshard()
+            self.around.release()
 
     def forget_skipped(self) -> None:
         """Called when a forward begins to which a backward may come."""
