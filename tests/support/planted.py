@@ -353,7 +353,7 @@ FAULTS = {
     ),
     "change by data": Fault(
         "what a forward changes in frozen parameters by .data is lost",
-        FEATURES + "shard_parameters/sharded_blocks.py",
+        FEATURES + "shard_parameters/passes.py",
         {"            unit.is_used = True\n            if": "            if"},
         ("features/shard_parameters/test_shard_frozen.py",),
     ),

@@ -71,7 +71,7 @@ class _Share:
         if isinstance(parameter, Resharded):
             if in_backward():
                 unit.gather_for_backward()
-            elif unit.owner is None or not unit.owner.gather_for_forward(unit):
+            elif unit.owner is None or not unit.owner.passes.gather_for_forward(unit):
                 return None
             # What a hook changes now is kept.
             unit.is_used = True

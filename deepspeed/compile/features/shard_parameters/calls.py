@@ -133,7 +133,7 @@ def _with_values(sharded, state_dict, takes):
 
     All ranks call this. ``takes``: whether this rank gets values.
     """
-    sharded.end_backward()
+    sharded.passes.end_backward()
     keys_of: Dict[Any, Dict[str, List[str]]] = {}  # unit -> name of a parameter -> keys
     for key, entry in state_dict.items():
         unit, name = stands_for(entry) or (None, "")

@@ -92,9 +92,9 @@ class ShardParameters(WorksOnBlocks):
             warn("compile.shard_parameters has no effect, because no block has such parameters of its own")
         # A graph of the code around a block has no place at which to gather the block. The backward may compute the
         # block again when its parameters have been given back.
-        blocks.wrap_calls(self.sharded.around_call, always=True)
-        if self.sharded.around is not None:
-            blocks.wrap_module(self.sharded.around_module)
+        blocks.wrap_calls(self.sharded.passes.around_call, always=True)
+        if self.sharded.passes.around is not None:
+            blocks.wrap_module(self.sharded.passes.around_module)
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:
@@ -111,14 +111,14 @@ class ShardParameters(WorksOnBlocks):
 
     def around_forward(self, training: bool) -> ContextManager:
         if training and torch.is_grad_enabled():
-            self.sharded.forget_skipped()
+            self.sharded.passes.forget_skipped()
         return contextlib.nullcontext()
 
     def backward_begins(self) -> None:
-        self.sharded.begin_backward()
+        self.sharded.passes.begin_backward()
 
     def backward_ends(self) -> None:
-        self.sharded.finish_backward()
+        self.sharded.passes.finish_backward()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         # The first step that is taken makes the optimizer's states. One that overflows is left out.

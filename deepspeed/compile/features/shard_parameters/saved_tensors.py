@@ -86,7 +86,7 @@ def _stand_in(tensor, compares=True):
     if found is None or (owner := found[0].owner) is None:
         return None
     unit, place = found
-    schedule = owner.pass_that_saves(unit)
+    schedule = owner.passes.pass_that_saves(unit)
     version = version_of(place.tensor) if compares else None
     return _Handle(unit, schedule, tensor.dtype, tensor.size(), tensor.stride(), offset, place, version)
 

@@ -111,7 +111,7 @@ class Unit:
 
     @property
     def owner(self) -> Any:
-        """The ``ShardedBlocks`` that gathers the unit, which has a weak reference. Without one, it stays whole."""
+        """The ``ShardedBlocks`` of the unit, which has a weak reference. Without one, it stays whole."""
         return None if self._owner is None else self._owner()
 
     @owner.setter
@@ -464,7 +464,7 @@ class Unit:
     def gather_for_backward(self, schedule: Any = None) -> None:
         """Called when a backward reads the unit. ``schedule``: the pass in which what it reads was saved."""
         if self.owner is not None:
-            self.owner.gather_for_backward(self, schedule)
+            self.owner.passes.gather_for_backward(self, schedule)
         if not self.is_gathered:
             raise RuntimeError(
                 f"the engine was destroyed before this backward, which needs parameter {self.name}; run the backward "
