@@ -387,6 +387,19 @@ def test_the_docs_list_who_uses_private_names():
         assert {*re.findall(r"`([^`]+)`", row)} == files, kind
 
 
+def test_sharded_parameters_use_private_torch_in_one_file():
+    """Nobody would ask a new torch for what another file leans on, and training would read memory that is gone."""
+    folder, one = "features.shard_parameters.", "features.shard_parameters.private_torch"
+    found = {name: {*private_names(tree)} for name, tree in modules().items() if name.startswith(folder)}
+    names_of_torch = {part for name in found[one] for part in name.split(".")[1:] if is_private(part)}
+    assert {"_cdata", "_version", "_apply", "_execution_engine"} <= names_of_torch
+    # What the other parts import too, and what is in the keys of caches.
+    anywhere = ("torch.utils._pytree", "torch.utils._python_dispatch")
+    for name in found.keys() - {one, f"{folder}rewrite"}:
+        of_torch = {each for each in found[name] if each.startswith("torch.") and not each.startswith(anywhere)}
+        assert of_torch | {each for each in found[name] if names_of_torch & {*each.split(".")}} == set(), name
+
+
 def public_functions(tree):
     """Yields the functions of a module, and the methods of its public classes, that another file may call."""
     for node in tree.body:

@@ -353,8 +353,8 @@ def late(delay):
     send, give_back = unit.Unit._send, unit.Unit._give_back
 
     @shapes_no_graph
-    def send_late(self, sends_frozen=True):
-        send(self, sends_frozen)
+    def send_late(self, evaluates=False, sends_frozen=True):
+        send(self, evaluates, sends_frozen)
         self._works = [_Late(self._works, [*_received(self, sends_frozen)], delay)]
 
     @shapes_no_graph

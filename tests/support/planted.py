@@ -338,7 +338,11 @@ FAULTS = {
     "frozen shard not gathered again": Fault(
         "a block that is called twice in a forward finds its frozen parameters given back",
         FEATURES + "shard_parameters/gather_order.py",
-        {"        self._whole.begin(unit)\n        unit.finish_gather()\n": "        unit.finish_gather()\n"},
+        {
+            "        self._whole.begin(unit, evaluates=self._evaluates)\n        unit.finish_gather()\n": (
+                "        unit.finish_gather()\n"
+            )
+        },
         ("features/shard_parameters/test_shard_frozen.py",),
     ),
     "frozen parameters read before they came": Fault(
@@ -349,7 +353,7 @@ FAULTS = {
     ),
     "change by data": Fault(
         "what a forward changes in frozen parameters by .data is lost",
-        FEATURES + "shard_parameters/sharded_blocks.py",
+        FEATURES + "shard_parameters/passes.py",
         {"            unit.is_used = True\n            if": "            if"},
         ("features/shard_parameters/test_shard_frozen.py",),
     ),

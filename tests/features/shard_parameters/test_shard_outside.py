@@ -3,6 +3,7 @@
 """Embeddings and heads that are sharded train to the same bits as whole ones, however a model reads them."""
 
 import contextlib
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, keep, unit, unsharded_parameters
 
 from support.chunked_loss import small_chunks
-from support.frozen import WIDTH, Adapted, Body, Tied, late, model_of
+from support.frozen import WIDTH, Adapted, AdaptedBlock, Body, Tied, late, model_of
 from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.models import VOCABULARY
@@ -364,6 +365,48 @@ def test_when_memory_is_given_back(ranks, kept, checkpoints):
         assert head <= held["loss"] <= head + kept * block
         assert held["backward 3"] <= head + max(kept, 1) * block
         assert all(held[f"backward {index}"] <= 2 * block for index in range(3))
+
+
+class StacksOfOne(Large):
+    """Two modules call one block each. Two large embeddings are read before the first one."""
+
+    of_body = TakesEmbedded
+
+    def __init__(self):
+        super().__init__()
+        self.other, self.positions = TakesEmbedded(), nn.Embedding(500, WIDTH)
+        del self.other.embedding
+        self.body.blocks, self.other.blocks = self.body.blocks[:1], self.other.blocks[:1]
+
+    def forward(self, ids, skip=False):
+        x = self.other(self.body(self.body.embedding(ids) + self.positions(ids)))
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
+
+
+def beside_blocks():
+    """Returns how many units are whole, or on their way, when each block's unit begins in a forward."""
+    torch._dynamo.reset()
+    module = StacksOfOne().to(device()).requires_grad_(True)
+    blocks = [AdaptedBlock.__name__]
+    engine = make_engine(module, Case(config=config(True, regional_compilation=blocks)))
+    send, counts = unit.Unit._send, []
+    sharded = feature.sharded_blocks(engine)
+
+    @shapes_no_graph
+    def sending(self, *args, **kwargs):
+        if self in sharded._unit_of.values():
+            counts.append(len(sharded.whole._is_kept))
+        send(self, *args, **kwargs)
+
+    with mock.patch.object(unit.Unit, "_send", sending), torch.no_grad():
+        engine(batch(0, 0, 0, 4))
+    engine.destroy()
+    return counts
+
+
+def test_a_module_that_calls_one_block(ranks):
+    """All large embeddings would stay beside the block, as for a block that somebody calls by itself."""
+    assert ranks(2).run(beside_blocks) == [[2, 2]] * 2
 
 
 def clone_tied():

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, sharded_blocks, unit, unsharded_parameters
@@ -208,6 +209,30 @@ def beside_overlapped_gathers(folder):
     return said, losses[1] < losses[0]
 
 
+def with_another_torch(folder):
+    """A torch that does not say who has a storage is refused, and trains without the option."""
+    with mock.patch.object(torch._C, "_storage_Use_Count", lambda address: 2):
+        said = [outcome(make, "all")]
+        module, engine = make(None)
+        losses = [trained_on(engine, module)[0] for _ in range(2)]
+    engine.destroy()
+    return said, losses[1] < losses[0]
+
+
+def taken_as_torch_does(folder):
+    """Torch's functions for checkpoints take the parameters at rest, of the model and of its inner module."""
+    module, engine = make("all")
+    trained_on(engine, module)
+    on_first = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    taken = [(module, None), (engine, on_first), (module.body, on_first)]
+    said = [outcome(get_model_state_dict, each, options=options) for each, options in taken]
+    with unsharded_parameters(engine):
+        values = get_model_state_dict(module, options=on_first)
+        expected = {name: each.detach().clone() for name, each in module.named_parameters()}
+    is_right = all(torch.equal(expected[name], each) for name, each in values.items())
+    return said, is_right and len(values) == (0 if dist.get_rank() else len(expected)) and trains(engine, module)
+
+
 # What ranks do -> what is said of it.
 REMEDIES = {
     another_dtype: "change its values in place, or make another engine of the model",
@@ -215,6 +240,7 @@ REMEDIES = {
     ended_in_a_forward: "and its engine was destroyed; make another engine of the model",
     ended_before_a_backward: "or the forward again with another engine of the model",
     whole_within_a_forward: "was called within a forward or a backward; call it outside of them",
+    taken_as_torch_does: "cannot be taken by get_model_state_dict() here; do it within `with unsharded_parameters(",
     ended_at_rest: "destroy the engine within `with unsharded_parameters(engine):` to use it",
     trained_too_late: "and cannot be trained; set requires_grad before the engine is made",
     saved_elsewhere: "another rank was to save it; save it on rank 0 alone",
@@ -222,6 +248,7 @@ REMEDIES = {
     another_engine_too_early: "call destroy() of that engine first, on all ranks",
     offloaded_whole: "offload_states() cannot move it to the host; name other states in include=[...]",
     beside_overlapped_gathers: "and compile.shard_parameters='all' a part of them; leave one of them out",
+    with_another_torch: "install a release of torch that ds_report names as tested, or leave this out",
 }
 
 

@@ -16,7 +16,7 @@ class Gathered:
     def __init__(self, name, log):
         self.name, self._log = name, log
 
-    def start_gather(self):
+    def start_gather(self, evaluates):
         self._log.append(f"gather {self.name}")
 
     def finish_gather(self):

@@ -8,6 +8,7 @@ has another class, :class:`Resharded` before its own, whose ``__torch_function__
 
 import copy
 import functools
+import traceback
 import weakref
 from typing import TYPE_CHECKING, Any, Optional, Tuple, Type
 
@@ -15,6 +16,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..subclasses.tensors import plain_tensors
+from .private_torch import address_of, change_class, in_backward, without_torch_function
 
 if TYPE_CHECKING:
     from torch import Tensor as _NextClass
@@ -38,6 +40,8 @@ _SAME_VALUES = {"detach", "clone", "cpu", "cuda", "to", "contiguous"}
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
 # The attribute of a tensor at rest that says whose values it stands for.
 _SHARE = "_share_at_rest"
+# The module of torch's that has get_model_state_dict().
+CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
 
 class _Share:
@@ -67,7 +71,7 @@ class _Share:
         if isinstance(parameter, Resharded):
             if in_backward():
                 unit.gather_for_backward()
-            elif unit.owner is None or not unit.owner.gather_for_forward(unit):
+            elif unit.owner is None or not unit.owner.passes.gather_for_forward(unit):
                 return None
             # What a hook changes now is kept.
             unit.is_used = True
@@ -106,6 +110,18 @@ def refusal(name: str, what: str) -> RuntimeError:
         "enter together, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's "
         "get_state_dict(), which all ranks call"
     )
+
+
+def refuse_checkpoint(unit: Any, *_: Any) -> None:
+    """Hook of a block before its state dict: raises if torch's ``get_model_state_dict()`` takes parameters at rest.
+
+    The first rank alone would read them, and raise, when the others have gone on and wait for it. Torch tells modules
+    nothing of this call, so it is looked for on the stack.
+    """
+    if not unit.is_gathered and any(
+        frame.f_globals.get("__name__") == CHECKPOINTS for frame, _ in traceback.walk_stack(None)
+    ):
+        raise refusal(unit.name, "taken by get_model_state_dict()")
 
 
 def ended(name: str) -> RuntimeError:
@@ -210,7 +226,7 @@ def _call_with_values(function, arguments, values):
 def _memory_of(tensor):
     """Says where and how the values of a tensor lie."""
     return [
-        (plain.untyped_storage()._cdata, plain.storage_offset(), plain.shape, plain.stride(), plain.dtype)
+        (address_of(plain.untyped_storage()), plain.storage_offset(), plain.shape, plain.stride(), plain.dtype)
         for plain in plain_tensors([tensor])
     ]
 
@@ -237,13 +253,8 @@ def _access(function, kind, args):
 
 
 def _plain(function, *args, **kwargs):
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         return function(*args, **kwargs)
-
-
-def in_backward() -> bool:
-    """Whether this thread runs a backward."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _call_at_rest(tensor, function, args, kwargs):
@@ -269,7 +280,7 @@ def _alias(tensor, is_copy=False):
 
 
 def _put_to_rest(tensor, share):
-    tensor.__class__ = _with_rest(type(tensor))  # type: ignore[arg-type]
+    change_class(tensor, _with_rest(type(tensor)))  # type: ignore[arg-type]
     vars(tensor)[_SHARE] = share
 
 
@@ -319,6 +330,6 @@ def keep_owner(parameter: torch.Tensor, *owners: Any) -> None:
 def unmark(parameter: torch.Tensor) -> None:
     """Undoes :func:`mark_resharded`."""
     if isinstance(parameter, Resharded):
-        parameter.__class__ = parameter.gathered_class
+        change_class(parameter, parameter.gathered_class)
         # A pickle of the parameter has all of its attributes.
         delattr(parameter, _SHARE)

@@ -18,6 +18,7 @@ from ...zero_1_and_2.messages import inform
 from ..subclasses.calls import BROADCAST_LATER
 from .at_rest import Resharded, on_first_rank, stands_for
 from .from_host import give_values, is_cut, make_optimizer
+from .private_torch import apply_to_tensors
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -71,7 +72,7 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
     if not stays:
         module.to(engine.device)
     else:
-        module._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
+        apply_to_tensors(module, lambda tensor: tensor if id(tensor) in stay else tensor.to(engine.device))
     for parameter in stays:
         setattr(parameter, BROADCAST_LATER, True)
 
@@ -132,7 +133,7 @@ def _with_values(sharded, state_dict, takes):
 
     All ranks call this. ``takes``: whether this rank gets values.
     """
-    sharded.end_backward()
+    sharded.passes.end_backward()
     keys_of: Dict[Any, Dict[str, List[str]]] = {}  # unit -> name of a parameter -> keys
     for key, entry in state_dict.items():
         unit, name = stands_for(entry) or (None, "")

@@ -9,14 +9,16 @@ import torch
 import deepspeed.comm as dist
 
 from ...zero_1_and_2.collectives import collective
+from .private_torch import assert_later
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 PURPOSE = "gather sharded parameters"
 DIFFERENT = (
-    "ranks gathered the parameters of different blocks, or one began a backward alone: with compile.shard_parameters "
-    "all ranks run the same forwards and backwards; for one rank alone, all ranks enter unsharded_parameters(engine)"
+    "ranks gathered parameters of different blocks, or one evaluated or began a backward alone: with "
+    "compile.shard_parameters all ranks run the same forwards and backwards; for one rank alone, all ranks enter "
+    "unsharded_parameters(engine)"
 )
 
 
@@ -30,12 +32,20 @@ class Comparison:
 
     def __init__(self, number: int, process_group: "ProcessGroup", device: torch.device):
         self._group = process_group
-        self._number = torch.tensor([number], device=device)
+        # Of what records gradients, and of what does not. The host sends nothing to a GPU for each comparison.
+        self._of_kinds = [torch.tensor([2 * number + kind], device=device) for kind in (False, True)]
+        self._number = self._of_kinds[False]
         self._numbers = self._number.repeat(dist.get_world_size(process_group))
         self._work: Any = None
 
-    def start(self) -> None:
-        """Starts to send this rank's number."""
+    def start(self, evaluates: bool = False) -> None:
+        """Starts to send this rank's number.
+
+        Args:
+            evaluates: whether this is for a forward without gradients. Its units are those of a forward in training,
+                in the same order, so another rank that trains would come to know of it only in the backward.
+        """
+        self._number = self._of_kinds[evaluates]
         self._work = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
 
     def is_completed(self) -> bool:
@@ -54,4 +64,4 @@ class Comparison:
         same = (self._numbers == self._number).all()
         if same.is_cpu and not same:
             raise torch.distributed.DistBackendError(DIFFERENT)
-        torch._assert_async(same, DIFFERENT)
+        assert_later(same, DIFFERENT)

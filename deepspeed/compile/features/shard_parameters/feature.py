@@ -19,6 +19,7 @@ from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks, WorksOnBlocks
 from ..timeouts.timeouts import shorten_timeout
 from .keep import STEPS_BEFORE
+from .private_torch import lacking
 from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
@@ -61,6 +62,8 @@ class ShardParameters(WorksOnBlocks):
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
+        if cls.is_wanted(request):
+            yield from lacking()
         yield from super().refusals(request)
         if request.options.shard_parameters == "all" and getattr(request.options, "overlap_param_gather", False):
             yield (
@@ -89,9 +92,9 @@ class ShardParameters(WorksOnBlocks):
             warn("compile.shard_parameters has no effect, because no block has such parameters of its own")
         # A graph of the code around a block has no place at which to gather the block. The backward may compute the
         # block again when its parameters have been given back.
-        blocks.wrap_calls(self.sharded.around_call, always=True)
-        if self.sharded.around is not None:
-            blocks.wrap_module(self.sharded.around_module)
+        blocks.wrap_calls(self.sharded.passes.around_call, always=True)
+        if self.sharded.passes.around is not None:
+            blocks.wrap_module(self.sharded.passes.around_module)
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:
@@ -108,14 +111,14 @@ class ShardParameters(WorksOnBlocks):
 
     def around_forward(self, training: bool) -> ContextManager:
         if training and torch.is_grad_enabled():
-            self.sharded.forget_skipped()
+            self.sharded.passes.forget_skipped()
         return contextlib.nullcontext()
 
     def backward_begins(self) -> None:
-        self.sharded.begin_backward()
+        self.sharded.passes.begin_backward()
 
     def backward_ends(self) -> None:
-        self.sharded.finish_backward()
+        self.sharded.passes.finish_backward()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         # The first step that is taken makes the optimizer's states. One that overflows is left out.

@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ...zero_1_and_2.collectives import collective
 from ..subclasses.calls import BROADCAST_LATER
 from .partitions import Home
+from .private_torch import become
 
 PURPOSE = "cut a model on the host"
 # Whether a tensor has no values on any rank, or on a rank other than the first.
@@ -63,9 +64,7 @@ def give_values(module: Module, device: torch.device) -> Set[int]:
     for tensor in tensors.values():
         if tensor.is_meta:
             memory = torch.empty_like(tensor, device="cpu").requires_grad_(tensor.requires_grad)
-            # `data` cannot be assigned from the host to the meta device. torch.utils.swap_tensors() does this too, but
-            # refuses where DeepSpeed has weak references.
-            torch._C._swap_tensor_impl(tensor, memory)
+            become(tensor, memory)
     for name, buffer in buffers.items():
         if lacking[name]:
             values = buffer.to(device).contiguous()

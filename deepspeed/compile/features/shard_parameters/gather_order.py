@@ -16,6 +16,7 @@ from typing import Any, Iterator, List, Optional
 import torch
 from torch.utils._pytree import tree_leaves
 
+from .private_torch import in_backward
 from .unit import Unit
 from .whole_units import WholeUnits
 
@@ -28,6 +29,7 @@ class GatherOrder:
     Args:
         whole: gathers and reshards units.
         units: the units, in this order.
+        is_of_block: whether somebody calls a block by itself, and no module that calls blocks.
         needed_from: the place of the first unit whose block, or a block before it, has a trained parameter. The
             backward ends there unless a gradient flows on into what is before the blocks.
         forward: None, or the pass through which this backward goes.
@@ -37,13 +39,20 @@ class GatherOrder:
     """
 
     def __init__(
-        self, whole: WholeUnits, units: List[Unit], needed_from: int = 0, forward: Optional["GatherOrder"] = None
+        self,
+        whole: WholeUnits,
+        units: List[Unit],
+        needed_from: int = 0,
+        is_of_block: bool = False,
+        forward: Optional["GatherOrder"] = None,
     ):
-        self.units, self.number = units, next(_numbers)
+        self.units, self.is_of_block, self.number = units, is_of_block, next(_numbers)
         self._whole = whole
         self._forward = forward
         self._needed_from = needed_from
         self._has_block_run = self._is_seen = False
+        # A backward takes this from its forward, because a rank that skips blocks gathers them behind the backward.
+        self._evaluates: bool = forward._evaluates if forward else not (torch.is_grad_enabled() or in_backward())
         self._place = {unit: place for place, unit in enumerate(units)}
         # The place of the first unit that stays until its backward.
         self._kept_from = len(units)
@@ -108,21 +117,21 @@ class GatherOrder:
             self._begin_next()
         # Starts it once more if it was resharded. What is kept is so since it began, in the same order on all ranks,
         # which may come back to a block or not.
-        self._whole.begin(unit)
+        self._whole.begin(unit, evaluates=self._evaluates)
         unit.finish_gather()
         if self._begun == place + 1 < len(self.units):
             self._begin_next()
 
     def _begin_next(self):
-        self._whole.begin(self.units[self._begun], self._begun >= self._kept_from)
+        self._whole.begin(self.units[self._begun], self._begun >= self._kept_from, self._evaluates)
         self._begun += 1
 
     def end(self) -> None:
-        """Gathers the units that this rank did not need, for the other ranks, and reshards all units."""
+        """Gathers the units that this rank did not need, for the other ranks, and releases all units."""
         while self._begun < len(self.units):
             self._begin_next()
         for unit in self.units:
-            self._whole.reshard(unit)
+            self._whole.release(unit)
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:

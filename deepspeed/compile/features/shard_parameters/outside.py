@@ -24,6 +24,7 @@ from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
 from ..overlap_gather.gather_hooks import outside_graphs
 from ..subclasses.tensors import plain_tensors
+from .private_torch import is_traced, trace_again
 from .unit import Unit
 from .whole_units import WholeUnits
 
@@ -109,7 +110,7 @@ class OutsideUnits:
         finally:
             self._forwards -= 1
             if not torch.is_grad_enabled():
-                self.reshard()
+                self.release()
 
     def begin_last(self) -> None:
         """Called when the last block of those that a module calls has its parameters."""
@@ -118,7 +119,7 @@ class OutsideUnits:
                 self._whole.begin(unit)
             else:
                 # Blocks that are kept have not taken its place.
-                self._whole.reshard(unit)
+                self._whole.release(unit)
 
     def gather_last(self) -> None:
         """Called when blocks have run, before other code goes on."""
@@ -138,9 +139,9 @@ class OutsideUnits:
         if unit not in units:
             units.append(unit)
         self._gather([unit])
-        if torch._guards.TracingContext.try_get() is not None:
+        if is_traced():
             # Dynamo has met a parameter at rest, which is a subclass of tensors to it. It is none any more.
-            raise torch._dynamo.exc.UnspecializeRestartAnalysis(restart_reason="a sharded parameter was gathered")
+            raise trace_again("a sharded parameter was gathered")
         return True
 
     def _gather(self, units):
@@ -149,9 +150,9 @@ class OutsideUnits:
         for unit in units:
             unit.finish_gather()
 
-    def reshard(self) -> None:
+    def release(self) -> None:
         for unit in self._units:
-            self._whole.reshard(unit)
+            self._whole.release(unit)
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:

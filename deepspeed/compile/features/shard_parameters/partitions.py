@@ -19,6 +19,7 @@ import deepspeed.comm as dist
 from ...zero_1_and_2.gradient.layout import flat_layout, partition, partition_offset
 from ..overlap_gather.runs import runs
 from .places import Place, note_storage
+from .private_torch import address_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -95,7 +96,7 @@ class Home:
         """Copies what lies in ``extent`` from the flat tensor, unless it lies here already. Returns the partition."""
         flat, own = optimizer.bit16_groups_flat[group], partition(optimizer, group)
         storage = own.untyped_storage()
-        if storage._cdata != flat.untyped_storage()._cdata:
+        if address_of(storage) != address_of(flat.untyped_storage()):
             # `from_host.py` has made the optimizer, and the memory by allocate().
             return self._lie_in(own.as_strided((storage.nbytes() // self.size,), (1,), 0))
         own = self.allocate(flat.dtype, flat.device)

@@ -8,13 +8,15 @@ from typing import Any, Dict
 
 import torch
 
+from .private_torch import address_of
+
 # Address of a storage -> what knows whose places are there: a unit, or the home of a partition. It has find(offset).
 UNITS: Dict[int, "weakref.ref[Any]"] = {}
 
 
 def note_storage(storage: torch.UntypedStorage, knows: Any) -> None:
     """Has ``UNITS`` find what knows whose places are in a storage, as long as that lives."""
-    address = storage._cdata
+    address = address_of(storage)
     reference = UNITS[address] = weakref.ref(knows)
     weakref.finalize(knows, _forget, address, reference).atexit = False
 

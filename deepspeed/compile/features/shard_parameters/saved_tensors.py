@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .places import UNITS, Place
+from .private_torch import address_of, saving_hooks, takes_saving_hooks, version_of
 from .unit import Unit
 
 if TYPE_CHECKING:
@@ -47,9 +48,9 @@ class _Handle(NamedTuple):
 
     def tensor(self) -> torch.Tensor:
         self.unit.gather_for_backward(self.schedule)
-        if self.version is not None and self.place.tensor._version != self.version:
+        if self.version is not None and version_of(self.place.tensor) != self.version:
             name = f"parameter {self.place.name}"
-            raise RuntimeError(MODIFIED.format(name, self.place.tensor._version, self.version))
+            raise RuntimeError(MODIFIED.format(name, version_of(self.place.tensor), self.version))
         return self.unit.tensor_at(self.place, self.dtype, self.size, self.stride, self.offset)
 
 
@@ -72,7 +73,7 @@ def _stand_in(tensor, compares=True):
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         return _wrapper(tensor, compares)
     try:
-        reference = UNITS.get(tensor.untyped_storage()._cdata)
+        reference = UNITS.get(address_of(tensor.untyped_storage()))
     except NotImplementedError:
         # Such as a sparse tensor, which has no memory of its own.
         return None
@@ -85,8 +86,8 @@ def _stand_in(tensor, compares=True):
     if found is None or (owner := found[0].owner) is None:
         return None
     unit, place = found
-    schedule = owner.pass_that_saves(unit)
-    version = place.tensor._version if compares else None
+    schedule = owner.passes.pass_that_saves(unit)
+    version = version_of(place.tensor) if compares else None
     return _Handle(unit, schedule, tensor.dtype, tensor.size(), tensor.stride(), offset, place, version)
 
 
@@ -106,16 +107,16 @@ def _pack(tensor):
         return stand_in
     # Not the tensor itself: it may be the result of the node that keeps what is packed, a cycle that nobody collects.
     # Torch compares no versions of tensors that hooks have packed.
-    return tensor.detach(), tensor._version
+    return tensor.detach(), version_of(tensor)
 
 
 def _unpack(packed):
     if isinstance(packed, (_Handle, _Wrapper)):
         return packed.tensor()
     tensor, version = packed
-    if tensor._version != version:
+    if version_of(tensor) != version:
         name = f"[{tensor.type()} {list(tensor.shape)}]"
-        raise RuntimeError(MODIFIED.format(name, tensor._version, version))
+        raise RuntimeError(MODIFIED.format(name, version_of(tensor), version))
     return tensor
 
 
@@ -143,9 +144,9 @@ def saving_handles() -> ContextManager[Any]:
 
     Torch calls only the hooks of saved tensors that were registered last. A caller's hooks are called from these.
     """
-    current = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    current = saving_hooks()
     if current is None:
-        if not (torch.is_grad_enabled() or torch._C._autograd._saved_tensors_hooks_is_enabled()):
+        if not (torch.is_grad_enabled() or takes_saving_hooks()):
             # Nothing is saved, and torch would not have hooks here.
             return contextlib.nullcontext()
         return saved_tensors_hooks(_pack, _unpack)

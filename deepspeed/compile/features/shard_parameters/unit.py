@@ -29,6 +29,7 @@ from .at_rest import ended, keep_owner, mark_resharded, unmark
 from .comparison import PURPOSE, Comparison
 from .partitions import TrainedPart, aligned
 from .places import UNITS, Place, note_storage
+from .private_torch import address_of, users_of, version_of, without_torch_function
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -110,7 +111,7 @@ class Unit:
 
     @property
     def owner(self) -> Any:
-        """The ``ShardedBlocks`` that gathers the unit, which has a weak reference. Without one, it stays whole."""
+        """The ``ShardedBlocks`` of the unit, which has a weak reference. Without one, it stays whole."""
         return None if self._owner is None else self._owner()
 
     @owner.setter
@@ -157,15 +158,18 @@ class Unit:
 
     def _set_buffer(self, buffer):
         if self._buffer is not None:
-            UNITS.pop(self._buffer.untyped_storage()._cdata, None)
+            UNITS.pop(address_of(self._buffer.untyped_storage()), None)
         self._buffer = buffer
         self._typed = {dtype: buffer.view(dtype) for dtype in {place.dtype for place in self._in_buffer}}
         note_storage(buffer.untyped_storage(), self)
 
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
+    def start_gather(self, evaluates: bool = False) -> None:
         """Starts to gather the unit. All ranks must start the same units in the same order.
+
+        Args:
+            evaluates: whether it is for a forward without gradients, which ranks compare.
 
         Raises:
             DistBackendError: if the collective failed.
@@ -179,17 +183,17 @@ class Unit:
         else:
             self._buffer.untyped_storage().resize_(self.nbytes)
             self._stream, self._target = get_accelerator().current_stream(), self._buffer
-        self._send()
+        self._send(evaluates)
 
     def have_all_come(self) -> bool:
         """Whether all ranks have come to the gather that was started."""
         return self._comparison.is_completed()
 
-    def _send(self, sends_frozen=True):
+    def _send(self, evaluates=False, sends_frozen=True):
         works: List[Any] = []
         with collective(PURPOSE):
             # First, because parts of different units may differ in size.
-            self._comparison.start()
+            self._comparison.start(evaluates)
             if self._frozen_bytes and sends_frozen:
                 frozen = self._target[: self._frozen_bytes]
                 works.append(dist.all_gather_into_tensor(frozen, self.share, group=self._group, async_op=True))
@@ -226,7 +230,7 @@ class Unit:
         self._wait(until_free=False)
         for place in self._all_places():
             if place.is_trained:
-                place.version = place.tensor._version
+                place.version = version_of(place.tensor)
 
     def finish_gather(self) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait until the unit is gathered.
@@ -246,7 +250,7 @@ class Unit:
             self.is_gathered = True
             self._readers = [stream]
             for place in self._all_places():
-                place.version = place.tensor._version
+                place.version = version_of(place.tensor)
         elif stream in self._readers:
             return
         else:
@@ -331,14 +335,14 @@ class Unit:
         # Views have the buffer's storage too: the buffer, others of it, parameters, and what stands for these.
         in_buffer = sum(place.home is None for place in self._all_places())
         views = 1 + len(self._typed) + in_buffer + len(self._aliases)
-        return torch._C._storage_Use_Count(storage._cdata) > views + _baseline_use_count()
+        return users_of(storage) > views
 
     def _give_back(self, storage):
         if storage.resizable():
             storage.resize_(0)
             return
         # Torch does not resize a storage of which a NumPy array was made, so take another one.
-        with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        with torch.inference_mode(False), without_torch_function():
             self._set_buffer(torch.empty_like(self._buffer))
             for place in self._all_places():
                 if place.home is None:
@@ -350,7 +354,7 @@ class Unit:
 
     def _are_changed(self):
         """Whether a parameter was changed in place since the unit was gathered, such as by load_state_dict()."""
-        return any(place.tensor._version != place.version for place in self._all_places())
+        return any(version_of(place.tensor) != place.version for place in self._all_places())
 
     def take_back(self) -> None:
         """Moves the values of parameters that were given other memory back, while the unit is gathered."""
@@ -403,7 +407,7 @@ class Unit:
     def note_alias(self, alias: torch.Tensor) -> None:
         """Called if a tensor that cannot be read has the unit's memory, which it needs not have."""
         for tensor in plain_tensors([alias]):
-            if tensor.untyped_storage()._cdata == self._buffer.untyped_storage()._cdata:
+            if address_of(tensor.untyped_storage()) == address_of(self._buffer.untyped_storage()):
                 self._aliases[id(tensor)] = tensor
 
     def forget_alias(self, alias: torch.Tensor) -> None:
@@ -423,7 +427,7 @@ class Unit:
             raise ValueError(f"parameter {name} is made of {len(places)} tensors, and its new values are not")
         for place, source in zip(places, sources, strict=True):
             self._write(place, source)
-            with torch._C.DisableTorchFunctionSubclass():
+            with without_torch_function():
                 # A backward that has read the old values is wrong.
                 torch.autograd.graph.increment_version(place.tensor)
 
@@ -460,17 +464,10 @@ class Unit:
     def gather_for_backward(self, schedule: Any = None) -> None:
         """Called when a backward reads the unit. ``schedule``: the pass in which what it reads was saved."""
         if self.owner is not None:
-            self.owner.gather_for_backward(self, schedule)
+            self.owner.passes.gather_for_backward(self, schedule)
         if not self.is_gathered:
             raise RuntimeError(
                 f"the engine was destroyed before this backward, which needs parameter {self.name}; run the backward "
                 "before destroy(), or the forward again with another engine of the model"
             )
         self.finish_gather()
-
-
-def _baseline_use_count():
-    """Returns how often torch counts a storage in use that one variable of Python has, beside those of its tensors."""
-    tensor = torch.empty(0)
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) - 1

@@ -5,7 +5,7 @@
 A unit is in one of these states:
 
 - at rest: this rank has its part;
-- replaceable: whole, or on its way, until another unit needs its place, or until somebody reshards it;
+- replaceable: whole, or on its way, until another unit needs its place, or until it is released;
 - in use: as replaceable, and the forward of its block is under way. It stays until that ends;
 - kept: whole, or on its way, until its backward has come. It is replaceable then;
 - fixed: all units are, where they stay as they are, whole or at rest: within ``unsharded_parameters()``, and for good
@@ -26,7 +26,7 @@ import torch
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.messages import warn
-from .at_rest import in_backward
+from .private_torch import in_backward
 from .unit import Unit
 
 # How many units are replaceable at a time: the one that a block computes with, and the next one, which is on its way.
@@ -71,10 +71,10 @@ class WholeUnits:
     def are_fixed(self) -> bool:
         return self._fixed > 0
 
-    def begin(self, unit: Unit, is_kept: bool = False) -> None:
+    def begin(self, unit: Unit, is_kept: bool = False, evaluates: bool = False) -> None:
         """Begins to gather a unit, unless it is whole or on its way. Reshards others for it.
 
-        ``is_kept``: whether the unit stays until its backward.
+        ``is_kept``: whether the unit stays until its backward. ``evaluates``: as for ``Unit.start_gather()``.
         """
         if self.are_fixed:
             return
@@ -83,16 +83,16 @@ class WholeUnits:
             del self._is_kept[unit]
         if is_kept:
             kept = [other for other in self._kept() if other is not unit]
-            self._reshard_kept(kept[: max(len(kept) + 1 - self.most_kept, 0)])
+            self._release_kept(kept[: max(len(kept) + 1 - self.most_kept, 0)])
         if unit not in self._is_kept:
             others = [other for other, stays in self._is_kept.items() if not stays]
             idle = [other for other in others if not self._uses[other] and not self._must_stay(other, unit)]
             for other in idle[: max(len(others) - MOST_GATHERED + 1, 0)]:
-                self.reshard(other)
+                self.release(other)
             self.free_lent()
             self._is_kept[unit] = False
             try:
-                unit.start_gather()
+                unit.start_gather(evaluates)
             except BaseException:
                 # A later forward shall raise this error again, and not wait for what never comes.
                 del self._is_kept[unit]
@@ -104,28 +104,28 @@ class WholeUnits:
     def _kept(self):
         return [unit for unit, stays in self._is_kept.items() if stays]
 
-    def reshard(self, unit: Unit) -> None:
-        """Reshards a unit that is replaceable."""
+    def release(self, unit: Unit) -> None:
+        """Called when a pass needs a unit no longer. Reshards it if it is replaceable."""
         if self._is_kept.get(unit):
             # Where this rank has skipped the block. All ranks then have the unit, and send it anew after a step.
             unit.finish_gather()
         elif unit in self._is_kept and not self._uses[unit] and not self.are_fixed:
-            self._put_to_rest(unit)
+            self._reshard(unit)
 
-    def _put_to_rest(self, unit):
+    def _reshard(self, unit):
         self._is_kept.pop(unit, None)
         unit.reshard()
         if unit.is_lent and unit not in self._lent:
             self._lent.append(unit)
 
-    def reshard_kept(self) -> None:
-        """Called when a backward has run: reshards what was kept for the backward, and was not read there."""
-        self._reshard_kept(self._kept())
+    def release_kept(self) -> None:
+        """Called when a backward has run: releases what was kept for the backward, and was not read there."""
+        self._release_kept(self._kept())
 
-    def _reshard_kept(self, units):
+    def _release_kept(self, units):
         for unit in units:
             self._is_kept[unit] = False
-            self.reshard(unit)
+            self.release(unit)
 
     @contextlib.contextmanager
     def in_use(self, unit: Unit) -> Iterator[None]:
@@ -167,7 +167,7 @@ class WholeUnits:
             if not self.are_fixed:
                 for unit in self._units:
                     unit.is_used = True
-                    self._put_to_rest(unit)
+                    self._reshard(unit)
 
     def give_up(self) -> None:
         """Gathers all units for good. All ranks call it."""
@@ -196,7 +196,7 @@ class WholeUnits:
             try:
                 yield unit
             finally:
-                self._put_to_rest(unit)
+                self._reshard(unit)
 
 
 def _await_others(unit):
