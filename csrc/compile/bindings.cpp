@@ -80,8 +80,9 @@ PyMethodDef functions_of_generated_code[] = {
      "reduce_grad(arg0: torch.Tensor, arg1: torch.Tensor, arg2: int, arg3: bool) -> torch.Tensor"},
     {}};
 
-void end_backward(at::TensorList reductions_and_registrations)
+void end_backward(at::TensorList reductions_and_registrations, bool release_reduce_buckets)
 {
+    if (!release_reduce_buckets || reductions_and_registrations.empty()) { return; }
     const auto numbers = readable(reductions_and_registrations.back());
     if (const auto reducer = Reducer::find(numbers.const_data_ptr<int64_t>()[0])) { reducer->end_backward(); }
 }
@@ -101,7 +102,7 @@ void end_backward(at::TensorList reductions_and_registrations)
 TORCH_LIBRARY(deepcompile, m)
 {
     m.def("reduce_grad(Tensor grad, Tensor registrations, int slot, bool donated=False) -> Tensor");
-    m.def("end_backward(Tensor[] reductions_and_registrations) -> ()");
+    m.def("end_backward(Tensor[] reductions_and_registrations, bool release_reduce_buckets) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(deepcompile, CompositeExplicitAutograd, m)

@@ -51,10 +51,10 @@ def calls(graph):
 def test_end_backward_stands_after_every_reduction(fx):
     """The backward would end before its last reduction, or keep the reduced gradients as outputs."""
     backward = backward_graph(2)
-    finish_backward_graph(backward, is_last=True)
+    finish_backward_graph(backward, release_reduce_buckets=True)
     *_, (_, target, arguments) = calls(backward.graph)
     assert target == "deepcompile.end_backward.default"
-    assert str(arguments) == "([reduce_grad_default, reduce_grad_default_1, registrations],)"
+    assert str(arguments) == "([reduce_grad_default, reduce_grad_default_1, registrations], True)"
     assert str(backward.graph.output_node().args[0]) == "(None, None, activation_gradient)"
 
 
@@ -91,7 +91,7 @@ def test_the_base_ends_its_zero3_backward_with_its_own_operator(fx):
 def test_a_graph_before_the_last_gets_no_end(fx):
     """A call for each layer would cost the host time, and do nothing."""
     backward = backward_graph(2)
-    finish_backward_graph(backward, is_last=False)
+    finish_backward_graph(backward, release_reduce_buckets=False)
     assert "end_backward" not in str(backward.graph)
     assert str(backward.graph.output_node().args[0]) == "(None, None, activation_gradient)"
 
@@ -100,7 +100,7 @@ def test_a_graph_that_reduces_nothing_gets_no_end(fx):
     """A graph without reductions would end a backward in which others have still to reduce."""
     backward = backward_graph(0)
     before = str(backward.graph)
-    finish_backward_graph(backward, is_last=True)
+    finish_backward_graph(backward, release_reduce_buckets=True)
     assert str(backward.graph) == before
 
 
@@ -154,13 +154,20 @@ def test_rewriting_helpers(fx):
     graph.lint()
 
 
+class End(NamedTuple):
+    """A call of ``end_backward`` in a backward graph."""
+
+    reductions: int  # that it stands behind
+    releases: bool
+
+
 class BackwardGraph(NamedTuple):
     """What the nodes of a backward graph do."""
 
     graph_id: int
-    is_last: bool  # whether it was asked to end the backward
+    release: bool  # whether it was asked to release the buckets
     reductions: int
-    ends: List[int]  # for each call of ``end_backward``, behind how many reductions it stands
+    ends: List[End]
     hidden: bool  # whether all reduced gradients are hidden from autograd
 
 
@@ -186,9 +193,9 @@ def backward_graphs(case):
         entries.append(
             BackwardGraph(
                 self.graph_id,
-                self.is_last,
+                self.release_reduce_buckets,
                 len(reductions),
-                [len(n.args[0]) - 1 for n in ends],
+                [End(len(n.args[0]) - 1, n.args[1]) for n in ends],
                 hidden=not any(n in reductions for n in outputs),
             )
         )
@@ -230,7 +237,7 @@ def test_end_backward_releases_once(ranks, backend, model, first_graph_reduces):
         ends = [end for graph in graphs for end in graph.ends]
         releasing = [graph for graph in graphs if graph.ends]
         assert len(releasing) == 1, graphs
-        assert ends == [releasing[0].reductions]
+        assert ends == [End(releasing[0].reductions, releases=True)]
         # Frames are compiled in forward order, so the first that reduces is the last to run backward.
         assert releasing[0].graph_id == min(graph.graph_id for graph in reducing)
         assert all(graph.hidden for graph in graphs)
@@ -274,5 +281,5 @@ def test_the_first_of_several_graphs_releases(ranks):
     """Each graph would send what it has, in more and smaller messages."""
     for graphs, _ in ranks(2).run(backward_graphs, Case(model="SeveralGraphs")):
         reducing = [graph.graph_id for graph in graphs if graph.reductions]
-        releasing = [graph.graph_id for graph in graphs if graph.ends]
+        releasing = [graph.graph_id for graph in graphs if any(end.releases for end in graph.ends)]
         assert len(reducing) > 1 and releasing == [min(reducing)]

@@ -81,7 +81,7 @@ def test_ranks_load_what_they_have_stored(ranks, tmp_path):
 
 def partitioner(**changes):
     reducer_module()
-    same = dict(slots={0: 1}, graph_id=0, is_last=False, debug_log=False, lies_anywhere=[])
+    same = dict(slots={0: 1}, graph_id=0, release_reduce_buckets=False, debug_log=False, lies_anywhere=[])
     return ReduceGradPartitioner(**{**same, **changes})
 
 
@@ -105,7 +105,7 @@ def test_the_tag_has_the_partitioner_the_inputs_and_the_process_settings():
         return graph_cache._tag(gm, inputs, partitioner(**changes))
 
     changes = [{"slots": {1: 1}}, {"slots": {0: 2}}]
-    changes += [{"is_last": True}, {"lies_anywhere": [True]}, {"split": SplitWithin(0.5)}]
+    changes += [{"release_reduce_buckets": True}, {"lies_anywhere": [True]}, {"split": SplitWithin(0.5)}]
     tags = [tag(), *(tag(**each) for each in changes)]
     tags += [
         tag(inputs=other) for other in ([rows[0], rows[0]], [rows[0], torch.ones(4)], [rows[0], torch.ones(4, 2)])

@@ -115,7 +115,7 @@ class Frame:
     parameters: Sequence[torch.Tensor]  # those inputs that are registered parameters
     block: Optional[str]  # the name of the block's class if the frame is a block's: one graph may serve several layers
     graph_id: Optional[int]  # None if the frame reduces nothing
-    is_last: bool  # whether the backward of this frame is the last that reduces
+    release_reduce_buckets: bool  # whether the backward of this frame is the last that reduces
     mode: Optional[str]  # as in torch.compile
     options: Optional[Dict[str, Any]]  # as in torch.compile
     backend: Backend  # the engine's
@@ -130,7 +130,7 @@ class Frame:
         partitioner = ReduceGradPartitioner(
             {index: slot for slot, index in enumerate(reduced, start=1)},
             self.graph_id,
-            self.is_last,
+            self.release_reduce_buckets,
             backend.debug_log,
             [not backend.are_aligned and (value in numbers or left) for value, left in zip(inputs, is_left)],
             [rewrite for rewrite in rewrites if rewrite is not None],

@@ -70,9 +70,10 @@ class ReduceGradKernel(ir.FallbackKernel):
         return len(users) == 1 and getattr(users[0], "node", None) is self
 
 
-def lower_end_backward(reductions_and_registrations: List[ir.TensorBox]) -> None:
+def lower_end_backward(reductions_and_registrations: List[ir.TensorBox], releases: bool) -> None:
     """Lowers the call of ``end_backward``, before which the scheduler puts all reductions."""
-    ir.FallbackKernel.create(torch.ops.deepcompile.end_backward.default, reductions_and_registrations)
+    operator = torch.ops.deepcompile.end_backward.default
+    ir.FallbackKernel.create(operator, reductions_and_registrations, releases)
 
 
 def lower_reduce_grad(gradient: ir.TensorBox, registrations: ir.TensorBox, slot: int, donated: bool = False) -> Any:

@@ -44,7 +44,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
 
     slots: Mapping[int, int]  # index of a graph's input that is reduced -> its slot in the registrations
     graph_id: Optional[int]  # for the log; None if the frame reduces nothing
-    is_last: bool  # whether the backward of this graph is the last that reduces
+    release_reduce_buckets: bool  # whether the backward of this graph is the last that reduces
     debug_log: bool  # whether to log the split graphs
     lies_anywhere: Sequence[bool]  # for each input of the graph, whether it may lie at an address of any alignment
     rewrites: Sequence[Rewrite] = ()
@@ -55,7 +55,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
         """Identifies this partitioner in the keys of torch's caches."""
         schema = str(torch.ops.deepcompile.reduce_grad.default._schema)
         slots = sorted(self.slots.items())
-        how = self.is_last, self.lies_anywhere, self.donates
+        how = self.release_reduce_buckets, self.lies_anywhere, self.donates
         parts = [rewrite.key for rewrite in self.rewrites], self.split and self.split.key
         key = cache_key(), schema, slots, how, parts
         return hashlib.sha256(repr(key).encode()).digest()
@@ -66,7 +66,7 @@ class ReduceGradPartitioner(CustomPartitionerFn):
             rewrite(gm)
         split = self.split or min_cut_rematerialization_partition
         forward, backward = split(gm, joint_inputs, **kwargs)
-        finish_backward_graph(backward, self.is_last)
+        finish_backward_graph(backward, self.release_reduce_buckets)
         if self.donates:
             donate_gradients(backward)
         if self.debug_log:

@@ -53,19 +53,19 @@ def reduce_nodes(graph: Graph) -> List[Node]:
     return graph.find_nodes(op="call_function", target=torch.ops.deepcompile.reduce_grad.default)
 
 
-def finish_backward_graph(backward: GraphModule, is_last: bool) -> None:
+def finish_backward_graph(backward: GraphModule, release_reduce_buckets: bool) -> None:
     """Has a backward graph return None for each gradient that it reduces, so autograd accumulates nothing.
 
-    If the graph ``is_last`` to reduce, adds one ``end_backward`` after all reductions, unless the graph has none.
+    With ``release_reduce_buckets``, adds one ``end_backward`` after all reductions, unless the graph has none.
     """
     reductions, output = reduce_nodes(backward.graph), backward.graph.output_node()
     if not reductions:
         return
-    if is_last:
+    if release_reduce_buckets:
         # The registrations lead to the engine's reducer.
         after = [*reductions, reductions[-1].args[1]]
         with backward.graph.inserting_before(output):
-            backward.graph.call_function(torch.ops.deepcompile.end_backward.default, (after,))
+            backward.graph.call_function(torch.ops.deepcompile.end_backward.default, (after, True))
     output.args = (map_aggregate(output.args[0], lambda value: None if value in reductions else value),)
     backward.graph.lint()
     backward.recompile()
