@@ -242,9 +242,10 @@ def _serve(connection, settings, patience):
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     deepspeed.init_distributed(dist_backend=backend, timeout=datetime.timedelta(seconds=patience))
+    # NCCL makes its communicator in the first collective, for which no test shall run out of time either.
+    torch.distributed.barrier()
     if backend == "gloo":
         # When all ranks have mapped it, none needs its name any more. Most of these processes are killed in the end.
-        torch.distributed.barrier()
         remove_buffers(os.environ["MASTER_PORT"])
     # Dynamo times the guards of each graph with empty caches, for a log that no test reads. Emptying them takes 18 ms.
     guards.profile_guard_manager = lambda *_: 0.0

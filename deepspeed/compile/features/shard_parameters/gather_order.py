@@ -107,8 +107,12 @@ class GatherOrder:
 
     @property
     def is_unseen(self) -> bool:
-        """Whether this rank has run no block, and no backward comes to this pass."""
-        return bool(self.units) and not (self._has_block_run or self._is_seen)
+        """Whether no backward comes to this pass on this rank, where one may come on ranks that run other blocks.
+
+        A rank that runs frozen blocks alone, of an input without gradient, records nothing.
+        """
+        may_differ = not self._has_block_run or self._needed_from < len(self.units)
+        return bool(self.units) and may_differ and not self._is_seen
 
     def reach(self, unit: Unit) -> None:
         """Gathers a unit, and begins to gather the one behind it."""

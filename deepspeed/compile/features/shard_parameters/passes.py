@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from .outside import OutsideUnits
 
 HIDDEN = (
-    "rank {} ran no block in a call of {} whose output hides its tensors from torch; where other ranks ran blocks in "
-    "that call, they wait in its backward until this rank's backward ends, or to the time-out if it has none: return "
-    "tensors, or lists and dicts of tensors, or run a block on every rank"
+    "rank {} ran no block that records a gradient in a call of {} whose output hides its tensors from torch; where "
+    "other ranks ran such blocks in that call, they wait in its backward until this rank's backward ends, or to the "
+    "time-out if it has none: return tensors, or lists and dicts of tensors, or run a block on every rank"
 )
 
 
@@ -51,7 +51,7 @@ class Passes:
         self._unit_of, self._beginning = units, beginning
         self.whole = WholeUnits(all_units, self._must_stay)
         self.under_way: List[GatherOrder] = []
-        # Passes of the last forward in which this rank ran no block, and to which it sees no backward come.
+        # Passes of the last forward in which this rank recorded no gradient, and to which it sees no backward come.
         self._skipped: List[GatherOrder] = []
         # Whether ranks have compared that a backward of the engine begins.
         self._has_begun = False
