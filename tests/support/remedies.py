@@ -277,6 +277,9 @@ FOLLOWED = {
     "set {}.step to an earlier one": (
         "features/memory_picture/test_memory_picture.py::test_several_engines_record_one_after_the_other"
     ),
+    "cannot be differentiated; set the optimizer's differentiable to false": (
+        "features/remainders/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
+    ),
     "which has hooks or was replaced; undo that, or leave {} out": (
         "features/remainders/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
     ),
@@ -292,7 +295,6 @@ NOT_YET = (
     "has no effect, so give it to engine.compile()",
     "leave it so, or use Adam or AdamW of torch",
     "host memory for gradients could not be had; use more ranks",
-    "cannot be differentiated; set the optimizer's differentiable to false",
     "needs Triton on a GPU; install triton",
     "use torch.profiler for those",
     "which is for stage 3; make the model without it",

@@ -617,9 +617,15 @@ def test_torch_counts_steps(ranks):
 
 def says_in_a_step(run):
     engine = begin(run, compiled=False)
-    handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    inner = engine.optimizer.optimizer
+    handle = inner.register_step_post_hook(lambda *_: None)
     said = [outcome(engine.compile, backend="eager")]
     handle.remove()
+    for differentiable in (True, False):
+        for group in inner.param_groups:
+            group["differentiable"] = differentiable
+        if differentiable:
+            said.append(outcome(engine.compile, backend="eager"))
     compile_engine(engine, run)
     step_on_given(engine, run, 0)
     handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
@@ -634,11 +640,15 @@ def says_in_a_step(run):
 
 def test_a_step_that_others_have_changed_is_refused(ranks):
     """The optimizer's own step() would step NaN."""
-    for (at_set_up, in_a_step), moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
+    for (at_set_up, differentiable, in_a_step), moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
         leaves_out = "compile.store_param_remainders leaves the optimizer's own step() out, which has hooks"
         assert at_set_up == (
             f"ValueError: DeepCompile with ZeRO stage 2: {leaves_out} or was replaced; undo that, or leave "
             "compile.store_param_remainders out"
+        )
+        assert differentiable == (
+            "ValueError: DeepCompile with ZeRO stage 2: compile.store_param_remainders cannot be differentiated; set "
+            "the optimizer's differentiable to false, or leave compile.store_param_remainders out"
         )
         assert in_a_step.startswith(f"RuntimeError: {leaves_out}")
         assert moved
