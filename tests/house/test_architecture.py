@@ -32,6 +32,8 @@ CALLED_FROM_OUTSIDE = {
     *("move_flat_partition", "overlapping_partition_gradients_reduce_epilogue", "setup_buckets", "update_lp_params"),
     *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
 }
+# Parts whose names mean nothing else.
+NO_WORDS_OF_ENGLISH = {"dora", "fits", "liger", "muon"}
 # Attributes of the base's and the user's objects -> the module that writes them or their entries. The core's
 # compile_module() restores the last one by setattr() where no part compiles the module.
 WRITERS = {
@@ -141,14 +143,27 @@ def test_parts_import_what_they_need():
             assert others <= {part} | needs(part), name
 
 
+def test_tests_of_a_part_import_the_parts_that_it_needs():
+    """Who removes another part would have to look for tests that can no longer be collected."""
+    for path in (ROOT / "tests" / "features").glob("*/*.py"):
+        part = path.parent.name
+        for node in ast.parse(path.read_text()).body:
+            names = re.findall(r"deepspeed\.compile\.features\.(\w+)", ast.unparse(node)) if is_import(node) else []
+            assert set(names) & set(NAMES) <= {part} | needs(part), path.name
+
+
+def is_import(node):
+    return isinstance(node, (ast.Import, ast.ImportFrom))
+
+
 def words_of(part):
     """Returns the words by which code would name a part: its options, its name, and those of its files and classes.
 
-    Names without an underscore are words of English, such as "loss", unless they are classes.
+    Names without an underscore are words of English, such as "loss", unless they are classes or names.
     """
     folder = COMPILE / "features" / part
     words = {part, *(path.stem for path in folder.glob("*.py"))}
-    words = {word for word in words if "_" in word.strip("_")}
+    words = {word for word in words if "_" in word.strip("_")} | ({part} & NO_WORDS_OF_ENGLISH)
     for path in folder.glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and node.name != "Options" and not is_private(node.name):
@@ -318,12 +333,26 @@ def test_graphs_and_training_do_not_know_each_other():
 
 
 def written(tree):
-    """Yields the names of attributes that a module assigns, or of which it assigns an entry."""
-    for node in ast.walk(tree):
-        if isinstance(getattr(node, "ctx", None), ast.Store):
+    """Yields the names of attributes that a module assigns, or of which it assigns an entry, also by another name."""
+    for function in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]:
+        called = {}
+        for node in ast.walk(function):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
+                called |= {name.id: node.value.attr for name in node.targets if isinstance(name, ast.Name)}
+        for node in ast.walk(function):
+            if (
+                isinstance(node, ast.Call)
+                and dotted(node.func) == "setattr"
+                and isinstance(node.args[1], ast.Constant)
+            ):
+                yield node.args[1].value
+            if not isinstance(getattr(node, "ctx", None), (ast.Store, ast.Del)):
+                continue
             attribute = node.value if isinstance(node, ast.Subscript) else node
             if isinstance(attribute, ast.Attribute):
                 yield attribute.attr
+            elif isinstance(node, ast.Subscript) and isinstance(attribute, ast.Name) and attribute.id in called:
+                yield called[attribute.id]
 
 
 def test_one_module_writes_what_the_base_keeps():

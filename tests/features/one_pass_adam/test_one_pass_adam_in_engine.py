@@ -13,8 +13,6 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.compile.features.one_pass_adam import adam
 from deepspeed.compile.features.one_pass_adam.adam import AdamStep, OnePassAdam
-from deepspeed.compile.features.overlap_gather import gather
-from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
 from deepspeed.compile.features.ranges.own_step import OwnRanges
 from deepspeed.compile.features.ranges.partition_gradient import ALIGN_NUMEL
 from deepspeed.compile.features.ranges.rule import make_rules
@@ -235,14 +233,16 @@ def test_one_pass_with_inductor(ranks):
     ]
 
 
-def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
+def order_of_a_step(case, owners=None, fails_on=None):
     """Returns what a step does, in order: "stepped" for each range, "first" and "rest" when units are sent.
 
     Args:
         case: what to train for three steps.
-        owners: how many owners a unit may have on average before one collective gathers all.
+        owners: how many owners a unit may have on average before one collective gathers all; None: the default.
         fails_on: the rank that cannot compile the pass, or None.
     """
+    from deepspeed.compile.features.overlap_gather import gather
+
     done = []
 
     def noted(name, cls, method):
@@ -251,11 +251,11 @@ def order_of_a_step(case, owners=gather.OWNERS_OF_A_UNIT, fails_on=None):
 
     with (
         noted("stepped", AdamStep, "run"),
-        noted("first", OverlappedGather, "start_first"),
-        noted("rest", OverlappedGather, "start"),
+        noted("first", gather.OverlappedGather, "start_first"),
+        noted("rest", gather.OverlappedGather, "start"),
         updates_compiled_from(2 * ALIGN_NUMEL, 32),
         as_traced(device().type == "cpu"),
-        mock.patch.object(gather, "OWNERS_OF_A_UNIT", owners),
+        mock.patch.object(gather, "OWNERS_OF_A_UNIT", gather.OWNERS_OF_A_UNIT if owners is None else owners),
         raising_on(fails_on),
     ):
         module, engine = start(case)

@@ -15,7 +15,6 @@ from torch.autograd.profiler import KinetoStepTracker
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from deepspeed.compile.features.eight_bit.blockwise import SIGNED
 from deepspeed.compile.features.one_pass_adam.remainders import split
 from deepspeed.compile.features.ranges.feature import StepsInRanges
 from deepspeed.compile.features.remainders.rule import EveryStepAdam
@@ -87,7 +86,11 @@ def masters(engine):
 
 
 def moments(engine):
-    return [safe_get_full_optimizer_state(each, name).clone() for each in trained(engine) for name in SIGNED]
+    return [
+        safe_get_full_optimizer_state(each, name).clone()
+        for each in trained(engine)
+        for name in ("exp_avg", "exp_avg_sq")
+    ]
 
 
 def step_on_given(engine, run, number):

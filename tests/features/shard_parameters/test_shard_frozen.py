@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
 from deepspeed.compile.features.shard_parameters import (
     feature,
     from_host,
@@ -1011,6 +1010,8 @@ def test_without_frozen_parameters(ranks):
 
 def refused_states():
     """Compiles an engine that has loaded states of another form, and once more without them."""
+    from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
+
     options = {**SHARDED["compile"], "deepcompile": True, "optimizer_states": "8bit"}
     module, engine = make("plain", {"compile": options}, deepcompile=False)
     before, lines = [each.detach().clone() for each in module.parameters()], []
