@@ -15,7 +15,8 @@ the flat tensor and may straddle several partitions.
                         more than a bucket waits for gradients of which no part has come, zeros are sent for
                         these. In its turn the gradient is cut into pieces at partition boundaries and put
                         into a Bucket. When the bucket is full, each piece is sent to the rank that owns it
-                        and to no other rank.
+                        and to no other rank. Bytes of other owners die with their bucket, when its reduction
+                        is over: before the next bucket is sent, or at the end of the backward.
   3. Bound.             PartitionGroup::bind() makes each piece that has arrived at its owner a target: the
                         averaged gradient of a range of the owner's partition. The target keeps the memory
                         in which the piece was reduced if that memory holds nothing else; otherwise it is a

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def take_scaled(views: "PartitionViews", factor: Optional[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Takes the gradients of a partition out of its views. Each is dropped when this function returns.
+    """Takes the gradients of a partition out of its views. Those that are copied die when this function returns.
 
     Args:
         factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.

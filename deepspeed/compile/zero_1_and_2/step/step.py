@@ -4,7 +4,8 @@
 
 :func:`run` does what the ZeRO optimizer's own step does, in as few passes over memory as possible. One pass reads all
 gradients for their norm, which also says whether gradients overflowed (``norm.py``). A second pass steps this rank's
-partitions one after the other (``partitions.py``), and releases the gradients of each partition as it takes them.
+partitions one after the other (``partitions.py``), and releases the gradients of each partition as it takes them. What
+nothing has taken, as after an overflow, :func:`run` releases in the end.
 """
 
 from typing import TYPE_CHECKING
