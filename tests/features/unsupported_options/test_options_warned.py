@@ -50,7 +50,7 @@ WARNED = {
     "that the flops profiler counts; profile without engine.compile()",
     "comms_logger": "comms_logger.enabled=true has no effect on the reductions of gradients, which the log leaves "
     "out; use torch.profiler for those",
-    "compile_kwargs.name": "compile_kwargs['name'] has no effect, because torch gives it to its own backend only",
+    "compile_kwargs.name": "compile_kwargs['name'] has no effect, because only torch's own backend uses it",
 }
 WITHOUT_EFFECT = Case(
     model=SMALL,

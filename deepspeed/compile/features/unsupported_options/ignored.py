@@ -64,4 +64,4 @@ def ignored(request: Request) -> Iterator[str]:
             "use torch.profiler for those"
         )
     if compile_kwargs.get("name"):
-        yield "compile_kwargs['name'] has no effect, because torch gives it to its own backend only"
+        yield "compile_kwargs['name'] has no effect, because only torch's own backend uses it"

@@ -76,8 +76,9 @@ class Backend:
         block: Optional[str] = None,
         mode: Optional[str] = None,
         options: Optional[Dict[str, Any]] = None,
+        name: Optional[str] = None,
     ) -> Callable:
-        """Compiles a :class:`Frame`."""
+        """Compiles a :class:`Frame`. From 2.15 on torch passes ``name``, which is for its own backend."""
         parameters = [value for value in example_inputs if value in self.numbers]
         graph_id, is_last = self._place(parameters)
         frame = Frame(gm, example_inputs, parameters, block, graph_id, is_last, mode, options, self)
