@@ -1116,16 +1116,8 @@ class FrozenBlocks(EmbeddingBefore):
         self.body.requires_grad_(False)
 
 
-def without_trained(self, x, skip):
-    for block in self.blocks[2:] if skip else self.blocks:
-        x = block(x)
-    return x
-
-
 class FrozenBehind(TrainedHead):
-    """A rank that skips the trained blocks runs frozen ones alone, of an input without gradient."""
-
-    of_body = type("Body", (Body,), {"run": without_trained})
+    """A rank that skips the first blocks, the trained ones, runs frozen ones alone, of an input without gradient."""
 
     def __init__(self):
         super().__init__()

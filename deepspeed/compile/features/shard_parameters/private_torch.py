@@ -130,15 +130,8 @@ def _modules_apply():
     module = torch.nn.Linear(1, 1)
     weight, bias = module.weight, module.bias
     apply_to_tensors(module, lambda tensor: tensor if tensor is weight else tensor.double())
-    return (
-        module.weight is weight
-        and module.bias is bias
-        and (weight.dtype, bias.dtype)
-        == (
-            torch.float32,
-            torch.float64,
-        )
-    )
+    moved = weight.dtype, bias.dtype
+    return module.weight is weight and module.bias is bias and moved == (torch.float32, torch.float64)
 
 
 # Storages ----------------------------------------------------------------------------------------------------------
