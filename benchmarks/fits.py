@@ -106,6 +106,7 @@ MEASURED = [
     Measured(PERFORMANCE, "qwen3-0.6b", 8, _peaks(3.473, 4.603, 0.920, 1.198), mode=FSDP2 | CHECKPOINT),
     Measured(PERFORMANCE, "qwen3-0.6b", 8, _peaks(7.891, 9.051, 1.867, 2.068), mode={"remainders": True}),
     Measured(PERFORMANCE, "qwen3-0.6b", 8, _peaks(3.279, 4.440, 1.867, 2.069), mode=CHECKPOINT | {"remainders": True}),
+    Measured(PERFORMANCE, "qwen3-0.6b", 8, _peaks(7.217, 8.377, 1.175, 1.365), mode=SHARDED),
     Measured(PERFORMANCE, "qwen3-0.6b", 8, _peaks(2.605, 3.765, 1.175, 1.365), mode=CHECKPOINT | SHARDED),
     Measured(PERFORMANCE, "qwen3-8b", 2, {"backward": 27.975}, layers=8, mode=FSDP2),
     Measured(PERFORMANCE, "qwen3-8b", 2, _peaks(35.491, 36.682, 15.319), mode=OFFLOAD),
