@@ -214,6 +214,54 @@ def test_a_cache_that_a_model_reads_stays(ranks, checkpointed):
     assert on == pytest.approx(off, rel=1e-5) and off[-1] < off[0]
 
 
+class Activation(torch.nn.Module):
+    """Counts the calls that run uncompiled."""
+
+    calls = 0
+
+    def forward(self, x):
+        if not torch.compiler.is_compiling():
+            Activation.calls += 1
+        return torch.nn.functional.silu(x)
+
+
+class Checkpointed(torch.nn.Module):
+    """A reentrant checkpoint around a language model, which keeps a cache there."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.model = torch.nn.Embedding(64, 32), language_model(2, 32, None).model
+        for layer in self.model.layers:
+            layer.mlp.act_fn = Activation()
+
+    def run(self, x):
+        output = self.model(inputs_embeds=x)
+        assert output.past_key_values is not None
+        return output.last_hidden_state
+
+    def forward(self, ids):
+        return checkpoint(self.run, self.embedding(ids), use_reentrant=True).square().mean()
+
+
+def calls_that_run_uncompiled():
+    """Trains a ``Checkpointed`` for two steps; returns how many calls ran uncompiled."""
+    torch._dynamo.reset()
+    Activation.calls = 0
+    with compile_backend("eager"):
+        engine = engine_by_configuration(Checkpointed().to(device()).train(), True)
+        for _ in range(2):
+            engine.backward(engine(torch.arange(24, device=device()).view(2, 12)))
+            engine.step()
+    engine.destroy()
+    return Activation.calls
+
+
+def test_both_runs_of_a_checkpoint_with_a_cache_are_compiled(ranks):
+    """The first run, without gradients, would pass for generation, and the two runs draw different random numbers."""
+    pytest.importorskip("transformers")
+    assert ranks(1).run(calls_that_run_uncompiled) == [0]
+
+
 def packed_losses():
     """Returns losses of two sequences in one row: of an engine, and of the model alone without a cache and with it."""
     torch._dynamo.reset()

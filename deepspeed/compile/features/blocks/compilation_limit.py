@@ -49,9 +49,15 @@ def _generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class _Thread(threading.local):
-    """What a thread does: whether the call of the engine's module around it trains, or None if it is in no call."""
+    """What a thread does in a call of the engine's module.
+
+    Attributes:
+        trains: whether the call trains, or None if the thread is in no call.
+        records: whether the outermost of the calls that the thread is in began with gradients.
+    """
 
     trains: Optional[bool] = None
+    records = False
 
 
 class CompilationLimit:
@@ -102,8 +108,12 @@ class CompilationLimit:
         return module is not None and module.training
 
     def trains(self, args: Tuple, kwargs: Dict[str, Any]) -> bool:
-        """Whether a call with these arguments belongs to training, and not to generation within it."""
-        return self.in_training() and not _generates(args, kwargs)
+        """Whether a call with these arguments belongs to training, and not to generation within it.
+
+        Within a forward that records gradients, a call without them and with a cache is the first run of a reentrant
+        checkpoint.
+        """
+        return self.in_training() and (self._thread.records or not _generates(args, kwargs))
 
     def runs_eager(self) -> bool:
         """Whether modules run uncompiled: this rank has stopped, or hooks of all modules are registered.
@@ -134,14 +144,15 @@ class CompilationLimit:
         self, module: torch.nn.Module, compiled: Optional[Callable], args: Tuple, kwargs: Dict[str, Any]
     ) -> Any:
         """Calls the engine's module or a module that calls blocks: ``compiled`` in training, if there is something."""
-        before, trains = self._thread.trains, self.trains(args, kwargs)
-        self._thread.trains = trains
+        thread = self._thread
+        before, trains = (thread.trains, thread.records), self.trains(args, kwargs)
+        thread.trains, thread.records = trains, thread.records or torch.is_grad_enabled()
         try:
             if compiled is None or not trains or self.runs_eager():
                 return module._call_impl(*args, **kwargs)
             return self._call(compiled, args, kwargs)
         finally:
-            self._thread.trains = before
+            thread.trains, thread.records = before
 
     def _call(self, compiled, args, kwargs):
         """Calls ``compiled`` in a context in which Dynamo compiles frames again without a limit of its own."""
