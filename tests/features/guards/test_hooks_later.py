@@ -278,7 +278,11 @@ def warnings_of_full_backward_hooks(place, regional, added):
 
 
 @vary("added", [0, 1])
-@vary("place, regional, named", [("in a block", True, "up"), ("block", True, None), ("head", False, "head")], "named")
+@vary(
+    "place, regional, named",
+    [("in a block", True, "up"), ("block", True, None), ("head", False, "head"), ("head", True, "head")],
+    "named",
+)
 def test_full_backward_hooks(ranks, place, regional, named, added):
     """Torch ends graphs at such a hook, and in a loop it compiles nothing: nobody would say why training is slow."""
     ((outcome, warnings),) = ranks(1).run(warnings_of_full_backward_hooks, place, regional, added)

@@ -14,7 +14,7 @@ from ...zero_1_and_2.feature import Feature, Request, SetUpContext, classes
 from ...zero_1_and_2.messages import warn
 from . import compile_blocks, reasons
 from .block_calls import Around, take_over_compiled
-from .choose_blocks import choose_blocks
+from .choose_blocks import choose_blocks, parents_of
 from .compilation_limit import CompilationLimit
 
 if TYPE_CHECKING:
@@ -156,10 +156,10 @@ def _hooks_that_end_graphs(module, blocks):
     """Yields a sentence if modules have full backward hooks, at which torch ends graphs."""
     if torch._dynamo.config.compiled_autograd:
         return
-    # Hooks of a block itself run outside of the block's graph.
-    traced = {id(submodule) for top in blocks or [module] for submodule in top.modules()} - {
-        id(block) for block in blocks
-    }
+    # A module that calls blocks runs uncompiled, and hooks of a block itself run outside of the block's graph.
+    uncompiled = {id(part) for parent in parents_of(module, blocks) for part in parent.modules()}
+    traced = {id(submodule) for submodule in module.modules()} - uncompiled
+    traced |= {id(submodule) for block in blocks for submodule in block.modules() if submodule is not block}
     hooked = [
         name or type(submodule).__name__
         for name, submodule in module.named_modules()
