@@ -11,6 +11,7 @@ From the root of the repository::
 A run of all commands but the first has the name of its file.
 """
 
+import dataclasses
 import itertools
 import json
 import sys
@@ -56,8 +57,17 @@ def _timeline(result: Result, which: int) -> data.StepMemory:
         raise SystemExit("these results are of an older benchmark; measure again") from error
 
 
+def _at_speed(step: data.StepMemory, seconds: float) -> data.StepMemory:
+    """Returns a step that was recorded, as if it had taken so long: the profiler slows the systems unequally."""
+    factor = seconds / (step.seconds[-1] or 1.0)
+    phases = {name: [(factor * begin, factor * end) for begin, end in spans] for name, spans in step.phases.items()}
+    return dataclasses.replace(step, seconds=[factor * second for second in step.seconds], phases=phases)
+
+
 def draw_memory(results: Mapping[str, Result], which: int, title: str, file: Path) -> None:
     """Draws allocated memory through one step, results below each other on one axis of time and one scale of bytes.
+
+    Where times were measured, each step is as long as its median without the profiler.
 
     Args:
         results: name of a system -> its result.
@@ -67,16 +77,20 @@ def draw_memory(results: Mapping[str, Result], which: int, title: str, file: Pat
     """
     unit = unit_of(results.values())
     steps = {system: _timeline(result, which) for system, result in results.items()}
+    are_timed = not any(map(share_gpus, results.values()))
+    if are_timed:
+        steps = {system: _at_speed(step, results[system]["step_s"]) for system, step in steps.items()}
     figure = _figure(1.1 + 1.55 * len(results))
     panels = figure.subplots(len(results), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
     ends = max(step.seconds[-1] for step in steps.values()) or 1.0
     for panel, (system, step) in zip(panels, steps.items()):
         draw_png.draw_panel(panel, step, unit, ends)
-        took = "" if share_gpus(results[system]) else f": {results[system]['step_s']:.3f} s a step"
+        took = f": {results[system]['step_s']:.3f} s a step" if are_timed else ""
         panel.set_title(f"{system}{took}", loc="left", size=TEXT, weight="bold")
         panel.set_ylabel(unit[1], size=SMALL)
     panels[0].set_ylim(0, 1.6 * max(step.peak().bytes for step in steps.values()) / unit[0])
-    panels[-1].set_xlabel("seconds on the host, while torch's profiler slows the step", size=SMALL)
+    scaled = "seconds on the host; recorded under torch's profiler, and scaled to a step without it"
+    panels[-1].set_xlabel(scaled if are_timed else draw_png.SECONDS, size=SMALL)
     shown = data.categories_of(*steps.values())
     patches = [Patch(color=data.COLOURS[category], label=category) for category in shown]
     figure.legend(handles=patches, frameon=False, fontsize=SMALL, ncols=3, loc="outside lower center")

@@ -420,18 +420,21 @@ def test_pictures_show_every_system(package, monkeypatch):
 
 
 def test_panels_have_one_axis_of_time(package, monkeypatch):
-    """The slower of two steps would look as fast as the other one, or its text be too small where pages show it."""
+    """The slower of two steps would look faster, as under the profiler, or its text be too small on a page."""
     pytest.importorskip("matplotlib", reason="pictures need matplotlib: requirements/benchmarks.txt")
     pictures, figures = package("pictures"), []
     monkeypatch.setattr(pictures, "_write", lambda figure, *_: figures.append(figure))
     categories, results = package("recorder").data.CATEGORIES, {}
-    for system, seconds in (("FSDP2, kept", 0.8), ("fork", 0.4)):
-        line = {"seconds": [0.0, seconds], "held": {name: [2, 1] for name in categories}}
-        line["phases"] = {"forward": [(0.0, seconds / 2)], "backward": [(seconds / 2, seconds)]}
+    for system, recorded, seconds in (("FSDP2, kept", 0.9, 0.8), ("fork", 1.0, 0.4)):
+        line = {"seconds": [0.0, recorded], "held": {name: [2, 1] for name in categories}}
+        line["phases"] = {"forward": [(0.0, recorded / 2)], "backward": [(recorded / 2, recorded)]}
         results[system] = result_of() | {"step_s": seconds, "timelines": {"0": line, "1": line}}
     pictures.draw_memory(results, -1, "", Path())
     panels = figures[0].axes
-    assert [panel.get_xlim() for panel in panels] == [(0, 0.8)] * 2
+    assert [panel.get_xlim() for panel in panels] == [(0, pytest.approx(0.8))] * 2
+    # The first line is the sum of what is held, the second one the beginning of the forward.
+    assert [panel.lines[0].get_xdata()[-1] for panel in panels] == pytest.approx([0.8, 0.4])
+    assert [panel.lines[2].get_xdata()[0] for panel in panels] == pytest.approx([0.4, 0.2])
     titles = [panel.get_title(loc="left") for panel in panels]
     assert titles == ["FSDP2, kept: 0.800 s a step", "fork: 0.400 s a step"]
     texts = figures[0].findobj(lambda each: hasattr(each, "get_fontsize") and each.get_text())
