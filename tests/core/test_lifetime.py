@@ -274,8 +274,6 @@ def release_by(how, case):
         except RuntimeError as error:
             message = str(error)
         assert message and "found no gradients" in message, message
-        engine.micro_steps += 1
-        engine._running_engine_step = False
     elif how == "destroy":
         reducer = engine.optimizer._deepcompile.reducer
         engine.destroy()
