@@ -44,7 +44,7 @@ Contributing <CONTRIBUTING>
 """,
 }
 
-project = "DeepSpeed with step-local gradients"
+project = "DeepSpeed with a faster ZeRO-1 and ZeRO-2"
 project_copyright = "the authors of this fork of DeepSpeed"
 root_doc = "README"
 include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "examples/README.md"]
