@@ -5,6 +5,7 @@
 import copy
 import dataclasses
 import gc
+import os
 from typing import Any, Dict, NamedTuple
 from unittest import mock
 
@@ -644,6 +645,27 @@ def test_refused_with_muon(ranks):
         assert moved > 1e-2
     for moved, error in ranks(2).run(compare_by_configuration, "AdamW"):
         assert error < 1e-2 * moved and moved > 1e-2
+
+
+WITHOUT_TRITON = 'raise ImportError("No module named triton")'
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="where there is no GPU, nothing needs Triton")
+def test_a_gpu_without_triton(ranks, tmp_path):
+    """The first step would end in an error of an import, or what is advised would not train."""
+    # An import of Triton finds this file instead.
+    (tmp_path / "triton.py").write_text(WITHOUT_TRITON)
+    folders = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ((moved, said),) = ranks(1, PYTHONPATH=folders).run(compare_by_configuration, "AdamW")
+    assert said == (
+        "DeepCompile with ZeRO stage 2: compile.store_param_remainders needs Triton on a GPU; install triton, or "
+        "leave compile.store_param_remainders out"
+    )
+    # Without the option.
+    assert moved > 1e-2
+    ((moved, error),) = ranks(1).run(compare_by_configuration, "AdamW")
+    assert error < 1e-2 * moved
 
 
 def steps_counted_by_torch(run):
