@@ -9,7 +9,6 @@ needed.
 """
 
 import contextlib
-import functools
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,25 +42,20 @@ class Sent(NamedTuple):
     messages: int  # of that bucket
 
 
-@functools.lru_cache(maxsize=1)
-def _have_streams_without_memory() -> torch.library.Library:
-    """Has torch note nothing where a tensor without memory is used on a stream, which the reducer tells it."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("record_stream", lambda tensor, stream: None, "Meta")
-    return library
-
-
 @contextlib.contextmanager
 def one_of(ranks: int, rank: int = 0) -> Iterator[ProcessGroup]:
     """Context with a process group of so many ranks, of which only this process is there. It takes meta tensors."""
     from torch._C._distributed_c10d import FakeProcessGroup
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _have_streams_without_memory()
     group = ProcessGroup(FakeStore(), rank, ranks)
     fake = FakeProcessGroup._create_internal(rank, ranks)
     group._register_backend(torch.device("meta"), ProcessGroup.BackendType.CUSTOM, fake)
-    yield group
+    # The reducer tells torch where a tensor is used on another stream. Of one without memory there is nothing to note.
+    # Torch takes one such function in a process, so it goes with the context.
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("record_stream", lambda tensor, stream: None, "Meta")
+        yield group
 
 
 def sizes(shape: Shape) -> Sizes:

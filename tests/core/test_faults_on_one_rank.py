@@ -5,7 +5,6 @@
 import contextlib
 import copy
 import os
-import resource
 import time
 from typing import Dict, List, NamedTuple, Optional
 
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from support.ends import GRACE, TIMEOUT, in_processes_of_their_own, names_the_bucket, not_ended_by_nccl
 from support.faults import Injected, fragile, held_soon, in_backward, raise_injected, train_step
 from support.ids import vary
+from support.lifetime import address_space_left
 from support.training import (
     BOUND,
     NOTHING,
@@ -45,14 +45,8 @@ def memory_left(numbytes):
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0)
         return
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[0])
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + numbytes, before[1]))
-    try:
+    with address_space_left(numbytes):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 class Large(torch.nn.Module):

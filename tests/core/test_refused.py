@@ -10,6 +10,7 @@ import torch
 
 from deepspeed.compile.zero_1_and_2.engine import calls
 from deepspeed.compile.zero_1_and_2.engine import options as zero_options
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from support.ids import vary
 from support.options import SMALL, outcome, prepare, train_prepared
@@ -72,3 +73,36 @@ def test_refused_after_half_a_compile(ranks, stage):
         "create the engine anew"
     )
     assert result.error < BOUND and result.anew < BOUND
+
+
+class Counting(DeepSpeedZeroOptimizer):
+    """A user's own wrapper of optimizers, which counts steps."""
+
+    steps = 0
+
+    def step(self, *args, **kwargs):
+        self.steps += 1
+        super().step(*args, **kwargs)
+
+
+def train_with_another_wrapper(deepcompile):
+    """Returns what engine.compile() raises or, without DeepCompile, the error of training and the steps counted."""
+    case = Case(model=SMALL, config={"compile": {"deepcompile": deepcompile}})
+    module, engine = prepare(case)
+    engine.optimizer.__class__ = Counting
+    optimizer, said = engine.optimizer, outcome(engine.compile, backend="eager")
+    if said is not None:
+        engine.destroy()
+        return said
+    return train_prepared(case, module, engine), optimizer.steps
+
+
+def test_an_optimizer_wrapper_of_the_user(ranks):
+    """What a wrapper adds to a step would be lost, or DeepSpeed without DeepCompile would lose it too."""
+    for said in ranks(2).run(train_with_another_wrapper, True):
+        assert said == (
+            "ValueError: DeepCompile with ZeRO stage 1: optimizer wrapper Counting is not supported; set "
+            "compile.deepcompile to false"
+        )
+    for error, steps in ranks(2).run(train_with_another_wrapper, False):
+        assert error < BOUND and steps == 2

@@ -69,6 +69,12 @@ def gradients_of_the_first_input(shape):
     return -2 * SEQ * shape.hidden_size * (out + 3 * 4)
 
 
+def products(counter):
+    """Returns the operations counted but for those of rotations, which some releases of transformers multiply out."""
+    of_rotations = [counts for name, counts in counter.get_flop_counts().items() if name.endswith(".rotary_emb")]
+    return counter.get_total_flops() - sum(sum(counts.values()) for counts in of_rotations)
+
+
 @pytest.mark.parametrize(
     "changed, checkpoint, lora, apart",
     [
@@ -97,7 +103,7 @@ def test_operations_of_a_token(package, changed, checkpoint, lora, apart):
     ids = torch.zeros(1, SEQ, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
-    assert counter.get_total_flops() - SEQ * package("flops").per_token(model, SEQ) == apart(shape)
+    assert products(counter) - SEQ * package("flops").per_token(model, SEQ) == apart(shape)
 
 
 def test_weights_that_are_drawn_elsewhere(package):

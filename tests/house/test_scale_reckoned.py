@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from support.ids import vary
 from support.pool import free_port
@@ -53,6 +54,14 @@ def test_each_byte_is_sent_once(package, qwen3, shape, world):
     assert 2 * sum(run.last - run.first for unit in sharded for run in unit) == whole - norm[0].nbytes
     # Embedding and head are units by themselves.
     assert len(sharded) == len(units) + 1
+
+
+def test_what_is_registered_with_torch_goes(package):
+    """A second file of tests imports the package anew, and torch 2.11 takes one function for each operator."""
+    ours = "aten/record_stream/Meta"
+    with package("messages").one_of(2):
+        assert ours in torch.library._impls
+    assert ours not in torch.library._impls
 
 
 # A row of the docstring of benchmarks/scale.py for each kind of collective -> seconds by the model on so many GPUs.

@@ -5,7 +5,9 @@
 Runs in the processes of ``support.pool``.
 """
 
+import contextlib
 import ctypes
+import resource
 from unittest import mock
 
 import torch
@@ -51,6 +53,19 @@ def targets_at_calls(owner, method, engine, steps):
             engine.step()
     engine.destroy()
     return counts
+
+
+@contextlib.contextmanager
+def address_space_left(numbytes):
+    """Lets this process allocate about so much more of its address space, which is all memory of the host."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + numbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def take_elsewhere(engine):

@@ -43,6 +43,12 @@ FOLLOWED = {
     "needs blocks whose parameters are gathered; set compile.regional_compilation to true": _SECTION,
     "that compile.shard_parameters shards stay whole; set that too": _SECTION,
     # The blocks, and what is compiled of them.
+    "use a release of torch that ds_report names as tested": (
+        "features/activation_budget/test_activation_budget.py::test_another_partitioner_of_torch"
+    ),
+    "has no effect, so give it to engine.compile()": (
+        "features/blocks/test_blocks_training.py::test_arguments_with_which_blocks_were_compiled"
+    ),
     "if one was changed, change a copy of it, or set the option to null": (
         "features/activation_budget/test_activation_budget.py::test_an_input_that_others_change"
     ),
@@ -108,6 +114,12 @@ FOLLOWED = {
     "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these": (
         "features/eight_bit/test_eight_bit_refused.py::test_refused"
     ),
+    "leave it so, or use Adam or AdamW of torch": (
+        "features/eight_bit/test_eight_bit_in_engine.py::test_partitions_that_no_block_size_divides"
+    ),
+    "needs Triton on a GPU; install triton": (
+        "features/remainders/test_remainders_in_engine.py::test_a_gpu_without_triton"
+    ),
     "is not supported with Muon, whose updates are computed on the device; leave it out": _MUON,
     "which has whole matrices, at the wrong places; set it to false": _MUON,
     "by the scale; set torch_autocast.dtype to bfloat16": _MUON,
@@ -133,6 +145,9 @@ FOLLOWED = {
     ),
     "leave compile.optimizer_states out to set states": (
         "features/shard_parameters/test_shard_all.py::test_what_works_at_rest"
+    ),
+    "host memory for gradients could not be had; use more ranks": (
+        "features/offload/test_offload.py::test_little_host_memory"
     ),
     ", or set offload_optimizer.pin_memory to false": "features/offload/test_offload.py::test_no_memory_to_pin",
     "call engine.reload_states() to {}": (
@@ -173,6 +188,15 @@ FOLLOWED = {
     "use mode 'max-autotune-no-cudagraphs' or none": _REFUSED,
     "drops the notes that say which gradient is whose; remove it": _REFUSED,
     "DeepCompile's partitioner inserts the reductions; remove it": _REFUSED,
+    "use torch.profiler for those": (
+        "features/unsupported_options/test_options_warned.py::test_a_profile_of_reductions"
+    ),
+    "which is for stage 3; make the model without it": (
+        "features/unsupported_options/test_refused_engines.py::test_a_model_of_zero_init"
+    ),
+    "optimizer wrapper {} is not supported; set compile.deepcompile to false": (
+        "core/test_refused.py::test_an_optimizer_wrapper_of_the_user"
+    ),
     "give deepspeed.initialize() an optimizer": (
         "features/unsupported_options/test_refused_engines.py::test_an_engine_without_an_optimizer"
     ),
@@ -288,15 +312,3 @@ FOLLOWED = {
     "`pip install ninja`, and the environment's bin in PATH": "core/test_remedies.py::test_without_ninja_or_headers",
     "`apt-get install python3-dev`": "core/test_remedies.py::test_without_ninja_or_headers",
 }
-
-# Messages whose remedy no test is known to follow. Whoever writes or finds one moves its line to FOLLOWED.
-NOT_YET = (
-    "use a release of torch that the README names",
-    "has no effect, so give it to engine.compile()",
-    "leave it so, or use Adam or AdamW of torch",
-    "host memory for gradients could not be had; use more ranks",
-    "needs Triton on a GPU; install triton",
-    "use torch.profiler for those",
-    "which is for stage 3; make the model without it",
-    "optimizer wrapper {} is not supported; set compile.deepcompile to false",
-)

@@ -8,6 +8,7 @@ tests/core/test_randomness.py holds what is computed again to the random numbers
 import functools
 import operator
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -286,6 +287,31 @@ def test_an_input_that_others_change(ranks):
     assert "compile.activation_memory_budget=0 has a graph's backward read the graph's inputs" in message
     assert "change a copy of it, or set the option to null" in message
     check(ranks(1).run(train_with_changed_input, 0, ChangesACopy))
+
+
+def another_partitioner(*args, **kwargs):
+    """Splits graphs without asking what to keep."""
+    return partitioners.default_partition(*args, **kwargs)
+
+
+def train_with_partitioner(torchs):
+    """Returns what training came to where this is torch's partitioner, or what it raised."""
+    with mock.patch.object(partitioners, "min_cut_rematerialization_partition", torchs):
+        loop = Beside(BlocksWithin(), case_of(0.5, True))
+        try:
+            loop.step(batch(0, 0, dist.get_rank(), 4))
+            return loop.end()
+        except RuntimeError as error:
+            loop.engine.destroy()
+            return str(error)
+
+
+def test_another_partitioner_of_torch(ranks):
+    """A torch that decides elsewhere what to keep would keep all activations, or draw others in the backward."""
+    (message,) = ranks(1).run(train_with_partitioner, another_partitioner)
+    assert "cannot split graphs with torch" in message
+    assert "use a release of torch that ds_report names as tested" in message
+    check(ranks(1).run(train_with_partitioner, partitioners.min_cut_rematerialization_partition))
 
 
 @vary("torchs", [1.0, 0.0])

@@ -18,7 +18,7 @@ from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.compile.zero_1_and_2.graph import partitioner
 from deepspeed.compile.zero_1_and_2.graph.reductions import reduce_nodes
 
-from support.beside import Beside, Outcome, check
+from support.beside import Beside, Outcome, check, warnings_logged
 from support.ids import vary
 from support.lifetime import Raises
 from support.models import VOCABULARY, WITH_BLOCKS, Block, BlocksWithin, LossOfIds, Model
@@ -290,6 +290,34 @@ def test_blocks_that_cannot_be_asked(ranks, config, make):
     # The option needs blocks, so no model with it is compiled as a whole.
     for outcome in check(ranks(2).run(train_other_blocks, make, Case(config=config))):
         assert min(outcome.from_graphs) >= 3 * len(list(Block(8).parameters()))
+
+
+def train_with_arguments_of_compile(given_to):
+    """Gives torch a filter of guards with the blocks' own compile(), or with engine.compile().
+
+    Returns whether it is told to have no effect, how often torch has asked the filter, and what came of training.
+    """
+    torch.manual_seed(0)
+    module, asked = BlocksWithin(), []
+    arguments = {"options": {"guard_filter_fn": lambda guards: asked.append(guards) or [True] * len(guards)}}
+    if given_to == "blocks":
+        for block in module.body.blocks:
+            block.compile(backend="eager", **arguments)
+    with warnings_logged() as texts:
+        pair = Beside(module, Case(config=REGIONAL, compile_kwargs=arguments if given_to == "engine" else None))
+    for step in range(2):
+        pair.step(batch(step, 0, dist.get_rank(), 4))
+    return any("so give it to engine.compile()" in text for text in texts), len(asked), pair.end()
+
+
+def test_arguments_with_which_blocks_were_compiled(ranks):
+    """They would be lost in silence, or also where the engine is given them, as is advised."""
+    ((told, asked, ended),) = ranks(1).run(train_with_arguments_of_compile, "blocks")
+    assert told and asked == 0
+    check([ended])
+    ((told, asked, ended),) = ranks(1).run(train_with_arguments_of_compile, "engine")
+    assert not told and asked > 0
+    check([ended])
 
 
 class ChecksPoints(Block):

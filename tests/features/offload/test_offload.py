@@ -6,6 +6,7 @@
 ``linked_states/test_read_and_set.py`` what is saved, moved, read and set.
 """
 
+import contextlib
 import copy
 from typing import Dict, NamedTuple
 
@@ -20,7 +21,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 
 from support.faults import half_a_step, on_every_rank
 from support.ids import vary
-from support.lifetime import backward, start
+from support.lifetime import address_space_left, backward, start
 from support.models import CASES
 from support.options import ALSO_WARNED, train_and_collect_warnings
 from support.training import (
@@ -32,6 +33,7 @@ from support.training import (
     build,
     check_trained,
     compile_backend,
+    device,
     engine_by_configuration,
     held,
     low_precision,
@@ -141,7 +143,8 @@ def test_no_gradient_stays_on_the_device(ranks, stage):
         assert memory.on_host and memory.is_master_free
 
 
-def engine_with_optimizer_of_configuration(module, params, config, deepcompile=True):
+def engine_with_optimizer_of_configuration(module, params, config, deepcompile=True, around=None):
+    """Returns an engine, compiled within the context ``around`` where there is DeepCompile."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "steps_per_print": 10**9,
@@ -152,7 +155,8 @@ def engine_with_optimizer_of_configuration(module, params, config, deepcompile=T
     }
     engine = deepspeed.initialize(model=module, config=config)[0]
     if deepcompile:
-        engine.compile(backend="eager")
+        with around or contextlib.nullcontext():
+            engine.compile(backend="eager")
     return engine
 
 
@@ -360,6 +364,55 @@ def test_no_memory_to_pin(ranks):
     # How much was asked for is not known.
     for unpinned in ranks(1).run(without_memory_to_pin, pin_elsewhere):
         assert unpinned.sentence.startswith("CUDA error: out of memory")
+
+
+class Large(torch.nn.Module):
+    """A matrix whose gradient has 48 MiB: from 32 on, the C library has memory from the system."""
+
+    NUMEL = 12 * 2**20
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(64, self.NUMEL // 64))
+
+    def forward(self, ids):
+        return (self.weight.mean(dim=1) * (ids.flatten()[0] + 1)).square().sum()
+
+
+def train_with_little_host_memory():
+    """Trains with gradients in fp32 beside masters in bf16. Compiling may take 36 MiB of the host's memory.
+
+    Returns what engine.compile() raises or, if nothing, how far training with DeepCompile and without is apart.
+    """
+    config = {
+        "bf16": {"enabled": True, MASTERS["bf16"]: True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": False}},
+    }
+    trained = []
+    for deepcompile in (True, False):
+        torch._dynamo.reset()
+        module, little = Large().to(device()), address_space_left(3 * Large.NUMEL)
+        try:
+            engine = engine_with_optimizer_of_configuration(module, {"lr": 0.05}, config, deepcompile, little)
+        except RuntimeError as error:
+            return str(error)
+        backward(engine)
+        engine.step()
+        trained.append(module.weight.detach().float())
+        engine.destroy()
+    return total_error(trained[:1], trained[1:]), total_error(trained[:1], [torch.ones_like(trained[0])])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's driver takes address space of the host too")
+def test_little_host_memory(ranks):
+    """Torch's error would name no option, or more ranks, as is advised, would need as much memory each."""
+    (said,) = ranks(1).run(train_with_little_host_memory)
+    assert said == (
+        "zero_optimization.offload_optimizer: 0.0 GiB of host memory for gradients could not be had; use more ranks"
+    )
+    for difference, moved in ranks(2).run(train_with_little_host_memory):
+        assert difference < 1e-2 * moved
 
 
 def test_deprecated_name(ranks):

@@ -5,6 +5,7 @@
 import copy
 import dataclasses
 import gc
+import os
 from typing import Any, Dict, NamedTuple
 from unittest import mock
 
@@ -32,7 +33,7 @@ from support.checkpoints import Run, sequences, start, to_universal, train
 from support.ids import vary
 from support.lifetime import take_elsewhere
 from support.options import outcome
-from support.training import OVERLAPPED, device, make_engine, relative_error
+from support.training import OVERLAPPED, Case, batch, build, device, make_engine, relative_error, total_error
 
 REMAINDERS = {"store_param_remainders": True}
 EIGHT_BITS = {"optimizer_states": "8bit"}
@@ -593,6 +594,78 @@ def test_refused(ranks):
     assert said == {
         name: f"ValueError: DeepCompile with ZeRO stage 2: {refusal.says}" for name, refusal in REFUSALS.items()
     }
+
+
+OF_CONFIGURATION = {
+    "Muon": {"type": "Muon", "params": {"lr": 0.02}},
+    "AdamW": {"type": "AdamW", "params": {"lr": 0.02, "torch_adam": True}},
+}
+
+
+def train_by_configuration(name, options):
+    """Trains with an optimizer that the configuration names; returns master weights of before and after."""
+    torch._dynamo.reset()
+    config = {"optimizer": OF_CONFIGURATION[name], "compile": options}
+    case = Case("BlocksWithin", stage=2, dtype="bf16", config=config)
+    module = build(case)
+    engine = make_engine(module, case, model_parameters=module.parameters())
+    before = masters(engine)
+    # Muon compiles its products, which takes long.
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(3):
+            engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
+            engine.step()
+    after = masters(engine)
+    engine.destroy()
+    return before, after
+
+
+def compare_by_configuration(name):
+    """Returns how far training without remainders moves master weights, and how far it is from that with remainders.
+
+    Instead of the latter, the sentence if an engine with remainders is refused.
+    """
+    before, expected = train_by_configuration(name, {})
+    moved = total_error(expected, before)
+    try:
+        _, actual = train_by_configuration(name, REMAINDERS)
+    except ValueError as error:
+        return moved, str(error)
+    return moved, total_error(actual, expected)
+
+
+def test_refused_with_muon(ranks):
+    """Muon's updates would be stepped as gradients of Adam, or what is advised would be refused again."""
+    for moved, said in ranks(2).run(compare_by_configuration, "Muon"):
+        assert said == (
+            "DeepCompile with ZeRO stage 2: compile.store_param_remainders is for Adam and AdamW of torch and "
+            "DeepSpeed, not for muon; use one of these, or leave compile.store_param_remainders out"
+        )
+        # Without the option.
+        assert moved > 1e-2
+    for moved, error in ranks(2).run(compare_by_configuration, "AdamW"):
+        assert error < 1e-2 * moved and moved > 1e-2
+
+
+WITHOUT_TRITON = 'raise ImportError("No module named triton")'
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="where there is no GPU, nothing needs Triton")
+def test_a_gpu_without_triton(ranks, tmp_path):
+    """The first step would end in an error of an import, or what is advised would not train."""
+    # An import of Triton finds this file instead.
+    (tmp_path / "triton.py").write_text(WITHOUT_TRITON)
+    folders = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    ((moved, said),) = ranks(1, PYTHONPATH=folders).run(compare_by_configuration, "AdamW")
+    assert said == (
+        "DeepCompile with ZeRO stage 2: compile.store_param_remainders needs Triton on a GPU; install triton, or "
+        "leave compile.store_param_remainders out"
+    )
+    # Without the option.
+    assert moved > 1e-2
+    ((moved, error),) = ranks(1).run(compare_by_configuration, "AdamW")
+    assert error < 1e-2 * moved
 
 
 def steps_counted_by_torch(run):

@@ -6,10 +6,16 @@ import dataclasses
 import inspect
 
 import torch
+import torch.distributed as dist
 
+from deepspeed import comm
+from deepspeed.compile.zero_1_and_2 import gradient_counters
+
+from support.beside import Beside, check, warnings_logged
 from support.ids import vary
+from support.models import BlocksWithin
 from support.options import ALSO_WARNED, OFFLOADS, SMALL, train_and_collect_warnings
-from support.training import BOUND, Case
+from support.training import BOUND, Case, batch
 
 
 def only_in_stage_3(section, **options):
@@ -101,3 +107,32 @@ def test_warned_in_another_word(ranks):
     (result,) = ranks(1).run(train_and_collect_warnings, case)
     assert result.trained.error < BOUND
     assert result.warnings == [("1", ALSO_WARNED["zero_optimization.cpu_offload_param"])]
+
+
+def profile_reductions():
+    """Trains with DeepSpeed's log of communication, and profiles the second step.
+
+    Returns the warnings, how many reductions the profile has and how many the step sent, and what training came to.
+    """
+    torch.manual_seed(0)
+    try:
+        with warnings_logged() as texts:
+            pair = Beside(BlocksWithin(), Case(config={"comms_logger": {"enabled": True}}))
+        pair.step(batch(0, 0, dist.get_rank(), 4))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            pair.step(batch(1, 0, dist.get_rank(), 4))
+        profiled = sum(event.name == "c10d::reduce_" for event in profile.events())
+        sent = gradient_counters(pair.engine)["messages_sent"]
+        return [text for text in texts if "comms_logger" in text], profiled, sent, pair.end()
+    finally:
+        # DeepSpeed has one logger of communication for all engines.
+        comm.comm.comms_logger.enabled = False
+
+
+def test_a_profile_of_reductions(ranks):
+    """The profiler that the warning advises would leave reductions out too, or training would be another with it."""
+    results = ranks(2).run(profile_reductions)
+    for rank, (texts, profiled, sent, ended) in enumerate(results):
+        assert [text.partition("; ")[2] for text in texts] == (["use torch.profiler for those"] if rank == 0 else [])
+        assert profiled == sent > 0
+        check([ended])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
+import deepspeed
 from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
 from support.ids import vary
@@ -94,7 +95,6 @@ def compile_engines_of_other_kinds():
 
     It changes nothing before.
     """
-    import deepspeed
     from deepspeed.moe.layer import MoE
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
     from deepspeed.pipe import LayerSpec, PipelineModule
@@ -125,9 +125,6 @@ def compile_engines_of_other_kinds():
 
     off = {"deepcompile": False}
     said = {"muon": raised(torch.nn.Linear(4, 4, bias=False), optimizer=torch.optim.Muon)}
-    with deepspeed.zero.Init():
-        partitioned = torch.nn.Linear(4, 4)
-    said["zero.Init"] = raised(partitioned)
     # From here on, process groups stay behind; in this order they do not stand in each other's way.
     said["sequence"] = raised(torch.nn.Linear(4, 4), mesh=(1, 2), advised={"deepcompile": True, "passes": ["autosp"]})
     groups.mesh_device = None
@@ -190,11 +187,33 @@ def test_refused_engines(ranks):
         ranks(2).stop()
     expected = {kind: f"ValueError: DeepCompile with ZeRO stage 1: {says}" for kind, says in REFUSED_ENGINES.values()}
     expected["marked experts"] = expected["experts"]
-    expected["zero.Init"] = (
-        "ValueError: DeepCompile with ZeRO stage 1: parameter weight is partitioned by deepspeed.zero.Init(), which "
-        "is for stage 3; make the model without it"
-    )
     assert results == [expected, expected]
+
+
+def train_model_of_zero_init(enabled):
+    """Returns what an engine raises, or the error of training it, whose model is made within zero.Init()."""
+    case = Case(model=SMALL)
+    with deepspeed.zero.Init(enabled=enabled):
+        module = build(case)
+    before = [(each.data_ptr(), each.shape) for each in module.parameters()]
+    try:
+        started = prepare(case, module)
+    except ValueError as error:
+        assert [(each.data_ptr(), each.shape) for each in module.parameters()] == before
+        return str(error)
+    started.engine.compile(backend="eager")
+    return train_prepared(case, *started)
+
+
+def test_a_model_of_zero_init(ranks):
+    """Parameters of stage 3, which are empty between uses, would be stepped as what they are."""
+    for said in ranks(2).run(train_model_of_zero_init, True):
+        assert said.startswith("DeepCompile with ZeRO stage 1: parameter ")
+        assert said.endswith(
+            "is partitioned by deepspeed.zero.Init(), which is for stage 3; make the model without it"
+        )
+    # As advised.
+    assert max(ranks(2).run(train_model_of_zero_init, False)) < BOUND
 
 
 def with_linear_of_zero_3(case, release, advised=False):

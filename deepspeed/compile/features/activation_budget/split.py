@@ -91,7 +91,7 @@ def _partitioner():
     if "choose_saved_values_set" not in torchs.__code__.co_names or torchs.__closure__:
         raise RuntimeError(
             f"DeepCompile cannot split graphs with torch {torch.__version__}, whose partitioner asks another function "
-            "what to keep; use a release of torch that the README names"
+            "what to keep; use a release of torch that ds_report names as tested"
         )
     # The same code with globals of its own, so that nothing changes for others who call it.
     names = {**torchs.__globals__, "choose_saved_values_set": _values_to_keep}
