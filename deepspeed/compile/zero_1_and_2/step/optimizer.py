@@ -152,7 +152,6 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
-    deepcompile.placement.take_over(optimizer)
     keep_no_graph(optimizer)
     optimizer._deepcompile = deepcompile
     mixins = (part.optimizer_mixin for part in deepcompile.features if part.optimizer_mixin is not None)
