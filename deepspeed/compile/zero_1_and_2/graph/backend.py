@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``torch.compile`` backend of ZeRO-1/2: the usual compiler with reductions in the backward."""
 
-import contextlib
 import dataclasses
 import functools
 import types
@@ -54,15 +53,13 @@ class Backend:
 
     def use(
         self,
-        graph: Sequence[Callable] = (),
-        compiling: Sequence[Callable] = (),
-        cut: Sequence[Callable] = (),
-        rewrite: Sequence[Callable] = (),
+        around_compile: Sequence[Callable] = (),
+        rewrites: Sequence[Callable] = (),
         split: Optional[Callable[[Sequence], Split]] = None,
         no_graph_is_last: bool = False,
     ) -> None:
-        """Takes the methods of these names of the engine's optional parts, which are made after the backend."""
-        self._graph, self._compiling, self._cut, self.rewrites = graph, compiling, cut, rewrite
+        """Takes methods of the engine's optional parts, which are made after the backend."""
+        self._around_compile, self.rewrites = around_compile, rewrites
         self.split, self._no_graph_is_last = split, no_graph_is_last
 
     @property
@@ -82,14 +79,10 @@ class Backend:
         parameters = [value for value in example_inputs if value in self.numbers]
         graph_id, is_last = self._place(parameters)
         frame = Frame(gm, example_inputs, parameters, block, graph_id, is_last, mode, options, self)
-        before = [graph(frame) for graph in self._graph]
-        with contextlib.ExitStack() as stack:
-            for compiling in self._compiling:
-                stack.enter_context(compiling(frame))
-            # The first part that cuts the graph compiles it.
-            cuts = (cut(frame) for cut in self._cut)
-            compiled = next((cut for cut in cuts if cut is not None), None) or frame.compile_graph(gm, example_inputs)
-        return _preceded(compiled, [call for call in before if call is not None])
+        compiled = functools.partial(frame.compile_graph, gm, example_inputs)
+        for around in reversed(self._around_compile):
+            compiled = functools.partial(around, frame, compiled)
+        return compiled()
 
     def _place(self, parameters) -> Tuple[Optional[int], bool]:
         """Returns the graph id of a frame with these parameters, and whether its backward is the last that reduces.
@@ -153,19 +146,6 @@ class Frame:
         if self.backend.generates_code:
             return _generate_code(gm, inputs, partitioner, self.mode, self.options)
         return run_as_traced(gm, inputs, partitioner)
-
-
-def _preceded(compiled, before):
-    """Returns ``compiled`` with calls before each of its own."""
-    if not before:
-        return compiled
-
-    def run(*args):
-        for call in before:
-            call()
-        return compiled(*args)
-
-    return run
 
 
 def own_code(function: Callable) -> types.FunctionType:
