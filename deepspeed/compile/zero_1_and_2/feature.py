@@ -196,7 +196,7 @@ class Feature:
     gather: Optional["AllGather"] = None
     # Makes one step of all partitions in place of the core's StepOfGroups, if this part steps them piece by piece.
     step_of_groups: "Optional[Callable[[DeepSpeedZeroOptimizer, List[Optional[torch.Tensor]]], StepOfGroups]]" = None
-    # Makes other gradients of some groups' gradients, if the optimizer's update is computed from whole matrices.
+    # Makes other gradients of some groups' gradients, if an update is not computed element by element.
     transform: Optional[Transform] = None
     # Places gradients and new parameters elsewhere than the core's Placement, if the optimizer is on the host.
     placement: Optional["Placement"] = None

@@ -130,7 +130,7 @@ class Blocks(Feature):
         # reduced, so Dynamo's own limit applies to it.
         if frame.parameters:
             compile_id = torch._guards.CompileContext.current_compile_id()
-            compilations, what = compile_id.frame_compile_id + 1, frame.block or "the model"
+            compilations, what = compile_id.frame_compile_id + 1, frame.layer or "the model"
             self._limit.compiles(compile_id.frame_id, compilations, what, reasons.graph_break(frame.gm))
         return compiled()
 

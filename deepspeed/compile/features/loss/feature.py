@@ -26,7 +26,7 @@ class Loss(Feature):
         self._chunked = ChunkedLosses(context.request.options.chunked_loss)
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
-        if frame.block is not None or not torch.is_grad_enabled():
+        if frame.layer is not None or not torch.is_grad_enabled():
             return compiled()
         part = functools.partial(compile_part, frame)
         split = self._chunked.cut_out(frame.gm, frame.inputs, frame.backend.numbers, part)

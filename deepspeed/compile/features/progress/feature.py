@@ -76,7 +76,7 @@ class Progress(Feature):
         if dist.get_rank() != 0 or not logger.isEnabledFor(logging.INFO):
             yield
             return
-        block = frame.block
+        block = frame.layer
         name, details = block or self._rest, "no gradients" if frame.graph_id is None else f"graph {frame.graph_id}"
         if block is not None:
             number = self._classes.setdefault(block, 1 + len(self._classes))

@@ -70,7 +70,7 @@ class Backend:
         self,
         gm: GraphModule,
         example_inputs: Sequence,
-        block: Optional[str] = None,
+        layer: Optional[str] = None,
         mode: Optional[str] = None,
         options: Optional[Dict[str, Any]] = None,
         name: Optional[str] = None,
@@ -78,7 +78,7 @@ class Backend:
         """Compiles a :class:`Frame`. From 2.15 on torch passes ``name``, which is for its own backend."""
         parameters = [value for value in example_inputs if value in self.numbers]
         graph_id, is_last = self._place(parameters)
-        frame = Frame(gm, example_inputs, parameters, block, graph_id, is_last, mode, options, self)
+        frame = Frame(gm, example_inputs, parameters, layer, graph_id, is_last, mode, options, self)
         compiled = functools.partial(frame.compile_graph, gm, example_inputs)
         for around in reversed(self._around_compile):
             compiled = functools.partial(around, frame, compiled)
@@ -107,7 +107,7 @@ class Frame:
     gm: GraphModule  # the frame's graph as Dynamo traced it
     inputs: Sequence  # examples of the graph's inputs
     parameters: Sequence[torch.Tensor]  # those inputs that are registered parameters
-    block: Optional[str]  # the name of the block's class if the frame is a block's: one graph may serve several layers
+    layer: Optional[str]  # the name of a layer's class if the frame is a layer's: one graph may serve several layers
     graph_id: Optional[int]  # None if the frame reduces nothing
     release_reduce_buckets: bool  # whether the backward of this frame is the last that reduces
     mode: Optional[str]  # as in torch.compile

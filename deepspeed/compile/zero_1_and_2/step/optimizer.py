@@ -100,7 +100,7 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         gather = self._deepcompile.gather
         gather.wait_all()
         for group, master in enumerate(self.single_partition_of_fp32_groups):
-            # A master weight that is kept in another form has shape and no memory here, and its parameter is there.
+            # An optional part may have given up this memory. Then the parameters have their new values already.
             if master.untyped_storage().nbytes() >= master.nbytes:
                 partition(self, group).copy_(master.data)
         gather.start()

@@ -24,7 +24,7 @@ def take_scaled(views: PartitionViews, factor: Optional[torch.Tensor], like: tor
     gradients = views.take()
     if flat is not None:
         return flat if factor is None else flat.mul_(factor)
-    # Pictures of memory show what this range allocates with gradients.
+    # Profiles of memory tell by this name that it is memory of gradients.
     with torch.profiler.record_function("deepcompile::gradient_range"):
         memory = like.new_empty(like.numel())
     scale_into(memory, gradients, 0, factor)
