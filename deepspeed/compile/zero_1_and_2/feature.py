@@ -48,7 +48,11 @@ Part = TypeVar("Part", bound="Feature")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """What the user asks for, before anything is changed. One object serves all parts while an engine is set up."""
+    """What the user asks for, before anything is changed. One object serves all parts while an engine is set up.
+
+    Who asks earlier makes another one: until ``engine.compile()`` the caller may change the module, and only that call
+    has arguments. So what a part has chosen for one, such as layers, it chooses anew for the next.
+    """
 
     engine: "DeepSpeedEngine"
     backend: str  # "inductor" or "eager"

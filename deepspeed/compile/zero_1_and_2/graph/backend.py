@@ -46,17 +46,16 @@ class Backend:
         self.left_to_autograd = {id(parameter) for parameter in left_to_autograd}
         # Whether all of these lie at addresses that Inductor takes for aligned.
         self.are_aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
-        self.use()
         # Dynamo's number of a frame that reduces -> the frame's graph id, from 0 in forward order. Recompilations of a
         # frame share its number.
         self._graph_ids: Dict[int, int] = {}
 
     def use(
         self,
-        around_compile: Sequence[Callable] = (),
-        rewrites: Sequence[Callable] = (),
-        split: Optional[Callable[[Sequence], Split]] = None,
-        no_graph_is_last: bool = False,
+        around_compile: Sequence[Callable],
+        rewrites: Sequence[Callable],
+        split: Optional[Callable[[Sequence], Split]],
+        no_graph_is_last: bool,
     ) -> None:
         """Takes methods of the engine's optional parts, which are made after the backend."""
         self._around_compile, self.rewrites = around_compile, rewrites
