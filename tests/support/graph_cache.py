@@ -48,7 +48,7 @@ SUPPORTED = backend is not None and hasattr(debugging, "AOTEagerOutputCode")
 
 def _parts_that_shape_graphs():
     for part in [] if backend is None else classes():
-        if any(getattr(part, name) is not getattr(Feature, name) for name in ("cut", "rewrite", "split")):
+        if any(getattr(part, name) is not getattr(Feature, name) for name in ("around_compile", "rewrite", "split")):
             yield part.__module__.removesuffix("feature")
 
 

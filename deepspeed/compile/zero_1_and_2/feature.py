@@ -48,12 +48,17 @@ Part = TypeVar("Part", bound="Feature")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """What the user asks for, before anything is changed. One object serves all parts while an engine is set up."""
+    """What the user asks for, before anything is changed. One object serves all parts while an engine is set up.
+
+    Who asks earlier makes another one: until ``engine.compile()`` the caller may change the module, and only that call
+    has arguments. So what a part has chosen for one, such as layers, it chooses anew for the next.
+    """
 
     engine: "DeepSpeedEngine"
     backend: str  # "inductor" or "eager"
     compile_kwargs: Dict[str, Any]  # what engine.compile() passes on to module.compile()
     schedule: Optional[List] = None  # as in set_up()
+    is_call: bool = False  # whether engine.compile() asks, with these arguments; otherwise it is to be called later
 
     @property
     def options(self) -> Any:
@@ -141,11 +146,6 @@ class Feature:
         return iter(())
 
     @classmethod
-    def refusals_of_call(cls, request: Request) -> Iterator[str]:
-        """As :meth:`refusals`, of how ``engine.compile()`` is called. ``deepspeed.initialize()`` does not ask."""
-        return iter(())
-
-    @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
         """Yields a sentence for each option of this part that will have no effect."""
         return iter(())
@@ -163,30 +163,21 @@ class Feature:
     def commit(self) -> None:
         """Called when all parts are made, and before the optimizer is changed: does what cannot be reverted."""
 
-    # Whether this part decides what a call of the engine's module runs, so that nothing else may compile the module.
-    compiles_module = False
-
     # Graphs ---------------------------------------------------------------------------------------------------------
 
-    # Whether no graph runs last in every backward.
-    no_graph_is_last = False
-    # Splits joint graphs, if this part does it: takes examples of the graph's inputs.
+    # How many modules this part compiles, if it gives layers graphs of their own. If there is one, nothing else may
+    # compile the engine's module; if there are several, no graph runs last in every backward.
+    compiled_modules = 0
+    # Splits joint graphs, if this part does it to keep fewer activations: takes examples of the graph's inputs.
     split: Optional[Callable[[Sequence], "Split"]] = None
 
-    def graph(self, frame: "Frame") -> Optional[Callable[[], None]]:
-        """Called before a frame is compiled. What this returns is called before each run of the frame's graph."""
-        return None
-
-    def compiling(self, frame: "Frame") -> ContextManager:
-        """Returns the context in which the graph of a frame is compiled."""
-        return contextlib.nullcontext()
-
-    def cut(self, frame: "Frame") -> Optional[Callable]:
-        """Returns what runs in place of a frame's graph, made of compiled parts, or None to leave the graph whole."""
-        return None
+    def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
+        """Returns what runs a frame's graph. ``compiled()`` compiles the graph, with what later parts do around it."""
+        return compiled()
 
     def rewrite(self, inputs: Sequence) -> "Optional[Rewrite]":
-        """Returns a change of the joint graph of a graph with such inputs, made before the joint graph is split."""
+        """Returns a change of the joint graph of a graph with such inputs, made before the joint graph is split: a
+        part needs it that gives memory of parameters back while the graph has them saved for its backward."""
         return None
 
     # Forwards and backwards -----------------------------------------------------------------------------------------
@@ -196,26 +187,29 @@ class Feature:
         return contextlib.nullcontext()
 
     def backward_begins(self) -> None:
-        """Called before the first gradient of a backward of the engine, and once more for each further loss."""
+        """Called before the first gradient of a backward of the engine, and once more for each further loss: a
+        part needs it that gathers parameters for the backward."""
 
     def backward_ends(self) -> None:
-        """Called when a backward has run, before this rank waits for gradients of other ranks."""
+        """Called when a backward has run, before this rank waits for gradients of other ranks: a part needs it
+        that has collectives of its own in a backward, for which they may wait."""
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
     # Gathers the stepped parameters in place of the core's AllGather, if this part does it.
     gather: Optional["AllGather"] = None
-    # Makes one step of all partitions in place of the core's StepOfGroups, if this part does it.
+    # Makes one step of all partitions in place of the core's StepOfGroups, if this part steps them piece by piece.
     step_of_groups: "Optional[Callable[[DeepSpeedZeroOptimizer, List[Optional[torch.Tensor]]], StepOfGroups]]" = None
-    # Makes other gradients of some groups' gradients, if this part does it.
+    # Makes other gradients of some groups' gradients, if an update is not computed element by element.
     transform: Optional[Transform] = None
-    # Places gradients and new parameters elsewhere than the core's Placement, if this part does it.
+    # Places gradients and new parameters elsewhere than the core's Placement, if the optimizer is on the host.
     placement: Optional["Placement"] = None
     # Methods that override the base's optimizer's. The core's override them, and earlier parts' those of later parts.
     optimizer_mixin: Optional[type] = None
 
     def attached(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Called when the optimizer has the methods of all parts."""
+        """Called when the optimizer has the methods of all parts, and each has done its :meth:`commit`: a part
+        needs it that links parameters with states, whose form other parts may have changed by then."""
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""

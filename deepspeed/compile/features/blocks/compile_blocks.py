@@ -125,7 +125,7 @@ class _CompiledForwards:
         # Copy the options, because torch.compile removes entries from the dict that it is given.
         options = self._compile_kwargs.get("options")
         own = {**self._compile_kwargs, "options": dict(options)} if options is not None else self._compile_kwargs
-        backend = functools.partial(self._backend, block=kind.__name__)
+        backend = functools.partial(self._backend, layer=kind.__name__)
         return torch.compile(own_code(run), **{**own, "backend": backend})
 
 

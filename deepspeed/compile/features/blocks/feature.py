@@ -66,8 +66,6 @@ class Blocks(Feature):
         blocks: the modules that have graphs of their own.
     """
 
-    compiles_module = True
-
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
         if request.options.regional_compilation and request.compile_kwargs.get("fullgraph"):
@@ -90,7 +88,7 @@ class Blocks(Feature):
         take_over_compiled(submodule for submodule in module.modules() if submodule is not module)
         blocks, why_whole = chosen_blocks(context.request)
         self._module, self._blocks = weakref.ref(module), [weakref.ref(block) for block in blocks]
-        self.no_graph_is_last = bool(blocks)
+        self.compiled_modules = 1 + len(blocks)
         # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
         limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
         self._limit = CompilationLimit(module, limit, raises=bool(compile_kwargs.get("fullgraph")))
@@ -127,13 +125,14 @@ class Blocks(Feature):
         """Puts a call around each call of the engine's module, unless that module itself calls blocks."""
         compile_blocks.wrap_module(self._module(), around)
 
-    def graph(self, frame: "Frame") -> None:
+    def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
         # A frame without registered parameters, such as a function that logs metrics by name, does not change what is
         # reduced, so Dynamo's own limit applies to it.
         if frame.parameters:
             compile_id = torch._guards.CompileContext.current_compile_id()
-            compilations, what = compile_id.frame_compile_id + 1, frame.block or "the model"
+            compilations, what = compile_id.frame_compile_id + 1, frame.layer or "the model"
             self._limit.compiles(compile_id.frame_id, compilations, what, reasons.graph_break(frame.gm))
+        return compiled()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         self._limit.stop_if_exceeded()

@@ -71,7 +71,7 @@ def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
 def _refusal(engine):
     """Returns the error for the first problem that no arguments of ``engine.compile()`` could mend, or None."""
     # Imported here, because the compiler takes a second, for which training without DeepCompile need not wait.
-    from ...zero_1_and_2.engine.options import problems_of_engine, refusal
+    from ...zero_1_and_2.engine.options import problems_of, refusal
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
-    return refusal(request, problems_of_engine(request))
+    return refusal(request, problems_of(request))

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Guards in an engine: every compilation makes all of them."""
 
+from typing import Callable
+
 from ...zero_1_and_2.feature import Feature
 from ...zero_1_and_2.graph.backend import Frame
 from .guards import guard_all
@@ -10,8 +12,9 @@ from .guards import guard_all
 class Guards(Feature):
     """Called for each compilation, and does nothing else."""
 
-    def graph(self, frame: Frame) -> None:
+    def around_compile(self, frame: Frame, compiled: Callable[[], Callable]) -> Callable:
         guard_all()
+        return compiled()
 
 
 FEATURE = Guards

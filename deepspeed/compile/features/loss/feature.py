@@ -6,7 +6,7 @@ torch's caches need no hash of this source: their keys have each graph that is c
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, Callable, Dict, Optional
+from typing import TYPE_CHECKING, Any, Callable, Dict
 
 import torch
 
@@ -25,20 +25,20 @@ class Loss(Feature):
     def __init__(self, context: SetUpContext):
         self._chunked = ChunkedLosses(context.request.options.chunked_loss)
 
-    def cut(self, frame: "Frame") -> Optional[Callable]:
-        if frame.block is not None or not torch.is_grad_enabled():
-            return None
-        compiled = functools.partial(compile_part, frame)
-        split = self._chunked.cut_out(frame.gm, frame.inputs, frame.backend.numbers, compiled)
+    def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
+        if frame.layer is not None or not torch.is_grad_enabled():
+            return compiled()
+        part = functools.partial(compile_part, frame)
+        split = self._chunked.cut_out(frame.gm, frame.inputs, frame.backend.numbers, part)
         if split is None:
             split = own_graph.split_loss(frame.gm, [value in frame.backend.numbers for value in frame.inputs])
         if split is None:
-            return None
+            return compiled()
         if hasattr(split, own_graph.HEAD):
             inputs = own_graph.inputs_of_head(split, frame.inputs)
             own_graph.replace(split, own_graph.HEAD, lambda head: frame.compile_graph(head, inputs))
         if hasattr(split, own_graph.REST):
-            own_graph.replace(split, own_graph.REST, compiled)
+            own_graph.replace(split, own_graph.REST, part)
         return split.forward
 
 

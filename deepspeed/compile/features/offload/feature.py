@@ -46,7 +46,12 @@ class Offload(Feature):
         return offload is not None and offload.device != OffloadDeviceEnum.none
 
     def __init__(self, context: SetUpContext):
-        self.placement = HostMemory()
+        self.placement, self._optimizer = HostMemory(), context.optimizer
+
+    def commit(self) -> None:
+        # The reducer replaces the base's way of reducing.
+        self.placement.drop_memory_of_base(self._optimizer)
+        del self._optimizer
 
 
 FEATURE = Offload

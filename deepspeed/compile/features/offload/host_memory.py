@@ -50,7 +50,7 @@ class HostMemory(Placement):
                 f"{', or set offload_optimizer.pin_memory to false' if pinned else ''}"
             ) from error
 
-    def take_over(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+    def drop_memory_of_base(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
         """Drops memory that the base keeps for its own way of offloading gradients, on the host and on the device."""
         for group in range(len(optimizer.bit16_groups)):
             _master(optimizer, group).grad = None

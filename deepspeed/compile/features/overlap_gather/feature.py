@@ -3,7 +3,7 @@
 """Gathers updated parameters while the next forward begins (``compile.overlap_param_gather``)."""
 
 import contextlib
-from typing import TYPE_CHECKING, Callable, Iterator, Optional
+from typing import TYPE_CHECKING, Callable, Iterator
 
 from ...zero_1_and_2.feature import Request, SetUpContext
 from ..blocks.feature import Blocks, WorksOnBlocks
@@ -29,8 +29,8 @@ class OverlapGather(WorksOnBlocks):
         self.gather = self._waiting.gather
         blocks.wrap_calls(self._waiting.around_call)
 
-    def graph(self, frame: "Frame") -> Optional[Callable[[], None]]:
-        return self._waiting.before_graph(frame.inputs)
+    def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
+        return self._waiting.around_graph(frame.inputs, compiled())
 
     @contextlib.contextmanager
     def around_forward(self, training: bool) -> Iterator[None]:

@@ -107,13 +107,15 @@ class ParameterArrivals:
         """Called after the forward of a module that calls blocks: waits for all units."""
         self.gather.wait_all()
 
-    def before_graph(self, inputs: Iterable) -> Optional[Callable[[], None]]:
-        """Returns a function to call before each run of a graph, which waits for parameters among ``inputs``.
-
-        Returns None if the graph has no parameter to wait for.
-        """
+    def around_graph(self, inputs: Iterable, run: Callable) -> Callable:
+        """Returns what waits for the parameters among a graph's ``inputs`` before each run of the graph."""
         units = sorted(self.gather.units_of(value for value in inputs if isinstance(value, Parameter)))
-        return (lambda: self.gather.wait(units)) if units else None
+
+        def wait_and_run(*args):
+            self.gather.wait(units)
+            return run(*args)
+
+        return wait_and_run if units else run
 
     def remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -125,7 +127,7 @@ class ParameterArrivals:
 
 
 def outside_graphs(wait: Callable) -> Hook:
-    """Returns a hook that calls ``wait()``, but not in a compiled graph: ``before_graph()`` waits there."""
+    """Returns a hook that calls ``wait()``, but not in a compiled graph: ``around_graph()`` waits there."""
 
     def hook(*_):
         if not torch.compiler.is_compiling():

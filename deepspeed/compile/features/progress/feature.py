@@ -13,7 +13,7 @@ import contextlib
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Dict, Iterator
+from typing import TYPE_CHECKING, Callable, Dict
 
 from tqdm import tqdm
 
@@ -59,16 +59,16 @@ class Progress(Feature):
             _tell(f"DeepCompile has compiled nothing in the first step, because {why}")
             self._told_of_none = True
 
-    @contextlib.contextmanager
-    def compiling(self, frame: "Frame") -> Iterator[None]:
+    def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
         if not self._told_of_begin:
             _tell(f"DeepCompile is compiling {self._what}; the first step takes longer than later ones")
             self._told_of_begin = True
         began = time.perf_counter()
         with self._shown(frame):
-            yield
+            run = compiled()
         self._frames += 1
         self._seconds += time.perf_counter() - began
+        return run
 
     @contextlib.contextmanager
     def _shown(self, frame):
@@ -76,7 +76,7 @@ class Progress(Feature):
         if dist.get_rank() != 0 or not logger.isEnabledFor(logging.INFO):
             yield
             return
-        block = frame.block
+        block = frame.layer
         name, details = block or self._rest, "no gradients" if frame.graph_id is None else f"graph {frame.graph_id}"
         if block is not None:
             number = self._classes.setdefault(block, 1 + len(self._classes))

@@ -72,10 +72,11 @@ def _before_forward(engine):
         return
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
     # too late for an error. deepspeed.initialize() has checked the options: check now what may have changed since.
-    from ...zero_1_and_2.engine.options import problems_of_call, refusal
+    from ...zero_1_and_2.engine.options import refusal
+    from ..unsupported_options.refused_calls import refused_calls
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
-    error = refusal(request, problems_of_call(request))
+    error = refusal(request, refused_calls(request))
     if error is not None:
         raise error
 

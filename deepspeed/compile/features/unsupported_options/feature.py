@@ -15,11 +15,9 @@ class UnsupportedOptions(Feature):
 
     @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
-        return refused(request)
-
-    @classmethod
-    def refusals_of_call(cls, request: Request) -> Iterator[str]:
-        return refused_calls(request)
+        yield from refused(request)
+        if request.is_call:
+            yield from refused_calls(request)
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:

@@ -29,7 +29,7 @@ def check_options(request: Request) -> None:
     Raises:
         ValueError: for the first option that cannot be honoured.
     """
-    error = refusal(request, itertools.chain(problems_of_engine(request), problems_of_call(request)))
+    error = refusal(request, problems_of(request))
     if error is not None:
         raise error
     for ignored in itertools.chain.from_iterable(cls.warnings(request) for cls in classes()):
@@ -56,8 +56,8 @@ def overlaps_reduction(request: Request) -> bool:
     return request.options.double_buffer and not asked_not_to
 
 
-def problems_of_engine(request: Request) -> Iterator[str]:
-    """Yields a sentence for each option that no call of ``engine.compile()`` could honour, whatever its arguments."""
+def problems_of(request: Request) -> Iterator[str]:
+    """Yields a sentence for each option that cannot be honoured."""
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
     yield from itertools.chain.from_iterable(cls.refusals(request) for cls in classes())
@@ -67,8 +67,3 @@ def problems_of_engine(request: Request) -> Iterator[str]:
         yield "an earlier engine.compile() failed half-way; create the engine anew"
     elif optimizer is not None and type(optimizer) is not DeepSpeedZeroOptimizer:
         yield f"optimizer wrapper {type(optimizer).__name__} is not supported; set compile.deepcompile to false"
-
-
-def problems_of_call(request: Request) -> Iterator[str]:
-    """Yields a sentence for each problem of when, and with what, ``engine.compile()`` is called."""
-    return itertools.chain.from_iterable(cls.refusals_of_call(request) for cls in classes())

@@ -61,7 +61,7 @@ def set_up(
             to do. The engine is then unchanged. Also if an optional part finds that another engine has compiled the
             module: earlier engines of this engine's own parameters have given way by then.
     """
-    request = Request(engine, backend, compile_kwargs, schedule)
+    request = Request(engine, backend, compile_kwargs, schedule, is_call=True)
     check_options(request)
     optimizer = engine.optimizer
     take_over_parameters(optimizer)
@@ -79,9 +79,12 @@ def set_up(
         for cls in classes():
             if cls.is_wanted(request):
                 features.append(cls(SetUpContext(request, features, undo, graphs, reducer.identity)))
-        shaping = {name: overriding(features, name) for name in ("graph", "compiling", "cut", "rewrite")}
-        no_graph_is_last = any(feature.no_graph_is_last for feature in features)
-        graphs.use(**shaping, split=only(features, "split"), no_graph_is_last=no_graph_is_last)
+        graphs.use(
+            overriding(features, "around_compile"),
+            overriding(features, "rewrite"),
+            only(features, "split"),
+            no_graph_is_last=any(feature.compiled_modules > 1 for feature in features),
+        )
         placement = only(features, "placement") or Placement()
         # Before the reducer learns whom to call, so that its hook is at each node before hooks of the caller.
         register_parameters(engine, reducer, placement)

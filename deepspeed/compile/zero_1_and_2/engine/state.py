@@ -24,19 +24,15 @@ class EngineState:
     def __init__(self, engine: "DeepSpeedEngine", reducer: Reducer, features: List[Feature], placement: Placement):
         self._engine = weakref.ref(engine)
         self.reducer = reducer
-        # The optional parts.
         self.features = features
-        # Where gradients and new parameters are written.
         self.placement = placement
         self.backward = BackwardLife(engine, reducer, self.placement)
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
-        # Makes the step of the partitions.
         self.step_of_groups = only(features, "step_of_groups") or StepOfGroups
         self.transform: Optional[Transform] = only(features, "transform")
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
-        # Distributes the stepped parameters to all ranks.
         self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
         # Methods of optional parts: around each forward, when a backward begins and ends, after each step.
         self.around_forward = overriding(features, "around_forward")

@@ -3,14 +3,12 @@
 """Access to DeepCompile's native code."""
 
 import functools
-from typing import TYPE_CHECKING, Callable, Dict, List, Optional, Protocol, Tuple, Type
+from typing import Callable, Dict, List, Optional, Protocol, Tuple, Type
 
 import torch
+from torch.distributed import ProcessGroup
 
 from ..messages import warn
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class HandedOver(Protocol):
@@ -41,7 +39,7 @@ class Reducer(Protocol):
 
     def add_group(
         self,
-        process_group: "ProcessGroup",
+        process_group: ProcessGroup,
         partition_numel: int,
         target_dtype: torch.dtype,
         device: torch.device,

@@ -2,7 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``torch.compile`` backend of ZeRO-1/2: the usual compiler with reductions in the backward."""
 
-import contextlib
 import dataclasses
 import functools
 import types
@@ -47,22 +46,19 @@ class Backend:
         self.left_to_autograd = {id(parameter) for parameter in left_to_autograd}
         # Whether all of these lie at addresses that Inductor takes for aligned.
         self.are_aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
-        self.use()
         # Dynamo's number of a frame that reduces -> the frame's graph id, from 0 in forward order. Recompilations of a
         # frame share its number.
         self._graph_ids: Dict[int, int] = {}
 
     def use(
         self,
-        graph: Sequence[Callable] = (),
-        compiling: Sequence[Callable] = (),
-        cut: Sequence[Callable] = (),
-        rewrite: Sequence[Callable] = (),
-        split: Optional[Callable[[Sequence], Split]] = None,
-        no_graph_is_last: bool = False,
+        around_compile: Sequence[Callable],
+        rewrites: Sequence[Callable],
+        split: Optional[Callable[[Sequence], Split]],
+        no_graph_is_last: bool,
     ) -> None:
-        """Takes the methods of these names of the engine's optional parts, which are made after the backend."""
-        self._graph, self._compiling, self._cut, self.rewrites = graph, compiling, cut, rewrite
+        """Takes methods of the engine's optional parts, which are made after the backend."""
+        self._around_compile, self.rewrites = around_compile, rewrites
         self.split, self._no_graph_is_last = split, no_graph_is_last
 
     @property
@@ -73,7 +69,7 @@ class Backend:
         self,
         gm: GraphModule,
         example_inputs: Sequence,
-        block: Optional[str] = None,
+        layer: Optional[str] = None,
         mode: Optional[str] = None,
         options: Optional[Dict[str, Any]] = None,
         name: Optional[str] = None,
@@ -81,15 +77,11 @@ class Backend:
         """Compiles a :class:`Frame`. From 2.15 on torch passes ``name``, which is for its own backend."""
         parameters = [value for value in example_inputs if value in self.numbers]
         graph_id, is_last = self._place(parameters)
-        frame = Frame(gm, example_inputs, parameters, block, graph_id, is_last, mode, options, self)
-        before = [graph(frame) for graph in self._graph]
-        with contextlib.ExitStack() as stack:
-            for compiling in self._compiling:
-                stack.enter_context(compiling(frame))
-            # The first part that cuts the graph compiles it.
-            cuts = (cut(frame) for cut in self._cut)
-            compiled = next((cut for cut in cuts if cut is not None), None) or frame.compile_graph(gm, example_inputs)
-        return _preceded(compiled, [call for call in before if call is not None])
+        frame = Frame(gm, example_inputs, parameters, layer, graph_id, is_last, mode, options, self)
+        compiled = functools.partial(frame.compile_graph, gm, example_inputs)
+        for around in reversed(self._around_compile):
+            compiled = functools.partial(around, frame, compiled)
+        return compiled()
 
     def _place(self, parameters) -> Tuple[Optional[int], bool]:
         """Returns the graph id of a frame with these parameters, and whether its backward is the last that reduces.
@@ -114,7 +106,7 @@ class Frame:
     gm: GraphModule  # the frame's graph as Dynamo traced it
     inputs: Sequence  # examples of the graph's inputs
     parameters: Sequence[torch.Tensor]  # those inputs that are registered parameters
-    block: Optional[str]  # the name of the block's class if the frame is a block's: one graph may serve several layers
+    layer: Optional[str]  # the name of a layer's class if the frame is a layer's: one graph may serve several layers
     graph_id: Optional[int]  # None if the frame reduces nothing
     release_reduce_buckets: bool  # whether the backward of this frame is the last that reduces
     mode: Optional[str]  # as in torch.compile
@@ -153,19 +145,6 @@ class Frame:
         if self.backend.generates_code:
             return _generate_code(gm, inputs, partitioner, self.mode, self.options)
         return run_as_traced(gm, inputs, partitioner)
-
-
-def _preceded(compiled, before):
-    """Returns ``compiled`` with calls before each of its own."""
-    if not before:
-        return compiled
-
-    def run(*args):
-        for call in before:
-            call()
-        return compiled(*args)
-
-    return run
 
 
 def own_code(function: Callable) -> types.FunctionType:

@@ -7,16 +7,13 @@ it has to copy the gradient unless the gradient is donated. For a donated gradie
 right after the call, and Inductor gives the buffer's memory to no other buffer.
 """
 
-from typing import TYPE_CHECKING, Any, List, Sequence, Tuple
+from typing import Any, Sequence, Tuple
 
 import torch
 from torch._inductor import config, ir
-from torch._inductor.lowering import add_needs_realized_inputs, register_lowering
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.lowering import add_needs_realized_inputs, make_fallback, register_lowering
 from torch._inductor.virtualized import V
-
-if TYPE_CHECKING:
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-
 
 # How generated code finds the function that it calls in place of the operator: the operator's own way, through torch's
 # dispatcher, takes several times as long as the rest of a small gradient's reduction.
@@ -32,7 +29,7 @@ class ReduceGradKernel(ir.FallbackKernel):
     constant_args: Tuple
     inputs: Sequence[Any]
 
-    def codegen(self, wrapper: "PythonWrapperCodegen") -> None:
+    def codegen(self, wrapper: PythonWrapperCodegen) -> None:
         # Decide here and not in the lowering, because only now all users of the buffer are known.
         donated = self._may_donate_gradient()
         self.constant_args = (*self.constant_args[:-1], donated)
@@ -52,7 +49,7 @@ class ReduceGradKernel(ir.FallbackKernel):
             # Mark the buffer as freed, so that Inductor neither frees it again nor reuses its memory.
             wrapper.freed.add(name)
 
-    def codegen_size_asserts(self, wrapper: "PythonWrapperCodegen") -> None:
+    def codegen_size_asserts(self, wrapper: PythonWrapperCodegen) -> None:
         """Does nothing: the function returns no tensor of the operator's shape and dtype, and nothing reads it."""
 
     def _may_donate_gradient(self):
@@ -70,12 +67,6 @@ class ReduceGradKernel(ir.FallbackKernel):
         return len(users) == 1 and getattr(users[0], "node", None) is self
 
 
-def lower_end_backward(reductions_and_registrations: List[ir.TensorBox], releases: bool) -> None:
-    """Lowers the call of ``end_backward``, before which the scheduler puts all reductions."""
-    operator = torch.ops.deepcompile.end_backward.default
-    ir.FallbackKernel.create(operator, reductions_and_registrations, releases)
-
-
 def lower_reduce_grad(gradient: ir.TensorBox, registrations: ir.TensorBox, slot: int, donated: bool = False) -> Any:
     """Lowers one call of ``reduce_grad``. :class:`ReduceGradKernel` decides later whether the gradient is donated."""
     operator = torch.ops.deepcompile.reduce_grad.default
@@ -83,11 +74,9 @@ def lower_reduce_grad(gradient: ir.TensorBox, registrations: ir.TensorBox, slot:
 
 
 def register() -> None:
-    """Makes Inductor use these lowerings. ``reducer_module()`` must have loaded the operators."""
-    operators = torch.ops.deepcompile
-    for operator, lower in (
-        (operators.reduce_grad.default, lower_reduce_grad),
-        (operators.end_backward.default, lower_end_backward),
-    ):
-        add_needs_realized_inputs(operator)
-        register_lowering(operator, type_promotion_kind=None)(lower)
+    """Makes Inductor call the operators. ``reducer_module()`` must have loaded them."""
+    reduce_grad = torch.ops.deepcompile.reduce_grad.default
+    add_needs_realized_inputs(reduce_grad)
+    register_lowering(reduce_grad, type_promotion_kind=None)(lower_reduce_grad)
+    # The scheduler puts all reductions before the call.
+    make_fallback(torch.ops.deepcompile.end_backward.default)

@@ -4,15 +4,13 @@
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Container, ContextManager, Optional
+from typing import Container, ContextManager, Optional
 
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..collectives import collective
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 PURPOSE = "get the parameters that other ranks have stepped"
 
@@ -20,7 +18,7 @@ PURPOSE = "get the parameters that other ranks have stepped"
 class AllGather:
     """Gathers all parameters at once, before the step returns."""
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer"):
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer):
         self._optimizer = weakref.ref(optimizer)
 
     def start(self) -> None:

@@ -3,16 +3,14 @@
 """Where gradients and new parameters of this rank's partitions are written."""
 
 import contextlib
-from typing import TYPE_CHECKING, ContextManager, Optional
+from typing import ContextManager, Optional
 
 import torch
 
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
 from ..gradient.layout import partition
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-
-    from ..gradient.views import PartitionViews
+from ..gradient.views import PartitionViews
 
 
 class Placement:
@@ -24,7 +22,7 @@ class Placement:
     # Whether gradients lie in host memory, and the step writes new parameters over them.
     on_host = False
 
-    def gradients(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> Optional[torch.Tensor]:
+    def gradients(self, optimizer: DeepSpeedZeroOptimizer, group: int) -> Optional[torch.Tensor]:
         """Called once for each parameter group when an engine is set up.
 
         Returns:
@@ -36,24 +34,21 @@ class Placement:
         """
         return None
 
-    def take_over(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Called when the reducer replaces the base's way of reducing: gives back what only the base's way needs."""
-
-    def hand_over(self, optimizer: "DeepSpeedZeroOptimizer", group: int, views: "Optional[PartitionViews]") -> None:
+    def hand_over(self, optimizer: DeepSpeedZeroOptimizer, group: int, views: Optional[PartitionViews]) -> None:
         """Called when ``averaged_gradients[group]`` gets its gradients, or None when they are released."""
 
-    def new_parameters(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> torch.Tensor:
+    def new_parameters(self, optimizer: DeepSpeedZeroOptimizer, group: int) -> torch.Tensor:
         """Returns the memory in which the step writes the new parameters of this rank's partition, 1-D.
 
         The gradient of an element may lie where its new value is written.
         """
         return partition(optimizer, group)
 
-    def send(self, optimizer: "DeepSpeedZeroOptimizer", group: int, first: int, last: int) -> None:
+    def send(self, optimizer: DeepSpeedZeroOptimizer, group: int, first: int, last: int) -> None:
         """Called when elements [first, last) of :meth:`new_parameters` are written: has them copied to the partition,
         if they lie elsewhere."""
 
-    def sending(self, optimizer: "DeepSpeedZeroOptimizer") -> ContextManager:
+    def sending(self, optimizer: DeepSpeedZeroOptimizer) -> ContextManager:
         """Returns a context of calls of :meth:`send`: orders what these queue after the current stream's work and
         before later work."""
         return contextlib.nullcontext()

@@ -2,18 +2,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The norm of all gradients, whether they overflowed, and the factor that unscales and clips them."""
 
-from typing import TYPE_CHECKING, Collection, List, Optional
+from typing import Collection, List, Optional
 
 import torch
 
 import deepspeed.comm as dist
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm, is_model_parallel_parameter
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ..collectives import collective
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 # On a GPU, one kernel reads a gradient of so many elements faster than a kernel for many gradients does.
 ONE_KERNEL_NUMEL = 2**22
@@ -24,7 +22,7 @@ SMALL_NUMEL_ON_HOST = 2**15
 
 
 def global_norm(
-    optimizer: "DeepSpeedZeroOptimizer", scale: float = 1.0, unscaled_groups: Collection[int] = ()
+    optimizer: DeepSpeedZeroOptimizer, scale: float = 1.0, unscaled_groups: Collection[int] = ()
 ) -> torch.Tensor:
     """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid.
 
@@ -84,7 +82,7 @@ def sum_of_squares(gradients: List[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def overflowed(optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor]) -> bool:
+def overflowed(optimizer: DeepSpeedZeroOptimizer, norm: Optional[torch.Tensor]) -> bool:
     """Returns whether gradients overflowed. The host waits for the device to learn it; without the wait: False.
 
     The host waits with ``check_grad_overflow: true``. Otherwise the host waits, as in DeepSpeed's own step, if there
@@ -99,7 +97,7 @@ def overflowed(optimizer: "DeepSpeedZeroOptimizer", norm: Optional[torch.Tensor]
 
 
 def factors_of(
-    optimizer: "DeepSpeedZeroOptimizer",
+    optimizer: DeepSpeedZeroOptimizer,
     norm: Optional[torch.Tensor],
     scale: float,
     unscaled_groups: Collection[int] = (),

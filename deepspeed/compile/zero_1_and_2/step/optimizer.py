@@ -100,7 +100,7 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         gather = self._deepcompile.gather
         gather.wait_all()
         for group, master in enumerate(self.single_partition_of_fp32_groups):
-            # A master weight that is kept in another form has shape and no memory here, and its parameter is there.
+            # An optional part may have given up this memory. Then the parameters have their new values already.
             if master.untyped_storage().nbytes() >= master.nbytes:
                 partition(self, group).copy_(master.data)
         gather.start()
@@ -152,7 +152,6 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     while optimizer._grad_acc_hooks:
         optimizer._grad_acc_hooks.pop().remove()
     optimizer.contiguous_gradients = False
-    deepcompile.placement.take_over(optimizer)
     keep_no_graph(optimizer)
     optimizer._deepcompile = deepcompile
     mixins = (part.optimizer_mixin for part in deepcompile.features if part.optimizer_mixin is not None)

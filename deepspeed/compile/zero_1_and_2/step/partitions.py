@@ -3,16 +3,17 @@
 """Steps this rank's partitions of all parameter groups."""
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 
-from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_GRADIENTS_TIMER, OPTIMIZER_STEP_TIMER
+from deepspeed.runtime.zero.stage_1_and_2 import (
+    OPTIMIZER_GRADIENTS_TIMER,
+    OPTIMIZER_STEP_TIMER,
+    DeepSpeedZeroOptimizer,
+)
 
 from .scaling import take_scaled
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 
 class StepOfGroups:
@@ -23,7 +24,7 @@ class StepOfGroups:
     ``factors``: for each parameter group an fp32 tensor [1] with which to multiply gradients, or None for 1.
     """
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", factors: List[Optional[torch.Tensor]]):
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer, factors: List[Optional[torch.Tensor]]):
         self.optimizer, self.factors = optimizer, factors
 
     def run(self) -> None:
@@ -55,7 +56,7 @@ class StepOfGroups:
 
 
 @contextlib.contextmanager
-def timed(optimizer: "DeepSpeedZeroOptimizer", name: str) -> Iterator[None]:
+def timed(optimizer: DeepSpeedZeroOptimizer, name: str) -> Iterator[None]:
     """Context whose time DeepSpeed's timer of this name counts (``wall_clock_breakdown``)."""
     optimizer.timers(name).start()
     try:

@@ -2,15 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies the gradients of a partition into one tensor in the dtype of the master weights, and scales them."""
 
-from typing import TYPE_CHECKING, List, Optional, Tuple
+from typing import List, Optional, Tuple
 
 import torch
 
-if TYPE_CHECKING:
-    from ..gradient.views import PartitionViews
+from ..gradient.views import PartitionViews
 
 
-def take_scaled(views: "PartitionViews", factor: Optional[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def take_scaled(views: PartitionViews, factor: Optional[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """Takes the gradients of a partition out of its views. Those that are copied die when this function returns.
 
     Args:
@@ -25,7 +24,7 @@ def take_scaled(views: "PartitionViews", factor: Optional[torch.Tensor], like: t
     gradients = views.take()
     if flat is not None:
         return flat if factor is None else flat.mul_(factor)
-    # Pictures of memory show what this range allocates with gradients.
+    # Profiles of memory tell by this name that it is memory of gradients.
     with torch.profiler.record_function("deepcompile::gradient_range"):
         memory = like.new_empty(like.numel())
     scale_into(memory, gradients, 0, factor)

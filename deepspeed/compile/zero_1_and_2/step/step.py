@@ -8,25 +8,21 @@ partitions one after the other (``partitions.py``), and releases the gradients o
 nothing has taken, as after an overflow, :func:`run` releases in the end.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from deepspeed.runtime.zero.stage_1_and_2 import (
     OPTIMIZER_ALLGATHER_TIMER,
     OPTIMIZER_GRADIENTS_TIMER,
     OPTIMIZER_TIMERS,
+    DeepSpeedZeroOptimizer,
 )
 
 from ..gradient.layout import lies_in_flat_tensor
 from .norm import factors_of, global_norm, overflowed
 from .partitions import timed
 
-if TYPE_CHECKING:
-    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-
-def run(optimizer: "DeepSpeedZeroOptimizer") -> None:
+def run(optimizer: DeepSpeedZeroOptimizer) -> None:
     """Steps a ZeRO-1/2 optimizer whose ``averaged_gradients`` are PartitionViews, and releases the gradients.
 
     On overflow the parameters stay as they are: ``optimizer.overflow`` is true then, and the loss scale is updated.
