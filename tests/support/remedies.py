@@ -151,6 +151,9 @@ FOLLOWED = {
         "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
     ),
     "set gradient_clipping to 0": "features/muon/test_muon.py::test_clipping_is_told_with_its_number",
+    "set its max_norm to None, or leave compile.{} out": (
+        "features/remainders/test_remainders_in_engine.py::test_embeddings_with_a_max_norm"
+    ),
     # What DeepCompile cannot honour.
     "call it before the first backward or after engine.step()": (
         "features/unsupported_options/test_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"

@@ -28,9 +28,10 @@ from deepspeed.utils import (
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from support.checkpoints import Run, sequences, start, to_universal, train
+from support.checkpoints import SEQUENCES, Run, sequences, start, to_universal, train
 from support.ids import vary
 from support.lifetime import take_elsewhere
+from support.models import VOCABULARY, BlocksWithin
 from support.options import outcome
 from support.training import OVERLAPPED, device, make_engine, relative_error
 
@@ -593,6 +594,56 @@ def test_refused(ranks):
     assert said == {
         name: f"ValueError: DeepCompile with ZeRO stage 2: {refusal.says}" for name, refusal in REFUSALS.items()
     }
+
+
+class WithRows(BlocksWithin):
+    """Reads rows of a further embedding, of a class that may scale them in its forward."""
+
+    def __init__(self, kind, **arguments):
+        super().__init__()
+        self.rows = kind(VOCABULARY, 8, **arguments)
+
+    def forward(self, ids):
+        return super().forward(ids) + self.rows(ids).square().mean()
+
+
+def scale_rows(run, kind):
+    """Returns what is said of a trained embedding with a max_norm, and how an engine trains as that advises."""
+
+    def make(each):
+        torch.manual_seed(0)
+        module = WithRows(kind, max_norm=0.5).to(device())
+        config = {"train_micro_batch_size_per_gpu": SEQUENCES // dist.get_world_size(), **each.config}
+        return module, dataclasses.replace(each, config=config)
+
+    module, with_key = make(run)
+    said, right = outcome(make_engine, module, with_key), {}
+    for name, each in {"without the key": without(run), "without max_norm": run, "frozen": run}.items():
+        module, each = make(each)
+        if name == "without max_norm":
+            module.rows.max_norm = None
+        if name == "frozen":
+            module.rows.requires_grad_(False)
+        engine = make_engine(module, each)
+        before = [parameter.detach().clone() for parameter in trained(engine)]
+        train(engine, each, range(2))
+        right[f"{name}: trains"] = not any(map(torch.equal, trained(engine), before))
+        if each.config["compile"]:
+            right[f"{name}: parameters are of masters"] = parameters_are_of_masters(engine)
+        engine.destroy()
+    return said, right
+
+
+@vary("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_embeddings_with_a_max_norm(ranks, kind):
+    """Rows that other ranks than their owner scale would stay as they were, so training would depend on the ranks."""
+    for said, right in ranks(2).run(scale_rows, run_of(accumulation=1, adam=True), kind):
+        assert said == (
+            "ValueError: DeepCompile with ZeRO stage 2: compile.store_param_remainders needs parameters that all "
+            "ranks change alike, and the forward of rows scales the rows that a rank reads down to its max_norm; set "
+            "its max_norm to None, or leave compile.store_param_remainders out"
+        )
+        assert all(right.values()), right
 
 
 def steps_counted_by_torch(run):

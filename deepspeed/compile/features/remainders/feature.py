@@ -5,6 +5,7 @@
 from typing import Iterator, List, Sequence
 
 import torch
+from torch.nn import Embedding, EmbeddingBag
 
 from ...zero_1_and_2.feature import Request, SetUpContext, only
 from ...zero_1_and_2.parameter.gather import AllGather
@@ -61,3 +62,13 @@ def _unsupported(request):
             f"compile.{OPTION} needs parameters in bf16, and there are some in {dtypes.pop()}; set bf16.enabled, or "
             "leave it out"
         )
+    trained = {id(parameter) for parameter in request.trained}
+    for name, submodule in engine.module.named_modules():
+        is_embedding = isinstance(submodule, (Embedding, EmbeddingBag))
+        if is_embedding and submodule.max_norm is not None and id(submodule.weight) in trained:
+            # Ranks read different rows, and the master weight has the owner's.
+            yield (
+                f"compile.{OPTION} needs parameters that all ranks change alike, and the forward of "
+                f"{name or type(submodule).__name__} scales the rows that a rank reads down to its max_norm; set its "
+                f"max_norm to None, or leave compile.{OPTION} out"
+            )
