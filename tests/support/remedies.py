@@ -103,7 +103,7 @@ FOLLOWED = {
     # Optimizers and their states.
     "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
     "{} {}, or leave compile.optimizer_states out": ("features/eight_bit/test_eight_bit_refused.py::test_refused"),
-    "set torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out": _EIGHT_BIT,
+    "set torch_autocast.dtype to bfloat16, or leave {} out": _EIGHT_BIT,
     "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out": _EIGHT_BIT,
     "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these": (
         "features/eight_bit/test_eight_bit_refused.py::test_refused"

@@ -551,6 +551,7 @@ def test_saved_and_loaded_in_other_places(ranks, tmp_path):
 class Refusal:
     says: str
     run: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    advised: Dict[str, Any] = dataclasses.field(default_factory=dict)  # the run that ``says`` advises
 
 
 LOW_PRECISION = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -570,6 +571,12 @@ REFUSALS = {
         "no master weights; leave one of them out",
         {"offloaded": True},
     ),
+    "autocast": Refusal(
+        "compile.store_param_remainders leaves out the optimizer's own step(), which torch_autocast in fp16 scales "
+        "gradients for; set torch_autocast.dtype to bfloat16, or leave compile.store_param_remainders out",
+        {"config": {"torch_autocast": {"enabled": True, "dtype": "float16"}}},
+        {"config": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
+    ),
     "masters": Refusal(
         "compile.store_param_remainders needs master weights in fp32; leave it out, or master_weights_and_grads in "
         "low precision",
@@ -587,6 +594,18 @@ def refused(runs):
     return said
 
 
+def as_advised(runs):
+    """Returns for each run whether parameters are those of their master weights after a step that changed these."""
+    right = {}
+    for name, run in runs.items():
+        engine = begin(run)
+        before = masters(engine)
+        train(engine, run, [0])
+        right[name] = parameters_are_of_masters(engine) and not same(masters(engine), before)
+        engine.destroy()
+    return right
+
+
 def test_refused(ranks):
     """Each of these would train without the option, or on NaN."""
     runs = {name: run_of(**{"groups": 1, **refusal.run}) for name, refusal in REFUSALS.items()}
@@ -594,6 +613,8 @@ def test_refused(ranks):
     assert said == {
         name: f"ValueError: DeepCompile with ZeRO stage 2: {refusal.says}" for name, refusal in REFUSALS.items()
     }
+    (right,) = ranks(1).run(as_advised, {name: run_of(**refusal.advised) for name, refusal in REFUSALS.items()})
+    assert all(right.values()), right
 
 
 class WithRows(BlocksWithin):
