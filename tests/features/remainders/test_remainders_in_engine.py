@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch.autograd.profiler import KinetoStepTracker
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.compile.features.one_pass_adam.remainders import split
 from deepspeed.compile.features.ranges.feature import StepsInRanges
+from deepspeed.compile.features.remainders import masters as masters_module
 from deepspeed.compile.features.remainders.rule import EveryStepAdam
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
@@ -429,6 +431,54 @@ def test_master_weights_are_read_and_written(ranks, overlapped):
     """A write that only the owner of a parameter sees would have ranks train on different parameters."""
     for right in ranks(2).run(write, run_of(accumulation=1, overlapped=overlapped)):
         assert all(right.values()), right
+
+
+class Conversions(TorchDispatchMode):
+    """Finds the most elements that an operator makes of the dtype in which master weights are taken apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.int32:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+def convert(run, at_once):
+    """Reads and writes master weights in each way. Returns the most elements that were converted at once, by way."""
+    with mock.patch.object(masters_module, "_CONVERTED", at_once):
+        engine = begin(run, compiled=False)
+        most = {}
+
+        def note(way, function, *args):
+            with Conversions() as conversions:
+                result = function(*args)
+            most[way] = conversions.most
+            return result
+
+        note("set up", compile_engine, engine, run)
+        parameter = max(trained(engine), key=torch.numel)
+        optimizer, value = engine.optimizer, torch.randn(parameter.shape, device=device())
+        note("set", safe_set_full_fp32_param, parameter, value)
+        right = {"set": torch.equal(note("get", safe_get_full_fp32_param, parameter), value)}
+        state = note("save", optimizer.state_dict)
+        safe_set_full_fp32_param(parameter, torch.zeros_like(value))
+        note("load", optimizer.load_state_dict, [state], True, True)
+        right["load"] = torch.equal(safe_get_full_fp32_param(parameter), value)
+        engine.destroy()
+    return most, right, parameter.numel()
+
+
+def test_master_weights_are_converted_in_pieces(ranks):
+    """To read the master weights of a large embedding would take several times their memory in tensors of integers."""
+    at_once = 50
+    ((most, right, numel),) = ranks(1).run(convert, run_of(accumulation=1), at_once)
+    assert numel > 2 * at_once and numel % at_once
+    assert set(most.values()) == {at_once}, most
+    assert all(right.values()), right
 
 
 class Interrupted(Exception):
