@@ -20,6 +20,7 @@ from deepspeed.compile.features.one_pass_adam.remainders import split
 from deepspeed.compile.features.ranges.feature import StepsInRanges
 from deepspeed.compile.features.remainders import masters as masters_module
 from deepspeed.compile.features.remainders.rule import EveryStepAdam
+from deepspeed.compile.zero_1_and_2.engine import set_up
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -31,6 +32,7 @@ from deepspeed.utils import (
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from support.checkpoints import SEQUENCES, Run, sequences, start, to_universal, train
+from support.faults import Injected
 from support.ids import vary
 from support.lifetime import take_elsewhere
 from support.models import VOCABULARY, BlocksWithin
@@ -55,14 +57,24 @@ def without(run):
 
 def begin(run, seed=0, compiled=True):
     """Makes an engine, which is compiled only if it is asked for."""
-    _, engine = start(dataclasses.replace(run, deepcompile=False, config={**run.config, "compile": {}}), seed)
+    engine = begin_plain(run, seed)
+    ask(engine, run)
+    if compiled:
+        compile_engine(engine, run)
+    return engine
+
+
+def begin_plain(run, seed=0):
+    """Makes an engine without DeepCompile."""
+    return start(dataclasses.replace(run, deepcompile=False, config={**run.config, "compile": {}}), seed).engine
+
+
+def ask(engine, run):
+    """Gives an engine the options that its run has in the section ``compile``."""
     compile_config = engine._config.compile_config
     overlapped = OVERLAPPED["compile"] if run.overlapped else {}
     for name, value in {"deepcompile": True, **overlapped, **run.config["compile"]}.items():
         setattr(compile_config, name, value)
-    if compiled:
-        compile_engine(engine, run)
-    return engine
 
 
 def compile_engine(engine, run):
@@ -422,7 +434,9 @@ def write(run):
     right["an unknown write raises"] = outcome(placeholder.data.copy_, placeholder.data.clone()).startswith(
         "RuntimeError"
     )
+    optimizer, expected = engine.optimizer, engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
     engine.destroy()
+    right["a state dict after the end"] = same(optimizer.state_dict()["single_partition_of_fp32_groups"], expected)
     return right
 
 
@@ -430,6 +444,32 @@ def write(run):
 def test_master_weights_are_read_and_written(ranks, overlapped):
     """A write that only the owner of a parameter sees would have ranks train on different parameters."""
     for right in ranks(2).run(write, run_of(accumulation=1, overlapped=overlapped)):
+        assert all(right.values()), right
+
+
+def set_beside_8_bits(run, steps_before):
+    """Sets a master weight and a state of an engine that has begun with some steps of its run without DeepCompile."""
+    engine, right = begin_plain(run), {}
+    train(engine, run, range(steps_before))
+    ask(engine, run)
+    compile_engine(engine, run)
+    step_on_given(engine, run, steps_before)
+    parameter = trained(engine)[1]
+    value = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(device())
+    said = outcome(safe_set_full_optimizer_state, parameter, value, "exp_avg")
+    right["a state is refused"] = "leave compile.optimizer_states out" in (said or "")
+    safe_set_full_fp32_param(parameter, value)
+    right["a master weight is set"] = torch.equal(safe_get_full_fp32_param(parameter), value)
+    right["on all ranks"] = parameters_are_of_masters(engine)
+    engine.destroy()
+    return right
+
+
+@vary("steps_before", [0, 1])
+def test_a_master_weight_is_set_beside_states_in_8_bits(ranks, steps_before):
+    """Both parts set in place of the base. Who does so last depends on whether there are states at set-up."""
+    run = run_of(EIGHT_BITS, accumulation=1)
+    for right in ranks(2).run(set_beside_8_bits, run, steps_before):
         assert all(right.values()), right
 
 
@@ -479,6 +519,32 @@ def test_master_weights_are_converted_in_pieces(ranks):
     assert numel > 2 * at_once and numel % at_once
     assert set(most.values()) == {at_once}, most
     assert all(right.values()), right
+
+
+def raise_in_set_up(run):
+    """Trains an engine whose engine.compile() raised when the optimizer was to be attached. Returns what is right."""
+    engine = begin(run, compiled=False)
+    plain = begin_plain(run)
+    with mock.patch.object(set_up, "attach", side_effect=Injected("no attach")):
+        right = {"said": outcome(engine.compile, backend=run.backend) == "Injected: no attach"}
+    for each in (engine, plain):
+        train(each, run, [0, 1])
+    expected = masters(plain)
+    right["trains"] = same(masters(engine), expected) and all(each.isfinite().all() for each in expected)
+    compile_engine(engine, run)
+    right["compiled again"] = same(masters(engine), expected) and parameters_are_of_masters(engine)
+    train(engine, run, [2])
+    right["trains compiled"] = not same(masters(engine), expected) and parameters_are_of_masters(engine)
+    engine.destroy()
+    plain.destroy()
+    return right
+
+
+@vary("overlapped", [False, True])
+def test_a_set_up_that_raises_leaves_the_master_weights(ranks, overlapped):
+    """An engine that goes on without DeepCompile would step NaN."""
+    for right in ranks(2).run(raise_in_set_up, run_of(accumulation=1, overlapped=overlapped)):
+        assert all(right.values()), right
 
 
 class Interrupted(Exception):

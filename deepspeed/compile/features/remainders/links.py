@@ -43,19 +43,18 @@ def link(optimizer: "DeepSpeedZeroOptimizer", masters: Masters) -> None:
                 vars(parameter._hp_mapping).pop("hp_fragment", None)
                 parameter._hp_mapping.__class__ = Fragment
                 parameter._hp_mapping.masters = masters
-            parameter.set_full_hp_param = functools.partial(_set, reference, parameter.set_full_hp_param)
+            parameter.set_full_hp_param = functools.partial(_set, reference, parameter, parameter.set_full_hp_param)
 
 
-def _set(reference, function, value, optim_state_key=None):
-    """Sets what the base's ``function``, a method of a parameter, sets. Every rank is given the whole value.
+def _set(reference, parameter, function, value, optim_state_key=None):
+    """Sets what ``function`` sets of a parameter: the base's method, or what another part has made of it.
 
-    The parameter is a part of its master weights here. So it has its new value at once, on all ranks, and not only
-    after the next step.
+    Every rank is given the whole value. The parameter is a part of its master weights here. So it has its new value at
+    once, on all ranks, and not only after the next step.
     """
     if optim_state_key is not None:
         function(value, optim_state_key)
         return
-    parameter = function.__self__
     optimizer = reference()
     deepcompile = getattr(optimizer, "_deepcompile", None)
     if deepcompile is None:

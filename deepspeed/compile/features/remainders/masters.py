@@ -61,7 +61,7 @@ class Masters:
         gather: sends what it has stepped.
 
     Attributes:
-        remainders: of this rank's partition of each parameter group, int16 1-D. Empty before :meth:`give_up`.
+        remainders: of this rank's partition of each parameter group, int16 1-D. Empty before :meth:`take_apart`.
         on_host: whether the base's list of partitions has all master weights, for the time of a call.
     """
 
@@ -71,16 +71,17 @@ class Masters:
         self.remainders: List[torch.Tensor] = []
         self.on_host = False
 
-    def give_up(self) -> None:
-        """Gives the memory of the master weights up, and keeps their remainders. Called on all ranks together."""
-        optimizer = self._optimizer()
-        masters = optimizer.single_partition_of_fp32_groups
-        # All memory is taken before any is given up, so that an error leaves the master weights.
+    def take_apart(self) -> None:
+        """Makes parameters and remainders of the base's master weights, which stay. Called on all ranks together."""
+        masters = self._optimizer().single_partition_of_fp32_groups
         self.remainders.extend(torch.zeros_like(master.data, dtype=torch.int16) for master in masters)
         for group, master in enumerate(masters):
             self.set(group, 0, master.data)
         self.send_parameters()
-        for master in masters:
+
+    def give_up(self) -> None:
+        """Gives the memory of the base's master weights up, which were taken apart."""
+        for master in self._optimizer().single_partition_of_fp32_groups:
             master.data = master.data.new_full((1,), torch.nan).expand(master.shape)
 
     def send_parameters(self) -> None:
