@@ -37,7 +37,7 @@ from support.ids import vary
 from support.lifetime import take_elsewhere
 from support.models import VOCABULARY, BlocksWithin
 from support.options import outcome
-from support.training import OVERLAPPED, device, make_engine, relative_error
+from support.training import BOUND, OVERLAPPED, ROUNDING, build, device, make_engine, relative_error
 
 REMAINDERS = {"store_param_remainders": True}
 EIGHT_BITS = {"optimizer_states": "8bit"}
@@ -249,6 +249,69 @@ def test_it_trains_as_with_master_weights_in_fp32(ranks):
         assert moved > 1e-2 and error < 0.02 * moved
 
 
+SETTINGS = {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.1}
+# An optimizer's class -> the optimizer in the configuration, or a function that makes one of parameters. On a machine
+# without GPUs DeepSpeed's FusedAdam is in C++ for the host.
+ADAMS = {
+    "FusedAdam decoupled": {"type": "AdamW", "params": SETTINGS},
+    "FusedAdam": {"type": "Adam", "params": {**SETTINGS, "adam_w_mode": False}},
+    "AdamW": {"type": "AdamW", "params": {**SETTINGS, "torch_adam": True}},
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, **SETTINGS, fused=True),
+}
+
+
+class SubclassOfAdamW(torch.optim.AdamW):
+    """Nobody knows what its step() does."""
+
+
+def make_of(run, adam):
+    """Makes an engine, whose optimizer is an entry of ``ADAMS``."""
+    config = {"train_micro_batch_size_per_gpu": SEQUENCES // dist.get_world_size(), **run.config}
+    module, arguments = build(run), {}
+    if isinstance(adam, dict):
+        config["optimizer"], arguments = adam, {"model_parameters": module.parameters()}
+    else:
+        arguments = {"optimizer": adam(module.parameters())}
+    return make_engine(module, dataclasses.replace(run, config=config), **arguments)
+
+
+class OfAdam(NamedTuple):
+    kind: str  # the class of the optimizer
+    error: float  # of master weights, where the optimizer's own step() makes those without remainders
+    moved: float
+    right: bool  # whether parameters are those of the master weights
+
+
+def train_each_adam(run):
+    found = {}
+    for name, adam in ADAMS.items():
+        ends = []
+        for each in (run, without(run)):
+            engine = make_of(each, adam)
+            before = masters(engine)
+            for number in range(3):
+                step_on_given(engine, each, number)
+                # The count of steps is where each optimizer has it.
+                states = [None] * dist.get_world_size()
+                dist.all_gather_object(states, engine.optimizer.state_dict())
+                engine.optimizer.load_state_dict(states, True, True)
+            ends.append(masters(engine))
+            if each is run:
+                right, kind = parameters_are_of_masters(engine), type(engine.optimizer.optimizer).__name__
+            engine.destroy()
+        found[name] = OfAdam(kind, relative_error(*ends), relative_error(ends[1], before), right)
+    return found, outcome(make_of, run, SubclassOfAdamW)
+
+
+def test_each_adam(ranks):
+    """The optimizer in C++ has its count of steps, and how weights decay, in other places than torch's."""
+    for found, said in ranks(2).run(train_each_adam, run_of(accumulation=1, groups=1)):
+        for name, of_adam in found.items():
+            assert of_adam.kind == name.split()[0]
+            assert of_adam.error < BOUND and of_adam.moved > 1e-2 and of_adam.right, (name, of_adam)
+        assert "not for SubclassOfAdamW; use one of these" in said
+
+
 # Checkpoints --------------------------------------------------------------------------------------------------------
 
 
@@ -337,6 +400,31 @@ def test_universal_checkpoints(ranks, tmp_path, world, before):
     to_universal(f"{tmp_path}/saved", f"{tmp_path}/universal")
     for passed in ranks(world).run(load, run, str(tmp_path), "universal", cpu(expected[0]), before):
         assert passed.end and passed.loaded and passed.right, passed
+
+
+def load_parameters(run, folder, expected):
+    """Loads a checkpoint of which the fp32 master weights are left out."""
+    engine = begin(run, seed=1)
+    step_on_given(engine, run, 0)
+    engine.load_checkpoint(folder, tag="saved")
+    expected = [[value.to(device()) for value in values] for values in expected]
+    rounded = [split(master)[0].float() for master in expected[0]]
+    right = {"differ": not same(rounded, expected[0])}
+    right["masters"] = same(masters(engine), rounded) and parameters_are_of_masters(engine)
+    right["states"] = same(moments(engine), expected[1])
+    for number in (3, 4):
+        step_on_given(engine, run, number)
+    right["goes on"] = 0 < relative_error(masters(engine), expected[2]) < 2 * ROUNDING["bf16"]
+    engine.destroy()
+    return right
+
+
+def test_loaded_without_the_fp32_master_weights(ranks, tmp_path):
+    """Who asks for the parameters of a checkpoint would go on with remainders of its master weights, or with NaN."""
+    run = run_of(accumulation=1, config={"zero_optimization": {"load_from_fp32_weights": False}})
+    expected = ranks(2).run(save, run, str(tmp_path))
+    for right in ranks(2).run(load_parameters, run, str(tmp_path), cpu(expected[0])):
+        assert all(right.values()), right
 
 
 # In the middle of two bf16 numbers, of which torch takes the one below.
