@@ -292,6 +292,12 @@ FAULTS = {
         {"self.lead = partition.offset % BLOCK": "self.lead = 0"},
         ("features/eight_bit/test_eight_bit_states.py",),
     ),
+    "ties of remainders to even": Fault(
+        "a master weight half-way between two bf16 numbers has the even one, whose remainder does not fit in 16 bits",
+        FEATURES + "one_pass_adam/remainders.py",
+        {"(bits + 0x8000) >> 16": "(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16"},
+        ("features/remainders/test_remainders.py",),
+    ),
     "momentum of a step that overflows": Fault(
         "Muon's updates are computed before it is known whether gradients overflowed",
         CORE + "step/step.py",
@@ -392,6 +398,18 @@ FAULTS = {
             )
         },
         ("core/test_sent_gradients.py", "core/test_checkpoints.py"),
+    ),
+    "loaded master weights not sent": Fault(
+        "with remainders, a rank rounds the master weights that it has loaded, and does not send the parameters",
+        FEATURES + "remainders/masters.py",
+        {"self.set(group, 0, master)\n        self.send_parameters()\n": "self.set(group, 0, master)\n"},
+        ("features/remainders/test_remainders_in_engine.py",),
+    ),
+    "remainders of other parameters": Fault(
+        "with remainders, refresh_fp32_params() and a load of parameters alone keep the remainders that there were",
+        FEATURES + "remainders/masters.py",
+        {"            remainders.zero_()\n": "            pass\n"},
+        ("features/remainders/test_remainders_in_engine.py",),
     ),
     "load keeps old moments": Fault(
         "after a load, safe_get_full_optimizer_state() finds no states",

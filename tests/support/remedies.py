@@ -109,7 +109,7 @@ FOLLOWED = {
     # Optimizers and their states.
     "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
     "{} {}, or leave compile.optimizer_states out": ("features/eight_bit/test_eight_bit_refused.py::test_refused"),
-    "set torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out": _EIGHT_BIT,
+    "set torch_autocast.dtype to bfloat16, or leave {} out": _EIGHT_BIT,
     "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out": _EIGHT_BIT,
     "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these": (
         "features/eight_bit/test_eight_bit_refused.py::test_refused"
@@ -166,6 +166,9 @@ FOLLOWED = {
         "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
     ),
     "set gradient_clipping to 0": "features/muon/test_muon.py::test_clipping_is_told_with_its_number",
+    "set its max_norm to None, or leave compile.{} out": (
+        "features/remainders/test_remainders_in_engine.py::test_embeddings_with_a_max_norm"
+    ),
     # What DeepCompile cannot honour.
     "call it before the first backward or after engine.step()": (
         "features/unsupported_options/test_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"

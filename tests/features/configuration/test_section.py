@@ -306,6 +306,8 @@ KNOWN_AT_THE_BEGINNING = [
     ({**STATES}, {"bf16": {**BF16["bf16"], "bf16_master_weights_and_grads": True}}, "needs master weights in fp32"),
     ({**REMAINDERS}, {"fp16": {"enabled": True}}, "needs parameters in bf16, and there are some in torch.float16"),
     ({**REMAINDERS}, {}, "needs parameters in bf16, and there are some in torch.float32"),
+    ({**REMAINDERS}, {**BF16, **AUTOCAST}, "leaves out the optimizer's own step()"),
+    ({**REMAINDERS}, {**BF16, **OFFLOADED}, "saves memory of the device"),
     ({}, {**MUON, **OFFLOADED}, "zero_optimization.offload_optimizer is not supported with Muon"),
     ({}, {**MUON, **ELASTIC}, "zero_optimization.elastic_checkpoint cuts Muon's momentum"),
     ({}, {**MUON, **AUTOCAST}, "torch_autocast in fp16 divides Muon's updates"),

@@ -15,10 +15,13 @@ import torch.distributed as dist
 from torch.autograd.profiler import KinetoStepTracker
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.compile.features.one_pass_adam.remainders import split
 from deepspeed.compile.features.ranges.feature import StepsInRanges
+from deepspeed.compile.features.remainders import masters as masters_module
 from deepspeed.compile.features.remainders.rule import EveryStepAdam
+from deepspeed.compile.zero_1_and_2.engine import set_up
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
     safe_get_full_fp32_param,
@@ -29,11 +32,24 @@ from deepspeed.utils import (
 )
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from support.checkpoints import Run, sequences, start, to_universal, train
+from support.checkpoints import SEQUENCES, Run, sequences, start, to_universal, train
+from support.faults import Injected
 from support.ids import vary
 from support.lifetime import take_elsewhere
+from support.models import VOCABULARY, BlocksWithin
 from support.options import outcome
-from support.training import OVERLAPPED, Case, batch, build, device, make_engine, relative_error, total_error
+from support.training import (
+    BOUND,
+    OVERLAPPED,
+    ROUNDING,
+    Case,
+    batch,
+    build,
+    device,
+    make_engine,
+    relative_error,
+    total_error,
+)
 
 REMAINDERS = {"store_param_remainders": True}
 EIGHT_BITS = {"optimizer_states": "8bit"}
@@ -53,14 +69,24 @@ def without(run):
 
 def begin(run, seed=0, compiled=True):
     """Makes an engine, which is compiled only if it is asked for."""
-    _, engine = start(dataclasses.replace(run, deepcompile=False, config={**run.config, "compile": {}}), seed)
+    engine = begin_plain(run, seed)
+    ask(engine, run)
+    if compiled:
+        compile_engine(engine, run)
+    return engine
+
+
+def begin_plain(run, seed=0):
+    """Makes an engine without DeepCompile."""
+    return start(dataclasses.replace(run, deepcompile=False, config={**run.config, "compile": {}}), seed).engine
+
+
+def ask(engine, run):
+    """Gives an engine the options that its run has in the section ``compile``."""
     compile_config = engine._config.compile_config
     overlapped = OVERLAPPED["compile"] if run.overlapped else {}
     for name, value in {"deepcompile": True, **overlapped, **run.config["compile"]}.items():
         setattr(compile_config, name, value)
-    if compiled:
-        compile_engine(engine, run)
-    return engine
 
 
 def compile_engine(engine, run):
@@ -235,6 +261,69 @@ def test_it_trains_as_with_master_weights_in_fp32(ranks):
         assert moved > 1e-2 and error < 0.02 * moved
 
 
+SETTINGS = {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.1}
+# An optimizer's class -> the optimizer in the configuration, or a function that makes one of parameters. On a machine
+# without GPUs DeepSpeed's FusedAdam is in C++ for the host.
+ADAMS = {
+    "FusedAdam decoupled": {"type": "AdamW", "params": SETTINGS},
+    "FusedAdam": {"type": "Adam", "params": {**SETTINGS, "adam_w_mode": False}},
+    "AdamW": {"type": "AdamW", "params": {**SETTINGS, "torch_adam": True}},
+    "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, **SETTINGS, fused=True),
+}
+
+
+class SubclassOfAdamW(torch.optim.AdamW):
+    """Nobody knows what its step() does."""
+
+
+def make_of(run, adam):
+    """Makes an engine, whose optimizer is an entry of ``ADAMS``."""
+    config = {"train_micro_batch_size_per_gpu": SEQUENCES // dist.get_world_size(), **run.config}
+    module, arguments = build(run), {}
+    if isinstance(adam, dict):
+        config["optimizer"], arguments = adam, {"model_parameters": module.parameters()}
+    else:
+        arguments = {"optimizer": adam(module.parameters())}
+    return make_engine(module, dataclasses.replace(run, config=config), **arguments)
+
+
+class OfAdam(NamedTuple):
+    kind: str  # the class of the optimizer
+    error: float  # of master weights, where the optimizer's own step() makes those without remainders
+    moved: float
+    right: bool  # whether parameters are those of the master weights
+
+
+def train_each_adam(run):
+    found = {}
+    for name, adam in ADAMS.items():
+        ends = []
+        for each in (run, without(run)):
+            engine = make_of(each, adam)
+            before = masters(engine)
+            for number in range(3):
+                step_on_given(engine, each, number)
+                # The count of steps is where each optimizer has it.
+                states = [None] * dist.get_world_size()
+                dist.all_gather_object(states, engine.optimizer.state_dict())
+                engine.optimizer.load_state_dict(states, True, True)
+            ends.append(masters(engine))
+            if each is run:
+                right, kind = parameters_are_of_masters(engine), type(engine.optimizer.optimizer).__name__
+            engine.destroy()
+        found[name] = OfAdam(kind, relative_error(*ends), relative_error(ends[1], before), right)
+    return found, outcome(make_of, run, SubclassOfAdamW)
+
+
+def test_each_adam(ranks):
+    """The optimizer in C++ has its count of steps, and how weights decay, in other places than torch's."""
+    for found, said in ranks(2).run(train_each_adam, run_of(accumulation=1, groups=1)):
+        for name, of_adam in found.items():
+            assert of_adam.kind == name.split()[0]
+            assert of_adam.error < BOUND and of_adam.moved > 1e-2 and of_adam.right, (name, of_adam)
+        assert "not for SubclassOfAdamW; use one of these" in said
+
+
 # Checkpoints --------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +412,31 @@ def test_universal_checkpoints(ranks, tmp_path, world, before):
     to_universal(f"{tmp_path}/saved", f"{tmp_path}/universal")
     for passed in ranks(world).run(load, run, str(tmp_path), "universal", cpu(expected[0]), before):
         assert passed.end and passed.loaded and passed.right, passed
+
+
+def load_parameters(run, folder, expected):
+    """Loads a checkpoint of which the fp32 master weights are left out."""
+    engine = begin(run, seed=1)
+    step_on_given(engine, run, 0)
+    engine.load_checkpoint(folder, tag="saved")
+    expected = [[value.to(device()) for value in values] for values in expected]
+    rounded = [split(master)[0].float() for master in expected[0]]
+    right = {"differ": not same(rounded, expected[0])}
+    right["masters"] = same(masters(engine), rounded) and parameters_are_of_masters(engine)
+    right["states"] = same(moments(engine), expected[1])
+    for number in (3, 4):
+        step_on_given(engine, run, number)
+    right["goes on"] = 0 < relative_error(masters(engine), expected[2]) < 2 * ROUNDING["bf16"]
+    engine.destroy()
+    return right
+
+
+def test_loaded_without_the_fp32_master_weights(ranks, tmp_path):
+    """Who asks for the parameters of a checkpoint would go on with remainders of its master weights, or with NaN."""
+    run = run_of(accumulation=1, config={"zero_optimization": {"load_from_fp32_weights": False}})
+    expected = ranks(2).run(save, run, str(tmp_path))
+    for right in ranks(2).run(load_parameters, run, str(tmp_path), cpu(expected[0])):
+        assert all(right.values()), right
 
 
 # In the middle of two bf16 numbers, of which torch takes the one below.
@@ -420,7 +534,9 @@ def write(run):
     right["an unknown write raises"] = outcome(placeholder.data.copy_, placeholder.data.clone()).startswith(
         "RuntimeError"
     )
+    optimizer, expected = engine.optimizer, engine.optimizer.state_dict()["single_partition_of_fp32_groups"]
     engine.destroy()
+    right["a state dict after the end"] = same(optimizer.state_dict()["single_partition_of_fp32_groups"], expected)
     return right
 
 
@@ -428,6 +544,106 @@ def write(run):
 def test_master_weights_are_read_and_written(ranks, overlapped):
     """A write that only the owner of a parameter sees would have ranks train on different parameters."""
     for right in ranks(2).run(write, run_of(accumulation=1, overlapped=overlapped)):
+        assert all(right.values()), right
+
+
+def set_beside_8_bits(run, steps_before):
+    """Sets a master weight and a state of an engine that has begun with some steps of its run without DeepCompile."""
+    engine, right = begin_plain(run), {}
+    train(engine, run, range(steps_before))
+    ask(engine, run)
+    compile_engine(engine, run)
+    step_on_given(engine, run, steps_before)
+    parameter = trained(engine)[1]
+    value = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)).to(device())
+    said = outcome(safe_set_full_optimizer_state, parameter, value, "exp_avg")
+    right["a state is refused"] = "leave compile.optimizer_states out" in (said or "")
+    safe_set_full_fp32_param(parameter, value)
+    right["a master weight is set"] = torch.equal(safe_get_full_fp32_param(parameter), value)
+    right["on all ranks"] = parameters_are_of_masters(engine)
+    engine.destroy()
+    return right
+
+
+@vary("steps_before", [0, 1])
+def test_a_master_weight_is_set_beside_states_in_8_bits(ranks, steps_before):
+    """Both parts set in place of the base. Who does so last depends on whether there are states at set-up."""
+    run = run_of(EIGHT_BITS, accumulation=1)
+    for right in ranks(2).run(set_beside_8_bits, run, steps_before):
+        assert all(right.values()), right
+
+
+class Conversions(TorchDispatchMode):
+    """Finds the most elements that an operator makes of the dtype in which master weights are taken apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype == torch.int32:
+            self.most = max(self.most, result.numel())
+        return result
+
+
+def convert(run, at_once):
+    """Reads and writes master weights in each way. Returns the most elements that were converted at once, by way."""
+    with mock.patch.object(masters_module, "_CONVERTED", at_once):
+        engine = begin(run, compiled=False)
+        most = {}
+
+        def note(way, function, *args):
+            with Conversions() as conversions:
+                result = function(*args)
+            most[way] = conversions.most
+            return result
+
+        note("set up", compile_engine, engine, run)
+        parameter = max(trained(engine), key=torch.numel)
+        optimizer, value = engine.optimizer, torch.randn(parameter.shape, device=device())
+        note("set", safe_set_full_fp32_param, parameter, value)
+        right = {"set": torch.equal(note("get", safe_get_full_fp32_param, parameter), value)}
+        state = note("save", optimizer.state_dict)
+        safe_set_full_fp32_param(parameter, torch.zeros_like(value))
+        note("load", optimizer.load_state_dict, [state], True, True)
+        right["load"] = torch.equal(safe_get_full_fp32_param(parameter), value)
+        engine.destroy()
+    return most, right, parameter.numel()
+
+
+def test_master_weights_are_converted_in_pieces(ranks):
+    """To read the master weights of a large embedding would take several times their memory in tensors of integers."""
+    at_once = 50
+    ((most, right, numel),) = ranks(1).run(convert, run_of(accumulation=1), at_once)
+    assert numel > 2 * at_once and numel % at_once
+    assert set(most.values()) == {at_once}, most
+    assert all(right.values()), right
+
+
+def raise_in_set_up(run):
+    """Trains an engine whose engine.compile() raised when the optimizer was to be attached. Returns what is right."""
+    engine = begin(run, compiled=False)
+    plain = begin_plain(run)
+    with mock.patch.object(set_up, "attach", side_effect=Injected("no attach")):
+        right = {"said": outcome(engine.compile, backend=run.backend) == "Injected: no attach"}
+    for each in (engine, plain):
+        train(each, run, [0, 1])
+    expected = masters(plain)
+    right["trains"] = same(masters(engine), expected) and all(each.isfinite().all() for each in expected)
+    compile_engine(engine, run)
+    right["compiled again"] = same(masters(engine), expected) and parameters_are_of_masters(engine)
+    train(engine, run, [2])
+    right["trains compiled"] = not same(masters(engine), expected) and parameters_are_of_masters(engine)
+    engine.destroy()
+    plain.destroy()
+    return right
+
+
+@vary("overlapped", [False, True])
+def test_a_set_up_that_raises_leaves_the_master_weights(ranks, overlapped):
+    """An engine that goes on without DeepCompile would step NaN."""
+    for right in ranks(2).run(raise_in_set_up, run_of(accumulation=1, overlapped=overlapped)):
         assert all(right.values()), right
 
 
@@ -551,6 +767,7 @@ def test_saved_and_loaded_in_other_places(ranks, tmp_path):
 class Refusal:
     says: str
     run: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    advised: Dict[str, Any] = dataclasses.field(default_factory=dict)  # the run that ``says`` advises
 
 
 LOW_PRECISION = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -570,6 +787,12 @@ REFUSALS = {
         "no master weights; leave one of them out",
         {"offloaded": True},
     ),
+    "autocast": Refusal(
+        "compile.store_param_remainders leaves out the optimizer's own step(), which torch_autocast in fp16 scales "
+        "gradients for; set torch_autocast.dtype to bfloat16, or leave compile.store_param_remainders out",
+        {"config": {"torch_autocast": {"enabled": True, "dtype": "float16"}}},
+        {"config": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
+    ),
     "masters": Refusal(
         "compile.store_param_remainders needs master weights in fp32; leave it out, or master_weights_and_grads in "
         "low precision",
@@ -587,6 +810,18 @@ def refused(runs):
     return said
 
 
+def as_advised(runs):
+    """Returns for each run whether parameters are those of their master weights after a step that changed these."""
+    right = {}
+    for name, run in runs.items():
+        engine = begin(run)
+        before = masters(engine)
+        train(engine, run, [0])
+        right[name] = parameters_are_of_masters(engine) and not same(masters(engine), before)
+        engine.destroy()
+    return right
+
+
 def test_refused(ranks):
     """Each of these would train without the option, or on NaN."""
     runs = {name: run_of(**{"groups": 1, **refusal.run}) for name, refusal in REFUSALS.items()}
@@ -594,6 +829,58 @@ def test_refused(ranks):
     assert said == {
         name: f"ValueError: DeepCompile with ZeRO stage 2: {refusal.says}" for name, refusal in REFUSALS.items()
     }
+    (right,) = ranks(1).run(as_advised, {name: run_of(**refusal.advised) for name, refusal in REFUSALS.items()})
+    assert all(right.values()), right
+
+
+class WithRows(BlocksWithin):
+    """Reads rows of a further embedding, of a class that may scale them in its forward."""
+
+    def __init__(self, kind, **arguments):
+        super().__init__()
+        self.rows = kind(VOCABULARY, 8, **arguments)
+
+    def forward(self, ids):
+        return super().forward(ids) + self.rows(ids).square().mean()
+
+
+def scale_rows(run, kind):
+    """Returns what is said of a trained embedding with a max_norm, and how an engine trains as that advises."""
+
+    def make(each):
+        torch.manual_seed(0)
+        module = WithRows(kind, max_norm=0.5).to(device())
+        config = {"train_micro_batch_size_per_gpu": SEQUENCES // dist.get_world_size(), **each.config}
+        return module, dataclasses.replace(each, config=config)
+
+    module, with_key = make(run)
+    said, right = outcome(make_engine, module, with_key), {}
+    for name, each in {"without the key": without(run), "without max_norm": run, "frozen": run}.items():
+        module, each = make(each)
+        if name == "without max_norm":
+            module.rows.max_norm = None
+        if name == "frozen":
+            module.rows.requires_grad_(False)
+        engine = make_engine(module, each)
+        before = [parameter.detach().clone() for parameter in trained(engine)]
+        train(engine, each, range(2))
+        right[f"{name}: trains"] = not any(map(torch.equal, trained(engine), before))
+        if each.config["compile"]:
+            right[f"{name}: parameters are of masters"] = parameters_are_of_masters(engine)
+        engine.destroy()
+    return said, right
+
+
+@vary("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+def test_embeddings_with_a_max_norm(ranks, kind):
+    """Rows that other ranks than their owner scale would stay as they were, so training would depend on the ranks."""
+    for said, right in ranks(2).run(scale_rows, run_of(accumulation=1, adam=True), kind):
+        assert said == (
+            "ValueError: DeepCompile with ZeRO stage 2: compile.store_param_remainders needs parameters that all "
+            "ranks change alike, and the forward of rows scales the rows that a rank reads down to its max_norm; set "
+            "its max_norm to None, or leave compile.store_param_remainders out"
+        )
+        assert all(right.values()), right
 
 
 OF_CONFIGURATION = {

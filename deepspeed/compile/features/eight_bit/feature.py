@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ...zero_1_and_2.feature import Request, SetUpContext
 from ..linked_states.feature import HasStates
 from ..one_pass_adam.adam import RefuseOwnStep, unsupported_forms
-from ..ranges.rule import HasRules, Rule, is_scaled_by_autocast
+from ..ranges.rule import HasRules, Rule
 from .eight_bit import THIRD_STATE, EightBitAdam, problem_with
 from .states import StatesOfAdam
 
@@ -79,11 +79,6 @@ def _unsupported(request):
     by_configuration = {} if engine.client_optimizer is not None else engine.optimizer_params() or {}
     if request.optimizer is None and by_configuration.get("amsgrad"):
         yield f"{asked} {THIRD_STATE}, or leave compile.optimizer_states out"
-    if is_scaled_by_autocast(engine):
-        yield (
-            f"{asked} leaves out the optimizer's own step(), which torch_autocast in fp16 scales gradients for; set "
-            "torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out"
-        )
     if engine.zero_elastic_checkpoint():
         yield (
             f"{asked} has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint to false, or leave "

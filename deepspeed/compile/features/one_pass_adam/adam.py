@@ -23,7 +23,7 @@ from ...zero_1_and_2.messages import inform
 from ..ranges.authors import hooks_of_torch, steps_as_written
 from ..ranges.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from ..ranges.ranges import end_of_range
-from ..ranges.rule import Partition, Rule
+from ..ranges.rule import Partition, Rule, is_scaled_by_autocast
 from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
@@ -79,6 +79,11 @@ def unsupported_forms(
         yield (
             f"{asked} leaves the optimizer's own step() out, which has hooks or was replaced; undo that, or leave "
             f"{name} out"
+        )
+    if is_scaled_by_autocast(engine):
+        yield (
+            f"{asked} leaves out the optimizer's own step(), which torch_autocast in fp16 scales gradients for; set "
+            f"torch_autocast.dtype to bfloat16, or leave {name} out"
         )
     if engine.zero_cpu_offload():
         yield (

@@ -5,13 +5,16 @@
 from typing import Iterator, List, Sequence
 
 import torch
+from torch.nn import Embedding, EmbeddingBag
+
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.feature import Request, SetUpContext, only
 from ...zero_1_and_2.parameter.gather import AllGather
 from ..one_pass_adam.adam import RefuseOwnStep, problem_with, unsupported_forms
 from ..ranges.rule import HasRules, Rule
 from .masters import Masters
-from .optimizer import use_remainders
+from .optimizer import RemaindersOfParameters, use_remainders
 from .rule import RemaindersAdam
 
 OPTION = "store_param_remainders"
@@ -31,11 +34,16 @@ class Remainders(HasRules):
 
     def __init__(self, context: SetUpContext):
         gather = only(context.features, "gather") or AllGather(context.optimizer)
-        self._masters, self._optimizer = Masters(context.optimizer, gather), context.optimizer
+        self._masters = Masters(context.optimizer, gather)
+
+    optimizer_mixin = RemaindersOfParameters
 
     def commit(self) -> None:
-        use_remainders(self._optimizer, self._masters)
-        del self._optimizer
+        self._masters.take_apart()
+
+    def attached(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        # Now, because the engine can no longer go on without DeepCompile, which needs the fp32 master weights.
+        use_remainders(optimizer, self._masters)
 
     def rules(self, others: List[Rule]) -> List[Rule]:
         return [RemaindersAdam(self._masters.remainders, others), RefuseOwnStep(OPTION)]
@@ -61,3 +69,13 @@ def _unsupported(request):
             f"compile.{OPTION} needs parameters in bf16, and there are some in {dtypes.pop()}; set bf16.enabled, or "
             "leave it out"
         )
+    trained = {id(parameter) for parameter in request.trained}
+    for name, submodule in engine.module.named_modules():
+        is_embedding = isinstance(submodule, (Embedding, EmbeddingBag))
+        if is_embedding and submodule.max_norm is not None and id(submodule.weight) in trained:
+            # Ranks read different rows, and the master weight has the owner's.
+            yield (
+                f"compile.{OPTION} needs parameters that all ranks change alike, and the forward of "
+                f"{name or type(submodule).__name__} scales the rows that a rank reads down to its max_norm; set its "
+                f"max_norm to None, or leave compile.{OPTION} out"
+            )

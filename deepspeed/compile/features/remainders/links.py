@@ -10,8 +10,7 @@ import torch
 
 from deepspeed.utils.tensor_fragment import tensor_fragment
 
-from ..one_pass_adam.remainders import split
-from .masters import Masters
+from .masters import Masters, parameters_of
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -28,7 +27,7 @@ class Fragment(tensor_fragment):
         return self.masters.get(self.param_group_index, address.start, address.start + address.numel)
 
     def update_hp(self) -> None:
-        self.masters.set(self.param_group_index, self.hp_fragment_address.start, self.lp_fragment.float())
+        self.masters.set(self.param_group_index, self.hp_fragment_address.start, self.lp_fragment)
 
     def update_lp(self) -> None:
         """Does nothing: the parameter is a part of its master weight."""
@@ -44,19 +43,18 @@ def link(optimizer: "DeepSpeedZeroOptimizer", masters: Masters) -> None:
                 vars(parameter._hp_mapping).pop("hp_fragment", None)
                 parameter._hp_mapping.__class__ = Fragment
                 parameter._hp_mapping.masters = masters
-            parameter.set_full_hp_param = functools.partial(_set, reference, parameter.set_full_hp_param)
+            parameter.set_full_hp_param = functools.partial(_set, reference, parameter, parameter.set_full_hp_param)
 
 
-def _set(reference, function, value, optim_state_key=None):
-    """Sets what the base's ``function``, a method of a parameter, sets. Every rank is given the whole value.
+def _set(reference, parameter, function, value, optim_state_key=None):
+    """Sets what ``function`` sets of a parameter: the base's method, or what another part has made of it.
 
-    The parameter is a part of its master weights here. So it has its new value at once, on all ranks, and not only
-    after the next step.
+    Every rank is given the whole value. The parameter is a part of its master weights here. So it has its new value at
+    once, on all ranks, and not only after the next step.
     """
     if optim_state_key is not None:
         function(value, optim_state_key)
         return
-    parameter = function.__self__
     optimizer = reference()
     deepcompile = getattr(optimizer, "_deepcompile", None)
     if deepcompile is None:
@@ -65,10 +63,9 @@ def _set(reference, function, value, optim_state_key=None):
     optimizer.masters_as_remainders.refuse_offloaded("set a master weight")
     # Parameters may still be on their way from the ranks that have stepped them.
     deepcompile.gather.wait_all()
-    values = value.detach().to(parameter.device, torch.float32).flatten()
-    parameter.data.copy_(split(values)[0].view_as(parameter))
+    parameter.data.copy_(parameters_of(value, parameter.device).view_as(parameter))
     mapping = parameter._hp_mapping
     if mapping is not None:
         there = mapping.lp_fragment_address
-        own = values[there.start : there.start + there.numel]
+        own = value.detach().flatten()[there.start : there.start + there.numel]
         mapping.masters.set(mapping.param_group_index, mapping.hp_fragment_address.start, own)

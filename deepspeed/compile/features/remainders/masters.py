@@ -19,7 +19,7 @@ These get or set master weights, by ``optimizer.py`` and ``links.py``:
 
 import contextlib
 import weakref
-from typing import TYPE_CHECKING, Iterator, List
+from typing import TYPE_CHECKING, Iterator, List, Union
 
 import torch
 
@@ -35,8 +35,22 @@ from ..one_pass_adam.remainders import join, split
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-# Elements that are converted at once.
+# Elements that are converted at once. A conversion makes several tensors of integers, as large as the fp32 values.
 _CONVERTED = 2**24
+
+
+def _pieces(values):
+    """Yields slices of 1-D values, of which each has as many elements as are converted at once."""
+    return (slice(first, first + _CONVERTED) for first in range(0, values.numel(), _CONVERTED))
+
+
+def parameters_of(masters: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns the parameters of master weights of any shape: bf16, 1-D, on a device."""
+    masters = masters.detach().flatten()
+    parameters = torch.empty(masters.numel(), dtype=torch.bfloat16, device=device)
+    for piece in _pieces(masters):
+        parameters[piece] = split(masters[piece].to(device, torch.float32))[0]
+    return parameters
 
 
 class Masters:
@@ -47,7 +61,7 @@ class Masters:
         gather: sends what it has stepped.
 
     Attributes:
-        remainders: of this rank's partition of each parameter group, int16 1-D. Empty before :meth:`give_up`.
+        remainders: of this rank's partition of each parameter group, int16 1-D. Empty before :meth:`take_apart`.
         on_host: whether the base's list of partitions has all master weights, for the time of a call.
     """
 
@@ -57,16 +71,17 @@ class Masters:
         self.remainders: List[torch.Tensor] = []
         self.on_host = False
 
-    def give_up(self) -> None:
-        """Gives the memory of the master weights up, and keeps their remainders. Called on all ranks together."""
-        optimizer = self._optimizer()
-        masters = optimizer.single_partition_of_fp32_groups
-        # All memory is taken before any is given up, so that an error leaves the master weights.
+    def take_apart(self) -> None:
+        """Makes parameters and remainders of the base's master weights, which stay. Called on all ranks together."""
+        masters = self._optimizer().single_partition_of_fp32_groups
         self.remainders.extend(torch.zeros_like(master.data, dtype=torch.int16) for master in masters)
         for group, master in enumerate(masters):
-            self._set_partition(group, master.data)
+            self.set(group, 0, master.data)
         self.send_parameters()
-        for master in masters:
+
+    def give_up(self) -> None:
+        """Gives the memory of the base's master weights up, which were taken apart."""
+        for master in self._optimizer().single_partition_of_fp32_groups:
             master.data = master.data.new_full((1,), torch.nan).expand(master.shape)
 
     def send_parameters(self) -> None:
@@ -83,11 +98,6 @@ class Masters:
         numel = self.remainders[group].numel()
         return optimizer.bit16_groups_flat[group].data.narrow(0, partition_offset(optimizer, group), numel)
 
-    def _set_partition(self, group, master):
-        """Makes fp32 values the master weights of a partition."""
-        for first in range(0, master.numel(), _CONVERTED):
-            self.set(group, first, master[first : first + _CONVERTED])
-
     @contextlib.contextmanager
     def read_on_host(self) -> Iterator[None]:
         """Context in which the base's list of partitions has the master weights, in memory of the host.
@@ -96,7 +106,9 @@ class Masters:
         """
         optimizer = self._optimizer()
         before = optimizer.single_partition_of_fp32_groups
-        values = [self._get_partition(group) for group in range(len(before))]
+        values = [
+            self.get(group, 0, remainders.numel(), device="cpu") for group, remainders in enumerate(self.remainders)
+        ]
         optimizer.single_partition_of_fp32_groups, self.on_host = values, True
         try:
             yield
@@ -129,26 +141,26 @@ class Masters:
                 )
             values = optimizer.single_partition_of_fp32_groups
         for group, master in enumerate(values):
-            self._set_partition(group, master)
+            self.set(group, 0, master)
         self.send_parameters()
 
-    def _get_partition(self, group):
-        numel = self.remainders[group].numel()
-        values = torch.empty(numel, dtype=torch.float32, device="cpu")
-        for first in range(0, numel, _CONVERTED):
-            last = min(first + _CONVERTED, numel)
-            values[first:last] = self.get(group, first, last)
+    def get(self, group: int, first: int, last: int, device: Union[str, torch.device, None] = None) -> torch.Tensor:
+        """Returns elements [first, last) of the master weights of this rank's partition, fp32 1-D.
+
+        By default, on the device of the parameters.
+        """
+        parameters, remainders = self._parameters(group)[first:last], self.remainders[group][first:last]
+        values = torch.empty(last - first, dtype=torch.float32, device=device or parameters.device)
+        for piece in _pieces(values):
+            values[piece] = join(parameters[piece], remainders[piece].to(parameters.device))
         return values
 
-    def get(self, group: int, first: int, last: int) -> torch.Tensor:
-        """Returns elements [first, last) of the master weights of this rank's partition, fp32 1-D."""
-        parameters, remainders = self._parameters(group)[first:last], self.remainders[group][first:last]
-        return join(parameters, remainders.to(parameters.device))
-
     def set(self, group: int, first: int, values: torch.Tensor) -> None:
-        """Makes fp32 values, 1-D, the master weights from element ``first`` on of this rank's partition."""
-        parameters, there = self._parameters(group), slice(first, first + values.numel())
-        parameters[there], self.remainders[group][there] = split(values.to(parameters.device))
+        """Makes values, 1-D, the master weights from element ``first`` on of this rank's partition."""
+        there = slice(first, first + values.numel())
+        parameters, remainders = self._parameters(group)[there], self.remainders[group][there]
+        for piece in _pieces(values):
+            parameters[piece], remainders[piece] = split(values[piece].to(parameters.device, torch.float32))
 
     def take_parameters(self) -> None:
         """Makes the parameters the master weights."""

@@ -81,8 +81,9 @@ def _with_remainders(cls: Type[DeepSpeedZeroOptimizer]) -> Type[DeepSpeedZeroOpt
 
 
 def use_remainders(optimizer: DeepSpeedZeroOptimizer, masters: Masters) -> None:
-    """Gives the memory of an optimizer's master weights up. Called on all ranks together."""
+    """Gives the memory of an optimizer's master weights up. It has the methods of :class:`RemaindersOfParameters`."""
     masters.give_up()
     optimizer.masters_as_remainders = masters  # type: ignore[attr-defined]
-    optimizer.__class__ = _with_remainders(type(optimizer))  # type: ignore[arg-type]
+    # Of a destroyed engine's optimizer, a state dict has the master weights too.
+    optimizer.plain_class = _with_remainders(optimizer.plain_class)  # type: ignore[attr-defined]
     link(optimizer, masters)
