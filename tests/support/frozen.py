@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from deepspeed.compile.features.shard_parameters import unit, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import unit, unit_memory, unsharded_parameters
 
 from support.graph_cache import shapes_no_graph
 from support.models import VOCABULARY, Block
@@ -350,33 +350,34 @@ CHANGING = {"changing": model_of(of_block=ChangingAdapted), "by data": model_of(
 @contextlib.contextmanager
 def late(delay):
     """What other ranks send comes ``delay`` seconds late, and memory that is given back holds something else."""
-    send, give_back = unit.Unit._send, unit.Unit._give_back
+    send, give_back = unit.Unit._send, unit_memory.UnitMemory._give_back
 
     @shapes_no_graph
     def send_late(self, evaluates=False, sends_frozen=True):
         send(self, evaluates, sends_frozen)
-        self._works = [_Late(self._works, [*_received(self, sends_frozen)], delay)]
+        received = [*_received(self.memory)]
+        if sends_frozen and self.memory.frozen_bytes:
+            received.append(self._target[: self.memory.frozen_bytes])
+        self._works = [_Late(self._works, received, delay)]
 
     @shapes_no_graph
-    def spoil(self, storage):
+    def spoil(self):
         # Others' parts of parameters that lie at home are from before the last step, but look like parameters.
-        for memory in (self._buffer, *_received(self)):
-            memory.fill_(255)
-        give_back(self, storage)
+        for part in (self.buffer, *_received(self)):
+            part.fill_(255)
+        give_back(self)
 
-    unit.Unit._send, unit.Unit._give_back = send_late, spoil
+    unit.Unit._send, unit_memory.UnitMemory._give_back = send_late, spoil
     try:
         yield
     finally:
-        unit.Unit._send, unit.Unit._give_back = send, give_back
+        unit.Unit._send, unit_memory.UnitMemory._give_back = send, give_back
 
 
-def _received(of_unit, has_frozen=True):
-    """Yields the memory into which a gather of a unit receives."""
-    if has_frozen and of_unit._frozen_bytes and of_unit._target is not None:
-        yield of_unit._target[: of_unit._frozen_bytes]
-    if of_unit._trained:
-        for owner, message in of_unit._trained.messages(of_unit._buffer):
+def _received(of_unit):
+    """Yields the memory into which a gather receives trained parameters of a unit, whose memory this is."""
+    if of_unit.trained_part:
+        for owner, message in of_unit.trained_part.messages(of_unit.buffer):
             if owner != of_unit._rank:
                 yield message
 

@@ -280,7 +280,7 @@ def cloned(engine, module, folder):
     """As Accelerate and the trainers that are made of it take a model's weights."""
     clones = clone_tensors_for_torch_save(module.state_dict())
     sharded = feature.sharded_blocks(engine)
-    held = sum(unit._buffer.untyped_storage().nbytes() for unit in sharded.units) if sharded else 0
+    held = sum(unit.memory.buffer.untyped_storage().nbytes() for unit in sharded.units) if sharded else 0
     return [*clones.values(), torch.tensor(held)] if dist.get_rank() == 0 else []
 
 
@@ -943,7 +943,7 @@ def memory():
                 *(parameter for parameter in module.parameters()),
                 *optimizer.bit16_groups_flat,
                 *(each for group in optimizer.parallel_partitioned_bit16_groups for each in group),
-                *(unit._buffer for unit in sharded.units),
+                *(unit.memory.buffer for unit in sharded.units),
             )
         }
         counts.append(sum(storages.values()))

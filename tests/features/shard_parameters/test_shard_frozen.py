@@ -21,7 +21,7 @@ from deepspeed.compile.features.shard_parameters import (
     feature,
     from_host,
     sharded_blocks,
-    unit,
+    unit_memory,
     unsharded_parameters,
 )
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
@@ -314,7 +314,7 @@ def given_another_kind():
     """Returns which parameters of a block are at rest after one was given another dtype, and what is said of it."""
     module, engine = make("plain", SHARDED)
     block, lines = module.body.blocks[1], []
-    with mock.patch.object(unit, "warn", lines.append), unsharded_parameters(engine):
+    with mock.patch.object(unit_memory, "warn", lines.append), unsharded_parameters(engine):
         block.up.weight.data = block.up.weight.data.double()
     at_rest = [name for name, each in block.named_parameters() if isinstance(each, Resharded)]
     loaded(engine, module, None)
@@ -329,7 +329,7 @@ def test_a_parameter_of_another_dtype_stays_whole(ranks):
     for at_rest, kinds, lines in ranks(2).run(given_another_kind):
         assert at_rest == ["norm.weight", "norm.bias", "up.bias", "down.weight", "down.bias"]
         assert kinds == {torch.float32, torch.float64}
-        assert lines == [unit.ANOTHER_KIND.format("body.blocks.1.up.weight")]
+        assert lines == [unit_memory.ANOTHER_KIND.format("body.blocks.1.up.weight")]
 
 
 def train_two(config):
@@ -760,7 +760,7 @@ def views_that_are_kept(more):
                 for block in module.body.blocks:
                     block.view = None
                 feature.sharded_blocks(engine).whole.free_lent()
-            sizes.append(sum(unit._buffer.untyped_storage().nbytes() > 0 for unit in units))
+            sizes.append(sum(unit.memory.buffer.untyped_storage().nbytes() > 0 for unit in units))
     engine.destroy()
     return lines, sizes
 
@@ -832,7 +832,7 @@ def given_back_at_once():
         gathered.start_gather()
         gathered.finish_gather()
         gathered.reshard()
-        lent += gathered.is_lent
+        lent += gathered.memory.is_lent
     engine.destroy()
     return lent
 

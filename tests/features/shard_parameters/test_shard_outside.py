@@ -215,7 +215,7 @@ def sent(model, kept):
         for step in range(2):
             gathered.clear()
             loss = engine(batch(step, 0, dist.get_rank(), 4))
-            whole = [each.name for each in units if each.is_gathered]
+            whole = [each.memory.name for each in units if each.is_gathered]
             engine.backward(loss)
             engine.step()
         sends, x = len(gathered), torch.ones(1, 3, WIDTH, device=device())
@@ -279,7 +279,7 @@ def agreed(overflows, dtype):
     engine = make_engine(module, Case(config=config(True, keep_gathered="fit"), dtype=dtype))
     sharded, spare = feature.sharded_blocks(engine), keep.spare_memory
     blocks = list(sharded._unit_of.values())
-    keep.spare_memory = shapes_no_graph(lambda device: 10**9 if rank else blocks[-1].nbytes)
+    keep.spare_memory = shapes_no_graph(lambda device: 10**9 if rank else blocks[-1].memory.nbytes)
     numbers = []
     try:
         for step, is_left_out in enumerate(overflows):
@@ -326,7 +326,7 @@ def memory(kept, checkpoints):
     sharded, held = feature.sharded_blocks(engine), {}
 
     def note(moment):
-        held[moment] = sum(each._buffer.untyped_storage().nbytes() for each in sharded.units)
+        held[moment] = sum(each.memory.buffer.untyped_storage().nbytes() for each in sharded.units)
 
     note("at rest")
     for index, block in enumerate(module.body.blocks):
@@ -346,9 +346,9 @@ def memory(kept, checkpoints):
     with torch.no_grad():
         engine(batch(0, 0, dist.get_rank(), 4))
     note("evaluated")
-    names = {each.name: each.nbytes for each in sharded.units}
+    names = {each.memory.name: each.memory.nbytes for each in sharded.units}
     engine.destroy()
-    return names, sharded.outside.nbytes, held
+    return names, sharded.outside.memory.nbytes, held
 
 
 @vary("kept", [0, pytest.param(2, marks=SLOW)])

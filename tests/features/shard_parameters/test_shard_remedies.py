@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.compile.features.shard_parameters import feature, sharded_blocks, unit, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import feature, sharded_blocks, unit_memory, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
@@ -60,7 +60,7 @@ def another_dtype(folder):
     weight, said = module.body.blocks[1].up.weight, []
     with unsharded_parameters(engine):
         before = weight.detach().clone()
-    with mock.patch.object(unit, "warn", said.append), unsharded_parameters(engine):
+    with mock.patch.object(unit_memory, "warn", said.append), unsharded_parameters(engine):
         weight.data = weight.data.double() * 2
     with unsharded_parameters(engine), torch.no_grad():
         is_as_before = torch.equal(weight, before)

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All ranks keep the same units, though each comes back to other blocks."""
 
+import types
+
 import pytest
 
 from deepspeed.compile.features.shard_parameters.gather_order import GatherOrder
@@ -11,7 +13,7 @@ from deepspeed.compile.features.shard_parameters.whole_units import WholeUnits
 class Gathered:
     """Stands for a unit: has what its owner asks of one, and says when it is gathered."""
 
-    is_lent = False
+    memory = types.SimpleNamespace(is_lent=False)
 
     def __init__(self, name, log):
         self.name, self._log = name, log

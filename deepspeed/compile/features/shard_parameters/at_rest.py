@@ -67,7 +67,7 @@ class _Share:
         unit = self.unit()
         if unit is None or self.is_copy:
             return None
-        parameter = unit.parameter(self.name)
+        parameter = unit.memory.parameter(self.name)
         if isinstance(parameter, Resharded):
             if in_backward():
                 unit.gather_for_backward()
@@ -81,7 +81,7 @@ class _Share:
         unit = self.unit()
         if unit is None or self.is_copy:
             raise self.refusal("changed")
-        unit.write(self.name, values)
+        unit.memory.write(self.name, values)
 
     def of_copy(self) -> "_Share":
         """Returns whose values a copy stands for."""
@@ -121,7 +121,7 @@ def refuse_checkpoint(unit: Any, *_: Any) -> None:
     if not unit.is_gathered and any(
         frame.f_globals.get("__name__") == CHECKPOINTS for frame, _ in traceback.walk_stack(None)
     ):
-        raise refusal(unit.name, "taken by get_model_state_dict()")
+        raise refusal(unit.memory.name, "taken by get_model_state_dict()")
 
 
 def ended(name: str) -> RuntimeError:
@@ -234,7 +234,7 @@ def _memory_of(tensor):
 def _replace(alias, values):
     unit = vars(alias)[_SHARE].unit()
     if unit is not None:
-        unit.forget_alias(alias)
+        unit.memory.forget_alias(alias)
     unmark(alias)
     alias.data = values
 
@@ -243,7 +243,7 @@ def _access(function, kind, args):
     if kind == "__set__" and function.__self__.__name__ == "requires_grad" and args[1]:
         share = vars(args[0])[_SHARE]
         unit = share.unit()
-        if unit is not None and unit.trains(share.name):
+        if unit is not None and unit.memory.trains(share.name):
             return _plain(function, *args)
         raise RuntimeError(
             f"parameter {share.name} is sharded over the ranks by compile.shard_parameters and cannot be trained; set "
@@ -274,7 +274,7 @@ def _alias(tensor, is_copy=False):
     share, alias = vars(tensor)[_SHARE], _plain(tensor.detach)
     unit = share.unit()
     if unit is not None:
-        unit.note_alias(alias)
+        unit.memory.note_alias(alias)
     _put_to_rest(alias, share.of_copy() if is_copy else share)
     return alias
 

@@ -143,7 +143,7 @@ def _with_values(sharded, state_dict, takes):
     for unit in sharded.whole.one_by_one(unit for unit in sharded.units if unit in keys_of):
         if takes:
             for name, keys in keys_of[unit].items():
-                state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.parameter(name))))
+                state_dict.update(dict.fromkeys(keys, _copy_on_host(unit.memory.parameter(name))))
     if sharded.is_closed:
         # What was whole for a moment keeps nothing alive any more.
         for unit in keys_of:

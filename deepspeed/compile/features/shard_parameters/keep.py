@@ -27,7 +27,7 @@ def blocks_that_fit(units: Sequence[Unit], process_group: "ProcessGroup", device
     All ranks call this, and get the same number.
     """
     spare = spare_memory(device)
-    sizes = itertools.accumulate(unit.nbytes for unit in reversed(units))
+    sizes = itertools.accumulate(unit.memory.nbytes for unit in reversed(units))
     number = torch.tensor(sum(size <= spare for size in sizes), device=device)
     with collective("agree how many blocks stay whole"):
         dist.all_reduce(number, op=dist.ReduceOp.MIN, group=process_group)

@@ -9,7 +9,7 @@ that tensor always. If a parameter has several owners, each of them has memory f
 
 import bisect
 import weakref
-from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch.nn import Parameter
@@ -18,7 +18,7 @@ import deepspeed.comm as dist
 
 from ...zero_1_and_2.gradient.layout import flat_layout, partition, partition_offset
 from ..overlap_gather.runs import runs
-from .places import Place, note_storage
+from .places import Place, begin_of, note_storage
 from .private_torch import address_of
 
 if TYPE_CHECKING:
@@ -57,8 +57,7 @@ class Home:
             max([partition.stop, *(last for _, last in inside)]),
         )
         self.memory: Optional[torch.Tensor] = None
-        self._begins: List[int] = []
-        self._users: List[Tuple[Any, Any]] = []
+        self._places: List[Place] = []  # in order
 
     @classmethod
     def of(cls, optimizer: "DeepSpeedZeroOptimizer", group: int) -> "Home":
@@ -113,20 +112,15 @@ class Home:
         begin, end = self.span(first, last)
         return self.memory[begin:end]
 
-    def note(self, user: Any, place: Any) -> None:
-        """Notes whose parameter lies at ``place``, which has a ``begin`` and an ``end``."""
-        number = bisect.bisect(self._begins, place.begin)
-        self._begins.insert(number, place.begin)
-        self._users.insert(number, (weakref.ref(user), place))
+    def note(self, place: Place) -> None:
+        """Notes where a parameter lies here."""
+        bisect.insort(self._places, place, key=begin_of)
 
-    def find(self, offset: int) -> Optional[Tuple[Any, Any]]:
-        """Returns whose parameter has an offset in bytes in the memory's storage, and its place, if it was noted."""
+    def find(self, offset: int) -> Optional[Place]:
+        """Returns the place at an offset in bytes in the memory's storage, if one was noted."""
         offset -= self.memory.storage_offset()
-        number = bisect.bisect(self._begins, offset) - 1
-        if number < 0 or offset >= self._users[number][1].end:
-            return None
-        user = self._users[number][0]()
-        return None if user is None else (user, self._users[number][1])
+        number = bisect.bisect(self._places, offset, key=begin_of) - 1
+        return None if number < 0 or offset >= self._places[number].end else self._places[number]
 
 
 class Partitions:

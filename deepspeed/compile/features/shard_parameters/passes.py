@@ -151,7 +151,7 @@ class Passes:
             unit.is_used = True
             if in_backward():
                 # What checkpointing computes again must save as its forward did, so not from a caller's memory.
-                unit.take_back()
+                unit.memory.take_back()
             with saving_handles():
                 return call(*args, **kwargs)
 
@@ -198,7 +198,7 @@ class Passes:
         if not in_backward():
             if unit.is_gathered:
                 return
-            raise refusal(unit.name, "read")
+            raise refusal(unit.memory.name, "read")
         if self.around is not None and unit in self.around:
             self.around.gather(unit)
             return

@@ -3,6 +3,7 @@
 """Where parameters lie that are gathered, and whose places are in which memory."""
 
 import dataclasses
+import operator
 import weakref
 from typing import Any, Dict
 
@@ -10,21 +11,21 @@ import torch
 
 from .private_torch import address_of
 
-# Address of a storage -> what knows whose places are there: a unit, or the home of a partition. It has find(offset).
-UNITS: Dict[int, "weakref.ref[Any]"] = {}
+# Address of a storage -> what finds the place at an offset there: the memory of a unit, or the home of a partition.
+KNOWN_STORAGES: Dict[int, "weakref.ref[Any]"] = {}
 
 
 def note_storage(storage: torch.UntypedStorage, knows: Any) -> None:
-    """Has ``UNITS`` find what knows whose places are in a storage, as long as that lives."""
+    """Has ``KNOWN_STORAGES`` name what finds places in a storage, as long as that lives."""
     address = address_of(storage)
-    reference = UNITS[address] = weakref.ref(knows)
+    reference = KNOWN_STORAGES[address] = weakref.ref(knows)
     weakref.finalize(knows, _forget, address, reference).atexit = False
 
 
 def _forget(address, reference):
     # The address may have become another unit's.
-    if UNITS.get(address) is reference:
-        del UNITS[address]
+    if KNOWN_STORAGES.get(address) is reference:
+        del KNOWN_STORAGES[address]
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,6 +38,7 @@ class Place:
     end: int
     home: Any = None  # the Home of a parameter of which this rank owns anything
     is_trained: bool = False
+    unit: Any = None  # a weak reference to the Unit, which has the place
     version: int = 0  # when the unit was gathered; torch counts changes in place
 
     def __post_init__(self) -> None:
@@ -49,11 +51,11 @@ class Place:
 
     def memory_in(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the tensor's memory. ``buffer``: of the unit, 1-D and of bytes."""
-        return self._where(buffer)[self.begin : self.end].view(self.dtype).view(self.shape)
+        return self.around(buffer)[self.begin : self.end].view(self.dtype).view(self.shape)
 
     def is_in(self, buffer: torch.Tensor) -> bool:
         """Whether the tensor lies there, and was not given other memory."""
-        return self.tensor.data_ptr() == self._where(buffer).data_ptr() + self.begin
+        return self.tensor.data_ptr() == self.around(buffer).data_ptr() + self.begin
 
     def move_into(self, buffer: torch.Tensor) -> None:
         """Moves the tensor's values there."""
@@ -61,5 +63,9 @@ class Place:
         memory.copy_(self.tensor.detach())
         self.tensor.data = memory
 
-    def _where(self, buffer):
+    def around(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Returns the memory, 1-D and of bytes, of which the tensor has a part."""
         return buffer if self.home is None else self.home.memory
+
+
+begin_of = operator.attrgetter("begin")

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .places import UNITS, Place
+from .places import KNOWN_STORAGES, Place
 from .private_torch import address_of, saving_hooks, takes_saving_hooks, version_of
 from .unit import Unit
 
@@ -51,7 +51,8 @@ class _Handle(NamedTuple):
         if self.version is not None and version_of(self.place.tensor) != self.version:
             name = f"parameter {self.place.name}"
             raise RuntimeError(MODIFIED.format(name, version_of(self.place.tensor), self.version))
-        return self.unit.tensor_at(self.place, self.dtype, self.size, self.stride, self.offset)
+        memory = self.place.around(self.unit.memory.buffer)
+        return memory.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
 class _Wrapper(NamedTuple):
@@ -73,7 +74,7 @@ def _stand_in(tensor, compares=True):
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         return _wrapper(tensor, compares)
     try:
-        reference = UNITS.get(address_of(tensor.untyped_storage()))
+        reference = KNOWN_STORAGES.get(address_of(tensor.untyped_storage()))
     except NotImplementedError:
         # Such as a sparse tensor, which has no memory of its own.
         return None
@@ -82,11 +83,11 @@ def _stand_in(tensor, compares=True):
     if memory is None or tensor.is_conj() or tensor.is_neg():
         return None
     offset = tensor.storage_offset()
-    found = memory.find(offset * tensor.element_size())
-    if found is None or (owner := found[0].owner) is None:
+    place = memory.find(offset * tensor.element_size())
+    unit = None if place is None else place.unit()
+    if unit is None or unit.owner is None:
         return None
-    unit, place = found
-    schedule = owner.passes.pass_that_saves(unit)
+    schedule = unit.owner.passes.pass_that_saves(unit)
     version = version_of(place.tensor) if compares else None
     return _Handle(unit, schedule, tensor.dtype, tensor.size(), tensor.stride(), offset, place, version)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Dict, Iterator, List, Optional
 import torch
 from torch.nn import Module, Parameter
 
+import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.hooks import Hook
@@ -24,6 +25,7 @@ from .passes import Passes
 from .private_torch import in_backward
 from .saved_tensors import saving_handles
 from .unit import Unit
+from .unit_memory import UnitMemory
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,7 +75,8 @@ class ShardedBlocks:
         self.outside: Optional[Unit] = None
         of_blocks: List[List[Parameter]] = [[] for _ in blocks]
         make_trained = None
-        if optimizer is not None and torch.distributed.get_world_size(process_group) > 1:
+        rank, world = dist.get_rank(process_group), dist.get_world_size(process_group)
+        if optimizer is not None and world > 1:
             self.partitions = Partitions(optimizer)
             make_trained = functools.partial(TrainedPart, optimizer, self.partitions)
             outside, *of_blocks = by_block(trained, module, blocks)
@@ -85,7 +88,8 @@ class ShardedBlocks:
             def named(parameters):
                 return {names.get(each, "a parameter"): each for each in parameters}
 
-            return Unit(named(frozen), process_group, device, first_number + number, named(trained), make_trained)
+            memory = UnitMemory(named(frozen), named(trained), make_trained, rank, world, device)
+            return Unit(memory, process_group, device, first_number + number)
 
         self._unit_of: Dict[int, Unit] = {}
         of_block = zip(blocks, frozen_of_blocks(module, blocks, trained), of_blocks, strict=True)
@@ -119,7 +123,7 @@ class ShardedBlocks:
     @property
     def shares(self) -> List[torch.Tensor]:
         """This rank's parts of the units, 1-D and of bytes."""
-        return [unit.share for unit in self.units if unit.share is not None]
+        return [unit.memory.share for unit in self.units if unit.memory.share is not None]
 
     def shard(self) -> None:
         """Gives up all but this rank's part of each unit."""

@@ -115,7 +115,7 @@ class WholeUnits:
     def _reshard(self, unit):
         self._is_kept.pop(unit, None)
         unit.reshard()
-        if unit.is_lent and unit not in self._lent:
+        if unit.memory.is_lent and unit not in self._lent:
             self._lent.append(unit)
 
     def release_kept(self) -> None:
@@ -141,16 +141,15 @@ class WholeUnits:
     def free_lent(self) -> None:
         """Frees memory that others have had until now."""
         for unit in self._lent:
-            if not unit.is_gathered:
-                unit.free()
-        self._lent = [unit for unit in self._lent if unit.is_lent]
+            unit.free_lent()
+        self._lent = [unit for unit in self._lent if unit.memory.is_lent]
 
     def warn_of_lent(self) -> None:
         """Tells the caller, once, if others have memory that could be freed."""
         self.free_lent()
         if self._lent and not self._has_warned:
             self._has_warned = True
-            warn(LENT.format(self._lent[0].name))
+            warn(LENT.format(self._lent[0].memory.name))
 
     # All units -----------------------------------------------------------------------------------------------------
 
@@ -202,7 +201,7 @@ class WholeUnits:
 def _await_others(unit):
     """Says so if ranks that must gather a unit with this one do not come."""
     until = time.monotonic() + PATIENCE
-    while not unit.have_all_come():
+    while not unit.comparison.is_completed():
         if time.monotonic() > until:
             # Each rank that waits says it.
             logger.warning(AWAITED.format(torch.distributed.get_rank(), PATIENCE))

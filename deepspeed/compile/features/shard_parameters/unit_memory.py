@@ -1,0 +1,280 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a unit: one buffer for its parameters, but for trained ones of which this rank owns anything.
+
+When the unit is resharded, the buffer's storage is shrunk to nothing, and the parameters, which are views of it, stay
+as they are. If anyone else has a view of that memory, such as a state dict or a NumPy array, the memory stays as it
+is, and the values there remain those of the parameters.
+"""
+
+import bisect
+import itertools
+import weakref
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import torch
+from torch.nn import Parameter
+
+from deepspeed.accelerator import get_accelerator
+
+from ...zero_1_and_2.messages import warn
+from ..subclasses.calls import BROADCAST_LATER
+from ..subclasses.tensors import plain_tensors
+from .partitions import TrainedPart, aligned
+from .places import KNOWN_STORAGES, Place, begin_of, note_storage
+from .private_torch import address_of, users_of, version_of, without_torch_function
+
+ANOTHER_KIND_OF_TRAINED = (
+    "trained parameter {} was given another dtype or shape, which compile.shard_parameters does not keep: it has its "
+    "dtype, shape and values from before again; change its values in place, or make another engine of the model"
+)
+ANOTHER_KIND = (
+    "parameter {} was given another dtype or shape, so compile.shard_parameters no longer shards it: it stays whole "
+    "on every rank"
+)
+
+
+class UnitMemory:
+    """Where the parameters of a unit lie, as bytes, whatever their dtypes.
+
+    Args:
+        frozen, trained: name -> parameter, all contiguous. The optimizer has the trained ones.
+        rank, world: this rank, and how many share the parameters. A single rank has no buffer, and keeps all.
+        device: on which the buffer is. Parameters may be on the host until :meth:`take_in`.
+        make_trained: (trained ones, where they may begin in the buffer, in bytes) -> what says where they lie.
+
+    Attributes:
+        nbytes, frozen_bytes: of the whole unit, and of frozen parameters, which lie first, with padding.
+        buffer, share: all, and this rank's part of frozen parameters, 1-D and of bytes. None before :meth:`take_in`.
+        trained_part: what says where trained parameters lie, or None.
+        is_lent: whether others had views of the memory when the unit was resharded. The memory holds the parameters'
+            values then, and those who have it may change these.
+    """
+
+    def __init__(
+        self,
+        frozen: Dict[str, Parameter],
+        trained: Dict[str, Parameter],
+        make_trained: Optional[Callable[[Dict[str, Parameter], int], TrainedPart]],
+        rank: int,
+        world: int,
+        device: torch.device,
+    ):
+        self._parameters = {**frozen, **trained}
+        self._rank, self._device, self.is_shared = rank, device, world > 1
+        # Name of a parameter -> the places of the tensors with memory of which the parameter is made.
+        self._places: Dict[str, List[Place]] = {}
+        nbytes = 0
+        for name, parameter in frozen.items():
+            self._places[name] = []
+            for tensor in plain_tensors([parameter]):
+                self._places[name].append(Place(name, tensor, nbytes, nbytes + tensor.nbytes))
+                nbytes += aligned(tensor.nbytes)
+        self._share_bytes = aligned(-(-nbytes // world))
+        self.frozen_bytes = self.nbytes = world * self._share_bytes
+        self.trained_part = make_trained(trained, self.nbytes) if trained and make_trained else None
+        if self.trained_part:
+            self._places.update({place.name: [place] for place in self.trained_part.places})
+            self.nbytes = aligned(self.trained_part.end)
+        in_buffer = (place for place in self.places() if place.home is None)
+        self._in_buffer = sorted(in_buffer, key=begin_of)
+        self.share: Any = None
+        self.buffer: Any = None
+        self._aliases: weakref.WeakValueDictionary = weakref.WeakValueDictionary()  # address of a tensor -> the tensor
+        self._stream: Any = None  # on which the buffer's memory was allocated
+        self.is_lent = False
+
+    @property
+    def name(self) -> str:
+        """Of the first parameter."""
+        return next(iter(self._places))
+
+    def parameters(self) -> Iterator[Tuple[str, Parameter]]:
+        """Yields the name and the parameter of those that have not left the unit."""
+        return ((name, self._parameters[name]) for name in self._places)
+
+    def parameter(self, name: str) -> Parameter:
+        """Returns a parameter, also one that has left the unit."""
+        return self._parameters[name]
+
+    def trains(self, name: str) -> bool:
+        """Whether the optimizer has a parameter."""
+        return any(place.is_trained for place in self._places.get(name, ()))
+
+    def places(self) -> Iterator[Place]:
+        """Yields the places of all tensors of which the parameters are made."""
+        return itertools.chain.from_iterable(self._places.values())
+
+    def find(self, offset: int) -> Place:
+        """Returns the place at an offset in bytes in the buffer."""
+        return self._in_buffer[bisect.bisect(self._in_buffer, offset, key=begin_of) - 1]
+
+    # The buffer ----------------------------------------------------------------------------------------------------
+
+    def take_in(self) -> bool:
+        """Moves the parameters into the buffer and this rank's partition, or on a single rank to its device.
+
+        Returns whether other ranks lack values: of frozen parameters that were on the host. Trained ones that were
+        there have values nowhere else than with their owners, because ``from_host.py`` has cut them.
+        """
+        from_host = {name for name, each in self._parameters.items() if vars(each).pop(BROADCAST_LATER, False)}
+        if not self.is_shared:
+            for tensor in plain_tensors(self._parameters[name] for name in from_host):
+                tensor.data = tensor.data.to(self._device)
+            return False
+        self.share = torch.zeros(self._share_bytes, dtype=torch.uint8, device=self._device)
+        self._set_buffer(torch.zeros(self.nbytes, dtype=torch.uint8, device=self._device))
+        for place in self.places():
+            if place.home is not None:
+                place.home.note(place)
+            if place.is_trained and place.name in from_host:
+                place.tensor.data = place.memory_in(self.buffer)
+            else:
+                place.move_into(self.buffer)
+        return any(not self.trains(name) for name in from_host)
+
+    def _set_buffer(self, buffer):
+        if self.buffer is not None:
+            KNOWN_STORAGES.pop(address_of(self.buffer.untyped_storage()), None)
+        self.buffer = buffer
+        note_storage(buffer.untyped_storage(), self)
+
+    def allocate_target(self) -> torch.Tensor:
+        """Returns memory into which to gather the unit: the buffer, which gets its memory again, unless it is lent."""
+        if self.is_lent:
+            # The values are here, but other ranks need this rank's part. Those who have the memory may read it now.
+            self.keep_own_part()
+            return torch.empty_like(self.buffer)
+        self.buffer.untyped_storage().resize_(self.nbytes)
+        self._stream = get_accelerator().current_stream()
+        return self.buffer
+
+    def note_reader(self, stream: Any) -> None:
+        """Called when a stream may read the parameters."""
+        if stream != self._stream:
+            # Otherwise the allocator could give the memory away, when it is freed, while the stream reads it.
+            self.buffer.record_stream(stream)
+
+    def free(self) -> None:
+        """Frees the memory, which nobody writes now, unless others have views of it."""
+        if not self.buffer.untyped_storage().nbytes():
+            return
+        was_lent, self.is_lent = self.is_lent, self.others_have_views()
+        if self.is_lent:
+            return
+        if was_lent:
+            self.keep_own_part()
+        self._give_back()
+
+    def others_have_views(self) -> bool:
+        """Whether anyone else has views of the buffer's memory, or gathers into it."""
+        # The buffer, parameters, and what stands for these have the buffer's storage too.
+        ours = 1 + sum(place.home is None for place in self.places()) + len(self._aliases)
+        storage = self.buffer.untyped_storage()
+        return users_of(storage) > ours
+
+    def _give_back(self):
+        storage = self.buffer.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+            return
+        # Torch does not resize a storage of which a NumPy array was made, so take another one.
+        with torch.inference_mode(False), without_torch_function():
+            self._set_buffer(torch.empty_like(self.buffer))
+            for place in self.places():
+                if place.home is None:
+                    place.tensor.data = place.memory_in(self.buffer)
+        self._aliases.clear()
+        self.buffer.untyped_storage().resize_(0)
+
+    def note_alias(self, alias: torch.Tensor) -> None:
+        """Called if a tensor that cannot be read has the unit's memory, which it needs not have."""
+        for tensor in plain_tensors([alias]):
+            if address_of(tensor.untyped_storage()) == address_of(self.buffer.untyped_storage()):
+                self._aliases[id(tensor)] = tensor
+
+    def forget_alias(self, alias: torch.Tensor) -> None:
+        """Called if such a tensor gets other memory, or can be read."""
+        for tensor in plain_tensors([alias]):
+            self._aliases.pop(id(tensor), None)
+
+    # Values --------------------------------------------------------------------------------------------------------
+
+    def note_versions(self, of_frozen: bool = True) -> None:
+        """Called when the unit is gathered, so that :meth:`are_changed` can tell later changes."""
+        for place in self.places():
+            if place.is_trained or of_frozen:
+                place.version = version_of(place.tensor)
+
+    def are_changed(self) -> bool:
+        """Whether a parameter was changed in place since the unit was gathered, such as by load_state_dict()."""
+        return any(version_of(place.tensor) != place.version for place in self.places())
+
+    def keep_own_part(self) -> None:
+        """Has ``share`` hold the values that the frozen parameters have in the buffer."""
+        begin = self._rank * self._share_bytes
+        self.share.copy_(self.buffer[begin : begin + self._share_bytes])
+
+    def take_trained_back(self) -> None:
+        """Has trained parameters lie in the unit again that were given other memory, whose values are dropped."""
+        for place in self.places():
+            if place.is_trained and not place.is_in(self.buffer):
+                place.tensor.data = place.memory_in(self.buffer)
+
+    def take_back(self) -> bool:
+        """Moves the values of parameters that were given other memory back, while the unit is gathered.
+
+        Parameters of another dtype or shape leave the unit. Returns whether values were moved.
+        """
+        if not self.is_shared:
+            return False
+        for name, places in [*self._places.items()]:
+            if all(place.is_as_made for place in places):
+                continue
+            if places[0].is_trained:
+                # The next step would bring it back.
+                warn(ANOTHER_KIND_OF_TRAINED.format(name))
+                places[0].tensor.data = places[0].memory_in(self.buffer)
+            else:
+                warn(ANOTHER_KIND.format(name))
+                del self._places[name]
+        moved = [place for place in self.places() if not place.is_in(self.buffer)]
+        for place in moved:
+            memory = place.memory_in(self.buffer)
+            if memory.device == place.tensor.device and torch.equal(memory, place.tensor.detach()):
+                place.tensor.data = memory
+                continue
+            place.move_into(self.buffer)
+            # A backward that has saved the values before these would read the new ones: it must raise.
+            torch.autograd.graph.increment_version(place.tensor)
+        return bool(moved)
+
+    def write(self, name: str, values: torch.Tensor) -> None:
+        """Writes this rank's part of a parameter's new values, at rest.
+
+        Raises:
+            ValueError: if the values are not made of tensors as the parameter is.
+        """
+        places = self._places[name]
+        sources = list(plain_tensors([values]))
+        if len(sources) != len(places):
+            raise ValueError(f"parameter {name} is made of {len(places)} tensors, and its new values are not")
+        for place, source in zip(places, sources, strict=True):
+            self._write(place, source)
+            with without_torch_function():
+                # A backward that has read the old values is wrong.
+                torch.autograd.graph.increment_version(place.tensor)
+
+    def _write(self, place, source):
+        if self.is_lent or place.home is not None:
+            place.memory_in(self.buffer).copy_(source)
+            return
+        if place.is_trained:
+            # Its owners write it.
+            return
+        begin = self._rank * self._share_bytes
+        first, last = max(place.begin, begin), min(place.end, begin + self._share_bytes)
+        if first >= last:
+            return
+        values = source.to(place.dtype).expand(place.shape).contiguous().view(-1).view(torch.uint8)
+        self.share[first - begin : last - begin].copy_(values[first - place.begin : last - place.begin])
