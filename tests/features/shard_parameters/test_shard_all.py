@@ -17,6 +17,7 @@ from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.compile.features.shard_parameters import feature, unit, unsharded_parameters, whole_units
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.compile.features.shard_parameters.comparison import DIFFERENT
+from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.utils import (
     logger,
@@ -380,6 +381,21 @@ def changed_within(engine, module, folder):
     engine.optimizer.refresh_fp32_params()
 
 
+def changed_by_blocks(engine, module, folder):
+    """The same, where there is no room for all blocks at once."""
+    before, blocks = [], list(module.body.blocks)
+    for block in blocks:
+        with unsharded_parameters(engine, block.parameters()), torch.no_grad():
+            before += [parameter.detach().clone() for parameter in block.parameters()]
+            for parameter in block.parameters():
+                parameter.mul_(0.5)
+            if sharded_blocks(engine) is not None:
+                at_rest = [sum(isinstance(each, Resharded) for each in other.parameters()) for other in blocks]
+                assert [other for other, number in zip(blocks, at_rest, strict=True) if not number] == [block]
+    engine.optimizer.refresh_fp32_params()
+    return before
+
+
 def stepped_within(engine, module, folder):
     with unsharded_parameters(engine):
         loss = engine(batch(4, 0, dist.get_rank(), 4))
@@ -516,7 +532,17 @@ WORKS = {
     for function in (
         *(checkpointed, weights_alone, exported, cloned, moved, loaded, evaluated_by_one, full_values),
         *(set_values, partly_loaded, averaged, without_frozen),
-        *(changed_within, stepped_within, sent_within, states_moved, held_by_others, hooked, interrupted, dropped),
+        *(
+            changed_within,
+            changed_by_blocks,
+            stepped_within,
+            sent_within,
+            states_moved,
+            held_by_others,
+            hooked,
+            interrupted,
+            dropped,
+        ),
         *(trained_by_itself, overflowed, accumulated_otherwise, done_between, averaged_beside, of_several_forwards),
     )
 }

@@ -3,24 +3,33 @@
 """Keeps a part of the blocks' parameters on each rank. This file has the function for users."""
 
 import contextlib
-from typing import TYPE_CHECKING, ContextManager
+from typing import TYPE_CHECKING, ContextManager, Iterable, Optional
 
 if TYPE_CHECKING:
+    from torch.nn import Parameter
+
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 # Parts without which this one does not work.
 NEEDS = ("timeouts", "subclasses", "blocks", "overlap_gather")
 
 
-def unsharded_parameters(engine: "DeepSpeedEngine") -> ContextManager[None]:
-    """Returns a context in which each rank has all of an engine's parameters. All ranks enter it together.
+def unsharded_parameters(
+    engine: "DeepSpeedEngine", parameters: "Optional[Iterable[Parameter]]" = None
+) -> ContextManager[None]:
+    """Returns a context in which each rank has an engine's parameters whole. All ranks enter it together.
 
     With ``compile.shard_parameters``, the caller must read, copy or change sharded parameters within this context.
-    Changes must be the same on all ranks, and stay. Within the context, a rank may evaluate or generate
-    alone. Without that option the context does nothing.
+    Changes must be the same on all ranks, and stay. Without that option the context does nothing.
+
+    Args:
+        engine: the engine.
+        parameters: those that the caller reads or changes. Only the blocks that hold one of them become whole, so a
+            model that does not fit can be gone through block by block. None: all, and then a rank may evaluate or
+            generate alone.
     """
     # Imported here, because it takes a second, and DeepSpeed imports this file with its configuration.
     from .feature import sharded_blocks
 
     sharded = sharded_blocks(engine)
-    return contextlib.nullcontext() if sharded is None else sharded.gathered()
+    return contextlib.nullcontext() if sharded is None else sharded.gathered(parameters)

@@ -4,7 +4,7 @@
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Dict, Iterator, List, Optional
+from typing import TYPE_CHECKING, Dict, Iterable, Iterator, List, Optional
 
 import torch
 from torch.nn import Module, Parameter
@@ -154,16 +154,21 @@ class ShardedBlocks:
     # Whole ---------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Context in which all parameters are gathered. All ranks enter it. Changes of the parameters stay."""
+    def gathered(self, parameters: Optional[Iterable[Parameter]] = None) -> Iterator[None]:
+        """Context in which parameters are gathered: all, or the units of these. All ranks enter it; changes stay."""
         if self.passes.under_way or in_backward():
             raise RuntimeError(
                 "unsharded_parameters() was called within a forward or a backward; call it outside of them"
             )
         if not self.whole.are_fixed:
             self.passes.end_backward()
-        with self.whole.fixed(), saving_handles():
+        whole = self.whole.fixed() if parameters is None else self.whole.held(self._units_of(parameters))
+        with whole, saving_handles():
             yield
+
+    def _units_of(self, parameters):
+        ids = {id(parameter) for parameter in parameters}
+        return [unit for unit in self.units if any(id(each) in ids for _, each in unit.memory.parameters())]
 
     @contextlib.contextmanager
     def linking(self) -> Iterator[None]:

@@ -86,8 +86,8 @@ class UnitMemory:
 
     @property
     def name(self) -> str:
-        """Of the first parameter."""
-        return next(iter(self._places))
+        """Of the first parameter, also if it has left the unit."""
+        return next(iter(self._parameters))
 
     def parameters(self) -> Iterator[Tuple[str, Parameter]]:
         """Yields the name and the parameter of those that have not left the unit."""

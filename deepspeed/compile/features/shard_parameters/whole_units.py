@@ -136,6 +136,22 @@ class WholeUnits:
         finally:
             self._uses[unit] -= 1
 
+    @contextlib.contextmanager
+    def held(self, units: List[Unit]) -> Iterator[None]:
+        """Context in which these units are whole. All ranks enter it. Changes of parameters stay."""
+        with contextlib.ExitStack() as uses:
+            for unit in units:
+                self.begin(unit)
+                unit.finish_gather()
+                uses.enter_context(self.in_use(unit))
+            try:
+                yield
+            finally:
+                for unit in units:
+                    unit.is_used = True
+        for unit in units:
+            self.release(unit)
+
     # Memory that others have ---------------------------------------------------------------------------------------
 
     def free_lent(self) -> None:
