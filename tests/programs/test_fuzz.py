@@ -11,7 +11,6 @@ import collections
 import contextlib
 import copy
 import dataclasses
-import itertools
 import math
 from typing import List
 from unittest import mock
@@ -25,14 +24,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed.compile.features.blocks.block_calls import BlockParentCall
-from deepspeed.compile.features.blocks.choose_blocks import find_blocks
-from deepspeed.compile.features.blocks.parameters import by_block
 from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK
 from deepspeed.compile.features.ranges import feature, rule
 from deepspeed.compile.features.ranges.partition_gradient import ALIGN_NUMEL
 from deepspeed.compile.features.remainders.rule import EveryStepAdam
 from deepspeed.compile.features.shard_parameters import sharded_blocks, unsharded_parameters
-from deepspeed.compile.features.shard_parameters.outside import large_outside
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 from deepspeed.utils import safe_get_full_fp32_param
 
@@ -498,18 +494,16 @@ def _is_beside_blocks(piece):
     return piece.repeats == 1 or piece.kind not in HOLDING
 
 
-def _for_ranks_that_skip(drawn, shards_trained):
+def _for_ranks_that_skip(drawn):
     """Changes pieces so that ranks with sharded parameters may skip different ones.
 
-    All ranks come back to earlier blocks alike, and make the same changes of a block's parameters in a forward. A
-    large trained parameter beside blocks is gathered by the ranks that come to it, when they do: there is none.
+    All ranks come back to earlier blocks alike, and make the same changes of a block's parameters in a forward.
     """
     return tuple(
         dataclasses.replace(
             piece,
             like=None,
             skipped=piece.skipped and piece.kind not in CHANGING,
-            frozen="all" if shards_trained and _is_beside_blocks(piece) else piece.frozen,
         )
         for piece in drawn
     )
@@ -554,7 +548,7 @@ def recipes(draw, backends, most=5):
     if shards_trained and any(piece.kind in CHANGING and _is_beside_blocks(piece) for piece in drawn):
         each_rank_skips = False
     if shards and each_rank_skips:
-        drawn = _for_ranks_that_skip(drawn, shards_trained)
+        drawn = _for_ranks_that_skip(drawn)
     raises = says == "counted" and not each_rank_skips and draw(st.sampled_from([False, False, False, True]))
     moves, tied = draw(st.sampled_from([False, False, False, True])), draw(st.booleans())
     # In ZeRO-2 gradients have left the parameters when a backward ends. A context that has all backwards of a step
@@ -734,18 +728,6 @@ def test_every_trick_is_drawn():
     draw()
     assert drawn[Piece, "kind"] == {*KINDS}
     assert [name for (_, name), values in drawn.items() if len(values) < 2] == ["steps"]
-
-
-def test_ranks_that_skip_have_no_large_layer_beside_blocks():
-    """Models that end in an error, as documented, would be drawn."""
-    for kind, repeats in itertools.product(KINDS, (1, 2)):
-        drawn = Piece(kind, repeats, skipped=True), Piece("unseen", repeats=2)
-        module = build(Recipe(pieces=_for_ranks_that_skip(drawn, True)))
-        blocks, trained = find_blocks(module, True), [each for each in module.parameters() if each.requires_grad]
-        large = large_outside(by_block(trained, module, blocks)[0], module, blocks)
-        assert not any(each is other for each in large for other in module.body.lists.parameters()), kind
-        # The parameters of blocks still train.
-        assert all(any(each is other for other in trained) for block in blocks for each in block.parameters()), kind
 
 
 @vary("first_seed", [1, 2])

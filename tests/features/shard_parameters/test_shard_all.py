@@ -31,7 +31,7 @@ from deepspeed.utils import (
 
 from support.checkpoints import EXACT
 from support.ends import TIMEOUT, in_processes_of_their_own
-from support.frozen import HIDING, MODELS, WIDTH, Adapted, beside_whole, late, trained_on
+from support.frozen import HIDING, MODELS, WIDTH, Adapted, Body, beside_whole, late, trained_on
 from support.ids import vary
 from support.options import outcome
 from support.training import Case, batch, device, make_engine, make_optimizer
@@ -70,10 +70,34 @@ class WithoutElements(Adapted):
         self.body.names = torch.nn.Embedding(0, WIDTH)
 
 
+def beside_blocks(place, skipped):
+    """Returns a model with a large layer at a place among its blocks, which leaves out some of all these."""
+
+    class Beside(Body):
+        def __init__(self):
+            super().__init__()
+            self.blocks.insert(place, torch.nn.Linear(WIDTH, WIDTH))
+
+        def run(self, x, skip):
+            for index, layer in enumerate(self.blocks):
+                x = x if skip and index in skipped else self.run_block(layer, x)
+            return x
+
+    return type("Adapted", (Adapted,), {"of_body": Beside})
+
+
+BESIDE = {
+    "between": beside_blocks(2, (1, 3)),
+    "before": beside_blocks(0, (1, 2)),
+    "behind": beside_blocks(4, (2, 3)),
+    "skipped": beside_blocks(2, (2,)),
+}
+
+
 def make(model, config, trained="all", optimizer=None, **case):
     torch._dynamo.reset()
     torch.manual_seed(0)
-    module = {**MODELS, **HIDING, "without elements": WithoutElements}[model]().to(device())
+    module = {**MODELS, **HIDING, **BESIDE, "without elements": WithoutElements}[model]().to(device())
     for index, parameter in enumerate(module.parameters()):
         parameter.requires_grad_(trained == "all" or index % 3 > 0)
     others = {"optimizer": OPTIMIZERS[optimizer](module.parameters())} if optimizer else {}
@@ -118,6 +142,11 @@ def compare(model, delay=None, **more):
     whole = train(model, WHOLE, **more)
     names = ("losses", "parameters", "masters")
     return [same(getattr(sharded, name), getattr(whole, name)) for name in names], sharded.at_rest
+
+
+def compare_beside(model, kept):
+    with mock.patch.dict(SHARDED["compile"], {} if kept is None else {"keep_gathered": kept}):
+        return compare(model, skips=True, bucket=10**6, stage=2, steps=4)
 
 
 TRAINABLE = [model for model in MODELS if model not in ("quantized", "casting")]
@@ -219,6 +248,14 @@ def test_other_options(ranks, option):
 def test_ranks_that_skip_other_blocks(ranks, model, world):
     """A rank that skips a block would keep its part of the block from the others, or take the next block for it."""
     for equal, _ in ranks(world).run(compare, model, skips=True, bucket=10**6, stage=2, steps=4):
+        assert equal == [True, True, True]
+
+
+@vary("model", ["between", *(pytest.param(model, marks=SLOW) for model in BESIDE if model != "between")])
+@vary("kept", [None, pytest.param(2, marks=SLOW)])
+def test_a_large_layer_beside_blocks_that_ranks_skip(ranks, model, kept):
+    """A rank that comes to the layer earlier than others would gather it while they gather a block."""
+    for equal, _ in ranks(2).run(compare_beside, model, kept):
         assert equal == [True, True, True]
 
 

@@ -2,16 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order in which the units of blocks are gathered (``compile.shard_parameters``).
 
-A call of a module that calls blocks is a pass. A pass gathers the units of its blocks in the order of the model, and
-the backward through the pass gathers them in the reverse order, each once, on every rank: a rank that skips a block
-gathers its unit too, because other ranks need this rank's part, and reshards it at once. So ranks may skip different
-blocks. The backward leaves out the frozen blocks into which no gradient flows. A unit that was resharded and is needed
-again within a pass is gathered once more, out of order. That happens if a pass comes back to an earlier block, or if
-checkpointing spans several blocks. All ranks must then do the same.
+A call of a module that calls blocks is a pass. A pass gathers the units of its blocks, and of large trained layers
+beside them, in the order of the model, and the backward through the pass gathers them in the reverse order, each once,
+on every rank: a rank that skips a block gathers its unit too, because other ranks need this rank's part, and reshards
+it at once. So ranks may skip different blocks. The backward leaves out the frozen blocks into which no gradient flows.
+A unit that was resharded and is needed again within a pass is gathered once more, out of order. That happens if a pass
+comes back to an earlier block, if the model registers a layer in another place than it calls it, or if checkpointing
+spans several blocks. All ranks must then do the same.
 """
 
 import itertools
-from typing import Any, Iterator, List, Optional
+from typing import Any, Container, Iterator, List, Optional
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -54,8 +55,8 @@ class GatherOrder:
         # A backward takes this from its forward, because a rank that skips blocks gathers them behind the backward.
         self._evaluates: bool = forward._evaluates if forward else not (torch.is_grad_enabled() or in_backward())
         self._place = {unit: place for place, unit in enumerate(units)}
-        # The place of the first unit that stays until its backward.
-        self._kept_from = len(units)
+        # The units that stay until their backward.
+        self._kept: List[Unit] = []
         # How many units this pass has begun to gather.
         self._begun = 0
 
@@ -71,9 +72,13 @@ class GatherOrder:
         """Returns the order of the backward."""
         return GatherOrder(self._whole, self.units[self._needed_from :][::-1], forward=self)
 
-    def keep(self, most: int) -> None:
-        """Called when a forward begins to which a backward may come: so many units, the last ones, stay until then."""
-        self._kept_from -= min(most, len(self.units))
+    def keep(self, most: int, outside: Container[Unit] = ()) -> None:
+        """Called when a forward begins to which a backward may come.
+
+        So many units of blocks, the last ones, stay until then. ``outside``: has the units of none.
+        """
+        of_blocks = [unit for unit in self.units if unit not in outside]
+        self._kept = of_blocks[max(len(of_blocks) - most, 0) :]
 
     def note_inputs(self, inputs: Any) -> None:
         """Called with the inputs of each block in a forward.
@@ -127,7 +132,8 @@ class GatherOrder:
             self._begin_next()
 
     def _begin_next(self):
-        self._whole.begin(self.units[self._begun], self._begun >= self._kept_from, self._evaluates)
+        unit = self.units[self._begun]
+        self._whole.begin(unit, unit in self._kept, self._evaluates)
         self._begun += 1
 
     def end(self) -> None:

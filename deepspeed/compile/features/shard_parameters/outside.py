@@ -9,13 +9,15 @@ not meet a parameter at rest, so units are gathered before such code runs, and n
   of a lookup reads no weight.
 - Parameters of modules that lie around the modules that call blocks, such as the head, are gathered when the latter
   have run. They stay until the backward comes to the last block.
+- Layers beside blocks, within the module that calls these, have a place among the blocks in its passes
+  (``gather_order.py``).
 - Code that is not compiled gathers what it reads: a module when it is called, a parameter when a function gets it.
 """
 
 import contextlib
 import functools
 from collections import defaultdict
-from typing import Dict, Iterable, Iterator, List, Tuple
+from typing import Callable, Container, Dict, Iterable, Iterator, List, Tuple
 
 import torch
 from torch.nn import Embedding, Module, Parameter
@@ -73,6 +75,22 @@ def read_times(
     return first, [each for each in parameters if any(id(holder) not in within for holder in holders[id(each)])]
 
 
+def _beside_blocks(parameters, module, blocks):
+    """Yields (the module that calls blocks, a layer beside these, its parameter).
+
+    Embeddings are left out, and parameters that several modules hold, or that the former module holds itself: it may
+    read these anywhere.
+    """
+    callers = sorted(parents_of(module, blocks), key=lambda each: len(list(each.modules())), reverse=True)
+    # Of callers within each other, the innermost one.
+    caller_of = {id(part): caller for caller in callers for part in caller.modules() if part not in callers}
+    holders = _holders(module, blocks)
+    for parameter in parameters:
+        layer, *others = holders[id(parameter)]
+        if id(layer) in caller_of and not others and not isinstance(layer, Embedding):
+            yield caller_of[id(layer)], layer, parameter
+
+
 class OutsideUnits:
     """Gathers the units of large parameters outside of blocks when they are needed.
 
@@ -80,10 +98,24 @@ class OutsideUnits:
         whole: gathers and reshards units.
         module, blocks: the model, and its blocks.
         units: parameter -> its unit.
+        reach: gathers a unit in the pass that is under way, and returns whether the unit has a place there.
+
+    Attributes:
+        beside: id of a module that calls blocks -> id of a layer beside these -> the layer's units.
     """
 
-    def __init__(self, whole: WholeUnits, module: Module, blocks: List[Module], units: Dict[Parameter, Unit]):
-        self._whole, self._units = whole, list(units.values())
+    def __init__(
+        self,
+        whole: WholeUnits,
+        module: Module,
+        blocks: List[Module],
+        units: Dict[Parameter, Unit],
+        reach: Callable[[Unit], bool],
+    ):
+        self._whole, self._units, self._reach = whole, list(units.values()), reach
+        self.beside: Dict[int, Dict[int, List[Unit]]] = defaultdict(lambda: defaultdict(list))
+        for caller, layer, parameter in _beside_blocks(units, module, blocks):
+            self.beside[id(caller)][id(layer)].append(units[parameter])
         # Which units are gathered when a forward begins, and when the modules that call blocks have run.
         self._first, self._last = ([units[each] for each in read] for read in read_times(units, module, blocks))
         # How many calls of the model are under way, and whether blocks have run in the last one.
@@ -112,12 +144,12 @@ class OutsideUnits:
             if not torch.is_grad_enabled():
                 self.release()
 
-    def begin_last(self) -> None:
-        """Called when the last block of those that a module calls has its parameters."""
+    def begin_last(self, order: Container[Unit]) -> None:
+        """Called when the last unit of a pass has its parameters. ``order``: has the units of the pass."""
         for unit in self._units:
             if unit in self._last:
                 self._whole.begin(unit)
-            else:
+            elif unit not in order:
                 # Blocks that are kept have not taken its place.
                 self._whole.release(unit)
 
@@ -128,7 +160,8 @@ class OutsideUnits:
 
     def gather(self, unit: Unit) -> None:
         """Gathers a unit where it is read."""
-        self._gather([unit])
+        if not self._reach(unit):
+            self._gather([unit])
 
     def gather_outside_blocks(self, unit: Unit) -> bool:
         """Gathers a unit that code around the modules that call blocks reads. Returns whether there is such code."""

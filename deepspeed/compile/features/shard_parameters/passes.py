@@ -85,7 +85,10 @@ class Passes:
         if blocks is None:
             unit = self._unit_of.get(id(module))
             return call if unit is None else functools.partial(self._call_block, unit, call)
-        units = [self._unit_of[id(block)] for block in blocks if id(block) in self._unit_of]
+        unit_of = {id(block): [self._unit_of[id(block)]] for block in blocks if id(block) in self._unit_of}
+        if self.around is not None:
+            unit_of.update(self.around.beside[id(module)])
+        units = [unit for part in module.modules() for unit in unit_of.get(id(part), ())]
         order = units, self._units_without_gradient(module, blocks)
         return functools.partial(self._call_caller, order, call)
 
@@ -103,19 +106,37 @@ class Passes:
 
     def _call_block(self, unit, call, block, /, *args, **kwargs):
         """Calls a block, with its parameters gathered."""
-        call = functools.partial(call, block)
-        # A block that runs in a backward is computed again, because it is checkpointed.
-        for current in (*self.under_way[-1:], self._backward if in_backward() else None):
-            if current is not None and unit in current:
-                return self._within(current, unit, call, args, kwargs)
+        call, current = functools.partial(call, block), self._order_with(unit)
+        if current is not None:
+            return self._within(current, unit, call, args, kwargs)
         # Someone calls the block by itself.
         return self._call(GatherOrder(self.whole, [unit], is_of_block=True), unit, call, args, kwargs)
+
+    def _order_with(self, unit):
+        """Returns the pass or the backward that is under way and has a place for a unit, or None."""
+        # What runs in a backward is computed again, because it is checkpointed.
+        for current in (*self.under_way[-1:], self._backward if in_backward() else None):
+            if current is not None and unit in current:
+                return current
+        return None
+
+    def reach(self, unit: Unit) -> bool:
+        """Gathers a unit outside of blocks that has a place among those of blocks. Returns whether it has one now."""
+        current = self._order_with(unit)
+        if current is not None:
+            self._reach(current, unit)
+        return current is not None
+
+    def _reach(self, current, unit):
+        current.reach(unit)
+        if self.around is not None and self.under_way[:1] == [current] and current.units[-1] is unit:
+            self.around.begin_last(current)
 
     def _call(self, schedule, unit, call, args, kwargs):
         self._end_raised()
         self.whole.warn_of_lent()
         if torch.is_grad_enabled() and not in_backward():
-            schedule.keep(self.whole.most_kept)
+            schedule.keep(self.whole.most_kept, self.around or ())
         self.under_way.append(schedule)
         try:
             output = self._within(schedule, unit, call, args, kwargs)
@@ -145,9 +166,7 @@ class Passes:
             return self._call_when_reached(schedule, args, kwargs, output) if torch.is_grad_enabled() else output
         schedule.note_inputs((args, kwargs))
         with self.whole.in_use(unit):
-            current.reach(unit)
-            if self.around is not None and self.under_way[:1] == [current] and current.units[-1] is unit:
-                self.around.begin_last()
+            self._reach(current, unit)
             unit.is_used = True
             if in_backward():
                 # What checkpointing computes again must save as its forward did, so not from a caller's memory.
@@ -199,7 +218,7 @@ class Passes:
             if unit.is_gathered:
                 return
             raise refusal(unit.memory.name, "read")
-        if self.around is not None and unit in self.around:
+        if schedule is None and self.around is not None and unit in self.around:
             self.around.gather(unit)
             return
         if schedule is None:

@@ -107,7 +107,7 @@ class ShardedBlocks:
             for parameter in large_outside(outside, module, blocks):
                 large[parameter] = make_unit(len(self.units), [parameter])
                 self.units.append(large[parameter])
-            self.passes.around = OutsideUnits(self.whole, module, blocks, large)
+            self.passes.around = OutsideUnits(self.whole, module, blocks, large, self.passes.reach)
             outside = [parameter for parameter in outside if parameter not in large]
             if outside:
                 self.outside = make_unit(len(self.units), outside)
