@@ -12,11 +12,13 @@ import dataclasses
 import os
 import pathlib
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.compile.features.shard_parameters import from_host
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.front_doors import (
@@ -43,6 +45,7 @@ from support.front_doors import (
     training_rows,
     warnings_told,
 )
+from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.training import BOUND, compile_backend
 
@@ -181,7 +184,10 @@ def transformers_trainer_from_meta(case, resumes):
     with torch.device("meta") if is_on_meta else contextlib.nullcontext():
         model = make_model()
     assert {each.is_meta for each in model.parameters()} == {bool(is_on_meta)}
-    return transformers_trainer(case, resumes, model)
+    # A CPU counts as a device where no parameter is yet, so that the first rank's are cut on the host.
+    is_elsewhere = mock.patch.object(from_host, "is_elsewhere", shapes_no_graph(lambda *_: True))
+    with is_elsewhere if case.shards and on_cpu() else contextlib.nullcontext():
+        return transformers_trainer(case, resumes, model)
 
 
 def adapters():
