@@ -7,15 +7,18 @@ nothing about DeepCompile but its line in the configuration. It trains, evaluate
 ``resumes`` the program begins in a new engine, from that checkpoint.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.compile.features.shard_parameters import from_host
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.front_doors import (
@@ -27,6 +30,7 @@ from support.front_doors import (
     LENGTH,
     PAD,
     ROWS,
+    SEED,
     STEPS,
     VOCABULARY,
     Case,
@@ -41,8 +45,12 @@ from support.front_doors import (
     training_rows,
     warnings_told,
 )
+from support.graph_cache import shapes_no_graph
 from support.ids import vary
 from support.training import BOUND, compile_backend
+
+# Of a program that generates.
+TOGETHER = "the texts of all ranks end together, so no rank need wait"
 
 # Accelerate
 
@@ -140,23 +148,25 @@ def trainer_arguments(case, **others):
     }
 
 
-def train(trainer, case, resumes, others=()):
+def train(trainer, case, resumes, others=(), evaluated="eval_loss"):
+    """Trains. ``evaluated``: what is taken of each evaluation."""
     checkpoint = os.path.join(case.folder, f"checkpoint-{HALF}")
     trainer.train(resume_from_checkpoint=checkpoint if resumes else None)
     # The history of a trainer that resumes begins with that of the checkpoint.
     history = [entry for entry in trainer.state.log_history if entry["step"] > (HALF if resumes else 0)]
-    losses, evaluations = ([entry[key] for entry in history if key in entry] for key in ("loss", "eval_loss"))
+    losses = [entry["loss"] for entry in history if "loss" in entry]
+    evaluations = [entry[evaluated] for entry in history if evaluated in entry]
     if case.exports:
-        evaluations.append(trainer.evaluate()["eval_loss"])
+        evaluations.append(trainer.evaluate()[evaluated])
         trainer.save_model(os.path.join(case.folder, "exported"))
     return Outcome(losses, evaluations, trainer.model_wrapped, list(others))
 
 
-def transformers_trainer(case, resumes, **others):
+def transformers_trainer(case, resumes, model=None, **others):
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(**trainer_arguments(case, **others))
-    trainer = Trainer(make_model(), arguments, train_dataset=training_rows(), eval_dataset=evaluation_rows())
+    trainer = Trainer(model or make_model(), arguments, train_dataset=training_rows(), eval_dataset=evaluation_rows())
     return train(trainer, case, resumes)
 
 
@@ -166,6 +176,60 @@ def transformers_trainer_with_torch_compile(case, resumes):
 
 def transformers_trainer_with_liger(case, resumes):
     return transformers_trainer(case, resumes, use_liger_kernel=True)
+
+
+def transformers_trainer_from_meta(case, resumes):
+    """The same where, with sharded parameters, only the first rank makes the model's values."""
+    is_on_meta = case.shards and dist.get_rank() > 0
+    with torch.device("meta") if is_on_meta else contextlib.nullcontext():
+        model = make_model()
+    assert {each.is_meta for each in model.parameters()} == {bool(is_on_meta)}
+    # A CPU counts as a device where no parameter is yet, so that the first rank's are cut on the host.
+    is_elsewhere = mock.patch.object(from_host, "is_elsewhere", shapes_no_graph(lambda *_: True))
+    with is_elsewhere if case.shards and on_cpu() else contextlib.nullcontext():
+        return transformers_trainer(case, resumes, model)
+
+
+def adapters():
+    from peft import LoraConfig
+
+    return LoraConfig(r=4, lora_alpha=64, target_modules="all-linear")
+
+
+def transformers_trainer_with_lora(case, resumes):
+    from peft import get_peft_model
+
+    return transformers_trainer(case, resumes, get_peft_model(make_model(), adapters()))
+
+
+def seq2seq(case, resumes):
+    """``Seq2SeqTrainer``, which generates where it evaluates. Texts of several ranks have different lengths."""
+    from transformers import GenerationConfig, Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config
+    from transformers import T5ForConditionalGeneration as T5
+
+    torch.manual_seed(SEED)
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "initializer_factor": 4.0}
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": PAD}
+    model = T5(T5Config(**sizes, **tokens, dropout_rate=0.0))
+    ends = [EOS, *range(FIRST_TOKEN, LAST_TOKEN, 2)]
+    generation = GenerationConfig(
+        max_new_tokens=8, eos_token_id=ends, pad_token_id=PAD, decoder_start_token_id=PAD, do_sample=False
+    )
+
+    def measure(evaluated):
+        texts = torch.from_numpy(evaluated.predictions)
+        lengths = (texts != PAD).sum(1).view(-1, dist.get_world_size(), ROWS).amax(2)
+        assert (lengths != lengths[:, :1]).any(), TOGETHER
+        return {"text": (texts * torch.arange(texts.shape[1])).sum().item()}
+
+    trainer = Seq2SeqTrainer(
+        model,
+        Seq2SeqTrainingArguments(**trainer_arguments(case, predict_with_generate=True, generation_config=generation)),
+        train_dataset=training_rows(),
+        eval_dataset=evaluation_rows(),
+        compute_metrics=measure,
+    )
+    return train(trainer, case, resumes, evaluated="eval_text")
 
 
 def make_tokenizer():
@@ -212,9 +276,7 @@ def sft(case, resumes, model=None, liger=False, **others):
 
 
 def sft_with_lora(case, resumes):
-    from peft import LoraConfig
-
-    return sft(case, resumes, peft_config=LoraConfig(r=4, lora_alpha=64, target_modules="all-linear"))
+    return sft(case, resumes, peft_config=adapters())
 
 
 def sft_with_liger(case, resumes):
@@ -223,10 +285,7 @@ def sft_with_liger(case, resumes):
 
 def sft_with_nf4(case, resumes):
     """The same with weights that bitsandbytes has quantized. TRL trains the adapters in bf16 then."""
-    from peft import LoraConfig
-
-    adapters = LoraConfig(r=4, lora_alpha=64, target_modules="all-linear")
-    return sft(case, resumes, make_quantized_model(case.folder), peft_config=adapters)
+    return sft(case, resumes, make_quantized_model(case.folder), peft_config=adapters())
 
 
 def dpo(case, resumes):
@@ -249,6 +308,41 @@ def dpo(case, resumes):
         processing_class=make_tokenizer(),
     )
     return train(trainer, case, resumes, others=[trainer.ref_model])
+
+
+def grpo(case, resumes, **others):
+    """``GRPOTrainer``, which generates in each step. Texts of several ranks have different lengths."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    lengths = []
+
+    def reward(prompts, completions, completion_ids, **_):
+        lengths.append(max(map(len, completion_ids)))
+        return [float(len(set(ids))) for ids in completion_ids]
+
+    training, evaluation = make_datasets(lambda ids: {"prompt": text(ids[:3])})
+    # Half of the tokens end a text.
+    ends = {"eos_token_id": [EOS, *range(VOCABULARY // 2, VOCABULARY)]}
+    generation = {"num_generations": 2, "max_completion_length": 8, "generation_kwargs": ends}
+    trainer = GRPOTrainer(
+        make_model(),
+        reward_funcs=reward,
+        # But bf16, which is the default, transformers refuses on CPU.
+        args=GRPOConfig(**trainer_arguments(case, bf16=False, **generation)),
+        train_dataset=training,
+        eval_dataset=evaluation,
+        processing_class=make_tokenizer(),
+        **others,
+    )
+    outcome = train(trainer, case, resumes)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, lengths)
+    assert any(len(set(each)) > 1 for each in zip(*of_ranks, strict=True)), TOGETHER
+    return outcome
+
+
+def grpo_with_lora(case, resumes):
+    return grpo(case, resumes, peft_config=adapters())
 
 
 # Lightning
@@ -332,11 +426,16 @@ DOORS = {
     "Accelerate with blocks": accelerate_with_blocks,
     "Trainer": transformers_trainer,
     "Trainer with torch_compile": transformers_trainer_with_torch_compile,
+    "Trainer with LoRA": transformers_trainer_with_lora,
+    "Trainer from meta": transformers_trainer_from_meta,
+    "Seq2SeqTrainer": seq2seq,
     "Lightning": lightning_trainer,
     "SFTTrainer": sft,
     "SFTTrainer with LoRA": sft_with_lora,
     "SFTTrainer with LoRA on NF4": sft_with_nf4,
     "DPOTrainer": dpo,
+    "GRPOTrainer": grpo,
+    "GRPOTrainer with LoRA": grpo_with_lora,
     "Trainer with Liger": transformers_trainer_with_liger,
     "SFTTrainer with Liger": sft_with_liger,
 }
@@ -383,7 +482,9 @@ def packages(door):
         return "transformers", "lightning"
     trainer = ("transformers", "accelerate")
     quantizer = ("bitsandbytes",) if "NF4" in door else ()
-    return (*trainer, "trl", "peft", "datasets", *quantizer) if "SFT" in door or "DPO" in door else trainer
+    if door.startswith(("SFT", "DPO", "GRPO")):
+        return (*trainer, "trl", "peft", "datasets", *quantizer)
+    return (*trainer, "peft") if "LoRA" in door else trainer
 
 
 def test_the_line_in_the_configuration_is_enough(ranks, tmp_path):
@@ -444,14 +545,15 @@ def test_trains_with_the_line_in_the_configuration(ranks, tmp_path, door, stage,
 
 
 def whole_and_sharded(case):
-    """Runs the program of a case with whole parameters, with sharded ones, and from the second run's checkpoint.
+    """Runs the program of a case with whole parameters, as the case has them, and from the second run's checkpoint.
 
     Returns the runs' records, and on the first rank for each run with sharded ones the names of weights in its files
     that differ from those of whole ones. Lightning saves the last checkpoint of a run that resumes in another file.
     """
     cases = [
-        dataclasses.replace(case, exports=True, sharded=sharded, folder=os.path.join(case.folder, name))
-        for name, sharded in (("whole", False), ("sharded", True))
+        # Sharding makes blocks graphs, which add gradients up in another order than one graph does.
+        dataclasses.replace(case, blocks=True, exports=True, shards=shards, folder=os.path.join(case.folder, name))
+        for name, shards in (("whole", ""), ("sharded", case.shards))
     ]
     records = [run(cases[0], resumes=False), run(cases[1], resumes=False)]
     dist.barrier()
@@ -489,22 +591,27 @@ def weights_below(folder):
 @pytest.mark.slow
 @pytest.mark.table
 @vary(
-    "door, stage",
+    "door, stage, shards",
     [
-        ("Accelerate", 2),
-        ("Trainer", 1),
-        ("Lightning", 1),
-        ("SFTTrainer", 2),
-        ("SFTTrainer with LoRA", 1),
-        ("SFTTrainer with LoRA on NF4", 1),
-        ("DPOTrainer", 2),
+        ("Accelerate", 2, "all"),
+        ("Trainer", 1, "all"),
+        ("Trainer from meta", 1, "all"),
+        ("Trainer with LoRA", 2, "frozen"),
+        ("Seq2SeqTrainer", 1, "all"),
+        ("Lightning", 1, "all"),
+        ("SFTTrainer", 2, "all"),
+        ("SFTTrainer with LoRA", 1, "all"),
+        ("SFTTrainer with LoRA on NF4", 1, "all"),
+        ("DPOTrainer", 2, "all"),
+        ("GRPOTrainer", 1, "all"),
+        ("GRPOTrainer with LoRA", 2, "frozen"),
     ],
 )
-def test_sharded_parameters_train_and_save_alike(ranks, tmp_path, door, stage):
+def test_sharded_parameters_train_and_save_alike(ranks, tmp_path, door, stage, shards):
     """A trainer that reads parameters between two steps, as where it saves weights, would find nothing there."""
     for package in packages(door):
         pytest.importorskip(package, reason="pip install -r requirements/front_doors.txt")
-    results = ranks(2).run(whole_and_sharded, Case(door, str(tmp_path), stage))
+    results = ranks(2).run(whole_and_sharded, Case(door, str(tmp_path), stage, shards=shards))
     assert [wrong for _, wrong in results] == [[[], []], None]
     for (whole, sharded, resumed), _ in results:
         assert whole.losses == sharded.losses and whole.evaluations == sharded.evaluations

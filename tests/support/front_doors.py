@@ -43,7 +43,8 @@ class Case:
     backend: str = "eager"  # of torch.compile
     deepcompile: bool = True
     pictured: bool = False  # whether the memory of a step is recorded
-    sharded: bool = False  # whether all parameters of blocks are
+    shards: str = ""  # which parameters of blocks are sharded, as compile.shard_parameters has it; none by default
+    blocks: bool = False  # whether each block is a graph of its own, whatever else is chosen
     exports: bool = False  # whether the weights are saved at the end, in the trainer's own format
 
 
@@ -118,8 +119,10 @@ def evaluation_rows():
 
 def ds_config(case) -> Dict[str, Any]:
     others = {"memory_picture": {"folder": case.folder}} if case.pictured else {}
-    if case.sharded:
-        others["shard_parameters"] = "all"
+    if case.blocks:
+        others["regional_compilation"] = True
+    if case.shards:
+        others["shard_parameters"] = case.shards
     return {
         "train_micro_batch_size_per_gpu": ROWS,
         "zero_optimization": {"stage": case.stage},

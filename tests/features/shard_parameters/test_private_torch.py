@@ -41,6 +41,12 @@ def test_the_installed_torch_is_taken():
         assert [*private_torch.lacking()] == []
 
 
+def test_checks_draw_no_random_numbers():
+    """Dropout and sampling would differ from those with whole parameters."""
+    before = torch.get_rng_state()
+    assert [*private_torch.lacking()] == [] and torch.equal(torch.get_rng_state(), before)
+
+
 @vary("name", [*OTHERWISE])
 def test_another_torch_is_refused(name):
     """Training would read memory that was given back, or wait for ever, in a torch that does something else."""

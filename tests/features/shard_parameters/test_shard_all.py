@@ -33,6 +33,7 @@ from support.checkpoints import EXACT
 from support.ends import TIMEOUT, in_processes_of_their_own
 from support.frozen import HIDING, MODELS, WIDTH, Adapted, Body, beside_whole, late, trained_on
 from support.ids import vary
+from support.models import VOCABULARY, qwen3_config
 from support.options import outcome
 from support.training import Case, batch, device, make_engine, make_optimizer
 
@@ -981,6 +982,61 @@ def test_views_of_what_stays_whole_cost_no_time(ranks):
     """A step on a CPU would take the caller's state dict for memory that gloo holds, and wait a second for it."""
     for seconds, lost in ranks(2).run(seconds_of_a_step, 30.0):
         assert seconds < 15 and lost == 0
+
+
+def merged_by_peft(config, folder):
+    """Trains adapters of a Qwen3; returns its weights with the adapters merged, without, and merged for good."""
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+    from transformers import Qwen3ForCausalLM
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(qwen3_config(VOCABULARY))
+    adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+    model = get_peft_model(model, adapters).to(device())
+    engine = make_engine(model, Case(adam=True, config=config))
+    model.train()
+
+    def weights(of):
+        return [each.detach().clone() for each in of.state_dict().values()]
+
+    found, at_rest = [], sum(isinstance(each, Resharded) for each in model.parameters())
+    for step in range(2):
+        ids = batch(step, 0, dist.get_rank(), 8)
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        with unsharded_parameters(engine):
+            model.merge_adapter()
+            found += weights(model)
+            model.unmerge_adapter()
+            found += weights(model)
+    if at_rest:
+        # Adapters are sharded too.
+        said = outcome(model.save_pretrained, folder)
+        assert said is not None and "compile.shard_parameters" in said, said
+    with unsharded_parameters(engine):
+        if dist.get_rank() == 0:
+            model.save_pretrained(folder)
+            found += load_file(f"{folder}/adapter_model.safetensors").values()
+        merged = model.merge_and_unload()
+        engine.destroy()
+    found += weights(merged)
+    assert not any("lora" in name for name, _ in merged.named_parameters())
+    return found, at_rest
+
+
+def compare_merged(folder):
+    (sharded, at_rest), (whole, _) = (merged_by_peft(config, folder) for config in (SHARDED, WHOLE))
+    return same(sharded, whole), at_rest
+
+
+@SLOW
+def test_adapters_that_peft_merges(ranks, tmp_path):
+    """A merge would add adapters to weights of which a rank has a part, or not be taken back."""
+    pytest.importorskip("peft")
+    for equal, at_rest in ranks(2).run(compare_merged, str(tmp_path)):
+        assert equal and at_rest > 0
 
 
 class Plain(Adapted):

@@ -18,6 +18,7 @@ from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks, WorksOnBlocks
 from ..timeouts.timeouts import shorten_timeout
+from .generation import synchronize_generation
 from .keep import STEPS_BEFORE
 from .private_torch import lacking
 from .rewrite import SaveByHooks
@@ -95,6 +96,8 @@ class ShardParameters(WorksOnBlocks):
         blocks.wrap_calls(self.sharded.passes.around_call, always=True)
         if self.sharded.passes.around is not None:
             blocks.wrap_module(self.sharded.passes.around_module)
+        if self.sharded.units:
+            synchronize_generation(context.module, self.sharded.whole, group, context.undo)
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:

@@ -127,7 +127,8 @@ def apply_to_tensors(module: Module, function: Callable[[torch.Tensor], torch.Te
 
 @_must("modules that move some of their tensors")
 def _modules_apply():
-    module = torch.nn.Linear(1, 1)
+    # Draws no random numbers, which training would lack.
+    module = torch.nn.LayerNorm(1)
     weight, bias = module.weight, module.bias
     apply_to_tensors(module, lambda tensor: tensor if tensor is weight else tensor.double())
     moved = weight.dtype, bias.dtype

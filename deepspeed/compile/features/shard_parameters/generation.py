@@ -1,0 +1,62 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Has models of transformers generate until the texts of all ranks have ended (``compile.shard_parameters``).
+
+A rank whose texts have ended would go on with something else while others still gather blocks for theirs. Transformers
+has ``generate(synced_gpus=True)`` for this case, but trainers choose it for ZeRO-3 and FSDP alone.
+"""
+
+import contextlib
+import inspect
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+import deepspeed.comm as dist
+
+from .whole_units import WholeUnits
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def synchronize_generation(
+    module: Module, whole: WholeUnits, process_group: "ProcessGroup", undo: contextlib.ExitStack
+) -> None:
+    """Has the models in ``module`` whose ``generate()`` takes ``synced_gpus`` get it. ``undo`` gets what ends that.
+
+    Args:
+        module: the engine's module.
+        whole: knows whether parameters are whole. Each rank then generates by itself.
+        process_group: of the ranks that share parameters. ``synced_gpus`` waits for all ranks that there are, so where
+            others share none, calls stay as they are.
+    """
+    if not 1 < dist.get_world_size(process_group) == dist.get_world_size():
+        return
+    for model in module.modules():
+        # Of the class, because modules of peft have the attributes of the model within.
+        method = getattr(type(model), "generate", None)
+        waits = method is not None and "synced_gpus" in inspect.signature(method).parameters
+        # What somebody has put in the method's place may do anything.
+        if waits and getattr(model.generate, "__func__", None) is method:
+            vars(model)["generate"] = _Generate(model, whole)
+            undo.callback(vars(model).pop, "generate", None)
+
+
+class _Generate:
+    """Takes the place of the method ``generate`` of a model, but not in copies and pickles of the model."""
+
+    def __init__(self, model: Module, whole: WholeUnits):
+        # The model has this object.
+        self._model, self._whole = weakref.ref(model), whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._whole.are_fixed:
+            kwargs["synced_gpus"] = True
+        model: Any = self._model()
+        return type(model).generate(model, *args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        # A copy has no such attribute yet, so it finds the method of its class.
+        return getattr, (self._model(), "generate")
