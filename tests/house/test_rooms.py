@@ -82,6 +82,15 @@ def test_parts_stand_behind_those_that_they_need():
         assert set(needs(name)) <= set(NAMES[:index]), name
 
 
+def test_parts_that_cut_graphs_stand_behind_others():
+    """Such a part would be asked first, and others not told of graphs that it makes in place of a frame's."""
+    sources = {name: ROOT / FEATURES / name / "feature.py" for name in NAMES}
+    texts = {name: path.read_text() for name, path in sources.items() if path.is_file()}
+    around = [name for name, text in texts.items() if "def around_compile(" in text]
+    cut = [name for name in around if "frame.compile_graph(" in texts[name]]
+    assert cut and len(around) > len(cut) and around[-len(cut) :] == cut
+
+
 # Two, others from day to day, so that `make test` tries each part twice a month. Ten landings try all.
 TODAY = {NAMES[(2 * datetime.date.today().toordinal() + index) % len(NAMES)] for index in range(2)}
 

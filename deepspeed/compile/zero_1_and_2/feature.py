@@ -208,8 +208,7 @@ class Feature:
     optimizer_mixin: Optional[type] = None
 
     def attached(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Called when the optimizer has the methods of all parts, and each has done its :meth:`commit`: a part
-        needs it that links parameters with states, whose form other parts may have changed by then."""
+        """Called when the optimizer has the methods of all parts, and each part has done its :meth:`commit`."""
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""

@@ -5,6 +5,7 @@
 from typing import Iterator
 
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from .host_memory import HostMemory
@@ -46,12 +47,11 @@ class Offload(Feature):
         return offload is not None and offload.device != OffloadDeviceEnum.none
 
     def __init__(self, context: SetUpContext):
-        self.placement, self._optimizer = HostMemory(), context.optimizer
+        self.placement = HostMemory()
 
-    def commit(self) -> None:
-        # The reducer replaces the base's way of reducing.
-        self.placement.drop_memory_of_base(self._optimizer)
-        del self._optimizer
+    def attached(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        # The reducer has replaced the base's way of reducing.
+        self.placement.drop_memory_of_base(optimizer)
 
 
 FEATURE = Offload
