@@ -16,6 +16,7 @@ from support.ends import GRACE, TIMEOUT, in_processes_of_their_own, names_the_bu
 from support.faults import Injected, fragile, held_soon, in_backward, raise_injected, train_step
 from support.ids import vary
 from support.lifetime import address_space_left
+from support.options import outcome
 from support.training import (
     BOUND,
     NOTHING,
@@ -240,6 +241,52 @@ def test_a_backward_that_raises_on_one_rank(stage, accumulation, capfd):
         # It never gets another step, whatever it tries.
         assert all(answer.raised)
         assert rank == 0 or answer.raised[0].startswith("Injected")
+
+
+def apart_after_a_checkpoint(case, how, folder):
+    """Takes a step and saves it. Returns what is raised where one rank then dies in a backward, or runs one more."""
+    _, engine, _, _ = fragile(case)
+    train_step(engine, 0, 1)
+    engine.save_checkpoint(folder)
+    if how == "dies" and dist.get_rank() == 1:
+        in_backward.happen = lambda: os._exit(17)
+
+    def step():
+        for micro_step in range(2 if how == "runs one more" and dist.get_rank() == 1 else 1):
+            engine.backward(engine(batch(1, micro_step, dist.get_rank(), 4)))
+        engine.step()
+
+    return outcome(step)
+
+
+def resumed(case, folder):
+    """Loads that step, and takes two more. Returns the error beside a plain loop that takes all three."""
+    module, engine, plain, optimizer = fragile(case)
+    engine.load_checkpoint(folder)
+    train_plain(plain, optimizer, 0, 1)
+    for step in (1, 2):
+        train_step(engine, step, 1)
+        train_plain(plain, optimizer, step, 1)
+    engine.destroy()
+    return relative_error(module.parameters(), plain.parameters())
+
+
+@vary(
+    "how, says",
+    [
+        ("dies", "look for the first error of any rank, and start the processes again from a checkpoint: "),
+        ("runs one more", "or one raised. Restart from a checkpoint."),
+    ],
+    expects="says",
+)
+def test_ranks_that_are_apart_start_again(tmp_path, capfd, how, says):
+    """What errors of other ranks advise would not bring a training back to where it was saved."""
+    case = Case(stage=2, bucket=50)
+    answers = in_processes_of_their_own(apart_after_a_checkpoint, case, how, str(tmp_path))
+    assert (answers[1] == "died with exit status 17") == (how == "dies")
+    for rank, said in not_ended_by_nccl(answers, capfd).items():
+        assert says in said or (rank == 1 and how == "dies")
+    assert all(error < BOUND for error in in_processes_of_their_own(resumed, case, str(tmp_path)))
 
 
 class Attempt(NamedTuple):

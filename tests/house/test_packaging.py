@@ -362,12 +362,13 @@ def test_unreachable_base_is_named_and_can_be_provided(venv, checkout, base, tmp
     archives = tmp_path / "archives"
     sentence = refusal(venv, checkout, offline(archives) | no_torch)
     assert "could not fetch the source archive deepspeed-0.19.8.tar.gz" in sentence
-    assert str(archives) in sentence and "DS_BASE_ARCHIVE_DIR" in sentence
+    assert f"put that file into {archives}, or name the folder that holds it in DS_BASE_ARCHIVE_DIR" in sentence
 
     archives.mkdir(exist_ok=True)
     shutil.copy2(ARCHIVE_DIR / "deepspeed-0.19.8.tar.gz", archives)
-    printed = run(venv.bin / "python", "setup.py", "--version", cwd=checkout, env=offline(archives) | no_torch)
-    assert VERSION in printed.splitlines()
+    for folder in (archives, ARCHIVE_DIR):
+        printed = run(venv.bin / "python", "setup.py", "--version", cwd=checkout, env=offline(folder) | no_torch)
+        assert VERSION in printed.splitlines()
 
 
 def test_downloaded_archive_with_another_hash_is_refused(venv, checkout, base, tmp_path, no_torch):
@@ -383,12 +384,28 @@ def test_kept_archive_with_another_hash_is_refused(venv, checkout, base, tmp_pat
     archive = archives / "deepspeed-0.19.8.tar.gz"
     archive.write_bytes((ARCHIVE_DIR / archive.name).read_bytes() + b"!")
     sentence = refusal(venv, checkout, offline(archives) | no_torch)
-    assert f"{archive} does not match the sha256" in sentence
+    assert f"{archive} does not match the sha256" in sentence and "; delete it to have it downloaded again" in sentence
+    archive.unlink()
+    env = offline(archives, find_links=ARCHIVE_DIR) | no_torch
+    assert VERSION in run(venv.bin / "python", "setup.py", "--version", cwd=checkout, env=env).splitlines()
 
 
 def test_old_torch_is_refused(venv, checkout, tmp_path):
     sentence = refusal(venv, checkout, fake_torch(tmp_path / "fake", "__version__ = '2.9.1+cpu'\n"))
     assert "torch 2.9.1+cpu is installed, but torch 2.11 or newer is needed" in sentence
+
+
+def test_an_old_setuptools_is_refused(venv, checkout, base, tmp_path, no_torch):
+    """Who upgrades setuptools, as the refusal says, would be refused again."""
+    skip_without_an_index(venv)
+    older = tmp_path / "older"
+    env = offline(ARCHIVE_DIR) | {"PYTHONPATH": os.pathsep.join([str(older), no_torch["PYTHONPATH"]])}
+    venv.pip("install", "--target", older, "setuptools<70", cwd=tmp_path)
+    sentence = refusal(venv, checkout, env)
+    assert "is too old to build this" in sentence and "(pip install --upgrade setuptools)" in sentence
+    venv.pip("install", "--upgrade", "--target", older, "setuptools", cwd=tmp_path)
+    printed = run(venv.bin / "python", "setup.py", "--version", cwd=checkout, env=env)
+    assert VERSION in printed.splitlines()
 
 
 def test_compiling_without_torch_is_refused(venv, checkout, no_torch):

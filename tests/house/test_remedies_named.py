@@ -8,29 +8,43 @@ import re
 import pytest
 
 from support.documentation import ROOT
-from support.remedies import FOLLOWED
+from support.remedies import ADVISES_NOTHING, FOLLOWED
 
 pytestmark = pytest.mark.quick
 
 VERBS = (
     "build|call|change|compare|compile|create|destroy|do|drop|enable|give|import|install|leave|load|make|name|omit|pass|"
-    "put|raise|register|remove|run|save|set|split|train|undo|use|wait|write"
+    "put|raise|register|remove|restart|run|save|set|split|train|undo|use|wait|write"
 )
-# A remedy stands behind a semicolon or, for example, behind "so".
-REMEDY = re.compile(
-    rf"(?:; (?:[^;,]+, )?|: |, or |, so |(?:^|\. )(?:To [^,]+, )?)(?:(?i:{VERBS})) |`pip install |`apt-get "
-)
+# A text gives advice behind a semicolon or, for example, behind "so".
+ADVICE = re.compile(rf"; |(?:: |, or |, so |(?:^|\. )(?:To [^,]+, )?)(?:(?i:{VERBS})) |[`(]pip install |`apt-get ")
+# Of what these functions say, and of what is raised, each text may give advice.
+SAYS = {"error", "warn", "warning"}
 OURS = ("deepspeed/compile", "deepspeed/ops/op_builder")
 
 
+def is_said(node):
+    """Whether a message stands within: an error, a warning, or a sentence of ``refusals()`` or ``warnings()``."""
+    if isinstance(node, ast.Raise):
+        # The text of an Unfit is a reason, which a warning holds.
+        return getattr(getattr(node.exc, "func", None), "id", None) != "Unfit"
+    if isinstance(node, ast.Call):
+        return getattr(node.func, "attr", getattr(node.func, "id", None)) in SAYS
+    return isinstance(node, ast.Yield)
+
+
 def texts_of_python(source):
-    """Yields the string literals of a file but for docstrings and arguments' help, each with {} for what is put in."""
+    """Yields (text, whether a message has it) of a file's string literals, each with {} for what is put in.
+
+    Docstrings and arguments' help are left out.
+    """
     tree = ast.parse(source)
     nodes = [*ast.walk(tree)]
     skipped = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     skipped |= {
         id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg in ("help", "description")
     }
+    said = {id(each) for node in nodes if is_said(node) for each in ast.walk(node)}
     for node in nodes:
         if isinstance(node, ast.JoinedStr):
             skipped.update(map(id, node.values))
@@ -38,27 +52,32 @@ def texts_of_python(source):
         if id(node) in skipped:
             continue
         if isinstance(node, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            yield text, id(node) in said
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+            yield node.value, id(node) in said
 
 
 def texts_of_cpp(source):
-    """Yields the string literals of a file, those together that stand one behind the other or are added up."""
+    """Yields the same of a file in C++, where literals stand together one behind the other or are added up."""
     literal = r'"(?:[^"\\\n]|\\.)*"'
     for found in re.finditer(rf"{literal}(?:\s*\+?\s*{literal})*", source):
-        yield "".join(each[1:-1] for each in re.findall(literal, found[0]))
+        yield "".join(each[1:-1] for each in re.findall(literal, found[0])), False
 
 
 def messages():
-    """Lists (file, text) of the messages that name a remedy."""
-    files = [(path, texts_of_python) for folder in OURS for path in sorted((ROOT / folder).rglob("*.py"))]
-    files += [(path, texts_of_cpp) for path in sorted((ROOT / "csrc" / "compile").glob("*.cpp"))]
+    """Lists (file, text) of what may give advice."""
+    files = [ROOT / "setup.py", *(path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py")))]
+    found = [(path, texts_of_python) for path in files]
+    found += [(path, texts_of_cpp) for path in sorted((ROOT / "csrc" / "compile").glob("*.cpp"))]
     return [
         (str(path.relative_to(ROOT)), text)
-        for path, texts in files
-        for text in texts(path.read_text())
-        if len(text) > 30 and REMEDY.search(text)
+        for path, texts in found
+        for text, is_message in texts(path.read_text())
+        if len(text) > 20
+        and (ADVICE.search(text) or is_message and not text.endswith(": {}"))
+        # "import of X" names an edit.
+        and not text.startswith("import of ")
     ]
 
 
@@ -67,13 +86,15 @@ MESSAGES = messages()
 
 def test_every_remedy_has_a_test():
     """A message would advise what does not help: nobody has tried it."""
-    assert [each for each in MESSAGES if not any(fragment in each[1] for fragment in FOLLOWED)] == []
+    advise = [(file, text) for file, text in MESSAGES if not text.endswith(ADVISES_NOTHING)]
+    assert [each for each in advise if not any(fragment in each[1] for fragment in FOLLOWED)] == []
 
 
 def test_every_row_is_of_a_message():
     """A row would outlive its message."""
     texts = [text for _, text in MESSAGES]
     assert [fragment for fragment in FOLLOWED if not any(fragment in text for text in texts)] == []
+    assert [end for end in ADVISES_NOTHING if not any(text.endswith(end) for text in texts)] == []
 
 
 @pytest.mark.parametrize("test", sorted({*FOLLOWED.values()}))

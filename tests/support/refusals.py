@@ -23,7 +23,7 @@ class Refusal:
     arguments: dict = dataclasses.field(default_factory=dict)
     # What of the section `compile` to change so that it works; None: something else helps.
     amends: Optional[dict] = None
-    # Configurations that ``says`` advises.
+    # Configurations, or arguments of engine.compile(), that ``says`` advises.
     instead: Tuple[dict, ...] = ()
 
     def amended(self):
@@ -37,9 +37,10 @@ def zero_options(**options):
     return {"zero_optimization": options}
 
 
-def of_compile_kwargs(says, compile_kwargs, backend="inductor"):
-    """Without these arguments engine.compile() works."""
-    return Refusal(says, arguments={"backend": backend, "compile_kwargs": compile_kwargs}, amends={})
+def of_compile_kwargs(says, compile_kwargs, instead, backend="inductor"):
+    """Without these arguments engine.compile() works, and with each of ``instead``."""
+    refused, *advised = ({"backend": backend, "compile_kwargs": each} for each in (compile_kwargs, *instead))
+    return Refusal(says, arguments=refused, amends={}, instead=tuple(advised))
 
 
 class Refused(NamedTuple):
@@ -69,7 +70,8 @@ def refuse(refusal, trains=False):
         else:
             raised = outcome(engine.compile, **{"backend": "eager", **refusal.arguments})
         changed = [name for name, value in state_of(module, optimizer, engine).items() if value != before[name]]
-        if trains or engine is not None:
+        # Where the refusal lists what is advised, follow() does it.
+        if trains or engine is not None or not refusal.instead:
             if engine is None:
                 engine = prepare(advised, module, optimizer=optimizer).engine
             for name, value in (refusal.amends or {}).items():
@@ -112,10 +114,11 @@ def follow(refusals):
     """Makes engines anew as the refusals advise; returns the errors of training them, by the name of the refusal."""
     errors = {}
     for name, refusal in refusals.items():
-        for number, config in enumerate(refusal.instead):
+        for number, advised in enumerate(refusal.instead):
+            config, arguments = (refusal.config, advised) if refusal.arguments else (advised, {})
             case = Case(model=SMALL, stage=refusal.stage, dtype=refusal.dtype, config=config)
             module, engine = prepare(case)
-            engine.compile(backend="eager")
+            engine.compile(**{"backend": "eager", **arguments})
             assert engine.is_deepcompile_active()
             errors[name, number] = train_prepared(case, module, engine)
     return errors

@@ -42,7 +42,11 @@ FOLLOWED = {
     'compile.shard_frozen is shard_parameters now; set it to "frozen"': _SECTION,
     "needs blocks whose parameters are gathered; set compile.regional_compilation to true": _SECTION,
     "that compile.shard_parameters shards stay whole; set that too": _SECTION,
+    "for one rank alone, all ranks enter unsharded_parameters(engine)": (
+        "features/shard_parameters/test_shard_all.py::test_what_works_at_rest"
+    ),
     # The blocks, and what is compiled of them.
+    "has no such module outside of another block; {}": _REFUSED_BLOCKS,
     "use a release of torch that ds_report names as tested": (
         "features/activation_budget/test_activation_budget.py::test_another_partitioner_of_torch"
     ),
@@ -84,6 +88,12 @@ FOLLOWED = {
         "features/blocks/test_blocks_chosen.py::test_blocks_that_cannot_be_compiled"
     ),
     # The configuration.
+    "{} is no option; {}: {}": _SECTION,
+    "use one of these names": _SECTION,
+    "{} is missing; set it": _SECTION,
+    "for DeepCompile set zero_optimization.stage to 1 or 2": (
+        "features/self_compile/test_by_configuration.py::test_the_stages_that_are_advised"
+    ),
     'is no section; set it to one such as {"deepcompile": true}': (
         "features/configuration/test_section.py::test_what_is_no_section"
     ),
@@ -106,7 +116,18 @@ FOLLOWED = {
     "needs blocks that wait for their parameters; set compile.regional_compilation to true": _SECTION,
     "has no sections; name a file as DeepSpeed reads it": "features/fits/test_fits.py::test_json_has_bytes",
     "whose size its configuration has; name no sequence": "features/fits/test_fits.py::test_images_have_no_tokens",
+    "{} has {} positions; ask for a sequence of at most so many": (
+        "features/fits/test_fits.py::test_adapters_and_positions_as_a_gpt_has_them"
+    ),
+    "--checkpoint goes with --config": "features/fits/test_fits.py::test_a_configuration_of_checkpointed_layers",
+    "lines with regional_compilation make blocks": (
+        "features/blocks/test_blocks_chosen.py::test_more_that_is_compiled_as_a_whole"
+    ),
     # Optimizers and their states.
+    "does not divide partitions of {} elements; {}": "programs/test_optimizers.py::test_states_that_stay_in_fp32",
+    "give it block_size={}": "programs/test_optimizers.py::test_states_that_stay_in_fp32",
+    "{} {}, or leave {} out": "features/remainders/test_remainders_refused.py::test_refused",
+    "a rule must return the end of the elements": "features/ranges/test_ranges.py::test_ranges_step_as_the_whole",
     "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
     "{} {}, or leave compile.optimizer_states out": ("features/eight_bit/test_eight_bit_refused.py::test_refused"),
     "set torch_autocast.dtype to bfloat16, or leave {} out": _EIGHT_BIT,
@@ -179,18 +200,21 @@ FOLLOWED = {
     "generation swaps the modules that were compiled; set it to false": _ADVISED,
     "set random_ltd.enabled to false": _ADVISED,
     "set it to false or tune without engine.compile()": _ADVISED,
-    "is no number of compilations; set it to 1 or more": _REFUSED,
-    "is neither true nor false; set it to one of them, or to None": _REFUSED,
-    "of which torch.compile takes one; remove either": _REFUSED,
-    "is no dict of torch.compile's options; pass one, or leave it out": _REFUSED,
-    "is not a mode of torch.compile; use one of {}": _REFUSED,
-    "is not an argument of this torch's torch.compile(); remove it": _REFUSED,
-    "go with backend 'inductor', not 'eager'; remove them": _REFUSED,
-    "which is not an option of this torch; remove it": _REFUSED,
+    "is no number of compilations; set it to 1 or more": _ADVISED,
+    "is neither true nor false; set it to one of them, or to None": _ADVISED,
+    "of which torch.compile takes one; remove either": _ADVISED,
+    "is no dict of torch.compile's options; pass one, or leave it out": _ADVISED,
+    "is not a mode of torch.compile; use one of {}": _ADVISED,
+    "is not an argument of this torch's torch.compile(); remove it": _ADVISED,
+    "go with backend 'inductor', not 'eager'; remove them": _ADVISED,
+    "which is not an option of this torch; remove it": _ADVISED,
     "scheduled passes rewrite exist; leave `schedule` out": _REFUSED,
-    "use mode 'max-autotune-no-cudagraphs' or none": _REFUSED,
-    "drops the notes that say which gradient is whose; remove it": _REFUSED,
-    "DeepCompile's partitioner inserts the reductions; remove it": _REFUSED,
+    "use mode 'max-autotune-no-cudagraphs' or none": _ADVISED,
+    "drops the notes that say which gradient is whose; remove it": _ADVISED,
+    "DeepCompile's partitioner inserts the reductions; remove it": _ADVISED,
+    "profile without engine.compile()": (
+        "features/unsupported_options/test_options_warned.py::test_a_profile_without_compiling"
+    ),
     "use torch.profiler for those": (
         "features/unsupported_options/test_options_warned.py::test_a_profile_of_reductions"
     ),
@@ -257,6 +281,12 @@ FOLLOWED = {
         "core/test_engine_ends.py::test_a_graph_of_a_destroyed_engine_says_so"
     ),
     "run a backward at the gradient accumulation boundary first": "core/test_lifetime.py::test_release",
+    "tensors; assign a tensor to an entry of the list": "core/test_averaged_gradients.py::test_a_flat_partition",
+    "is no tensor of {} elements; assign one": "core/test_averaged_gradients.py::test_a_flat_partition",
+    "look for the first error of any rank, and start the processes again from a checkpoint": (
+        "core/test_faults_on_one_rank.py::test_ranks_that_are_apart_start_again"
+    ),
+    "Restart from a checkpoint": "core/test_faults_on_one_rank.py::test_ranks_that_are_apart_start_again",
     # The tools.
     "change that, or leave the configuration out": (
         "features/fits/test_fits.py::test_a_configuration_that_is_not_reckoned"
@@ -286,6 +316,24 @@ FOLLOWED = {
     "holds no step's memory; give a file": (
         "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
     ),
+    "give one or two files, not {}": (
+        "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
+    ),
+    "draw it with the DeepSpeed that wrote it": (
+        "features/memory_picture/test_memory_picture.py::test_what_is_advised_of_files_that_cannot_be_read"
+    ),
+    "record the step again": (
+        "features/memory_picture/test_memory_picture.py::test_what_is_advised_of_files_that_cannot_be_read"
+    ),
+    "{} cannot be imported; {}": (
+        "features/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
+    ),
+    "{} cannot be imported, so its picture was not drawn; {}": (
+        "features/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
+    ),
+    "its data will be written; `{}`, now or before `python -m {} FILE.json` draws them later": (
+        "features/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
+    ),
     "is no JSON; give a file": (
         "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
     ),
@@ -294,6 +342,12 @@ FOLLOWED = {
     ),
     "{}.folder: {}; name another folder": (
         "features/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
+    ),
+    "deepspeed.compile.zero12 is deepspeed.compile.zero_1_and_2 now": (
+        "house/test_dependencies.py::test_every_file_can_be_imported"
+    ),
+    "deepspeed.compile.features.shard_frozen is deepspeed.compile.features.shard_parameters now": (
+        "house/test_dependencies.py::test_every_file_can_be_imported"
     ),
     "has moved: import deepspeed.compile.features.memory_picture": (
         "features/memory_picture/test_memory_picture.py::test_the_former_name"
@@ -313,5 +367,64 @@ FOLLOWED = {
     # The build.
     "`apt-get install g++`, or name one in CXX": "core/test_remedies.py::test_one_rank_without_a_compiler",
     "`pip install ninja`, and the environment's bin in PATH": "core/test_remedies.py::test_without_ninja_or_headers",
+    "or newer is needed (pip install --upgrade setuptools)": (
+        "house/test_packaging.py::test_an_old_setuptools_is_refused"
+    ),
+    "delete it to have it downloaded again": (
+        "house/test_packaging.py::test_kept_archive_with_another_hash_is_refused"
+    ),
+    "put that file into {}, or name the folder that holds it in {}": (
+        "house/test_packaging.py::test_unreachable_base_is_named_and_can_be_provided"
+    ),
+    "install torch first and add --no-build-isolation": (
+        "house/test_packaging.py::test_install_reinstall_with_native_code_and_uninstall"
+    ),
     "`apt-get install python3-dev`": "core/test_remedies.py::test_without_ninja_or_headers",
 }
+
+# How messages end that advise nothing: they say what is or will be, and texts that are no messages of their own.
+ADVISES_NOTHING = (
+    # An option has no effect, or another one than asked for.
+    "because torch.compile is switched off by compile_kwargs['disable'] or TORCH_COMPILE_DISABLE",
+    " no effect, because compile.deepcompile is not true; training is that of DeepSpeed",
+    " has no effect on a loss of this model, because {}; it is computed in one piece",
+    "=False has no effect, because a parameter without a gradient is stepped on zeros",
+    "so every step takes several passes over memory ({}: {})",
+    " has no effect, because no block has such parameters of its own",
+    " has no effect in this stage, only in stage 3",
+    "compile.passes holds 'z3', which has no effect in this stage",
+    " has no effect, because gradients are divided by the number of ranks before they are summed",
+    " has no effect, because only torch's own backend uses it",
+    "DeepCompile keeps {} out of its graphs, where that of liger-kernel 0.8.5 computes wrong numbers",
+    # What happened.
+    "double backward is not supported by DeepCompile's loss in chunks, nor by torch.compile",
+    "DeepCompile has compiled {}; compiling took {} s",
+    "DeepCompile is compiling {}; the first step takes longer than later ones",
+    "another rank could not load its master weights and has said why; no rank loaded any",
+    "has been modified by an inplace operation: {} is at version {}; expected version {} instead",
+    "parameter {} is made of {} tensors, and its new values are not",
+    "on which engine.compile() has set up DeepCompile ZeRO-1 or ZeRO-2, and which has not been destroyed",
+    "are dropped too, and the next micro-batch is the first of a step",
+    "{}, so its gradients are dropped",
+    "these gradients were dropped, because a later backward raised",
+    "waiting for a process that is. This takes about a minute, once per environment.",
+    "DeepSpeed waits for another process, which builds native code in {}",
+    "cannot be built; this machine lacks {}",
+    "not built; the first training builds it, which may take a minute",
+    "tested with {}; the installed {} is {}",
+    # What goes into another text, or has one at its end that advises.
+    "so rank {} goes on without compiled code: {}. {}",
+    "DeepCompile compiled one frame more than {} times: {}. {}",
+    "DeepSpeed cannot build {}, because this machine lacks {}",
+    "it calls what calls its blocks more than once",
+    "nothing can be reckoned ({})",
+    "another profiler runs",
+    "taken by get_model_state_dict()",
+    "a sharded parameter was gathered",
+    "give the engine its number",
+    # No messages.
+    "call of the module in forward()",
+    "DO NOT MATCH THE HASHES",
+    "{paragraphs}{figure}</body></html>\n",
+    "micro-batch {}, accumulation {}; {}, torch {}",
+)

@@ -315,6 +315,7 @@ def test_more_that_is_compiled_as_a_whole():
     # Where another option works on blocks, they become graphs in any model that has some, unless this one says no.
     model = Model()
     assert choose_blocks(model, None, {}, needed=True) == (list(model.blocks), "")
+    assert chosen(model, True) == (list(model.blocks), "")
     assert choose_blocks(model, None, {"fullgraph": True}, needed=True)[0] == []
     assert chosen(BlocksWithin(), False) == ([], "compile.regional_compilation is false")
 

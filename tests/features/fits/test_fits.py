@@ -463,6 +463,21 @@ def test_the_command_prints_modes(capsys, this_module):
 BASE = {"zero_optimization": {"stage": 2}, "compile": {"deepcompile": True}, "bf16": {"enabled": True}}
 
 
+def test_a_configuration_of_checkpointed_layers(capsys, this_module, tmp_path):
+    """Who gives --config with --checkpoint, as is asked for, would get the memory of layers without checkpoints."""
+    arguments = ("--model", f"{this_module}:small", "--gpus", "2", "--sequence", str(TOKENS))
+    with pytest.raises(SystemExit):
+        command.main([*arguments, "--checkpoint"])
+    assert "--checkpoint goes with --config" in capsys.readouterr().err
+    config, figures = tmp_path / "ds_config.json", tmp_path / "figures.json"
+    config.write_text(json.dumps(BASE))
+    forwards = []
+    for more in ((), ("--checkpoint",)):
+        run(capsys, *arguments, "--config", config, "--json", figures, *more)
+        forwards.append(json.loads(figures.read_text())["rows"][0]["forward"])
+    assert forwards[1] < forwards[0]
+
+
 def test_json_has_bytes(capsys, this_module, tmp_path):
     """A program that reads the figures would get rounded ones, or not those of its own configuration."""
     config = tmp_path / "ds_config.json"
@@ -704,8 +719,9 @@ def test_adapters_and_positions_as_a_gpt_has_them():
     """A GPT of transformers would have no adapters, and be asked about more tokens than it has positions."""
     answer = fits(with_positions, modes=[PLAIN], gpus=2, lora=4)
     assert answer.trained == LAYERS * 2 * 4 * 5 * WIDTH and answer.question.sequence == 32
-    with pytest.raises(ValueError, match="has 32 positions"):
+    with pytest.raises(ValueError, match="has 32 positions; ask for a sequence of at most so many"):
         fits(with_positions, modes=[PLAIN], sequence=33)
+    assert fits(with_positions, modes=[PLAIN], sequence=32).rows
 
 
 def test_a_class_that_takes_arguments():

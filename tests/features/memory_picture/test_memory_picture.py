@@ -429,7 +429,7 @@ def record_without(case, folder, library, how):
 
 @pytest.mark.parametrize("library", DRAWERS)
 @pytest.mark.parametrize("how", ["missing", "broken"])
-def test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn(ranks, tmp_path, library, how):
+def test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn(ranks, tmp_path, capsys, library, how):
     """A library that cannot be imported would end the training."""
     (other,) = {*DRAWERS} - {library}
     pytest.importorskip(other, reason=LIBRARIES_MISSING)
@@ -441,6 +441,17 @@ def test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn(ranks, tmp_pat
         names = [f"step1-rank{rank}{suffix}" for suffix in (DRAWERS[other][1], ".json")]
         assert all(f"{tmp_path}/{name}" in line for name in names)
         assert {path.name for path in tmp_path.glob(f"*rank{rank}*")} == {*names}
+    assert f"`python -m {data.__package__} FILE.json` draws them later" in warning
+    file, picture = f"{tmp_path}/step1-rank0.json", tmp_path / f"step1-rank0{DRAWERS[library][1]}"
+    with without(library, how):
+        assert main([file]) == 0
+        with without(other, how), pytest.raises(SystemExit):
+            main([file])
+    said = capsys.readouterr().err
+    assert f"{library} cannot be imported, so its picture was not drawn; pip install matplotlib plotly" in said
+    assert " and plotly cannot be imported; pip install matplotlib plotly" in said and not picture.exists()
+    if importlib.util.find_spec(library):
+        assert main([file]) == 0 and picture.stat().st_size
 
 
 # The command ------------------------------------------------------------------------------------------------------
@@ -463,6 +474,9 @@ def test_the_command_lays_two_steps_over_each_other(recorded, folder, tmp_path, 
     assert "step3-rank0" in page and "step3-rank1" in page
     # Nothing is fetched from elsewhere.
     assert "<script src=" not in page and "<link" not in page
+    with pytest.raises(SystemExit):
+        main([*files, files[0]])
+    assert "give one or two files, not 3" in capsys.readouterr().err
 
 
 @pytest.mark.quick
@@ -485,6 +499,23 @@ def test_the_command_refuses_other_files_in_a_sentence(tmp_path, capsys, content
         main([str(file)])
     said = capsys.readouterr().err
     assert sentence in said and str(file) in said and "Traceback" not in said
+
+
+@pytest.mark.quick
+def test_what_is_advised_of_files_that_cannot_be_read(monkeypatch, tmp_path):
+    """Who recorded the step anew, or drew it with the DeepSpeed that wrote it, would be refused in turn."""
+    step, file = made_up(), tmp_path / "step.json"
+    with monkeypatch.context() as of_another_version:
+        of_another_version.setattr(data, "VERSION", 99)
+        step.write(file)
+        assert data.read(file).held == step.held
+    with pytest.raises(ValueError, match="reads version 1; draw it with the DeepSpeed that wrote it"):
+        data.read(file)
+    made_up(seconds=[0.0]).write(file)
+    with pytest.raises(ValueError, match="is damaged: .*; record the step again"):
+        data.read(file)
+    step.write(file)
+    assert data.read(file).held == step.held
 
 
 def test_the_command_says_where_it_cannot_write(folder, tmp_path, recorded, capsys):

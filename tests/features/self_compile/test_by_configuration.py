@@ -279,7 +279,11 @@ def told_of_the_key(stage):
 
 
 @vary(
-    "stage, says", [(0, "leaves engine.compile() plain torch.compile"), (3, "begins when engine.compile() is called")]
+    "stage, says",
+    [
+        (0, "leaves engine.compile() plain torch.compile; for DeepCompile set zero_optimization.stage to 1 or 2"),
+        (3, "begins when engine.compile() is called"),
+    ],
 )
 def test_what_the_key_does_in_other_stages(ranks, stage, says):
     """A user who has set the key would train without DeepCompile, and nothing say so."""
@@ -287,6 +291,24 @@ def test_what_the_key_does_in_other_stages(ranks, stage, says):
     (line,) = first
     assert f"compile.deepcompile=true with ZeRO stage {stage}" in line and says in line
     assert not other
+
+
+def compiled_by(stage):
+    """Returns whether ``engine.compile()`` sets DeepCompile up."""
+    torch._dynamo.reset()
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    module = torch.nn.Linear(4, 1).to(device())
+    engine = engine_by_configuration(module, True, zero_optimization={"stage": stage}, optimizer=sgd)
+    engine.compile(backend="eager")
+    is_active = engine.is_deepcompile_active()
+    engine.destroy()
+    return is_active
+
+
+@pytest.mark.parametrize("stage, expected", [(0, False), (1, True), (2, True)])
+def test_the_stages_that_are_advised(ranks, stage, expected):
+    """The stages that are advised in stage 0 would leave ``engine.compile()`` plain, too."""
+    assert ranks(1).run(compiled_by, stage) == [expected]
 
 
 def gone_when_destroyed(case):

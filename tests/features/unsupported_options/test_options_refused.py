@@ -88,11 +88,13 @@ REFUSED = {
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
         {"mode": "reduce-overhead"},
+        instead=({"mode": "max-autotune-no-cudagraphs"}, {}),
     ),
     "compile_kwargs.options": of_compile_kwargs(
         "the option custom_partitioner_fn of torch.compile is taken: DeepCompile's partitioner inserts the "
         "reductions; remove it",
         {"options": {"custom_partitioner_fn": len}},
+        instead=({"options": {}},),
     ),
     "schedule": Refusal(
         "`schedule` may only be [(0, ['zero2_compile'])], because gradients are handled before the graphs that "
@@ -109,47 +111,57 @@ ALSO_REFUSED = {
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
         {"mode": "max-autotune"},
+        instead=({"mode": "max-autotune-no-cudagraphs"}, {}),
     ),
     "option-cudagraphs": of_compile_kwargs(
         "CUDA graphs (compile_kwargs mode 'reduce-overhead' or 'max-autotune', or option triton.cudagraphs) cannot "
         "record reductions that are decided at run time; use mode 'max-autotune-no-cudagraphs' or none",
         {"options": {"triton.cudagraphs": True}},
+        instead=({"mode": "max-autotune-no-cudagraphs"}, {}),
     ),
     "mode-lite": of_compile_kwargs(
         "the option selective_decompose of torch.compile (which compile_kwargs mode 'lite' sets) drops the notes that "
         "say which gradient is whose; remove it or use another mode",
         {"mode": "lite"},
+        instead=({}, {"mode": "default"}),
     ),
     "unknown-mode": of_compile_kwargs(
         "compile_kwargs['mode']='fastest' is not a mode of torch.compile; use one of ['default', "
         "'max-autotune-no-cudagraphs']",
         {"mode": "fastest"},
+        instead=({"mode": "default"}, {"mode": "max-autotune-no-cudagraphs"}),
     ),
     "options-of-another-type": of_compile_kwargs(
         "compile_kwargs['options']='max_autotune' is no dict of torch.compile's options; pass one, or leave it out",
         {"options": "max_autotune"},
+        instead=({"options": {"max_autotune": True}}, {}),
     ),
     "dynamic-of-another-type": of_compile_kwargs(
         "compile_kwargs['dynamic']='auto' is neither true nor false; set it to one of them, or to None",
         {"dynamic": "auto"},
+        instead=tuple({"dynamic": each} for each in (True, False, None)),
         backend="eager",
     ),
     "mode-and-options": of_compile_kwargs(
         "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either",
         {"mode": "default", "options": {}},
+        instead=({"mode": "default"}, {"options": {}}),
     ),
     "options-for-eager": of_compile_kwargs(
         "`mode` and `options` of compile_kwargs go with backend 'inductor', not 'eager'; remove them",
         {"options": {"epilogue_fusion": False}},
+        instead=({},),
         backend="eager",
     ),
     "unknown-option": of_compile_kwargs(
         "compile_kwargs['options'] holds 'epilog_fusion', which is not an option of this torch; remove it",
         {"options": {"epilog_fusion": False}},
+        instead=({"options": {}},),
     ),
     "unknown-compile-kwarg": of_compile_kwargs(
         "compile_kwargs['full_graph'] is not an argument of this torch's torch.compile(); remove it",
         {"full_graph": True},
+        instead=({},),
         backend="eager",
     ),
     "super-offload": Refusal(
@@ -168,6 +180,7 @@ if "recompile_limit" in inspect.signature(torch.compile).parameters:
             f"recompile-limit-{name}": of_compile_kwargs(
                 f"compile_kwargs['recompile_limit']={limit!r} is no number of compilations; set it to 1 or more",
                 {"recompile_limit": limit},
+                instead=({"recompile_limit": 1},),
                 backend="eager",
             )
             for name, limit in {"of-another-type": "8", "of-0": 0}.items()
