@@ -32,11 +32,11 @@ class Remainders(HasRules):
         if cls.is_wanted(request):
             yield from _unsupported(request)
 
+    optimizer_mixin = RemaindersOfParameters
+
     def __init__(self, context: SetUpContext):
         gather = only(context.features, "gather") or AllGather(context.optimizer)
         self._masters = Masters(context.optimizer, gather)
-
-    optimizer_mixin = RemaindersOfParameters
 
     def commit(self) -> None:
         self._masters.take_apart()
