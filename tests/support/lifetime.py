@@ -7,6 +7,7 @@ Runs in the processes of ``support.pool``.
 
 import contextlib
 import ctypes
+import gc
 import resource
 from unittest import mock
 
@@ -58,6 +59,7 @@ def targets_at_calls(owner, method, engine, steps):
 @contextlib.contextmanager
 def address_space_left(numbytes):
     """Lets this process allocate about so much more of its address space, which is all memory of the host."""
+    gc.collect()
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     before = resource.getrlimit(resource.RLIMIT_AS)

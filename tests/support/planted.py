@@ -367,17 +367,17 @@ FAULTS = {
     "checkpoint taken for generation": Fault(
         "the first run of a reentrant checkpoint around a model that keeps a cache runs uncompiled",
         FEATURES + "blocks/compilation_limit.py",
-        {"(self._thread.records or not _generates(args, kwargs))": "not _generates(args, kwargs)"},
+        {"self.trains(args, kwargs) if around is None else around or": "self.trains(args, kwargs) or"},
         ("features/key_value_cache/test_key_value_cache.py",),
     ),
     "generation compiled": Fault(
         "generation in training mode is compiled for each length of the cache",
         FEATURES + "blocks/compilation_limit.py",
-        {"(self._thread.records or not _generates(args, kwargs))": "True"},
+        {"self.in_training() and not _generates(args, kwargs)": "self.in_training()"},
         ("features/key_value_cache/test_key_value_cache.py",),
     ),
     "hook that ends a graph": Fault(
-        "nobody says that a full backward hook beside blocks ends the graph around them",
+        "nobody says that a full backward hook of a head ends the graph around the blocks' caller",
         FEATURES + "blocks/feature.py",
         {"    traced = {id(submodule) for submodule in module.modules()} - uncompiled\n": "    traced = set()\n"},
         ("features/guards/test_hooks_later.py",),

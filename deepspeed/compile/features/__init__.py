@@ -37,7 +37,7 @@ NAMES = (
     "key_value_cache",
     "progress",
     "overlap_gather",
-    # What cuts a graph in parts is called last, because the parts stand in place of the graph.
+    # What cuts a graph in pieces is called last, because the pieces stand in place of the graph.
     "loss",
     "shard_parameters",
     "ranges",

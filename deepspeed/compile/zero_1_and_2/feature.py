@@ -165,8 +165,8 @@ class Feature:
 
     # Graphs ---------------------------------------------------------------------------------------------------------
 
-    # How many modules this part compiles, if it gives layers graphs of their own. If there is one, nothing else may
-    # compile the engine's module; if there are several, no graph runs last in every backward.
+    # How many modules this part compiles by themselves. From one on, nothing else may compile the engine's module;
+    # from two on, no graph runs last in every backward.
     compiled_modules = 0
     # Splits joint graphs, if this part does it to keep fewer activations: takes examples of the graph's inputs.
     split: Optional[Callable[[Sequence], "Split"]] = None

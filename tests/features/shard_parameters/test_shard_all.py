@@ -434,6 +434,24 @@ def changed_by_blocks(engine, module, folder):
     return before
 
 
+def used_by_parts(engine, module, folder):
+    """A context of a block stays while others come and go, and ends as it should where a rank raises in it."""
+    block = module.body.blocks[0]
+    with unsharded_parameters(engine, block.parameters()), torch.no_grad():
+        for parameter in block.parameters():
+            parameter.data.mul_(0.5)
+        engine.save_checkpoint(folder, tag="within")
+        with unsharded_parameters(engine):
+            found = [each.detach().clone() for each in module.parameters()]
+        found += [each.detach().clone() for each in block.parameters()]
+    with contextlib.suppress(OSError), unsharded_parameters(engine, block.up.weight):
+        found.append(block.up.weight.detach().clone())
+        if dist.get_rank() == 0:
+            raise OSError
+    engine.optimizer.refresh_fp32_params()
+    return found
+
+
 def stepped_within(engine, module, folder):
     with unsharded_parameters(engine):
         loss = engine(batch(4, 0, dist.get_rank(), 4))
@@ -573,6 +591,7 @@ WORKS = {
         *(
             changed_within,
             changed_by_blocks,
+            used_by_parts,
             stepped_within,
             sent_within,
             states_moved,
@@ -625,7 +644,7 @@ def test_what_works_at_rest_with_remainders(ranks, tmp_path, work):
 
 
 @SLOW
-@vary("work", [without_frozen.__name__, cloned.__name__, sent_within.__name__])
+@vary("work", [without_frozen.__name__, cloned.__name__, sent_within.__name__, used_by_parts.__name__])
 def test_what_works_with_frozen_parameters(ranks, tmp_path, work):
     """Frozen parameters have no owner: a block's lie in parts on all ranks."""
     for equal in ranks(2).run(work_beside_whole, work, str(tmp_path), stage=1, trained="some"):

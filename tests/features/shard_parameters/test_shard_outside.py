@@ -409,6 +409,52 @@ def test_a_module_that_calls_one_block(ranks):
     assert ranks(2).run(beside_blocks) == [[2, 2]] * 2
 
 
+class Attends(Body):
+    """Attends behind the first block, which reads two large parameters together."""
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        self.attention = nn.MultiheadAttention(WIDTH, 1, bias=False, batch_first=True)
+
+    def forward(self, ids, skip=False):
+        x = self.embedding(ids)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if not index:
+                x = x + self.attention(x, x, x, need_weights=False)[0]
+        return x
+
+
+class WithAttention(Adapted):
+    of_body = Attends
+
+
+def gathered_with_attention():
+    """Returns the names of what is gathered in a forward, in this order."""
+    torch._dynamo.reset()
+    module = WithAttention().to(device()).requires_grad_(True)
+    engine, names = make_engine(module, Case(config=config(True))), []
+    send = unit.Unit._send
+
+    @shapes_no_graph
+    def sending(self, *args, **kwargs):
+        names.append(self.memory.name)
+        send(self, *args, **kwargs)
+
+    with mock.patch.object(unit.Unit, "_send", sending), torch.no_grad():
+        engine(batch(0, 0, dist.get_rank(), 4))
+    engine.destroy()
+    return names
+
+
+def test_a_layer_that_reads_two_large_parameters(ranks):
+    """With a place among blocks, it would have blocks take the place of the first one before it is read."""
+    first, second = ranks(2).run(gathered_with_attention)
+    assert first == second and sum("attention" in name for name in first) == 2
+    # The next block was on its way, and gave its place to them.
+    assert len(first) == len({*first}) + 1
+
+
 def clone_tied():
     module = TiedHead().to(device()).requires_grad_(True)
     engine = make_engine(module, Case(config=config(shards=True), adam=True))

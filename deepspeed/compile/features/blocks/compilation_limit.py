@@ -49,15 +49,9 @@ def _generates(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 
 class _Thread(threading.local):
-    """What a thread does in a call of the engine's module.
-
-    Attributes:
-        trains: whether the call trains, or None if the thread is in no call.
-        records: whether the outermost of the calls that the thread is in began with gradients.
-    """
+    """What a thread does: whether the call of the engine's module around it trains, or None if it is in no call."""
 
     trains: Optional[bool] = None
-    records = False
 
 
 class CompilationLimit:
@@ -108,12 +102,8 @@ class CompilationLimit:
         return module is not None and module.training
 
     def trains(self, args: Tuple, kwargs: Dict[str, Any]) -> bool:
-        """Whether a call with these arguments belongs to training, and not to generation within it.
-
-        Within a forward that records gradients, a call without them and with a cache is the first run of a reentrant
-        checkpoint.
-        """
-        return self.in_training() and (self._thread.records or not _generates(args, kwargs))
+        """Whether a call with these arguments belongs to training, and not to generation within it."""
+        return self.in_training() and not _generates(args, kwargs)
 
     def runs_eager(self) -> bool:
         """Whether modules run uncompiled: this rank has stopped, or hooks of all modules are registered.
@@ -135,8 +125,14 @@ class CompilationLimit:
     def call_block(
         self, block: torch.nn.Module, compiled: Callable, uncompiled: Callable, args: Tuple, kwargs: Dict[str, Any]
     ) -> Any:
-        """Calls the forward of a block: ``compiled`` in training, and otherwise ``uncompiled``."""
-        if self.has_stopped or not self.trains(args, kwargs):
+        """Calls the forward of a block: ``compiled`` in training, and otherwise ``uncompiled``.
+
+        A block that gets a cache from the module around it need not generate: that module may have made the cache in
+        the first run of a reentrant checkpoint. Generation gives the cache to that module.
+        """
+        around = self._thread.trains
+        trains = self.trains(args, kwargs) if around is None else around or torch.is_grad_enabled()
+        if self.has_stopped or not trains:
             return uncompiled(block, *args, **kwargs)
         return self._call(compiled, (block, *args), kwargs)
 
@@ -144,15 +140,14 @@ class CompilationLimit:
         self, module: torch.nn.Module, compiled: Optional[Callable], args: Tuple, kwargs: Dict[str, Any]
     ) -> Any:
         """Calls the engine's module or a module that calls blocks: ``compiled`` in training, if there is something."""
-        thread = self._thread
-        before, trains = (thread.trains, thread.records), self.trains(args, kwargs)
-        thread.trains, thread.records = trains, thread.records or torch.is_grad_enabled()
+        before, trains = self._thread.trains, self.trains(args, kwargs)
+        self._thread.trains = trains
         try:
             if compiled is None or not trains or self.runs_eager():
                 return module._call_impl(*args, **kwargs)
             return self._call(compiled, args, kwargs)
         finally:
-            thread.trains, thread.records = before
+            self._thread.trains = before
 
     def _call(self, compiled, args, kwargs):
         """Calls ``compiled`` in a context in which Dynamo compiles frames again without a limit of its own."""

@@ -81,7 +81,7 @@ def _with_remainders(cls: Type[DeepSpeedZeroOptimizer]) -> Type[DeepSpeedZeroOpt
 
 
 def use_remainders(optimizer: DeepSpeedZeroOptimizer, masters: Masters) -> None:
-    """Gives the memory of an optimizer's master weights up. It has the methods of :class:`RemaindersOfParameters`."""
+    """Gives the memory of master weights up. The optimizer is a :class:`RemaindersOfParameters`."""
     masters.give_up()
     optimizer.masters_as_remainders = masters  # type: ignore[attr-defined]
     # Of a destroyed engine's optimizer, a state dict has the master weights too.

@@ -3,7 +3,7 @@
 """Keeps a part of the blocks' parameters on each rank. This file has the function for users."""
 
 import contextlib
-from typing import TYPE_CHECKING, ContextManager, Iterable, Optional
+from typing import TYPE_CHECKING, ContextManager, Iterable, Union
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -15,7 +15,7 @@ NEEDS = ("timeouts", "subclasses", "blocks", "overlap_gather")
 
 
 def unsharded_parameters(
-    engine: "DeepSpeedEngine", parameters: "Optional[Iterable[Parameter]]" = None
+    engine: "DeepSpeedEngine", parameters: "Union[Parameter, Iterable[Parameter], None]" = None
 ) -> ContextManager[None]:
     """Returns a context in which each rank has an engine's parameters whole. All ranks enter it together.
 
@@ -24,9 +24,9 @@ def unsharded_parameters(
 
     Args:
         engine: the engine.
-        parameters: those that the caller reads or changes. Only the blocks that hold one of them become whole, so a
-            model that does not fit can be gone through block by block. None: all, and then a rank may evaluate or
-            generate alone.
+        parameters: those that the caller reads or changes. What is gathered together with one of them becomes whole,
+            such as a block, an embedding or a head, and nothing else. So a model that does not fit can be gone through
+            part by part. None: all, and then a rank may evaluate or generate alone.
     """
     # Imported here, because it takes a second, and DeepSpeed imports this file with its configuration.
     from .feature import sharded_blocks

@@ -12,7 +12,7 @@ spans several blocks. All ranks must then do the same.
 """
 
 import itertools
-from typing import Any, Container, Iterator, List, Optional
+from typing import Any, Container, Iterator, List, Optional, Set
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -56,7 +56,7 @@ class GatherOrder:
         self._evaluates: bool = forward._evaluates if forward else not (torch.is_grad_enabled() or in_backward())
         self._place = {unit: place for place, unit in enumerate(units)}
         # The units that stay until their backward.
-        self._kept: List[Unit] = []
+        self._kept: Set[Unit] = set()
         # How many units this pass has begun to gather.
         self._begun = 0
 
@@ -78,7 +78,7 @@ class GatherOrder:
         So many units of blocks, the last ones, stay until then. ``outside``: has the units of none.
         """
         of_blocks = [unit for unit in self.units if unit not in outside]
-        self._kept = of_blocks[max(len(of_blocks) - most, 0) :]
+        self._kept = set(of_blocks[max(len(of_blocks) - most, 0) :])
 
     def note_inputs(self, inputs: Any) -> None:
         """Called with the inputs of each block in a forward.

@@ -7,6 +7,7 @@ has ``generate(synced_gpus=True)`` for this case, but trainers choose it for ZeR
 """
 
 import contextlib
+import functools
 import inspect
 import weakref
 from typing import TYPE_CHECKING, Any
@@ -37,25 +38,34 @@ def synchronize_generation(
     for model in module.modules():
         # Of the class, because modules of peft have the attributes of the model within.
         method = getattr(type(model), "generate", None)
-        waits = method is not None and "synced_gpus" in inspect.signature(method).parameters
+        waits = callable(method) and "synced_gpus" in inspect.signature(method).parameters
         # What somebody has put in the method's place may do anything.
         if waits and getattr(model.generate, "__func__", None) is method:
-            vars(model)["generate"] = _Generate(model, whole)
-            undo.callback(vars(model).pop, "generate", None)
+            vars(model)["generate"] = made = _Generate(model, whole)
+            undo.callback(_take_out, weakref.ref(model), made)
+
+
+def _take_out(reference, made):
+    model = reference()
+    if model is not None and vars(model).get("generate") is made:
+        del vars(model)["generate"]
 
 
 class _Generate:
-    """Takes the place of the method ``generate`` of a model, but not in copies and pickles of the model."""
+    """Takes the place of the method ``generate`` of a model, but not in deep copies and pickles of the model."""
 
     def __init__(self, model: Module, whole: WholeUnits):
-        # The model has this object.
-        self._model, self._whole = weakref.ref(model), whole
+        method = type(model).generate
+        functools.update_wrapper(self, method)
+        self.__signature__ = inspect.signature(model.generate)
+        # The model has this object, and a bound method would have the model.
+        self._method, self._model, self._whole = method, weakref.ref(model), whole
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = self.__signature__.bind(*args, **kwargs)
         if not self._whole.are_fixed:
-            kwargs["synced_gpus"] = True
-        model: Any = self._model()
-        return type(model).generate(model, *args, **kwargs)
+            call.arguments["synced_gpus"] = True
+        return self._method(self._model(), *call.args, **call.kwargs)
 
     def __reduce__(self) -> Any:
         # A copy has no such attribute yet, so it finds the method of its class.

@@ -79,7 +79,8 @@ def _beside_blocks(parameters, module, blocks):
     """Yields (the module that calls blocks, a layer beside these, its parameter).
 
     Embeddings are left out, and parameters that several modules hold, or that the former module holds itself: it may
-    read these anywhere.
+    read these anywhere. So are layers with or within another one's large parameter, such as ``MultiheadAttention``:
+    they read several together.
     """
     callers = sorted(parents_of(module, blocks), key=lambda each: len(list(each.modules())), reverse=True)
     # Of callers within each other, the innermost one.
@@ -87,7 +88,14 @@ def _beside_blocks(parameters, module, blocks):
     holders = _holders(module, blocks)
     for parameter in parameters:
         layer, *others = holders[id(parameter)]
-        if id(layer) in caller_of and not others and not isinstance(layer, Embedding):
+        if others or id(layer) not in caller_of or isinstance(layer, Embedding):
+            continue
+        near = [
+            each
+            for each in parameters
+            if any(layer in holder.modules() or holder in layer.modules() for holder in holders[id(each)])
+        ]
+        if len(near) == 1:
             yield caller_of[id(layer)], layer, parameter
 
 

@@ -4,7 +4,7 @@
 
 import contextlib
 import functools
-from typing import TYPE_CHECKING, Dict, Iterable, Iterator, List, Optional
+from typing import TYPE_CHECKING, Dict, Iterable, Iterator, List, Optional, Union
 
 import torch
 from torch.nn import Module, Parameter
@@ -154,7 +154,7 @@ class ShardedBlocks:
     # Whole ---------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def gathered(self, parameters: Optional[Iterable[Parameter]] = None) -> Iterator[None]:
+    def gathered(self, parameters: Union[Parameter, Iterable[Parameter], None] = None) -> Iterator[None]:
         """Context in which parameters are gathered: all, or the units of these. All ranks enter it; changes stay."""
         if self.passes.under_way or in_backward():
             raise RuntimeError(
@@ -167,7 +167,7 @@ class ShardedBlocks:
             yield
 
     def _units_of(self, parameters):
-        ids = {id(parameter) for parameter in parameters}
+        ids = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
         return [unit for unit in self.units if any(id(each) in ids for _, each in unit.memory.parameters())]
 
     @contextlib.contextmanager

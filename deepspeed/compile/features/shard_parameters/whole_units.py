@@ -6,10 +6,11 @@ A unit is in one of these states:
 
 - at rest: this rank has its part;
 - replaceable: whole, or on its way, until another unit needs its place, or until it is released;
-- in use: as replaceable, and the forward of its block is under way. It stays until that ends;
+- in use: as replaceable, and the forward of its block is under way, or a context of ``unsharded_parameters()`` of some
+  parameters. It stays until that ends;
 - kept: whole, or on its way, until its backward has come. It is replaceable then;
-- fixed: all units are, where they stay as they are, whole or at rest: within ``unsharded_parameters()``, and for good
-  when the engine has ended or has given its units up.
+- fixed: all units are, where they stay as they are, whole or at rest: within ``unsharded_parameters()`` of all
+  parameters, and for good when the engine has ended or has given its units up.
 
 Unless units are fixed, ``WholeUnits._is_kept`` has those that are whole or on their way, and no others. Of these, no
 more than ``MOST_GATHERED`` are replaceable, but where units must stay (in use, or large and outside of blocks), and no
@@ -129,7 +130,7 @@ class WholeUnits:
 
     @contextlib.contextmanager
     def in_use(self, unit: Unit) -> Iterator[None]:
-        """Context of a forward of a unit's block."""
+        """Context in which a unit stays, such as that of a forward of its block."""
         self._uses[unit] += 1
         try:
             yield
@@ -139,18 +140,14 @@ class WholeUnits:
     @contextlib.contextmanager
     def held(self, units: List[Unit]) -> Iterator[None]:
         """Context in which these units are whole. All ranks enter it. Changes of parameters stay."""
-        with contextlib.ExitStack() as uses:
+        with contextlib.ExitStack() as stack:
             for unit in units:
+                stack.callback(self.release, unit)
+                stack.enter_context(self.in_use(unit))
                 self.begin(unit)
                 unit.finish_gather()
-                uses.enter_context(self.in_use(unit))
-            try:
-                yield
-            finally:
-                for unit in units:
-                    unit.is_used = True
-        for unit in units:
-            self.release(unit)
+                unit.is_used = True
+            yield
 
     # Memory that others have ---------------------------------------------------------------------------------------
 
@@ -182,7 +179,8 @@ class WholeUnits:
             if not self.are_fixed:
                 for unit in self._units:
                     unit.is_used = True
-                    self._reshard(unit)
+                    if not self._uses[unit]:
+                        self._reshard(unit)
 
     def give_up(self) -> None:
         """Gathers all units for good. All ranks call it."""
@@ -202,7 +200,7 @@ class WholeUnits:
     def one_by_one(self, units: Iterable[Unit]) -> Iterator[Unit]:
         """Yields each of the units when it is whole, and has no other one whole for that. All ranks call this."""
         for unit in units:
-            if self.are_fixed and unit.is_gathered:
+            if unit.is_gathered and (self.are_fixed or self._uses[unit]):
                 yield unit
                 continue
             unit.start_gather()
