@@ -46,10 +46,17 @@ except ModuleNotFoundError:
 SUPPORTED = backend is not None and hasattr(debugging, "AOTEagerOutputCode")
 
 
+# The parts that do something when a graph is compiled, and leave the graph as it is.
+_LOOK_ON = ("guards", "blocks", "progress", "overlap_gather")
+
+
 def _parts_that_shape_graphs():
     for part in [] if backend is None else classes():
-        if any(getattr(part, name) is not getattr(Feature, name) for name in ("around_compile", "rewrite", "split")):
-            yield part.__module__.removesuffix("feature")
+        package = part.__module__.removesuffix("feature")
+        looks_on = package.endswith(tuple(f".{name}." for name in _LOOK_ON))
+        names = ("rewrite", "split") if looks_on else ("around_compile", "rewrite", "split")
+        if any(getattr(part, name) is not getattr(Feature, name) for name in names):
+            yield package
 
 
 # The modules whose functions split a graph and insert reductions.
