@@ -275,7 +275,7 @@ def calls_that_run_uncompiled(model):
     return Activation.calls
 
 
-@vary("model", IN_TRAINING)
+@vary("model", [Checkpointed, pytest.param(Distilled, marks=pytest.mark.slow)])
 def test_what_runs_without_gradients_in_a_training_forward(ranks, model):
     """A checkpoint's first run would pass for generation, and draw other random numbers than the second; or
     generation would be compiled for each length of the cache."""
