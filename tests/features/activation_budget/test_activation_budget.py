@@ -265,18 +265,23 @@ class ChangesACopy(ChangesAnInput):
         return x
 
 
-def train_with_changed_input(budget, body=ChangesAnInput):
-    """Returns what training came to, or what it raised."""
-    torch.manual_seed(0)
-    module = BlocksWithin()
-    module.body = body(width=8)
-    loop = Beside(module, case_of(budget, True))
+def end_or_error(loop):
+    """Returns what a step comes to, or what it raises."""
     try:
         loop.step(batch(0, 0, dist.get_rank(), 4))
         return loop.end()
     except RuntimeError as error:
         loop.engine.destroy()
         return str(error)
+
+
+def train_with_changed_input(budget, body=ChangesAnInput):
+    """Returns what training came to, or what it raised."""
+    torch.manual_seed(0)
+    module = BlocksWithin()
+    module.body = body(width=8)
+    loop = Beside(module, case_of(budget, True))
+    return end_or_error(loop)
 
 
 def test_an_input_that_others_change(ranks):
@@ -297,13 +302,7 @@ def another_partitioner(*args, **kwargs):
 def train_with_partitioner(torchs):
     """Returns what training came to where this is torch's partitioner, or what it raised."""
     with mock.patch.object(partitioners, "min_cut_rematerialization_partition", torchs):
-        loop = Beside(BlocksWithin(), case_of(0.5, True))
-        try:
-            loop.step(batch(0, 0, dist.get_rank(), 4))
-            return loop.end()
-        except RuntimeError as error:
-            loop.engine.destroy()
-            return str(error)
+        return end_or_error(Beside(BlocksWithin(), case_of(0.5, True)))
 
 
 def test_another_partitioner_of_torch(ranks):

@@ -448,6 +448,8 @@ def used_by_parts(engine, module, folder):
         found.append(block.up.weight.detach().clone())
         if dist.get_rank() == 0:
             raise OSError
+    # Also on the rank that raised.
+    assert sharded_blocks(engine) is None or any(isinstance(each, Resharded) for each in block.parameters())
     engine.optimizer.refresh_fp32_params()
     return found
 
