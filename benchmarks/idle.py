@@ -7,7 +7,8 @@ From the root of the repository::
     deepspeed --module benchmarks.measure --shape qwen3-8b --trace TRACE
     python -m benchmarks.idle TRACE...
 
-A trace is what torch's profiler exports, of any program. An idle time belongs to communication if a collective's
+A trace is what torch's profiler exports, of any program; record shapes (``record_shapes=True``), because one kernel
+with one grid may compute products of many sizes. An idle time belongs to communication if a collective's
 kernel ends within ``AT_ONCE`` of the next kernel's beginning, to the host if the host launched the next kernel later
 than the compute stream fell idle, and otherwise to the stream's own order (such as a copy on another stream). A matrix
 product is "beside" communication if collectives run during at least half of it, and "alone" if during none of it.
@@ -41,7 +42,7 @@ class Kernel(NamedTuple):
     name: str
     stream: int
     launched: float  # when the host had launched it; minus infinity if the trace does not tell
-    shape: str  # its grid
+    shape: str  # of the inputs of the operator that launched it, or its grid where the trace has no shapes
 
     @property
     def is_collective(self) -> bool:
@@ -62,7 +63,7 @@ class Idle(NamedTuple):
 
 
 class Slowed(NamedTuple):
-    """Products of one kernel and grid that ran alone, and beside communication. Times are microseconds."""
+    """Products of one kernel and shape that ran alone, and beside communication. Times are microseconds."""
 
     name: str
     alone: float  # the median of one
@@ -81,10 +82,13 @@ def read(file: Path) -> list[Kernel]:
     opened = gzip.open(file, "rt") if file.suffix == ".gz" else file.open()
     with opened as stream:
         events: list[dict[str, Any]] = json.load(stream)["traceEvents"]
-    launches = {}
+    launches, shapes = {}, {}
     for event in events:
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {}):
-            launches[event["args"]["correlation"]] = event["ts"] + event.get("dur", 0)
+        arguments = event.get("args", {})
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in arguments:
+            launches[arguments["correlation"]] = event["ts"] + event.get("dur", 0)
+        elif event.get("cat") == "cpu_op" and "Input Dims" in arguments:
+            shapes[arguments.get("External id")] = str(arguments["Input Dims"])
     return sorted(
         Kernel(
             event["ts"],
@@ -92,7 +96,7 @@ def read(file: Path) -> list[Kernel]:
             event["name"],
             event["args"].get("stream", 0),
             launches.get(event["args"].get("correlation"), float("-inf")),
-            str(event["args"].get("grid", "")),
+            shapes.get(event["args"].get("External id")) or str(event["args"].get("grid", "")),
         )
         for event in events
         if event.get("cat") in ON_DEVICE

@@ -174,12 +174,16 @@ def traced_step(tmp_path):
         ("add", 7, 700, 800, 650),
         ("Memcpy", 11, 820, 848, 0),
         ("gemm<1>(int)", 7, 850, 950, 0),
+        # Of another size, so that it says nothing of how long the second one takes alone.
+        ("gemm<1>(int)", 7, 950, 1950, 0),
     ]
     events = []
     for number, (name, stream, begin, end, launched) in enumerate(ran):
-        args = {"correlation": number, "stream": stream, "grid": [1, 1, 1]}
+        args = {"correlation": number, "External id": number, "stream": stream, "grid": [1, 1, 1]}
         events.append({"cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "args": args})
         events.append({"cat": "cuda_runtime", "name": "launch", "ts": launched, "dur": 5, "args": args})
+        of_op = {"External id": number, "Input Dims": [[end - begin == 1000]]}
+        events.append({"cat": "cpu_op", "name": "aten::mm", "ts": launched, "dur": 5, "args": of_op})
     file = tmp_path / "trace.json"
     file.write_text(json.dumps({"traceEvents": events}))
     return file
@@ -196,7 +200,14 @@ def test_where_a_traced_step_is_idle(package, tmp_path):
         (800, 50, "other stream: Memcpy"),
     ]
     (row,) = idle.slowed(kernels)
-    assert (row.name, row.alone, row.count_alone, row.beside, row.count_beside, row.lost) == ("gemm", 100, 2, 200, 1, 100)
+    assert (row.name, row.alone, row.count_alone, row.beside, row.count_beside, row.lost) == (
+        "gemm",
+        100,
+        2,
+        200,
+        1,
+        100,
+    )
     report = "\n".join(idle.lines(kernels))
     assert "idle 0.4 ms" not in report and "idle 0.5 ms, in 3 times" in report
     assert "take 2.00 of their time alone: 0.1 ms lost" in report
