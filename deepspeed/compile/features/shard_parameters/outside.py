@@ -22,9 +22,9 @@ from typing import Callable, Container, Dict, Iterable, Iterator, List, Tuple
 import torch
 from torch.nn import Embedding, Module, Parameter
 
+from ...zero_1_and_2.hooks import outside_graphs
 from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
-from ..overlap_gather.gather_hooks import outside_graphs
 from ..subclasses.tensors import plain_tensors
 from .private_torch import is_traced, trace_again
 from .unit import Unit
