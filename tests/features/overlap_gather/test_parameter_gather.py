@@ -13,6 +13,7 @@ from typing import List, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 
 from deepspeed.compile.config import CompileConfig
 from deepspeed.compile.features.overlap_gather import gather
@@ -250,6 +251,7 @@ class Waits(NamedTuple):
     pending: List[List[int]]  # when each block began, and when the forward was done
     after_step: List[int]
     hooks: int  # that the engine has at the module to wait
+    compilations: int  # in the second step
 
 
 def order_of_waits(case):
@@ -265,11 +267,13 @@ def order_of_waits(case):
     try:
         for step in range(2):
             pending.clear()
+            before = sum(FRAME_COMPILE_COUNTER.values())
             loss = engine(batch(step, 0, dist.get_rank(), 4))
             pending.append(sorted(in_use._works))
             engine.backward(loss)
             engine.step()
             after_step = sorted(in_use._works)
+            compilations = sum(FRAME_COMPILE_COUNTER.values()) - before
     finally:
         for hook in watching:
             hook.remove()
@@ -280,7 +284,7 @@ def order_of_waits(case):
     ]
     hooks = sum(isinstance(hook, Hook) for hook in hooks)
     engine.destroy()
-    return Waits(pending, after_step, hooks)
+    return Waits(pending, after_step, hooks, compilations)
 
 
 def test_each_block_waits_for_its_own(ranks):
@@ -290,6 +294,7 @@ def test_each_block_waits_for_its_own(ranks):
         assert waits.after_step == [0, 1, 2, 3]
         assert waits.pending == [[2, 3], [3], [], []]
         assert waits.hooks == 0, "a read waits by itself"
+        assert waits.compilations == 0, "guards have met a parameter on its way"
 
 
 def test_hooks_can_be_pickled():
