@@ -9,8 +9,6 @@ place of each :class:`Hook`. It is a function of Python's own, so a pickle of th
 import contextlib
 from typing import Any, Callable
 
-import torch
-
 # Does nothing, whatever it is given.
 no_hook = contextlib.nullcontext().__exit__
 
@@ -26,13 +24,3 @@ class Hook:
 
     def __reduce__(self) -> Any:
         return no_hook.__reduce__()
-
-
-def outside_graphs(function: Callable[[], Any]) -> Hook:
-    """Returns a hook that calls ``function()``, but not in a compiled graph."""
-
-    def hook(*_):
-        if not torch.compiler.is_compiling():
-            function()
-
-    return Hook(hook)

@@ -23,7 +23,7 @@ else:
     _NextClass = object
 
 
-class Waits(Protocol):
+class Receiver(Protocol):
     """What waits for parameters."""
 
     def receive(self, unit: int) -> None:
@@ -36,7 +36,7 @@ class Waits(Protocol):
 class Arrival(NamedTuple):
     """Who waits for a parameter, and in which unit it comes."""
 
-    gather: Waits
+    gather: Receiver
     unit: int
 
 
