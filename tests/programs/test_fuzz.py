@@ -35,6 +35,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from support.chunked_loss import small_chunks
 from support.faults import Injected, in_backward, raise_injected
 from support.ids import vary
+from support.parameter_gather import one_rank_late
 from support.recipes import (
     BUFFERED,
     CHANGING,
@@ -176,7 +177,9 @@ def train(recipe, deepcompile=True):
                     _drop(recipe, engine, micro_batches[0])
                 for group in (*engine.optimizer.param_groups, *optimizer.param_groups):
                     group["lr"] = 0.0 if recipe.rests and step == 1 else rate
-                _step(recipe, engine, micro_batches)
+                with one_rank_late(0.02) if recipe.reads is not None else contextlib.nullcontext():
+                    _step(recipe, engine, micro_batches)
+                    _read(recipe, engine, module)
                 plain.body.as_compiled = deepcompile and _runs_compiled(module.body if recipe.body_within else module)
                 plain_loop.step(micro_batches)
                 if deepcompile:
@@ -229,6 +232,16 @@ def train_with_masters(recipe):
         for module in (rule, feature):
             stack.enter_context(mock.patch.object(module, "make_rules", lambda features: [EveryStepAdam()]))
         return train(recipe)
+
+
+def _read(recipe, engine, module):
+    """Reads a parameter behind a step, which may be on its way. Raises if the value is not that of the step."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if recipe.reads is not None:
+        parameter = trained[recipe.reads % len(trained)]
+        read = parameter.detach().clone()
+        wait_for_parameters(engine)
+        assert torch.equal(read.nan_to_num(), parameter.nan_to_num()), "a parameter was read before it had arrived"
 
 
 def _has_ties(engine):
@@ -574,7 +587,8 @@ def recipes(draw, backends, most=5):
         round_robin=dtype == "fp32" and draw(st.booleans()),
         overlap_comm=draw(st.booleans()),
         regional=regional,
-        overlap_gather=regional is True and not shards_trained and draw(st.booleans()),
+        overlap_gather=draw(st.sampled_from([None, True, False])) if regional is True and not shards_trained else None,
+        reads=None if shards_trained else draw(st.sampled_from([None, None, 0, 1, 2, 5])),
         offloaded=offloaded,
         lengths=draw(st.sampled_from([(4,), (4, 5), (3, 4, 6)])),
         uneven=draw(st.sampled_from([False, False, True])),

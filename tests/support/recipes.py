@@ -101,6 +101,7 @@ class Recipe:
         penalized: whether a penalty on parameters has a backward of its own before that of each micro-batch.
         freezes: whether the first parameter is frozen between forward and backward in odd steps.
         moves: whether trained parameters get other memory in the second step's first backward.
+        reads: None, or which trained parameter is read behind each step, when one rank sends parameters late.
         changes_parameters: whether a trained and a frozen parameter are changed by ``.data`` before the second step.
         changes_buffers: whether buffers are changed by ``.data`` before each step, and are others in a backward.
         ignores: None, or how the loss is reduced where rank 0 has no token that counts in odd steps: "mean", or "sum",
@@ -125,7 +126,8 @@ class Recipe:
     round_robin: bool = False
     overlap_comm: bool = True
     regional: Optional[bool] = None
-    overlap_gather: bool = False
+    overlap_gather: Optional[bool] = None
+    reads: Optional[int] = None
     offloaded: bool = False
     lengths: Tuple[int, ...] = (4,)
     uneven: bool = False

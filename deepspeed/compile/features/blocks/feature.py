@@ -33,13 +33,14 @@ def chosen_blocks(request: Request) -> Tuple[List[Module], str]:
     """
     if request not in _chosen:
         wanted = request.options.regional_compilation
-        needed = any(cls.is_wanted(request) for cls in classes() if issubclass(cls, WorksOnBlocks))
+        needed = any(cls.needs_blocks(request) for cls in classes() if issubclass(cls, WorksOnBlocks))
         _chosen[request] = choose_blocks(request.engine.module, wanted, request.compile_kwargs, needed)
     return _chosen[request]
 
 
 class WorksOnBlocks(Feature):
-    """A part that needs blocks. Where it is wanted, blocks become graphs also where a model calls its blocks itself.
+    """A part that needs blocks. Where the user asks for it, blocks become graphs also where a model calls its blocks
+    itself.
 
     Attributes:
         NEEDS_BLOCKS: begins the sentence with which a model without blocks is refused, and says what needs them.
@@ -48,8 +49,13 @@ class WorksOnBlocks(Feature):
     NEEDS_BLOCKS: str
 
     @classmethod
+    def needs_blocks(cls, request: Request) -> bool:
+        """Whether the user asks for this part, also if no blocks would be chosen without it."""
+        return cls.is_wanted(request)
+
+    @classmethod
     def refusals(cls, request: Request) -> Iterator[str]:
-        if not cls.is_wanted(request):
+        if not cls.needs_blocks(request):
             return
         blocks, why = chosen_blocks(request)
         if not blocks:

@@ -95,7 +95,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         budget=section.activation_memory_budget,
         chunked_loss=section.chunked_loss,
         shard_parameters=section.shard_parameters,
-        overlap_gather=section.overlap_param_gather,
+        overlap_gather=bool(section.overlap_param_gather),
         keep=section.keep_gathered,
         eight_bit=section.optimizer_states == "8bit",
         remainders=section.store_param_remainders,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional, Tuple, Type
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..overlap_gather.without_values import WITHOUT_VALUES
 from ..subclasses.tensors import plain_tensors
 from .private_torch import address_of, change_class, in_backward, without_torch_function
 
@@ -23,18 +24,10 @@ if TYPE_CHECKING:
 else:
     _NextClass = object
 
-# Functions that need no values, and functions that return a tensor of the same values, or a copy.
-_DESCRIBE = {
-    *("numel", "nelement", "size", "dim", "ndimension", "stride", "element_size", "storage_offset", "get_device"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "untyped_storage", "__len__"),
-    "_has_compatible_shallow_copy_type",
-}
-# Functions that need no values of any of their arguments, and hooks.
-_LIKE = {
-    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "reshape_as", "view_as"),
-    *("expand_as", "type_as", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
-    *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
-}
+# Functions that need no values of a tensor at rest, beside those of WITHOUT_VALUES.
+_DESCRIBE = {"is_complex", "untyped_storage"}
+_LIKE = {"full_like", "reshape_as", "view_as", "expand_as", "type_as", "new_full", "new_tensor"}
+# Functions that return a tensor of the same values, or a copy.
 _SAME_VALUES = {"detach", "clone", "cpu", "cuda", "to", "contiguous"}
 # Attributes that are tensors of the parameter's values.
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
@@ -169,12 +162,14 @@ class Resharded(_NextClass):
             share = vars(first)[_SHARE]
             if name == "__repr__":
                 return f"{type(first).__name__}({share.name}, {_plain(tuple, first.shape)}, {first.dtype})"
-            if name in _DESCRIBE:
-                return _plain(function, *args, **kwargs)
             if name == "requires_grad_":
                 first.requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
                 return first
-        if name in _LIKE and not (name.endswith("_as") and isinstance(first, Resharded)):
+            if name in _DESCRIBE:
+                return _plain(function, *args, **kwargs)
+        if function in WITHOUT_VALUES or (
+            name in _LIKE and not (name.endswith("_as") and isinstance(first, Resharded))
+        ):
             return _plain(function, *args, **kwargs)
         values = _values((args, kwargs))
         if values is not None:

@@ -22,9 +22,9 @@ from typing import Callable, Container, Dict, Iterable, Iterator, List, Tuple
 import torch
 from torch.nn import Embedding, Module, Parameter
 
+from ...zero_1_and_2.hooks import Hook
 from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
-from ..overlap_gather.gather_hooks import outside_graphs
 from ..subclasses.tensors import plain_tensors
 from .private_torch import is_traced, trace_again
 from .unit import Unit
@@ -133,7 +133,7 @@ class OutsideUnits:
         holders = _holders(module, blocks)
         for parameter, unit in units.items():
             for holder in holders[id(parameter)]:
-                hook = outside_graphs(functools.partial(self.gather, unit))
+                hook = _outside_graphs(functools.partial(self.gather, unit))
                 self._hooks.append(holder.register_forward_pre_hook(hook, prepend=True))
 
     def __contains__(self, unit: Unit) -> bool:
@@ -198,3 +198,13 @@ class OutsideUnits:
     def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _outside_graphs(function):
+    """Returns a hook that calls ``function()``, but not in a compiled graph."""
+
+    def hook(*_):
+        if not torch.compiler.is_compiling():
+            function()
+
+    return Hook(hook)
