@@ -26,6 +26,12 @@ EDITS = (
     ),
     (
         ENGINE,
+        "models that differ by rank",
+        "        # zero.Init() handles device placement of model\n",
+        "        configuration.refuse_other_models(self)\n        # zero.Init() handles device placement of model\n",
+    ),
+    (
+        ENGINE,
         "end of deepspeed.initialize()",
         "        if self.dist_backend is None:\n            self.enable_backward_allreduce = False\n\n"
         "    def _optimized_linear_offload_setup",
