@@ -9,7 +9,7 @@ from torch import nn
 
 from support.ids import vary
 from support.options import outcome
-from support.training import Case, device, engine_by_configuration, make_engine
+from support.training import Case, compile_backend, device, engine_by_configuration, make_engine
 
 
 class Model(nn.Module):
@@ -76,7 +76,7 @@ def made_with(differs):
 
 
 def check(answers, difference):
-    assert f"the models of the ranks differ: {difference}; make the same model on every rank" in answers[1]
+    assert f"the models of the ranks differ: {difference}; make the same models on every rank" in answers[1]
     assert "rank 1 could not make an engine, so no rank goes on" in answers[0] and difference in answers[0]
 
 
@@ -113,6 +113,24 @@ def test_models_that_differ_where_one_has_no_values(ranks, what):
     """Values would be sent to tensors of other sizes."""
     differs, said = META[what]
     check(ranks(2).run(half_on_meta, differs, timeout=120), said)
+
+
+def optimizers_that_differ(shards):
+    """The other rank's optimizer has the parameters in another order."""
+    module = Model()
+    parameters = [*module.parameters()][:: -1 if dist.get_rank() else 1]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    section = {"regional_compilation": ["Linear"], "shard_parameters": "all"} if shards else {}
+    with compile_backend("eager"):
+        return outcome(make_engine, module, Case(config={"compile": section}), optimizer=optimizer)
+
+
+@vary("shards", [False, True])
+def test_optimizers_that_differ(ranks, shards):
+    """Partitions would hold other parameters on each rank, and a rank would step, or cut, another one's values."""
+    first, second = ranks(2).run(optimizers_that_differ, shards, timeout=120)
+    said = "name of parameter 0 of group 0 of the optimizer is first.weight on rank 0 and layers.1.bias on rank 1"
+    assert f"the optimizers of the ranks differ: {said}" in second and said in first
 
 
 def buffers_that_differ():

@@ -5,6 +5,7 @@
 import contextlib
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn import Module
 
 from deepspeed.accelerator import get_accelerator
@@ -78,6 +79,16 @@ def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
         with contextlib.suppress(Exception):
             engine.destroy()
         raise
+
+
+def refuse_other_optimizers(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) -> None:
+    """Called before the ZeRO-1/2 optimizer is made, which may send the parameters of ``optimizer`` in their order.
+
+    Raises:
+        ValueError: on every rank, if a rank's optimizer has other parameters, or another order.
+    """
+    if is_set_up_by_compile(engine):
+        same_models.refuse_other_optimizers(engine.module, optimizer, engine.seq_data_parallel_group)
 
 
 def _ranks_of_one_model(engine):

@@ -32,6 +32,15 @@ EDITS = (
     ),
     (
         ENGINE,
+        "optimizers that differ by rank",
+        "            log_dist(f'Creating {model_dtype} ZeRO stage {zero_stage} optimizer', ranks=[0])\n\n"
+        "            if isinstance(self.module, PipelineModule):\n",
+        "            log_dist(f'Creating {model_dtype} ZeRO stage {zero_stage} optimizer', ranks=[0])\n"
+        "            configuration.refuse_other_optimizers(self, optimizer)\n\n"
+        "            if isinstance(self.module, PipelineModule):\n",
+    ),
+    (
+        ENGINE,
         "end of deepspeed.initialize()",
         "        if self.dist_backend is None:\n            self.enable_backward_allreduce = False\n\n"
         "    def _optimized_linear_offload_setup",

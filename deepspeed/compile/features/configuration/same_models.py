@@ -1,8 +1,9 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses models that differ by rank, before anything is sent: otherwise ranks send tensors of different sizes.
+"""Refuses models and optimizers that differ by rank, before anything is sent.
 
-With gloo such ranks end without an error of Python, and NCCL may take one rank's bytes for another one's numbers.
+Otherwise ranks send tensors of different sizes. With gloo such ranks end without an error of Python, and NCCL may take
+one rank's bytes for another one's numbers.
 """
 
 from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
@@ -26,19 +27,40 @@ def refuse_other_models(module: Module, group: "Optional[ProcessGroup]", with_bu
     Raises:
         ValueError: if a rank has other tensors. Every rank raises it.
     """
+    _compare("models", _traits(module, with_buffers), group)
+
+
+def refuse_other_optimizers(module: Module, optimizer: torch.optim.Optimizer, group: "Optional[ProcessGroup]") -> None:
+    """Compares the parameters of each rank's optimizer, whose order is that of partitions and of what is sent.
+
+    Raises:
+        ValueError: likewise.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    own = [
+        (
+            f"parameter {number} of group {index} of the optimizer",
+            {"name": names.get(id(parameter), "none"), "shape": str(tuple(parameter.shape))},
+        )
+        for index, of_group in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(of_group["params"])
+    ]
+    _compare("optimizers", own, group)
+
+
+def _compare(what, own, group):
     # Imported here, as in calls.py.
     from ...zero_1_and_2.collectives import EveryRankRaises, collective
 
     first = dist.get_global_rank(group, 0) if group is not None else 0
-    own = _traits(module, with_buffers)
     of_first: List[Optional[List[Tuple[str, Traits]]]] = [own if dist.get_rank() == first else None]
-    with collective("compare the models of all ranks"):
+    with collective(f"compare the {what} of all ranks"):
         torch.distributed.broadcast_object_list(of_first, src=first, group=group)
     assert of_first[0] is not None
     with EveryRankRaises("make an engine", group):
         difference = _difference(dict(own), dict(of_first[0]), first)
         if difference:
-            raise ValueError(f"the models of the ranks differ: {difference}; make the same model on every rank")
+            raise ValueError(f"the {what} of the ranks differ: {difference}; make the same {what} on every rank")
 
 
 def _traits(module, with_buffers):
