@@ -158,7 +158,10 @@ class Feature:
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def __init__(self, context: SetUpContext):
-        """Prepares the engine. What this changes, a function that it adds to ``context.undo`` reverts."""
+        """Prepares the engine. What this changes, a function that it adds to ``context.undo`` reverts.
+
+        It has no collectives: another rank may have raised in the set-up already, and does not come to them.
+        """
 
     def commit(self) -> None:
         """Called when all parts are made, and before the optimizer is changed: does what cannot be reverted."""

@@ -14,6 +14,7 @@ from deepspeed.compile.features.shard_parameters import feature, sharded_blocks,
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
+from support.beside import warnings_logged
 from support.ends import in_processes_of_their_own
 from support.frozen import MODELS, trained_on
 from support.ids import vary
@@ -276,3 +277,15 @@ def test_a_gather_that_cannot_begin():
     for (first, second), begun in in_processes_of_their_own(gathers_that_cannot_begin):
         assert first is not None and first == second and "destroyed; make another" not in first
         assert begun == 0
+
+
+def warned_at_the_end():
+    _, engine = make("all")
+    with warnings_logged() as texts:
+        engine.destroy()
+    return texts
+
+
+def test_the_end_of_a_program_warns_of_nothing(ranks):
+    """Each rank of each program would end with a warning. Who uses the model afterwards gets an error that says so."""
+    assert ranks(2).run(warned_at_the_end) == [[], []]

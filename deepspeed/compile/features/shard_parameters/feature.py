@@ -25,6 +25,8 @@ from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -75,8 +77,7 @@ class ShardParameters(WorksOnBlocks):
     def __init__(self, context: SetUpContext):
         """Nothing is sharded yet."""
         optimizer, blocks = context.optimizer, context.get(Blocks)
-        group, device = _group_of_shards(optimizer.dp_process_group), optimizer.bit16_groups_flat[0].device
-        shorten_timeout(group, device)
+        group, device = _groups_of_shards[optimizer.dp_process_group], optimizer.bit16_groups_flat[0].device
         trained = registered_parameters(optimizer)
         shards_all = context.request.options.shard_parameters == "all"
         optimizer_of_all = optimizer if shards_all else None
@@ -113,6 +114,12 @@ class ShardParameters(WorksOnBlocks):
         return SaveByHooks.of_parameters(inputs)
 
     def around_forward(self, training: bool) -> ContextManager:
+        if not self.sharded.whole.are_fixed and _makes_other_tensors():
+            raise RuntimeError(
+                "compile.shard_parameters cannot gather parameters within FakeTensorMode or a transform of torch.func "
+                "that differentiates; call engine.compile(), and then open `with unsharded_parameters(engine):` of "
+                "deepspeed.compile.features.shard_parameters around the mode or the transform, on all ranks"
+            )
         if training and torch.is_grad_enabled():
             self.sharded.passes.forget_skipped()
         return contextlib.nullcontext()
@@ -134,6 +141,16 @@ class ShardParameters(WorksOnBlocks):
 FEATURE = ShardParameters
 
 
+def _makes_other_tensors():
+    """Whether the caller has torch make tensors without memory, to which parameters could not be gathered."""
+    made = torch.empty(0)
+    try:
+        made.untyped_storage()
+    except NotImplementedError:
+        return True
+    return type(made) is not torch.Tensor
+
+
 def sharded_blocks(engine: "DeepSpeedEngine") -> Optional[ShardedBlocks]:
     """Returns what has an engine's sharded parameters, or None if it shards none."""
     deepcompile = state_of(engine)
@@ -141,14 +158,15 @@ def sharded_blocks(engine: "DeepSpeedEngine") -> Optional[ShardedBlocks]:
     return None if part is None else part.sharded
 
 
-def _group_of_shards(group):
-    """Returns the process group for sharded parameters of the ranks of ``group``. All engines of these have the same.
+def make_group_of_shards(group: "ProcessGroup", device: torch.device) -> None:
+    """Makes the process group for sharded parameters of the ranks of ``group``. All engines of these have the same.
 
-    Engines come and go, but a communicator takes memory and time.
+    Engines come and go, but a communicator takes memory and time. All ranks call this when an engine is made: parts
+    have no collectives when :meth:`~Feature.__init__` makes them. ``device``: of the parameters.
     """
     if group not in _groups_of_shards:
         ranks = dist.get_all_ranks_from_group(group)
         # If ``group`` has not all ranks, the others are not here.
         is_part = len(ranks) < dist.get_world_size()
         _groups_of_shards[group] = torch.distributed.new_group(ranks, use_local_synchronization=is_part)
-    return _groups_of_shards[group]
+    shorten_timeout(_groups_of_shards[group], device)

@@ -10,7 +10,6 @@ import torch
 from torch.nn import Module, Parameter
 
 import deepspeed.comm as dist
-from deepspeed.utils import logger
 
 from ...zero_1_and_2.hooks import Hook
 from ...zero_1_and_2.messages import tell
@@ -200,11 +199,6 @@ class ShardedBlocks:
         for unit in self.units:
             # Where parameters have their values from once the engine is gone, if another engine is made of them.
             unit.keep(self)
-        if any(not unit.is_gathered for unit in self.units):
-            logger.warning(
-                "The engine is destroyed, and parameters stay sharded, so the model cannot be used but by another "
-                "engine; destroy the engine within `with unsharded_parameters(engine):` to use it"
-            )
 
 
 def frozen_of_blocks(module: Module, blocks: List[Module], trained: List[Parameter]) -> List[List[Parameter]]:
