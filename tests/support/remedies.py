@@ -291,7 +291,8 @@ FOLLOWED = {
     "change that, or leave the configuration out": (
         "features/fits/test_fits.py::test_a_configuration_that_is_not_reckoned"
     ),
-    "is not {}; name what there is": "features/fits/test_fits.py::test_numbers_that_no_gpu_has",
+    "is not above 0; name what there is": "features/fits/test_fits.py::test_numbers_that_no_gpu_has",
+    "is not from 1 to {}; name what there is": "features/fits/test_fits.py::test_numbers_that_no_gpu_has",
     "no parameter of the model is trained; set requires_grad of some": (
         "features/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
     ),
@@ -307,8 +308,20 @@ FOLLOWED = {
         "features/fits/test_fits.py::test_the_command_prints_modes"
     ),
     "there is no file {}; name a config.json": "features/fits/test_fits.py::test_a_model_of_transformers",
-    "finds no configuration of {} ({}); name a config.json": (
+    "reads no configuration of {} ({}); name a config.json": (
         "features/fits/test_fits.py::test_a_model_of_transformers"
+    ),
+    "name a configuration whose parts suit each other": (
+        "features/fits/test_fits_refuses.py::test_a_configuration_whose_parts_disagree"
+    ),
+    "and no torch.nn.Module; name a function that returns a model": (
+        "features/fits/test_fits.py::test_the_command_prints_modes"
+    ),
+    "the model returns no tensor, but {}; return its loss": (
+        "features/fits/test_fits_refuses.py::test_what_the_forward_lacks_is_mended"
+    ),
+    "cannot be written: {}; name a file in a folder that there is": (
+        "features/fits/test_fits_refuses.py::test_a_place_that_cannot_be_written"
     ),
     "cannot be written: {}; name another place with --out": (
         "features/memory_picture/test_memory_picture.py::test_the_command_says_where_it_cannot_write"
