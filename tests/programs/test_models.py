@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
-from deepspeed.compile.features.shard_parameters import sharded_blocks, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import unsharded_parameters
+from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
 from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters
 
 from support.architectures import ARCHITECTURES, IN_EVERY_RUN
