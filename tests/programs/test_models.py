@@ -29,13 +29,30 @@ from support.training import BOUND, compile_backend, device, engine_by_configura
 STEPS = ((2, 2), (2, 2), (2, 3))
 # torch's own aot_eager cannot run the graphs of these either: one views a tensor with other strides than were traced.
 WITH_INDUCTOR = ("Qwen3Next", "OlmoHybrid")
+# Of these so few layers are made that none repeat, so sharding needs the names of the blocks' classes.
+BLOCKS = {
+    "Albert": ["AlbertLayer"],
+    "Funnel": ["FunnelLayer"],
+    "Jamba": ["JambaMambaDecoderLayer", "JambaAttentionDecoderLayer"],
+    "OlmoHybrid": ["OlmoHybridLinearAttentionDecoderLayer", "OlmoHybridAttentionDecoderLayer"],
+}
+# Why these do not train sharded.
+NOT_SHARDED = {
+    "Jamba": "fails without DeepCompile too, because grouped_mm wants weights at multiples of 16 bytes",
+    "SqueezeBert": "its blocks call forward() of parts of themselves",
+}
 
 
 def pytest_generate_tests(metafunc):
     takes_all = metafunc.config.option.every_model
     if "shards" in metafunc.fixturenames:
         names = "shards, name"
-        both = [(shards, name) for name in ARCHITECTURES for shards in ("all", "frozen")]
+        why_not = {name: pytest.mark.xfail(reason=reason, strict=True) for name, reason in NOT_SHARDED.items()}
+        both = [
+            pytest.param(shards, name, marks=why_not.get(name, ()))
+            for name in ARCHITECTURES
+            for shards in ("all", "frozen")
+        ]
         first, *others = ((("all", "frozen")[index % 2], name) for index, name in enumerate(IN_EVERY_RUN))
         dozen = [first, *(pytest.param(*each, marks=pytest.mark.slow) for each in others)]
     else:
@@ -70,18 +87,18 @@ class Training:
 def train(name, stage, deepcompile, shards=None):
     """Trains for three steps of two micro-batches.
 
-    ``shards``: None, or which parameters are sharded with DeepCompile. For "frozen", only biases and the like train.
+    ``shards``: None, or which parameters are sharded with DeepCompile. For "frozen", every other one is frozen.
     """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model = ARCHITECTURES[name].make().to(device()).train()
-    for parameter in model.parameters():
+    for index, parameter in enumerate(model.parameters()):
         if parameter.dim() == 0:
             # DeepSpeed 0.19.8 broadcasts parameters as bytes, as which torch cannot view one without dimensions.
             parameter.data = parameter.data.view(1)
         if shards == "frozen":
-            parameter.requires_grad_(parameter.dim() == 1)
+            parameter.requires_grad_(parameter.requires_grad and index % 2 == 1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     more = {
         "gradient_accumulation_steps": 2,
@@ -89,7 +106,7 @@ def train(name, stage, deepcompile, shards=None):
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 20000},
     }
     if shards is not None and deepcompile:
-        more["compile"] = {"shard_parameters": shards}
+        more["compile"] = {"shard_parameters": shards, "regional_compilation": BLOCKS.get(name)}
     engine = engine_by_configuration(model, deepcompile, lr=0.2, momentum=0.5, **more)
     losses, rank, differs = [], dist.get_rank(), dist.get_rank() == 0 < dist.get_world_size() - 1
     for step, rows_of_each in enumerate(STEPS):
@@ -167,4 +184,4 @@ def test_trains_sharded_as_without_deepcompile(ranks, shards, name):
         assert result.error < BOUND, result
         for off, on in zip(result.losses_off, result.losses_on, strict=True):
             assert on == pytest.approx(off, rel=1e-4), result
-        assert result.moved > 1e-4 and result.at_rest > 0, result
+        assert result.moved > 1e-3 and result.at_rest > 0, result
