@@ -129,7 +129,10 @@ class GatherOrder:
         self._whole.begin(unit, evaluates=self._evaluates)
         unit.finish_gather()
         if self._begun == place + 1 < len(self.units):
-            self._begin_next()
+            # The caller is about to read this unit, which may have begun before all others: the next one takes the
+            # place of another one.
+            with self._whole.in_use(unit):
+                self._begin_next()
 
     def _begin_next(self):
         unit = self.units[self._begun]
