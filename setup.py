@@ -103,12 +103,6 @@ EDITS = (
     ),
     (
         ENGINE,
-        "collection of an engine",
-        "    def __del__(self):\n        try:\n            self.destroy()\n",
-        "    def __del__(self):\n        try:\n            deepcompile.destroy_collected(self)\n",
-    ),
-    (
-        ENGINE,
         "zero_grad()",
         "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n\n",
         "        for param_name, param in self.module.named_parameters():\n            param.grad = None\n"

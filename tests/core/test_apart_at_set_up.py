@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.zero_1_and_2.collectives import EveryRankRaises
+from deepspeed.compile.zero_1_and_2.collectives import every_rank_raises
 from deepspeed.compile.zero_1_and_2.engine import set_up
 from deepspeed.compile.zero_1_and_2.feature import Feature
 
@@ -81,7 +81,7 @@ def test_an_error_on_one_rank(ranks, rank, where):
 def raise_by_kind(kinds):
     kind, own = kinds[dist.get_rank()], None
     try:
-        with EveryRankRaises("do it"):
+        with every_rank_raises("do it"):
             if kind is not None:
                 own = kind("mine")
                 raise own

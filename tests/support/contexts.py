@@ -3,7 +3,7 @@
 """What a caller may have opened around the first forward of an engine, which compiles itself there."""
 
 import contextlib
-from typing import Any, List, NamedTuple, Optional
+from typing import List, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
@@ -121,8 +121,8 @@ def batch_of(step):
     return torch.randn(4, WIDTH, generator=generator).to(device())
 
 
-def first_call(name, section, around: Any = lambda engine: contextlib.nullcontext()):
-    """Calls a new engine for the first time within a context, and trains it. ``around(engine)``: around the call."""
+def first_call(name, section):
+    """Calls a new engine for the first time within a context, and trains it."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = Model().to(device())
@@ -139,15 +139,14 @@ def first_call(name, section, around: Any = lambda engine: contextlib.nullcontex
         engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
         x = batch_of(0)
         try:
-            with around(engine):
-                if name in TRANSFORMS:
-                    result = TRANSFORMS[name](engine, x)
-                else:
-                    with {**TRAINING, **OTHERS}[name]():
-                        result = engine(x)
-                        if name in TRAINING:
-                            engine.backward(result)
-                            engine.step()
+            if name in TRANSFORMS:
+                result = TRANSFORMS[name](engine, x)
+            else:
+                with {**TRAINING, **OTHERS}[name]():
+                    result = engine(x)
+                    if name in TRAINING:
+                        engine.backward(result)
+                        engine.step()
         except (RuntimeError, ValueError) as error:
             raised = str(error)
         is_compiled, losses = engine.is_compiled, []

@@ -17,7 +17,10 @@ FOLLOWED = {
     "and cannot be trained; set requires_grad before the engine is made": _SHARDING,
     "and another rank was to save it; save it on rank 0 alone": _SHARDING,
     "was called within a forward or a backward; call it outside of them": _SHARDING,
-    "destroy the engine within `with unsharded_parameters(engine):` to use it": _SHARDING,
+    "leave it out, or call the engine outside of these": (
+        "features/self_compile/test_contexts_of_callers.py::test_a_context_around_the_first_forward"
+    ),
+    "make the same {} on every rank": "features/configuration/test_same_models.py::test_models_that_differ",
     "change its values in place, or make another engine of the model": _SHARDING,
     "and its engine was destroyed; make another engine of the model, or destroy": _SHARDING,
     "run the backward before destroy(), or the forward again": _SHARDING,

@@ -37,49 +37,29 @@ def collective(purpose: str) -> Iterator[None]:
         raise torch.distributed.DistBackendError(reducer_module().could_not(purpose, str(error))) from error
 
 
-class EveryRankRaises:
-    """Context that ends with an exchange of all ranks of a group: if one rank raised in it, every rank raises.
+@contextlib.contextmanager
+def every_rank_raises(purpose: str, group: "Optional[ProcessGroup]" = None) -> Iterator[None]:
+    """Context that ends with an exchange of all ranks of a group, or of the world: if one raised, every rank raises.
 
-    Otherwise the other ranks would wait for that rank in their next collective. What runs within must have no
-    collectives, for which a rank that raised before them does not come. Every rank that raised raises its own error.
-
-    Args:
-        purpose: what a rank that raised could not do, such as "set the engine up".
-        group: None means the world.
-
-    Raises:
-        ValueError: if another rank raised one; the message names that rank and says what that rank said.
-        RuntimeError: likewise for other errors.
+    Otherwise the others would wait for that rank in their next collective. What runs within has no collectives, to
+    which such a rank would not come. A rank that raised raises its own error. The others raise a ValueError if it is
+    one, and else a RuntimeError, which says which rank could not do what ``purpose`` names, and why.
     """
-
-    def __init__(self, purpose: str, group: "Optional[ProcessGroup]" = None):
-        self._purpose, self._group = purpose, group
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: Optional[BaseException], traceback: object) -> None:
-        if error is not None and not isinstance(error, Exception):
-            # Such as KeyboardInterrupt, which mostly ends all ranks.
-            return
-        said = None if error is None else (isinstance(error, ValueError), f"{type(error).__name__}: {error}")
-        if error is not None:
-            # If the others are gone, this rank's own error is the one to raise.
-            with contextlib.suppress(RuntimeError):
-                self._exchange(said)
-            return
-        for rank, of_rank in enumerate(self._exchange(said)):
-            if of_rank is not None:
-                is_value, text = of_rank
-                text = f"rank {self._name(rank)} could not {self._purpose}, so no rank goes on. It says: {text}"
-                raise ValueError(text) if is_value else RuntimeError(text)
-
-    def _exchange(self, said: Optional[Tuple[bool, str]]) -> List[Optional[Tuple[bool, str]]]:
-        of_all: List[Optional[Tuple[bool, str]]] = [None] * torch.distributed.get_world_size(self._group)
-        with collective(f"learn whether all ranks could {self._purpose}"):
-            # Not of DeepSpeed, whose log of communication ends the process at this function.
-            torch.distributed.all_gather_object(of_all, said, self._group)
-        return of_all
-
-    def _name(self, rank: int) -> int:
-        return rank if self._group is None else torch.distributed.get_global_rank(self._group, rank)
+    group, own = group or torch.distributed.group.WORLD, None
+    try:
+        yield
+    except Exception as error:
+        own = error
+    said = None if own is None else (isinstance(own, ValueError), f"{type(own).__name__}: {own}")
+    of_all: List[Optional[Tuple[bool, str]]] = [None] * torch.distributed.get_world_size(group)
+    # If the others are gone, this rank's own error is the one to raise.
+    with collective(f"learn whether all ranks could {purpose}") if own is None else contextlib.suppress(RuntimeError):
+        # Not of DeepSpeed, whose log of communication ends the process at this function.
+        torch.distributed.all_gather_object(of_all, said, group)
+    if own is not None:
+        raise own
+    for rank, of_rank in enumerate(of_all):
+        if of_rank is not None:
+            rank = torch.distributed.get_global_rank(group, rank)
+            text = f"rank {rank} could not {purpose}, so no rank goes on. It says: {of_rank[1]}"
+            raise ValueError(text) if of_rank[0] else RuntimeError(text)

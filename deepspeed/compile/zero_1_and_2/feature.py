@@ -159,9 +159,7 @@ class Feature:
 
     def __init__(self, context: SetUpContext):
         """Prepares the engine. What this changes, a function that it adds to ``context.undo`` reverts.
-
-        It has no collectives: another rank may have raised in the set-up already, and does not come to them.
-        """
+        It has no collectives, because a rank on which the set-up has raised would not come to them."""
 
     def commit(self) -> None:
         """Called when all parts are made, and before the optimizer is changed: does what cannot be reverted."""

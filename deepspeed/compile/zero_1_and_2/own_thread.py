@@ -9,30 +9,28 @@ from typing import Any, Callable, TypeVar
 from deepspeed.accelerator import get_accelerator
 
 Result = TypeVar("Result")
-_UNSET = object()
 
 
 def in_own_thread(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Calls a function in a new thread, waits for it, and returns what it returns or raises what it raises.
 
     Torch keeps what a caller opens by thread: modes such as FakeTensorMode, transforms of ``torch.func``, hooks of
-    saved tensors, autocast, inference mode, ``no_grad()``, and default devices. A new thread has none of these, also
-    none that a later torch will add. It gets the caller's device, stream and context variables. It changes the latter
-    for the caller too, because Dynamo keeps its options there.
+    saved tensors, autocast, inference mode, default devices. A new thread has none. It gets the caller's device,
+    stream and context variables, and changes the latter for the caller, because Dynamo keeps its options there.
     """
-    accelerator = get_accelerator()
-    device, stream, context = accelerator.current_device(), accelerator.current_stream(), contextvars.copy_context()
+    accelerator, context = get_accelerator(), contextvars.copy_context()
+    device, stream = accelerator.current_device(), accelerator.current_stream()
 
     def call():
         accelerator.set_device(device)
         with accelerator.stream(stream):
             return function(*args, **kwargs)
 
-    # If the caller is interrupted, it waits until the function has come to an end, so nothing is left half done.
+    # A caller that is interrupted waits until the function has ended, so nothing is left half done.
     with ThreadPoolExecutor(1) as thread:
         try:
             return thread.submit(context.run, call).result()
         finally:
             for variable, value in context.items():
-                if variable.get(_UNSET) is not value:
+                if variable.get(None) is not value:
                     variable.set(value)

@@ -2,10 +2,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Contexts of the caller around the first forward of an engine that shards its parameters, and transforms of it."""
 
-import contextlib
-
-from deepspeed.compile.features.shard_parameters import unsharded_parameters
-
 from support.contexts import ALL, TRANSFORMS, first_call, same
 from support.ids import vary
 
@@ -14,9 +10,8 @@ SHARDED = {"deepcompile": True, "shard_parameters": "all"}
 REFUSED = ["fake", *(name for name in TRANSFORMS if name != "vmap")]
 
 
-def compare(name, around=None):
-    how = () if around is None else (around,)
-    plain, sharded = first_call(name, {"deepcompile": False}), first_call(name, SHARDED, *how)
+def compare(name):
+    plain, sharded = first_call(name, {"deepcompile": False}), first_call(name, SHARDED)
     return plain, sharded, same(plain, sharded)
 
 
@@ -39,17 +34,3 @@ def test_what_parameters_cannot_be_gathered_within(ranks, name):
     for said, is_same in ranks(2).run(refused, name):
         assert "compile.shard_parameters cannot gather parameters within FakeTensorMode or a transform" in said
         assert is_same
-
-
-@contextlib.contextmanager
-def compiled_and_unsharded(engine):
-    engine.compile(backend="eager")
-    with unsharded_parameters(engine):
-        yield
-
-
-@vary("name", REFUSED)
-def test_what_that_error_advises(ranks, name):
-    """The advice would lead to another error, or to other numbers."""
-    for plain, sharded, is_same in ranks(2).run(compare, name, compiled_and_unsharded):
-        assert sharded.raised == plain.raised is None and is_same

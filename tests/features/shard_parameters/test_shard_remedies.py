@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.compile.features.shard_parameters import feature, sharded_blocks, unit_memory, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import feature, unit_memory, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
@@ -115,17 +115,6 @@ def whole_within_a_forward(folder):
     hook.remove()
     enter()
     return said, trains(engine, module)
-
-
-def ended_at_rest(folder):
-    """An engine is destroyed at rest, and another one within the context."""
-    module, engine = make("all")
-    said = []
-    with mock.patch.object(sharded_blocks.logger, "warning", said.append):
-        engine.destroy()
-        # This destroys the other engine within the context, of which nothing is said.
-        works = trains(another_engine(module, "all"), module)
-    return said, works
 
 
 def trained_too_late(folder):
@@ -242,7 +231,6 @@ REMEDIES = {
     ended_before_a_backward: "or the forward again with another engine of the model",
     whole_within_a_forward: "was called within a forward or a backward; call it outside of them",
     taken_as_torch_does: "cannot be taken by get_model_state_dict() here; do it within `with unsharded_parameters(",
-    ended_at_rest: "destroy the engine within `with unsharded_parameters(engine):` to use it",
     trained_too_late: "and cannot be trained; set requires_grad before the engine is made",
     saved_elsewhere: "another rank was to save it; save it on rank 0 alone",
     read_at_rest: "cannot be read or changed (sum) here; do it within `with unsharded_parameters(engine):`",

@@ -100,11 +100,11 @@ def _ranks_of_one_model(engine):
 def _refuse(engine, group):
     """Raises, on all ranks of a group, the first problem that no arguments of ``engine.compile()`` could mend."""
     # Imported here, because the compiler takes a second, for which training without DeepCompile need not wait.
-    from ...zero_1_and_2.collectives import EveryRankRaises
+    from ...zero_1_and_2.collectives import every_rank_raises
     from ...zero_1_and_2.engine.options import problems_of, refusal
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
-    with EveryRankRaises("make an engine", group):
+    with every_rank_raises("make an engine", group):
         error = refusal(request, problems_of(request))
         if error is not None:
             raise error

@@ -50,14 +50,14 @@ def refuse_other_optimizers(module: Module, optimizer: torch.optim.Optimizer, gr
 
 def _compare(what, own, group):
     # Imported here, as in calls.py.
-    from ...zero_1_and_2.collectives import EveryRankRaises, collective
+    from ...zero_1_and_2.collectives import collective, every_rank_raises
 
     first = dist.get_global_rank(group, 0) if group is not None else 0
     of_first: List[Optional[List[Tuple[str, Traits]]]] = [own if dist.get_rank() == first else None]
-    with collective(f"compare the {what} of all ranks"):
+    with collective(f"learn whether the {what} of all ranks are the same"):
         torch.distributed.broadcast_object_list(of_first, src=first, group=group)
     assert of_first[0] is not None
-    with EveryRankRaises("make an engine", group):
+    with every_rank_raises("make an engine", group):
         difference = _difference(dict(own), dict(of_first[0]), first)
         if difference:
             raise ValueError(f"the {what} of the ranks differ: {difference}; make the same {what} on every rank")

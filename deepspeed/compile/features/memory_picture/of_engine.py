@@ -22,7 +22,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
-from ...zero_1_and_2.collectives import EveryRankRaises
+from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.messages import warn
 from . import data, files
@@ -79,7 +79,7 @@ def prepare(engine: "DeepSpeedEngine") -> None:
             "them later"
         )
     records = rank in (0, world - 1)
-    with EveryRankRaises("write pictures of memory"):
+    with every_rank_raises("keep records of memory"):
         if records:
             try:
                 files.make_folder(Path(option.folder))

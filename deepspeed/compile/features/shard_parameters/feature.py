@@ -117,8 +117,7 @@ class ShardParameters(WorksOnBlocks):
         if not self.sharded.whole.are_fixed and _makes_other_tensors():
             raise RuntimeError(
                 "compile.shard_parameters cannot gather parameters within FakeTensorMode or a transform of torch.func "
-                "that differentiates; call engine.compile(), and then open `with unsharded_parameters(engine):` of "
-                "deepspeed.compile.features.shard_parameters around the mode or the transform, on all ranks"
+                "that differentiates; leave it out, or call the engine outside of these"
             )
         if training and torch.is_grad_enabled():
             self.sharded.passes.forget_skipped()

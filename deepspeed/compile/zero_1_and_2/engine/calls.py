@@ -9,7 +9,6 @@ import contextlib
 from typing import TYPE_CHECKING, Any, ContextManager, Dict, Tuple
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from ..gradient.native import reducer_module
 from .state import state_of
@@ -104,19 +103,6 @@ def drop_gradients(engine: "DeepSpeedEngine") -> None:
     """Called by ``engine.zero_grad()``: drops reduced gradients too, which parameters no longer hold."""
     if state_of(engine) is not None:
         engine.optimizer.zero_grad()
-
-
-def destroy_collected(engine: "DeepSpeedEngine") -> None:
-    """Called when Python collects an engine: destroys it, also if its user has done so.
-
-    Python collects anywhere, for example while the compiler traces another engine's module with tensors that have no
-    memory. DeepSpeed then asks each tensor of the optimizer's states whether it is pinned, and gets an error that
-    prints the tensor. No public function leaves the modes of tensors that are open. A thread cannot serve here: it
-    could wait for a lock that this one holds.
-    """
-    # The private function imports a part of the compiler, which only an open mode has imported already.
-    with _disable_current_modes() if is_in_torch_dispatch_mode() else contextlib.nullcontext():
-        engine.destroy()
 
 
 def after_step(engine: "DeepSpeedEngine") -> None:

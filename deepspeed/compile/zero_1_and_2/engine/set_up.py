@@ -10,7 +10,7 @@ import torch
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..collectives import EveryRankRaises, collective
+from ..collectives import collective, every_rank_raises
 from ..feature import Feature, Request, SetUpContext, classes, only, overriding
 from ..gradient.layout import alike_but_not_all_registered, flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
@@ -31,7 +31,6 @@ _last_identity = 0
 # With how many elements a bucket is sent; see send_numel().
 SEND_NUMEL = 2**25
 SEND_NUMEL_OF_A_RANK = 2**20
-PURPOSE = "set an engine up"
 LEFT = (
     "DeepCompile leaves the gradients of {} parameters to autograd: layers that look alike share graphs, and the "
     "optimizer lacks a trained parameter of some; give it these too, or set their requires_grad to false"
@@ -67,13 +66,13 @@ def set_up(
 
 def _set_up(request):
     engine, group = request.engine, request.engine.seq_data_parallel_group
-    with EveryRankRaises(PURPOSE, group):
+    with every_rank_raises("set an engine up", group):
         check_options(request)
         reducer_module()
     identity, optimizer = _next_identity(engine.optimizer), engine.optimizer
 
     with contextlib.ExitStack() as undo:
-        with EveryRankRaises(PURPOSE, group):
+        with every_rank_raises("set an engine up", group):
             take_over_parameters(optimizer)
             reducer = make_reducer(request, identity)
             undo.callback(reducer.close)

@@ -47,8 +47,7 @@ class ParameterNumbers:
                     "put into the model, or its requires_grad set, after the engine was made; make the engine anew"
                 )
             numbers = [self._identity, *(self._index[number] for number in key)]
-            # The caller may have opened FakeTensorMode or a transform of torch.func, which would give this tensor no
-            # numbers in later calls either.
+            # In a FakeTensorMode that the caller has open, this tensor would have no numbers, also later.
             made = in_own_thread(torch.tensor, numbers, dtype=torch.int64)
             self._made[key] = made
         return made
