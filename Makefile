@@ -2,7 +2,7 @@
 #               (WORKERS=14: by so many processes at once; CHANGED_SINCE=COMMIT: changed since that commit)
 # make test-all lint, then all cases of every test, which take hours on two cores
 # make test-rest a tenth of what make test leaves out (PART=7: which one, from 0 to 9)
-# make test-landing both in one run, for .ci/run (LATELY_SINCE=COMMIT: of programs whose subject has changed, a third)
+# make test-landing both in one run, for .ci/run, with a third of all programs
 # make test-gpu the tests that use GPUs, on a machine with one or more; ranks share GPUs where there are fewer (WORKERS=12)
 # make quick    fast tests of each subject, which take less than two minutes on two cores
 # make demo     train the small model of examples/demo on two processes (DEMO_ARGS="..." reaches the script)
@@ -31,7 +31,6 @@ SEED ?= 0
 # The ranks of a test wait for each other, so three processes keep two cores busy.
 WORKERS ?= 3
 CHANGED_SINCE ?=
-LATELY_SINCE ?=
 PART ?= 0
 WORLD ?= 2
 SANITIZER ?= address thread undefined
@@ -99,8 +98,7 @@ test-rest: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 test-landing: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 	echo "Running the tests and part $(PART) of the rest, which takes about 35 minutes on two cores ..."
 	$(RUN) pytest -q tests --fewer-cases --part-of-the-rest $(PART) \
-		$(if $(CHANGED_SINCE),--changed-since $(CHANGED_SINCE)) \
-		$(if $(LATELY_SINCE),--changed-lately-since $(LATELY_SINCE)) --base $(BASE) $(IN_PARALLEL) $(WITHIN_BUDGET)
+		$(if $(CHANGED_SINCE),--changed-since $(CHANGED_SINCE)) --base $(BASE) $(IN_PARALLEL) $(WITHIN_BUDGET)
 
 test-gpu: toolchain $(FORK) $(BENCH) $(FRONTS) $(BASE)
 	echo "Running the tests that use a GPU ..."
