@@ -39,10 +39,20 @@ VENV := .venv/$(shell printf '%s' '$(TORCH)' | tr -cs 'A-Za-z0-9.+' '-')
 BIN := $(CURDIR)/$(VENV)/bin
 # Errors only: of a search in several indexes pip warns for each package that one of them lacks.
 PIP := '$(BIN)/python' -m pip --disable-pip-version-check --quiet --quiet
+# $(call if_links,WORDS): these words where the environment has links to this checkout instead of copies, as CONTRIBUTING.md
+# sets it up.
+LINKS = import json, os, sys, urllib.parse; from importlib import metadata; \
+	texts = (found.read_text('direct_url.json') or '{}' for found in metadata.distributions(name='deepspeed')); \
+	linked = (urllib.parse.unquote(url['url'].removeprefix('file://')) for url in map(json.loads, texts) \
+	if url.get('dir_info', {}).get('editable')); \
+	print(*sys.argv[1:] if os.path.realpath('$(CURDIR)') in map(os.path.realpath, linked) else ())
+if_links = $$('$(BIN)/python' -I -c "$(LINKS)" $(1))
 # Native code compiled at run time stays in the environment whose torch it was compiled against. CONTRIBUTING.md sets a
 # variable for a shell in the checkout under which modules of the checkout are not found.
-# Modules are kept compiled, also where a shell says otherwise: pytest rewrites the asserts of hundreds of files.
+# Modules are kept compiled, also where a shell says otherwise: pytest rewrites the asserts of hundreds of files. Where
+# Python looks into this folder, it takes deepspeed/ for the package before it asks for links, so it looks there first.
 RUN := env -u PYTHONSAFEPATH -u PYTHONDONTWRITEBYTECODE PATH='$(BIN)':"$$PATH" \
+	$(call if_links,PYTHONPATH='$(CURDIR)/build/editable') \
 	TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/torch_extensions'
 
 # $(call content,PATHS): a short name for what is in these files and folders
@@ -200,7 +210,7 @@ $(TOOLS):
 # compiler takes a minute or two for each module and uses one core, so modules are compiled beside each other.
 $(FORK): $(TOOLS)
 	echo "Installing the fork ..."
-	$(PIP) install --no-build-isolation .
+	$(PIP) install --no-build-isolation $(call if_links,--editable) .
 	echo "Compiling native code, which may take some minutes on two cores ..."
 	cd $(VENV) && for name in CPUAdamBuilder FusedAdamBuilder; do \
 		{ $(RUN) python -c "$(COMPILE_ADAM)" $$name >$$name.log 2>&1 || \
