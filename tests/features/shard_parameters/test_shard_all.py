@@ -894,7 +894,7 @@ def refusals(folder):
     said = {"overlap": outcome(make, "plain", overlapped)}
     module, engine = make("plain", SHARDED)
     weight = module.body.blocks[0].up.weight
-    said["read"] = outcome(weight.sum)
+    said["placed"] = outcome(weight.data_ptr)
     said["offload"] = outcome(engine.offload_states)
     said["cast"] = outcome(module.bfloat16)
     said["saved"] = outcome(lambda: torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt"))
@@ -971,6 +971,52 @@ def test_ranks_that_differ(how):
         assert seconds < TIMEOUT
 
 
+class SeesImages(Adapted):
+    """Blocks of another size look at images, of which a rank may have none."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.is_first = first
+        self.tower = torch.nn.ModuleList(AdaptedBlock(2 * WIDTH) for _ in range(3))
+
+    def forward(self, ids, skip=False):
+        loss = super().forward(ids, skip) if not self.is_first else 0
+        if not skip:
+            x = torch.ones(2, 2 * WIDTH, device=ids.device)
+            for block in self.tower:
+                x = block(x)
+            loss = loss + x.square().mean()
+        return loss + super().forward(ids, skip) if self.is_first else loss
+
+
+def without_images(shards, first):
+    """Trains where the second rank has no images. Returns what is said, and after how many seconds."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = SeesImages(first).to(device())
+    if shards == "all":
+        module.requires_grad_(True)
+    config = {"compile": {"regional_compilation": True, "shard_parameters": shards}}
+    engine, begin = make_engine(module, Case(config=config, stage=2, bucket=1)), time.monotonic()
+
+    def step():
+        loss = engine(batch(0, 0, 0, 4), dist.get_rank() == 1)
+        engine.backward(loss)
+        engine.step()
+
+    return outcome(step), time.monotonic() - begin
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
+@vary("shards", ["all", pytest.param("frozen", marks=SLOW)])
+@vary("first", [True, pytest.param(False, marks=SLOW)])
+def test_a_rank_without_images(shards, first):
+    """Gloo would end a rank that gets messages of another size, or a rank wait to the time-out, and name no cause."""
+    for said, seconds in in_processes_of_their_own(without_images, shards, first):
+        assert said and said.startswith("DistBackendError: ranks gathered parameters of different blocks"), said
+        assert seconds < TIMEOUT
+
+
 @pytest.mark.quick
 def test_a_gpu_can_say_why_ranks_differ():
     """An assertion on a CUDA device refuses a message of 255 bytes or more, in every run, also of ranks alike."""
@@ -978,7 +1024,7 @@ def test_a_gpu_can_say_why_ranks_differ():
 
 
 def test_what_is_refused(ranks, tmp_path):
-    """Each of these would compute with, move or save memory that holds nothing."""
+    """Each of these would name, compute with, move or save memory that holds nothing."""
     for said in ranks(2).run(refusals, str(tmp_path)):
         for name, sentence in said.items():
             assert sentence is not None and "compile.shard_parameters" in sentence, name
