@@ -40,7 +40,7 @@ WRITERS = {
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {
         "zero_1_and_2.step.partitions": "of the master weights, while the optimizer steps them whole",
-        "features.ranges.own_step": "of a part of the master weights, while the optimizer steps that part",
+        "zero_1_and_2.step.own_step": "of a part of the master weights, while the optimizer steps that part",
         "features.offload.host_memory": "of the master weights: gives back what the base has made",
         "features.fits.activations": "of parameters without memory, which no step follows",
     },
@@ -50,8 +50,8 @@ WRITERS = {
     },
     # A function that is given the states of some master weights may write entries too, as in eight_bit/blockwise.py.
     "state": {
-        "features.ranges.rule": "what a rule has made for a partition",
-        "features.ranges.own_step": "of a part of the master weights, while the optimizer steps that part",
+        "zero_1_and_2.step.rule": "what a rule has made for a partition",
+        "zero_1_and_2.step.own_step": "of a part of the master weights, while the optimizer steps that part",
         "features.muon.muon": "the momentum of whole matrices, before a rule steps",
         "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },

@@ -20,7 +20,7 @@ from deepspeed.compile.features.eight_bit.feature import _states_that_stay_in_fp
 from deepspeed.compile.features.memory_picture.of_engine import tensors_of
 from deepspeed.compile.features.memory_picture.record import Recording, phase
 from deepspeed.compile.features.one_pass_adam.adam import AdamStep
-from deepspeed.compile.features.ranges.own_step import OwnStep
+from deepspeed.compile.zero_1_and_2.step.own_step import OwnStep, WholeStep
 from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -48,7 +48,7 @@ CLIPPING = 1.0
 # Width and depth of a model whose partitions have more elements than a range has.
 LARGE = {"cpu": (2048, 8), "cuda": (8192, 16)}
 # What one step of a partition is, after the first steps -> how that is called.
-STEPPED = {AdamStep: ONE_PASS, OwnStep: RANGES, type(None): WHOLE}
+STEPPED = {AdamStep: ONE_PASS, OwnStep: RANGES, WholeStep: WHOLE}
 
 
 def pytest_generate_tests(metafunc):

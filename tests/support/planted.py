@@ -262,7 +262,7 @@ FAULTS = {
         "a gradient is kept until the whole partition is stepped",
         FEATURES + "ranges/partition_gradient.py",
         {"        del self._rest[index : index + behind]\n": ""},
-        ("features/ranges/test_ranges.py",),
+        ("core/test_ranges.py",),
     ),
     "count of steps not kept": Fault(
         "Adam corrects the bias of each step in one pass as if it were the first",

@@ -127,7 +127,7 @@ FOLLOWED = {
     "does not divide partitions of {} elements; {}": "programs/test_optimizers.py::test_states_that_stay_in_fp32",
     "give it block_size={}": "programs/test_optimizers.py::test_states_that_stay_in_fp32",
     "{} {}, or leave {} out": "features/remainders/test_remainders_refused.py::test_refused",
-    "a rule must return the end of the elements": "features/ranges/test_ranges.py::test_ranges_step_as_the_whole",
+    "a rule must return the end of the elements": "core/test_ranges.py::test_ranges_step_as_the_whole",
     "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
     "{} {}, or leave compile.optimizer_states out": ("features/eight_bit/test_eight_bit_refused.py::test_refused"),
     "set torch_autocast.dtype to bfloat16, or leave {} out": _EIGHT_BIT,

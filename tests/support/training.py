@@ -21,6 +21,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.features import NAMES
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero_1_and_2.engine.state import rules_of
 from deepspeed.compile.zero_1_and_2.feature import classes
 from deepspeed.runtime import torch_autocast
 
@@ -163,11 +164,7 @@ class Pair(NamedTuple):
 @contextlib.contextmanager
 def ranges_of(numel):
     """Within it an optimizer is stepped in ranges of so many elements, on any device."""
-    # The core's tests run where this part was removed.
-    if "ranges" not in NAMES:
-        yield
-        return
-    from deepspeed.compile.features.ranges import ranges
+    from deepspeed.compile.zero_1_and_2.step import ranges
 
     before = ranges.RANGE_NUMEL, ranges.RANGE_NUMEL_ON_HOST
     ranges.RANGE_NUMEL = ranges.RANGE_NUMEL_ON_HOST = numel
@@ -185,7 +182,7 @@ def updates_compiled_from(numel, large=2**22):
         yield
         return
     from deepspeed.compile.features.one_pass_adam import adam
-    from deepspeed.compile.features.ranges import partition_gradient, ranges
+    from deepspeed.compile.zero_1_and_2.step import partition_gradient, ranges
 
     with (
         mock.patch.object(adam, "LEAST_NUMEL", numel),
@@ -200,13 +197,11 @@ def step_in_one_pass(engine):
     if "one_pass_adam" not in NAMES:
         return
     from deepspeed.compile.features.one_pass_adam.feature import StepsInOnePass
-    from deepspeed.compile.features.ranges.feature import StepsInRanges
-    from deepspeed.compile.features.ranges.rule import make_rules
 
     deepcompile, names = engine.optimizer._deepcompile, [cls.__name__ for cls in classes()]
     others = [feature for feature in deepcompile.features if not isinstance(feature, StepsInOnePass)]
     features = sorted([*others, StepsInOnePass(None)], key=lambda feature: names.index(type(feature).__name__))
-    deepcompile.find(StepsInRanges).all_rules = make_rules(features)
+    deepcompile.rules = rules_of(features)
 
 
 def as_traced(runs):

@@ -40,7 +40,6 @@ NAMES = (
     # What cuts a graph in pieces is called last, because the pieces stand in place of the graph.
     "loss",
     "shard_parameters",
-    "ranges",
     "one_pass_adam",
     "eight_bit",
     "remainders",

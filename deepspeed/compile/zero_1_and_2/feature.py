@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .graph.partitioner import Rewrite, Split
     from .parameter.gather import AllGather
     from .parameter.placement import Placement
-    from .step.partitions import StepOfGroups
+    from .step.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
 
@@ -198,14 +198,20 @@ class Feature:
 
     # Gathers the stepped parameters in place of the core's AllGather, if this part does it.
     gather: Optional["AllGather"] = None
-    # Makes one step of all partitions in place of the core's StepOfGroups, if this part steps them piece by piece.
-    step_of_groups: "Optional[Callable[[DeepSpeedZeroOptimizer, List[Optional[torch.Tensor]]], StepOfGroups]]" = None
     # Makes other gradients of some groups' gradients, if an update is not computed element by element.
     transform: Optional[Transform] = None
     # Places gradients and new parameters elsewhere than the core's Placement, if the optimizer is on the host.
     placement: Optional["Placement"] = None
     # Methods that override the base's optimizer's. The core's override them, and earlier parts' those of later parts.
     optimizer_mixin: Optional[type] = None
+
+    def rules(self, others: List["Rule"]) -> List["Rule"]:
+        """Returns what steps partitions, in the order in which it is asked. Called once, before :meth:`commit`.
+
+        ``others`` are the rules of the parts that stand before this one, and last the one by which the optimizer
+        itself steps ranges. What none of them serves, the optimizer steps whole.
+        """
+        return others
 
     def attached(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
         """Called when the optimizer has the methods of all parts, and each part has done its :meth:`commit`."""

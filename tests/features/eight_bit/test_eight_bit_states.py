@@ -23,11 +23,11 @@ from deepspeed.compile.features.eight_bit.blockwise import (
 from deepspeed.compile.features.eight_bit.eight_bit import EightBitAdam
 from deepspeed.compile.features.one_pass_adam.adam_operators import Elements, Settings
 from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK, codes_of, decode, encode, make_map, zero_code
-from deepspeed.compile.features.ranges import partition_gradient
-from deepspeed.compile.features.ranges import ranges as of_partition
-from deepspeed.compile.features.ranges.partition_gradient import PartitionGradient
-from deepspeed.compile.features.ranges.ranges import Ranges
-from deepspeed.compile.features.ranges.rule import Partition
+from deepspeed.compile.zero_1_and_2.step import partition_gradient
+from deepspeed.compile.zero_1_and_2.step import ranges as of_partition
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
+from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
+from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
 from support.ids import vary
 from support.optimizers import Views, deepspeed_adam, skip_without_kernel

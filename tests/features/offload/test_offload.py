@@ -171,7 +171,7 @@ class Stepped(NamedTuple):
 
 def train_with_optimizer_of_configuration(params, numel):
     """Trains with an optimizer that the configuration names, range by range, beside torch's AdamW."""
-    from deepspeed.compile.features.ranges.partition_gradient import PartitionGradient
+    from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
 
     torch._dynamo.reset()
     settings = {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-4, "weight_decay": 0.1}

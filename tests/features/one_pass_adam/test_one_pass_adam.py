@@ -23,10 +23,10 @@ from deepspeed.compile.features.one_pass_adam.adam_operators import (
     step_rows,
 )
 from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK, decode, encode, make_map
-from deepspeed.compile.features.ranges.own_step import OwnStep
-from deepspeed.compile.features.ranges.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from deepspeed.compile.features.ranges.ranges import Ranges
+from deepspeed.compile.zero_1_and_2.step.own_step import OwnStep
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from deepspeed.compile.zero_1_and_2.step.partitions import note_step
+from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
 
 from support.beside import warnings_logged
 from support.ids import vary

@@ -13,10 +13,9 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.compile.features.one_pass_adam import adam
 from deepspeed.compile.features.one_pass_adam.adam import AdamStep, OnePassAdam
-from deepspeed.compile.features.ranges.own_step import OwnRanges
-from deepspeed.compile.features.ranges.partition_gradient import ALIGN_NUMEL
-from deepspeed.compile.features.ranges.rule import make_rules
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
+from deepspeed.compile.zero_1_and_2.step.own_step import OwnRanges
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary
@@ -205,7 +204,7 @@ def kinds_of_rules():
 
     def rules(backend, **compile_kwargs):
         engine = start(Case("FillsPartition", backend=backend, compile_kwargs=compile_kwargs)).engine
-        found = [type(rule) for rule in make_rules(engine.optimizer._deepcompile.features)]
+        found = [type(rule) for rule in engine.optimizer._deepcompile.rules]
         engine.destroy()
         return found
 

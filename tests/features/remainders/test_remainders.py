@@ -11,10 +11,10 @@ import torch
 from deepspeed.compile.features.one_pass_adam import adam_operators
 from deepspeed.compile.features.one_pass_adam.adam_operators import Elements, Scalars, Settings
 from deepspeed.compile.features.one_pass_adam.remainders import join, split
-from deepspeed.compile.features.ranges.partition_gradient import PartitionGradient
-from deepspeed.compile.features.ranges.ranges import Ranges
-from deepspeed.compile.features.ranges.rule import Partition
 from deepspeed.compile.features.remainders.rule import EveryStepAdam, RemaindersAdam
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
+from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
+from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
 from support.ids import vary
 from support.optimizers import Views, skip_without_kernel

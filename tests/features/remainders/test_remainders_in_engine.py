@@ -18,7 +18,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed.compile.features.one_pass_adam.remainders import split
-from deepspeed.compile.features.ranges.feature import StepsInRanges
 from deepspeed.compile.features.remainders import masters as masters_module
 from deepspeed.compile.features.remainders.rule import EveryStepAdam
 from deepspeed.compile.zero_1_and_2.engine import set_up
@@ -96,12 +95,7 @@ def compile_engine(engine, run):
     """
     engine.compile(backend=run.backend)
     if not {*REMAINDERS, *EIGHT_BITS} & run.config["compile"].keys():
-        rules_of(engine).all_rules = [EveryStepAdam()]
-
-
-def rules_of(engine):
-    """Returns the part that has the rules of an engine."""
-    return engine.optimizer._deepcompile.find(StepsInRanges)
+        engine.optimizer._deepcompile.rules = [EveryStepAdam()]
 
 
 def trained(engine):
@@ -662,7 +656,7 @@ def raise_half_way(run):
     _, engine = start(run)
     step_on_given(engine, run, 0)
     state = copy.deepcopy(engine.optimizer.state_dict())
-    before, (rule, *_) = masters(engine), rules_of(engine).all_rules
+    before, (rule, *_) = masters(engine), engine.optimizer._deepcompile.rules
     begins = type(rule).begin
 
     def begin_half(rule, partition):

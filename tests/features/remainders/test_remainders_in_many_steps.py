@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.ranges.feature import StepsInRanges
 from deepspeed.compile.features.remainders.rule import EveryStepAdam
 from deepspeed.utils import safe_get_full_fp32_param
 
@@ -65,7 +64,7 @@ def train_beside(steps, same_parameters):
         optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3)
         engines.append(make_engine(module, case, optimizer=optimizer))
     # Torch steps small partitions, and makes the first step, with other roundings.
-    engines[1].optimizer._deepcompile.find(StepsInRanges).all_rules = [EveryStepAdam()]
+    engines[1].optimizer._deepcompile.rules = [EveryStepAdam()]
     pairs = list(zip(*(module.parameters() for module in modules)))
     losses, others, units, untied = ([], []), 0, 0, 0
     for step in range(steps):

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from ...zero_1_and_2.engine.set_up import send_numel
 from ...zero_1_and_2.gradient.layout import flat_layout
-from ..ranges.partition_gradient import GATHERED_NUMEL, IN_PLACE_NUMEL
+from ...zero_1_and_2.step.partition_gradient import GATHERED_NUMEL, IN_PLACE_NUMEL
 from .modes import Question
 
 # DeepSpeed pads a flat tensor to a multiple of so many elements for each rank (``nccl_start_alignment_factor``).

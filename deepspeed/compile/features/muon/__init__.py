@@ -3,4 +3,4 @@
 """Computes the updates of DeepSpeed's Muon, which need whole matrices, and has rules step them."""
 
 # Parts without which this one does not work.
-NEEDS = ("linked_states", "ranges")
+NEEDS = ("linked_states",)

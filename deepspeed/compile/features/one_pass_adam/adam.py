@@ -20,10 +20,10 @@ from deepspeed.utils import logger
 
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform
-from ..ranges.authors import hooks_of_torch, steps_as_written
-from ..ranges.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from ..ranges.ranges import end_of_range
-from ..ranges.rule import Partition, Rule, is_scaled_by_autocast
+from ...zero_1_and_2.step.authors import hooks_of_torch, steps_as_written
+from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
+from ...zero_1_and_2.step.ranges import end_of_range
+from ...zero_1_and_2.step.rule import Partition, Rule, is_scaled_by_autocast
 from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
 
 _OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
@@ -206,7 +206,7 @@ def is_fp32(value: Any, master: torch.Tensor) -> bool:
 
 
 class AdamStep:
-    """One step of one partition, whose states are in fp32. The public methods are those of ``ranges/``'s ``Step``.
+    """One step of one partition, whose states are in fp32. The public methods are those of the core's ``Step``.
 
     Elements are stepped in rows. A subclass for states of another form says how many columns a row has.
 

@@ -4,12 +4,12 @@
 
 from typing import List
 
-from ...zero_1_and_2.feature import Request
-from ..ranges.rule import HasRules, Rule
+from ...zero_1_and_2.feature import Feature, Request
+from ...zero_1_and_2.step.rule import Rule
 from .adam import OnePassAdam
 
 
-class StepsInOnePass(HasRules):
+class StepsInOnePass(Feature):
     """Asks the rule for Adam before others, which take several passes over memory."""
 
     @classmethod

@@ -3,4 +3,4 @@
 """Keeps master weights as the parameters and 16 bits more: ``compile.store_param_remainders``."""
 
 # Parts without which this one does not work.
-NEEDS = ("ranges", "one_pass_adam")
+NEEDS = ("one_pass_adam",)

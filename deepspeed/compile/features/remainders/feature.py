@@ -9,10 +9,10 @@ from torch.nn import Embedding, EmbeddingBag
 
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.feature import Request, SetUpContext, only
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext, only
 from ...zero_1_and_2.parameter.gather import AllGather
+from ...zero_1_and_2.step.rule import Rule
 from ..one_pass_adam.adam import RefuseOwnStep, problem_with, unsupported_forms
-from ..ranges.rule import HasRules, Rule
 from .masters import Masters
 from .optimizer import RemaindersOfParameters, use_remainders
 from .rule import RemaindersAdam
@@ -20,7 +20,7 @@ from .rule import RemaindersAdam
 OPTION = "store_param_remainders"
 
 
-class Remainders(HasRules):
+class Remainders(Feature):
     """Keeps remainders in place of the master weights, and makes every step."""
 
     @classmethod

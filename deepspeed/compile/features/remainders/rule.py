@@ -6,6 +6,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 import torch
 
+from ...zero_1_and_2.step.rule import Partition, Rule
 from ..one_pass_adam.adam import (
     EAGER_NUMEL,
     AdamStep,
@@ -17,7 +18,6 @@ from ..one_pass_adam.adam import (
     problem_with,
 )
 from ..one_pass_adam.adam_operators import step_rows
-from ..ranges.rule import Partition, Rule
 
 
 class RemaindersAdam:

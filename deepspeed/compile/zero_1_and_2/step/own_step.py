@@ -1,14 +1,15 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Has an optimizer step ranges of its parameter by its own ``step()``."""
+"""Steps ranges of a partition, or all of it at once, by the optimizer's own ``step()``."""
 
-from typing import Any, Dict, Optional
+import contextlib
+from typing import Any, Dict, Iterator, List, Optional
 
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.step.partitions import with_groups
 from .authors import hooks_of_torch
 from .partition_gradient import PartitionGradient
 from .ranges import end_of_range
@@ -112,3 +113,44 @@ def _part(value, parameter, first, last):
     if is_per_element(value, parameter):
         return value[first:last]
     return value.clone() if torch.is_tensor(value) else value
+
+
+class WholeStep:
+    """One step of one partition as one range, made by the optimizer itself, which no rule can do without.
+
+    Such an optimizer looks at more than one element at a time, or somebody has replaced its ``step()``. The methods
+    are those of ``Step`` in ``rule.py``.
+    """
+
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer, group: int):
+        self._optimizer, self._group = optimizer, group
+
+    def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
+        optimizer, inner = self._optimizer, self._optimizer.optimizer
+        master = optimizer.single_partition_of_fp32_groups[self._group]
+        master.grad = gradient.scaled(first, limit)
+        # The optimizer may drop it.
+        gradient.give_memory_back()
+        try:
+            # _optimizer_step() hides the other groups, and leaves them hidden if it raises. A checkpoint that is
+            # loaded then needs all groups.
+            with with_groups(inner, inner.param_groups):
+                optimizer._optimizer_step(self._group)
+        finally:
+            master.grad = None
+        optimizer._deepcompile.placement.new_parameters(optimizer, self._group).copy_(master.data)
+        return limit
+
+    def finish(self) -> None:
+        """Does nothing: the optimizer has written all states."""
+
+
+@contextlib.contextmanager
+def with_groups(inner: torch.optim.Optimizer, param_groups: List[Dict[str, Any]]) -> Iterator[None]:
+    """Context in which an optimizer has these parameter groups. Whatever it has at the end, its own come back."""
+    before = inner.param_groups
+    try:
+        inner.param_groups = param_groups
+        yield
+    finally:
+        inner.param_groups = before

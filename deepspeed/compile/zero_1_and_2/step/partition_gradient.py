@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import torch
 
-from ...zero_1_and_2.step.scaling import scale_into
+from .scaling import scale_into
 
 if TYPE_CHECKING:
-    from ...zero_1_and_2.gradient.views import PartitionViews
+    from ..gradient.views import PartitionViews
 
 # A range that is read where it lies has a multiple of so many elements, so that a kernel reads 16 bytes at a time in
 # every dtype.

@@ -1,14 +1,11 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is: a way to step the elements of a partition. Parts that have rules are a :class:`HasRules`."""
+"""What a rule is: a way to step the elements of a partition. Optional parts have some: ``Feature.rules()``."""
 
-import abc
 import dataclasses
-from typing import TYPE_CHECKING, Any, Dict, Iterable, List, Optional, Protocol
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Protocol
 
 import torch
-
-from ...zero_1_and_2.feature import Feature
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -83,26 +80,6 @@ class Rule(Protocol):
         This may compile code, but changes nothing of the optimizer: an overflow may end the step before its first
         range. A rule serves no partition that is not ``as_written``.
         """
-
-
-class HasRules(Feature, abc.ABC):
-    """A part of an engine that has rules."""
-
-    @abc.abstractmethod
-    def rules(self, others: List[Rule]) -> List[Rule]:
-        """Returns what steps partitions, in the order in which it is asked. Called once, in the first step.
-
-        ``others`` are the rules of the parts that stand before this one.
-        """
-
-
-def make_rules(features: Iterable[Feature]) -> List[Rule]:
-    """Returns what steps the partitions of one engine. The optimizer steps whole what is left."""
-    rules: List[Rule] = []
-    for feature in features:
-        if isinstance(feature, HasRules):
-            rules = feature.rules(rules)
-    return rules
 
 
 def first_step(rules: Iterable[Rule], partition: Partition) -> Optional[Step]:

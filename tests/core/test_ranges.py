@@ -22,13 +22,13 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._contextlib import _DecoratorContextManager
 
-from deepspeed.compile.features.ranges import ranges
-from deepspeed.compile.features.ranges.authors import steps_as_written
-from deepspeed.compile.features.ranges.own_step import OwnRanges, OwnStep
-from deepspeed.compile.features.ranges.partition_gradient import ALIGN_NUMEL, PartitionGradient
-from deepspeed.compile.features.ranges.ranges import Ranges
-from deepspeed.compile.features.ranges.rule import Partition
 from deepspeed.compile.zero_1_and_2.parameter.gather import AllGather
+from deepspeed.compile.zero_1_and_2.step import ranges
+from deepspeed.compile.zero_1_and_2.step.authors import steps_as_written
+from deepspeed.compile.zero_1_and_2.step.own_step import OwnRanges, OwnStep
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
+from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
+from deepspeed.compile.zero_1_and_2.step.rule import Partition
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 from support.ids import vary
