@@ -114,6 +114,13 @@ EDITS = (
         "self.module.compile(**{**compile_kwargs, 'backend': backend})",
         "deepcompile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
     ),
+    # Otherwise the parameters are linked with states in the order of the model, and they lie in another order.
+    (
+        "deepspeed/runtime/zero/stage_1_and_2.py",
+        "places of parameters in round robin order",
+        "            if any(self.round_robin_bit16_padding[i]):\n",
+        "            if self.round_robin_gradients or any(self.round_robin_bit16_padding[i]):\n",
+    ),
     (
         "deepspeed/ops/op_builder/builder.py",
         "build at first use",

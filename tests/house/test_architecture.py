@@ -35,7 +35,7 @@ WRITERS = {
     "_backward_active_depth": {"zero_1_and_2.gradient.backward"},
     "post_backward_callback_queued": {"zero_1_and_2.gradient.backward"},
     "averaged_gradients": {"zero_1_and_2.gradient.backward"},
-    "_hp_optimizer_states_linked": {"features.linked_states.feature"},
+    "_hp_optimizer_states_linked": {"zero_1_and_2.step.linked_states", "zero_1_and_2.step.optimizer"},
     "offload_gradient_dict": {"features.offload.host_memory"},
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {

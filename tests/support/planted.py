@@ -413,10 +413,10 @@ FAULTS = {
     ),
     "load keeps old moments": Fault(
         "after a load, safe_get_full_optimizer_state() finds no states",
-        FEATURES + "linked_states/feature.py",
+        CORE + "step/optimizer.py",
         {
-            "        _part(self).forget_places()\n        _part(self).link_again(self)\n": (
-                "        _part(self).forget_places()\n"
+            "        self._deepcompile.links.forget_places()\n        self._deepcompile.links.link_again(self)\n": (
+                "        self._deepcompile.links.forget_places()\n"
             )
         },
         ("features/muon/test_muon_in_engine.py", "core/test_checkpoints.py"),

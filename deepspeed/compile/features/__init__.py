@@ -31,7 +31,6 @@ NAMES = (
     "liger",
     "monitoring",
     "guards",
-    "linked_states",
     "activation_budget",
     "blocks",
     "key_value_cache",

@@ -213,6 +213,10 @@ class Feature:
         """
         return others
 
+    def link_states(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+        """Called when parameters were linked with the states that have the shape of the master weights. Links states
+        that this part keeps in a form of its own."""
+
     def attached(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
         """Called when the optimizer has the methods of all parts, and each part has done its :meth:`commit`."""
 

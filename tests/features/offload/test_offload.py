@@ -3,7 +3,7 @@
 """With the optimizer on the host (``offload_optimizer``), gradients go there too, and training stays what it is.
 
 ``test_dtypes.py`` has the number formats, and ``test_checkpoints.py``, ``test_engine_state.py`` and
-``linked_states/test_read_and_set.py`` what is saved, moved, read and set.
+``core/test_read_and_set.py`` what is saved, moved, read and set.
 """
 
 import contextlib

@@ -3,4 +3,4 @@
 """Keeps Adam's states in 8 bits."""
 
 # Parts without which this one does not work.
-NEEDS = ("linked_states", "one_pass_adam")
+NEEDS = ("one_pass_adam",)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional
 
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...zero_1_and_2.feature import Request, SetUpContext
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.step.rule import Rule
-from ..linked_states.feature import HasStates
 from ..one_pass_adam.adam import RefuseOwnStep, unsupported_forms
 from .eight_bit import THIRD_STATE, EightBitAdam, problem_with
 from .states import StatesOfAdam
@@ -36,7 +35,7 @@ class SavesStates(_NextClass):
         self._deepcompile.find(EightBit).states.adopt(self)
 
 
-class EightBit(HasStates):
+class EightBit(Feature):
     """Also of an engine without the option, which may load states in 8 bits: these become fp32 states."""
 
     @classmethod
