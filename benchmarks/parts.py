@@ -139,10 +139,10 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
     Returns:
         What updates all parameters by a fused AdamW in one pass.
     """
-    from deepspeed.compile.features.eight_bit.eight_bit import EightBitAdam
-    from deepspeed.compile.features.one_pass_adam import adam as one_pass
-    from deepspeed.compile.features.one_pass_adam.remainders import split
-    from deepspeed.compile.features.remainders.rule import EveryStepAdam, RemaindersAdam
+    from deepspeed.compile.features.update import adam as one_pass
+    from deepspeed.compile.features.update.eight_bit import EightBitAdam
+    from deepspeed.compile.features.update.remainders import split
+    from deepspeed.compile.features.update.remainders_rule import EveryStepAdam, RemaindersAdam
     from deepspeed.compile.zero_1_and_2.step.norm import sum_of_squares
 
     with torch.device("meta"):

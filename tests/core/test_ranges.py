@@ -3,7 +3,6 @@
 """A flat partition stepped in ranges is what it is stepped whole."""
 
 import collections
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -22,7 +21,6 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._contextlib import _DecoratorContextManager
 
-from deepspeed.compile.zero_1_and_2.parameter.gather import AllGather
 from deepspeed.compile.zero_1_and_2.step import ranges
 from deepspeed.compile.zero_1_and_2.step.authors import steps_as_written
 from deepspeed.compile.zero_1_and_2.step.own_step import OwnRanges, OwnStep
@@ -483,9 +481,7 @@ def test_a_gradient_is_released_after_its_last_range(ranks):
 
 def copies_kept(case, one_pass):
     """Returns how many copies of gradients have memory whenever parameters are sent, in three steps."""
-    from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
-
-    made, kept, gather = [], [], OverlappedGather if case.config else AllGather
+    made, kept = [], []
     # In one pass gradients are scaled as they are read, and small ones are gathered before.
     copying = "_gather" if one_pass else "scaled"
     function = getattr(PartitionGradient, copying)
@@ -496,7 +492,7 @@ def copies_kept(case, one_pass):
         made.extend([weakref.ref(gradient), weakref.ref(self._gathered if one_pass else self._memory)])
         return gradient
 
-    def sent(method):
+    def sent(gather, method):
         function = getattr(gather, method)
 
         def noted(self):
@@ -507,19 +503,15 @@ def copies_kept(case, one_pass):
         return mock.patch.object(gather, method, noted)
 
     least = 2 * ALIGN_NUMEL if one_pass else 2**30
-    with (
-        mock.patch.object(PartitionGradient, copying, noted),
-        sent("start_first") if case.config else contextlib.nullcontext(),
-        sent("start"),
-        updates_compiled_from(least, 32),
-        as_traced(True),
-    ):
+    with updates_compiled_from(least, 32), as_traced(True):
         _, engine = start(case)
+        gather = type(engine.optimizer._deepcompile.gather)
         if one_pass:
             step_in_one_pass(engine)
-        for step in range(3):
-            backward(engine, step)
-            engine.step()
+        with mock.patch.object(PartitionGradient, copying, noted), sent(gather, "start_first"), sent(gather, "start"):
+            for step in range(3):
+                backward(engine, step)
+                engine.step()
         engine.destroy()
     assert made
     return kept
@@ -531,7 +523,7 @@ def test_no_copy_of_a_gradient_outlives_the_step_of_its_group(ranks, one_pass, o
     """A reference that the step's last call leaves would let those of all parameter groups exist at once."""
     case = Case(adam=one_pass, dtype="bf16", model="BlocksWithin", groups=3, config=OVERLAPPED if overlapped else {})
     for kept in ranks(2).run(copies_kept, case, one_pass):
-        assert kept == 3 * ([0, 0] if overlapped else [0])
+        assert kept == 3 * [0, 0]
 
 
 class NotingStates(collections.defaultdict):
@@ -552,24 +544,19 @@ class NotingStates(collections.defaultdict):
 
 def states_of_ranges_kept(case):
     """Returns how many states of ranges exist whenever a range begins, or parameters are sent, in the first step."""
-    from deepspeed.compile.features.overlap_gather.gather import OverlappedGather
-
     kept = []
 
     def noted(owner, method):
         function = getattr(owner, method)
         return mock.patch.object(owner, method, lambda *args: kept.append(states.held()) or function(*args))
 
-    with (
-        ranges_of(16),
-        noted(PartitionGradient, "scaled"),
-        noted(OverlappedGather, "start_first"),
-        noted(OverlappedGather, "start"),
-    ):
+    with ranges_of(16):
         _, engine = start(case)
+        gather = type(engine.optimizer._deepcompile.gather)
         states = engine.optimizer.optimizer.state = NotingStates()
-        backward(engine)
-        engine.step()
+        with noted(PartitionGradient, "scaled"), noted(gather, "start_first"), noted(gather, "start"):
+            backward(engine)
+            engine.step()
         engine.destroy()
     assert len(states.taken) > 6
     return kept

@@ -27,6 +27,8 @@ MOST_LINES, DOOR = 3900, "init_z1_and_2.py"
 CALLED_FROM_OUTSIDE = {
     *("move_flat_partition", "overlapping_partition_gradients_reduce_epilogue", "setup_buckets", "update_lp_params"),
     *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
+    # What a rule may ask for of a gradient.
+    "as_it_is",
 }
 # Attributes of objects of the base, the user and torch -> the modules that write them or their entries, with why each
 # of several does. The core's compile_module() restores _compiled_call_impl where no part compiles the module.
@@ -39,16 +41,15 @@ WRITERS = {
     "offload_gradient_dict": {"features.offload.host_memory"},
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {
-        "zero_1_and_2.step.partitions": "of the master weights, while the optimizer steps them whole",
-        "zero_1_and_2.step.own_step": "of a part of the master weights, while the optimizer steps that part",
+        "zero_1_and_2.step.own_step": "of the master weights, or of a part of them, while the optimizer steps it",
         "features.offload.host_memory": "of the master weights: gives back what the base has made",
         "features.fits.activations": "of parameters without memory, which no step follows",
     },
     "param_groups": {
-        "zero_1_and_2.step.partitions": "while the optimizer steps, also a part of the master weights",
+        "zero_1_and_2.step.own_step": "while the optimizer steps, also a part of the master weights",
         "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
-    # A function that is given the states of some master weights may write entries too, as in eight_bit/blockwise.py.
+    # A function that is given the states of some master weights may write entries too, as in update/blockwise.py.
     "state": {
         "zero_1_and_2.step.rule": "what a rule has made for a partition",
         "zero_1_and_2.step.own_step": "of a part of the master weights, while the optimizer steps that part",
@@ -57,13 +58,13 @@ WRITERS = {
     },
     "__class__": {
         "zero_1_and_2.step.optimizer": "of the optimizer, while gradients come from a reducer",
-        "features.remainders.links": "of what the base keeps of a parameter, whose master weight is computed",
+        "features.update.links": "of what the base keeps of a parameter, whose master weight is computed",
         "features.shard_parameters.from_host": "of the optimizer, which it has made in another way than the base",
         "features.shard_parameters.private_torch": "of tensors, for parameters at rest",
     },
     "set_full_hp_param": {
-        "features.eight_bit.states": "refuses to set a state in 8 bits",
-        "features.remainders.links": "sets parameter and remainder",
+        "features.update.states": "refuses to set a state in 8 bits",
+        "features.update.links": "sets parameter and remainder",
     },
     "lp_fragment": {
         "zero_1_and_2.step.optimizer": "leaves the graph out",

@@ -252,9 +252,9 @@ def test_instances_have_the_attributes():
 
 def test_methods_of_the_mixins_override_some_of_the_base():
     """The base would call a method under a new name, and ours would not run."""
-    from deepspeed.compile.features.eight_bit.feature import SavesStates
     from deepspeed.compile.features.offload.feature import FillsDictLater
-    from deepspeed.compile.features.remainders.optimizer import RemaindersOfParameters
+    from deepspeed.compile.features.update.feature import SavesStates
+    from deepspeed.compile.features.update.masters_in_optimizer import RemaindersOfParameters
     from deepspeed.compile.zero_1_and_2.step.optimizer import StepLocalGradients
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 

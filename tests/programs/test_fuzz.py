@@ -24,9 +24,9 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed.compile.features.blocks.block_calls import BlockParentCall
-from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK
-from deepspeed.compile.features.remainders.rule import EveryStepAdam
 from deepspeed.compile.features.shard_parameters import sharded_blocks, unsharded_parameters
+from deepspeed.compile.features.update.dynamic_map import BLOCK
+from deepspeed.compile.features.update.remainders_rule import EveryStepAdam
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
 from deepspeed.compile.zero_1_and_2.engine import state
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL

@@ -5,7 +5,7 @@
 _REFUSED = "features/unsupported_options/test_options_refused.py::test_refused"
 _REFUSED_BLOCKS = "features/blocks/test_blocks_refused.py::test_refused"
 _ADVISED = "features/unsupported_options/test_options_refused.py::test_what_refusals_advise"
-_EIGHT_BIT = "features/eight_bit/test_eight_bit_in_engine.py::test_refused_states"
+_EIGHT_BIT = "features/update/test_eight_bit_in_engine.py::test_refused_states"
 _MUON = "features/muon/test_muon.py::test_refused_with_muon"
 _SHARDING = "features/shard_parameters/test_shard_remedies.py::test_what_messages_advise"
 _SECTION = "features/configuration/test_section.py::test_a_section_that_is_refused_in_one_sentence"
@@ -126,20 +126,20 @@ FOLLOWED = {
     # Optimizers and their states.
     "does not divide partitions of {} elements; {}": "programs/test_optimizers.py::test_states_that_stay_in_fp32",
     "give it block_size={}": "programs/test_optimizers.py::test_states_that_stay_in_fp32",
-    "{} {}, or leave {} out": "features/remainders/test_remainders_refused.py::test_refused",
+    "{} {}, or leave {} out": "features/update/test_remainders_refused.py::test_refused",
     "a rule must return the end of the elements": "core/test_ranges.py::test_ranges_step_as_the_whole",
     "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
-    "{} {}, or leave compile.optimizer_states out": ("features/eight_bit/test_eight_bit_refused.py::test_refused"),
+    "{} {}, or leave compile.optimizer_states out": ("features/update/test_eight_bit_refused.py::test_refused"),
     "set torch_autocast.dtype to bfloat16, or leave {} out": _EIGHT_BIT,
     "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out": _EIGHT_BIT,
     "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these": (
-        "features/eight_bit/test_eight_bit_refused.py::test_refused"
+        "features/update/test_eight_bit_refused.py::test_refused"
     ),
     "leave it so, or use Adam or AdamW of torch": (
-        "features/eight_bit/test_eight_bit_in_engine.py::test_partitions_that_no_block_size_divides"
+        "features/update/test_eight_bit_in_engine.py::test_partitions_that_no_block_size_divides"
     ),
     "needs Triton on a GPU; install triton": (
-        "features/remainders/test_remainders_in_engine.py::test_a_gpu_without_triton"
+        "features/update/test_remainders_in_engine.py::test_a_gpu_without_triton"
     ),
     "is not supported with Muon, whose updates are computed on the device; leave it out": _MUON,
     "which has whole matrices, at the wrong places; set it to false": _MUON,
@@ -156,13 +156,13 @@ FOLLOWED = {
     "is only supported in stage 3; use 'cpu'": _ADVISED,
     "super_offload is only supported in stage 3; leave it out": _ADVISED,
     "works with a gradient scaler; undo that": (
-        "features/eight_bit/test_eight_bit_in_engine.py::test_a_step_that_others_have_changed_is_refused"
+        "features/update/test_eight_bit_in_engine.py::test_a_step_that_others_have_changed_is_refused"
     ),
     "load them with the edition, the number of ranks and the settings with which they were saved": (
-        "features/eight_bit/test_eight_bit_states.py::test_states_that_are_saved_and_loaded"
+        "features/update/test_eight_bit_states.py::test_states_that_are_saved_and_loaded"
     ),
     "load them with the number of ranks and the settings with which they were saved": (
-        "features/eight_bit/test_eight_bit_states.py::test_states_that_are_saved_and_loaded"
+        "features/update/test_eight_bit_states.py::test_states_that_are_saved_and_loaded"
     ),
     "leave compile.optimizer_states out to set states": (
         "features/shard_parameters/test_shard_all.py::test_what_works_at_rest"
@@ -172,7 +172,7 @@ FOLLOWED = {
     ),
     ", or set offload_optimizer.pin_memory to false": "features/offload/test_offload.py::test_no_memory_to_pin",
     "call engine.reload_states() to {}": (
-        "features/remainders/test_remainders_in_engine.py::test_saved_and_loaded_in_other_places"
+        "features/update/test_remainders_in_engine.py::test_saved_and_loaded_in_other_places"
     ),
     "goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 or 2": (
         "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
@@ -188,7 +188,7 @@ FOLLOWED = {
     ),
     "set gradient_clipping to 0": "features/muon/test_muon.py::test_clipping_is_told_with_its_number",
     "set its max_norm to None, or leave compile.{} out": (
-        "features/remainders/test_remainders_in_engine.py::test_embeddings_with_a_max_norm"
+        "features/update/test_remainders_in_engine.py::test_embeddings_with_a_max_norm"
     ),
     # What DeepCompile cannot honour.
     "call it before the first backward or after engine.step()": (
@@ -359,10 +359,10 @@ FOLLOWED = {
         "features/memory_picture/test_memory_picture.py::test_several_engines_record_one_after_the_other"
     ),
     "cannot be differentiated; set the optimizer's differentiable to false": (
-        "features/remainders/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
+        "features/update/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
     ),
     "which has hooks or was replaced; undo that, or leave {} out": (
-        "features/remainders/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
+        "features/update/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
     ),
     # The build.
     "`apt-get install g++`, or name one in CXX": "core/test_remedies.py::test_one_rank_without_a_compiler",

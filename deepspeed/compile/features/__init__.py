@@ -39,9 +39,7 @@ NAMES = (
     # What cuts a graph in pieces is called last, because the pieces stand in place of the graph.
     "loss",
     "shard_parameters",
-    "one_pass_adam",
-    "eight_bit",
-    "remainders",
+    "update",
     "muon",
     "offload",
     "fits",

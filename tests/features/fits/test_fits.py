@@ -13,11 +13,11 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from deepspeed.compile.features.eight_bit.blockwise import SIGNED, names_of
 from deepspeed.compile.features.fits import __main__ as command
 from deepspeed.compile.features.fits import configuration, fits, fsdp2, gradients, liveness, modes, reckon, sources
 from deepspeed.compile.features.fits.activations import Activations, Moment
 from deepspeed.compile.features.fits.modes import Mode, Question
+from deepspeed.compile.features.update.blockwise import SIGNED, names_of
 from deepspeed.compile.zero_1_and_2 import gradient_counters
 
 from support.ids import vary

@@ -1010,7 +1010,7 @@ def test_without_frozen_parameters(ranks):
 
 def refused_states():
     """Compiles an engine that has loaded states of another form, and once more without them."""
-    from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
+    from deepspeed.compile.features.update.blockwise import FORM, zeros
 
     options = {**SHARDED["compile"], "deepcompile": True, "optimizer_states": "8bit"}
     module, engine = make("plain", {"compile": options}, deepcompile=False)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .modes import Mode
     from .reckon import Answer
 
-NEEDS = ("loss", "activation_budget", "blocks", "shard_parameters", "one_pass_adam", "eight_bit")
+NEEDS = ("loss", "activation_budget", "blocks", "shard_parameters", "update")
 # The line of ds_report.
 COMMAND = ("fork: will it fit?", "python -m deepspeed.compile.features.fits --model NAME --gpus N --memory GB")
 

@@ -16,12 +16,12 @@ from torch.nn import Module, Parameter
 from ...zero_1_and_2.gradient.layout import pieces
 from ..blocks.choose_blocks import choose_blocks
 from ..blocks.parameters import by_block
-from ..eight_bit.blockwise import SIGNED, count_of_blocks
-from ..one_pass_adam.dynamic_map import BLOCK
 from ..shard_parameters.keep import LEFT_FREE
 from ..shard_parameters.outside import large_outside, read_times
 from ..shard_parameters.sharded_blocks import frozen_of_blocks
 from ..shard_parameters.whole_units import MOST_GATHERED
+from ..update.blockwise import SIGNED, count_of_blocks
+from ..update.dynamic_map import BLOCK
 from . import configuration, fsdp2, sources
 from .activations import Activations, Run, Untraceable
 from .gradients import Sent, gathered_in_step, layout_of, send

@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from deepspeed.compile.features.eight_bit import eight_bit
-from deepspeed.compile.features.eight_bit.blockwise import (
+from deepspeed.compile.features.update import eight_bit
+from deepspeed.compile.features.update.adam_operators import Elements, Settings
+from deepspeed.compile.features.update.blockwise import (
     SIGNED,
     fp32_values,
     is_blockwise,
@@ -20,9 +21,8 @@ from deepspeed.compile.features.eight_bit.blockwise import (
     to_fp32,
     zeros,
 )
-from deepspeed.compile.features.eight_bit.eight_bit import EightBitAdam
-from deepspeed.compile.features.one_pass_adam.adam_operators import Elements, Settings
-from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK, codes_of, decode, encode, make_map, zero_code
+from deepspeed.compile.features.update.dynamic_map import BLOCK, codes_of, decode, encode, make_map, zero_code
+from deepspeed.compile.features.update.eight_bit import EightBitAdam
 from deepspeed.compile.zero_1_and_2.step import partition_gradient
 from deepspeed.compile.zero_1_and_2.step import ranges as of_partition
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
@@ -335,7 +335,7 @@ def test_kernel(monkeypatch, dtype):
     flat, found = flat_weights(), []
     for module in ("adam_kernel", "adam_operators"):
         rank = OneRank(flat, 130, NUMEL, adamw)
-        loaded = importlib.import_module(f"deepspeed.compile.features.one_pass_adam.{module}")
+        loaded = importlib.import_module(f"deepspeed.compile.features.update.{module}")
         monkeypatch.setattr(eight_bit, "kernel", lambda loaded=loaded: loaded.step_rows)
         for seed in range(4):
             rank.optimizer.param_groups[0].update(lr=0.01 / (1 + seed), weight_decay=0.1 * seed, maximize=seed == 2)
@@ -370,7 +370,7 @@ def test_steps_at_midpoints(module):
     maps = [make_map(state, device()) for state in (True, False)]
     # Both moments are replaced: they become the gradient and its square.
     scalars = torch.tensor([1, 0, 0, 1, 1, 0, 1, 1, 1], dtype=torch.float32, device=device())
-    importlib.import_module(f"deepspeed.compile.features.one_pass_adam.{module}").step_rows(
+    importlib.import_module(f"deepspeed.compile.features.update.{module}").step_rows(
         Elements(rows, rows.clone(), torch.empty_like(rows), codes, scales), Settings(scalars, maps)
     )
     for state, values in enumerate((rows, rows * rows)):

@@ -19,7 +19,7 @@ from typing import Any, Dict, Tuple
 
 import torch
 
-from ..one_pass_adam.dynamic_map import BLOCK, Map, decode, encode, make_map, zero_code
+from .dynamic_map import BLOCK, Map, decode, encode, make_map, zero_code
 
 # Names of the states -> whether they have a sign.
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}

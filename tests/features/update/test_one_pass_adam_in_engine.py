@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.compile.features.one_pass_adam import adam
-from deepspeed.compile.features.one_pass_adam.adam import AdamStep, OnePassAdam
+from deepspeed.compile.features.update import adam
+from deepspeed.compile.features.update.adam import AdamStep, OnePassAdam
 from deepspeed.compile.zero_1_and_2 import wait_for_parameters
 from deepspeed.compile.zero_1_and_2.step.own_step import OwnRanges
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL

@@ -13,16 +13,16 @@ from torch._inductor import config
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.features.one_pass_adam import adam
-from deepspeed.compile.features.one_pass_adam.adam import OnePassAdam
-from deepspeed.compile.features.one_pass_adam.adam_operators import (
+from deepspeed.compile.features.update import adam
+from deepspeed.compile.features.update.adam import OnePassAdam
+from deepspeed.compile.features.update.adam_operators import (
     Elements,
     Scalars,
     Settings,
     compile_step,
     step_rows,
 )
-from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK, decode, encode, make_map
+from deepspeed.compile.features.update.dynamic_map import BLOCK, decode, encode, make_map
 from deepspeed.compile.zero_1_and_2.step.own_step import OwnStep
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from deepspeed.compile.zero_1_and_2.step.partitions import note_step

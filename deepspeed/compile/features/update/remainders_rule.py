@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence
 import torch
 
 from ...zero_1_and_2.step.rule import Partition, Rule
-from ..one_pass_adam.adam import (
+from .adam import (
     EAGER_NUMEL,
     AdamStep,
     ReplacesOwnStep,
@@ -17,7 +17,7 @@ from ..one_pass_adam.adam import (
     new_state,
     problem_with,
 )
-from ..one_pass_adam.adam_operators import step_rows
+from .adam_operators import step_rows
 
 
 class RemaindersAdam:

@@ -21,7 +21,6 @@ from deepspeed.checkpoint.constants import (
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from ...zero_1_and_2.gradient.layout import partition_offset
-from ..one_pass_adam.dynamic_map import BLOCK
 from .blockwise import (
     FORM,
     SIGNED,
@@ -33,6 +32,7 @@ from .blockwise import (
     to_blocks,
     to_fp32,
 )
+from .dynamic_map import BLOCK
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

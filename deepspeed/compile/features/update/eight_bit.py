@@ -11,11 +11,11 @@ from typing import Any, Dict, Optional, Tuple
 import torch
 
 from ...zero_1_and_2.step.rule import Partition
-from ..one_pass_adam import adam
-from ..one_pass_adam.adam import EAGER_NUMEL, AdamStep, ReplacesOwnStep, StepRows, kernel, new_state
-from ..one_pass_adam.adam_operators import Elements, Settings, step_rows
-from ..one_pass_adam.dynamic_map import BLOCK
+from . import adam
+from .adam import EAGER_NUMEL, AdamStep, ReplacesOwnStep, StepRows, kernel, new_state
+from .adam_operators import Elements, Settings, step_rows
 from .blockwise import SIGNED, has_moments, map_of, names_of, to_blocks, zeros
+from .dynamic_map import BLOCK
 
 THIRD_STATE = "has no form for the third state of amsgrad=true; set amsgrad to false"
 

@@ -30,7 +30,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.gradient.layout import partition, partition_offset
 from ...zero_1_and_2.parameter.gather import AllGather
-from ..one_pass_adam.remainders import join, split
+from .remainders import join, split
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.compile.features.eight_bit.blockwise import FORM, SIGNED, is_blockwise, names_of
-from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK
+from deepspeed.compile.features.update.blockwise import FORM, SIGNED, is_blockwise, names_of
+from deepspeed.compile.features.update.dynamic_map import BLOCK
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_optimizer_state,

@@ -7,9 +7,9 @@ IMPORT = "from deepspeed.compile.z3_eager_fallback import"
 EDITS = (
     (
         ENGINE,
-        "import of eight_bit",
+        "import of states",
         IMPORT,
-        f"from deepspeed.compile.features.eight_bit import states as eight_bit\n{IMPORT}",
+        f"from deepspeed.compile.features.update import states\n{IMPORT}",
     ),
     (
         ENGINE,
@@ -18,19 +18,19 @@ EDITS = (
         "                self.optimizer._restore_from_bit16_weights()\n",
         "            else:\n                success = False\n            if not success:\n"
         "                self.optimizer._restore_from_bit16_weights()\n"
-        "            eight_bit.after_load(self)\n",
+        "            states.after_load(self)\n",
     ),
     (
         ENGINE,
         "step of the optimizer",
         "            self.optimizer.step()\n",
-        "            eight_bit.before_step(self)\n            self.optimizer.step()\n",
+        "            states.before_step(self)\n            self.optimizer.step()\n",
     ),
     (
         "deepspeed/checkpoint/zero_checkpoint.py",
         "read of a rank's file",
         "            for key in keys_to_ignore:\n",
-        "            from deepspeed.compile.features.eight_bit.states import convert_saved\n"
+        "            from deepspeed.compile.features.update.states import convert_saved\n"
         "            convert_saved(sd)\n"
         "            for key in keys_to_ignore:\n",
     ),

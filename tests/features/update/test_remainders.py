@@ -8,10 +8,10 @@ import importlib
 import pytest
 import torch
 
-from deepspeed.compile.features.one_pass_adam import adam_operators
-from deepspeed.compile.features.one_pass_adam.adam_operators import Elements, Scalars, Settings
-from deepspeed.compile.features.one_pass_adam.remainders import join, split
-from deepspeed.compile.features.remainders.rule import EveryStepAdam, RemaindersAdam
+from deepspeed.compile.features.update import adam_operators
+from deepspeed.compile.features.update.adam_operators import Elements, Scalars, Settings
+from deepspeed.compile.features.update.remainders import join, split
+from deepspeed.compile.features.update.remainders_rule import EveryStepAdam, RemaindersAdam
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
 from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
 from deepspeed.compile.zero_1_and_2.step.rule import Partition
@@ -126,7 +126,7 @@ def test_master_weights_have_the_bits_of_those_in_fp32(states, make, offset, ste
     """Master weights that lose a bit somewhere would train otherwise than with the option off."""
     rule = EveryStepAdam
     if states == "8bit":
-        rule = pytest.importorskip("deepspeed.compile.features.eight_bit.eight_bit").EightBitAdam
+        rule = pytest.importorskip("deepspeed.compile.features.update.eight_bit").EightBitAdam
     beside = Beside(ADAMS[make], rule, offset)
     with ranges_of(1504):
         for step in range(steps):
@@ -152,9 +152,9 @@ def test_states_come_back_from_other_states():
 def test_the_kernel_does_what_the_operators_do(in_8_bits):
     """The kernel has the formats' arithmetic once more."""
     skip_without_kernel()
-    from deepspeed.compile.features.eight_bit.blockwise import SIGNED, map_of
+    from deepspeed.compile.features.update.blockwise import SIGNED, map_of
 
-    step_rows = importlib.import_module("deepspeed.compile.features.one_pass_adam.adam_kernel").step_rows
+    step_rows = importlib.import_module("deepspeed.compile.features.update.adam_kernel").step_rows
     rows = (37, 256)
     torch.manual_seed(0)
     kinds = all_kinds()
@@ -181,7 +181,7 @@ def test_the_kernel_does_what_the_operators_do(in_8_bits):
 def test_the_kernel_keeps_every_kind():
     """With a rate of zero the kernel joins and splits, whose arithmetic it has once more."""
     skip_without_kernel()
-    step_rows = importlib.import_module("deepspeed.compile.features.one_pass_adam.adam_kernel").step_rows
+    step_rows = importlib.import_module("deepspeed.compile.features.update.adam_kernel").step_rows
     kinds = all_kinds().view(-1, 256)
     scalars = torch.tensor(Scalars(0.0, 0.0, 0.0, 0.1, 0.01, 0.0, 0.5, 0.3, 1e-8), device=device())
     new, remainders = split(kinds)
