@@ -6,8 +6,6 @@ import collections
 import copy
 import dataclasses
 import functools
-import gc
-import sys
 import tempfile
 import weakref
 from types import MethodType
@@ -245,21 +243,13 @@ def of_another_optimizers_scheduler(optimizer):
     optimizer.step = optimizer.other.step
 
 
-def helper(optimizer):
-    optimizer._init_group = around(optimizer._init_group)
-
-
-def helper_of_all(optimizer):
-    optimizer._optimizer_step_code = around(optimizer._optimizer_step_code)
-
-
 def other_class(optimizer):
     optimizer.__class__ = type("Other", (torch.optim.AdamW,), {})
 
 
 ON_THE_INSTANCE = [
     *(method_before_a_scheduler, wrapper_of_a_schedulers_step, marked, partial, compiled, in_a_context),
-    *(of_another_optimizer, of_another_optimizers_scheduler, helper, helper_of_all, other_class),
+    *(of_another_optimizer, of_another_optimizers_scheduler, other_class),
 ]
 
 
@@ -271,9 +261,6 @@ def test_a_step_that_was_replaced(replace):
     assert may_be_cut(optimizer)
     replace(optimizer)
     assert not may_be_cut(optimizer)
-
-
-ADAM = sys.modules["torch.optim.adam"]
 
 
 def of_a_mock(function):
@@ -294,54 +281,24 @@ def of_made_source(function):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("replaced", [of_a_mock, of_a_cache, of_made_source])
-@pytest.mark.parametrize("owner, name", [(torch.optim.AdamW, "step"), (ADAM, "adam")], ids=["step", "adam"])
-def test_a_replacement_that_is_no_plain_function(owner, name, replaced):
+def test_a_replacement_that_is_no_plain_function(replaced):
     """A replacement without code or module to read would raise, or pass for torch's own."""
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
-    with mock.patch.object(owner, name, replaced(getattr(owner, name))):
+    with mock.patch.object(torch.optim.AdamW, "step", replaced(torch.optim.AdamW.step)):
         assert not may_be_cut(optimizer)
     assert may_be_cut(optimizer)
 
 
-def test_what_was_looked_at_keeps_no_optimizer():
-    """A cache of what was looked at would keep each optimizer, and with it all states, for ever."""
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
-    assert may_be_cut(optimizer)
-    reference, optimizer = weakref.ref(optimizer), None
-    gc.collect()
-    assert reference() is None
-
-
-@pytest.mark.quick
-def test_a_function_that_calls_itself_by_its_closure():
-    """Looking through closures would go round and round in a function that is its own."""
-    namespace = {"__name__": "torch.made"}
-    exec("def make():\n    def again(): return again\n    return again", namespace)
-    with mock.patch.object(ADAM, "made", namespace["make"](), create=True):
-        assert may_be_cut(torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))]))
-
-
 @pytest.mark.parametrize("before", [False, True], ids=["later", "before"])
-@pytest.mark.parametrize(
-    "owner, name",
-    [
-        (torch.optim.AdamW, "step"),
-        (torch.optim.Adam, "_init_group"),
-        (torch.optim.Optimizer, "_optimizer_step_code"),
-        (ADAM, "adam"),
-        (ADAM, "_single_tensor_adam"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_a_function_that_was_replaced_for_all_optimizers(owner, name, before):
+def test_a_step_that_was_replaced_for_all_optimizers(before):
     """Torch marks as its own what it finds on a class, so what was replaced before would pass for torch's."""
 
     def make():
         return torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))])
 
-    optimizer = make()
-    for replaced in (around(getattr(owner, name)), torch.no_grad()(around(getattr(owner, name)))):
-        with mock.patch.object(owner, name, replaced):
+    optimizer, step = make(), torch.optim.AdamW.step
+    for replaced in (around(step), torch.no_grad()(around(step))):
+        with mock.patch.object(torch.optim.AdamW, "step", replaced):
             assert not may_be_cut(make() if before else optimizer)
     assert may_be_cut(optimizer)
 

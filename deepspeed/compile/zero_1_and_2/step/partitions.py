@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer
 
 from ..gradient.layout import partition_offset
-from .authors import is_replaced, steps_as_written
+from .authors import steps_as_written
 from .own_step import WholeStep
 from .partition_gradient import PartitionGradient
 from .ranges import Ranges
@@ -29,11 +29,7 @@ class StepOfGroups:
     def __init__(self, optimizer: DeepSpeedZeroOptimizer, factors: List[Optional[torch.Tensor]]):
         self.optimizer, self.factors = optimizer, factors
         # What others have added to a step, only the whole step of the optimizer does.
-        as_written = (
-            not optimizer.torch_autocast_gradscaler
-            and not is_replaced(optimizer._optimizer_step)
-            and steps_as_written(optimizer.optimizer)
-        )
+        as_written = not optimizer.torch_autocast_gradscaler and steps_as_written(optimizer.optimizer)
         rules, groups = optimizer._deepcompile.rules, range(len(factors))
         self._steps = [
             first_step(rules, self._partition(group, as_written)) or WholeStep(optimizer, group) for group in groups
