@@ -38,11 +38,11 @@ WRITERS = {
     "post_backward_callback_queued": {"zero_1_and_2.gradient.backward"},
     "averaged_gradients": {"zero_1_and_2.gradient.backward"},
     "_hp_optimizer_states_linked": {"zero_1_and_2.step.linked_states", "zero_1_and_2.step.optimizer"},
-    "offload_gradient_dict": {"features.offload.host_memory"},
+    "offload_gradient_dict": {"zero_1_and_2.parameter.host_memory"},
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {
         "zero_1_and_2.step.own_step": "of the master weights, or of a part of them, while the optimizer steps it",
-        "features.offload.host_memory": "of the master weights: gives back what the base has made",
+        "zero_1_and_2.parameter.host_memory": "of the master weights: gives back what the base has made",
         "features.fits.activations": "of parameters without memory, which no step follows",
     },
     "param_groups": {

@@ -318,9 +318,9 @@ FAULTS = {
     # A parameter ----------------------------------------------------------------------------------------------------
     "offloaded parameters at the wrong place": Fault(
         "the new parameters of each range are sent to where those of the first range lie",
-        FEATURES + "offload/host_memory.py",
+        CORE + "parameter/host_memory.py",
         {"partition(optimizer, group)[first:last].copy_(": "partition(optimizer, group)[: last - first].copy_("},
-        ("features/offload/test_offload.py",),
+        ("core/test_offload.py",),
     ),
     "forward does not wait": Fault(
         "with overlap_param_gather, a block begins before its parameters have arrived",

@@ -167,10 +167,8 @@ FOLLOWED = {
     "leave compile.optimizer_states out to set states": (
         "features/shard_parameters/test_shard_all.py::test_what_works_at_rest"
     ),
-    "host memory for gradients could not be had; use more ranks": (
-        "features/offload/test_offload.py::test_little_host_memory"
-    ),
-    ", or set offload_optimizer.pin_memory to false": "features/offload/test_offload.py::test_no_memory_to_pin",
+    "host memory for gradients could not be had; use more ranks": ("core/test_offload.py::test_little_host_memory"),
+    ", or set offload_optimizer.pin_memory to false": "features/pinning/test_pinning.py::test_no_memory_to_pin",
     "call engine.reload_states() to {}": (
         "features/update/test_remainders_in_engine.py::test_saved_and_loaded_in_other_places"
     ),

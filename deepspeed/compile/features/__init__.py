@@ -41,7 +41,7 @@ NAMES = (
     "shard_parameters",
     "update",
     "muon",
-    "offload",
+    "pinning",
     "fits",
 )
 

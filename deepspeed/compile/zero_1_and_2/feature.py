@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from .graph.backend import Frame
     from .graph.partitioner import Rewrite, Split
     from .parameter.gather import AllGather
-    from .parameter.placement import Placement
     from .step.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
@@ -200,8 +199,6 @@ class Feature:
     gather: Optional["AllGather"] = None
     # Makes other gradients of some groups' gradients, if an update is not computed element by element.
     transform: Optional[Transform] = None
-    # Places gradients and new parameters elsewhere than the core's Placement, if the optimizer is on the host.
-    placement: Optional["Placement"] = None
     # Methods that override the base's optimizer's. The core's override them, and earlier parts' those of later parts.
     optimizer_mixin: Optional[type] = None
 

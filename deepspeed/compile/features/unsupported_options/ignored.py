@@ -40,6 +40,11 @@ def ignored(request: Request) -> Iterator[str]:
     if offload is not None and offload.device != OffloadDeviceEnum.none:
         written = "cpu_offload_param" if "cpu_offload_param" in zero_config.model_fields_set else "offload_param"
         yield f"zero_optimization.{written} has no effect in this stage, only in stage 3"
+    if engine.zero_cpu_offload() and not zero_config.ignore_unused_parameters:
+        yield (
+            "zero_optimization.ignore_unused_parameters=False has no effect, because a parameter without a gradient "
+            "is stepped on zeros"
+        )
     for section, values in (("zero_optimization", zero_config), ("compile", compile_config)):
         for name, harmless in _ZERO3_ONLY[section].items():
             value = getattr(values, name)

@@ -10,6 +10,7 @@ from torch.nn import Embedding, EmbeddingBag
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 
 from ...zero_1_and_2.feature import Request
 
@@ -88,6 +89,11 @@ def _unsupported_parameters(request):
 def _unsupported_engines(engine):
     if engine._config.zero_config.zenflow is not None:
         yield "zero_optimization.zenflow is not supported; remove it"
+    offload = engine._config.zero_config.offload_optimizer
+    if offload is not None and offload.device == OffloadDeviceEnum.nvme:
+        yield "zero_optimization.offload_optimizer.device='nvme' is only supported in stage 3; use 'cpu'"
+    if engine.zero_cpu_offload() and offload.super_offload:
+        yield "zero_optimization.offload_optimizer.super_offload is only supported in stage 3; leave it out"
     accumulates_apart = engine.get_data_types() == (torch.bfloat16, torch.float32) and not engine.zero_cpu_offload()
     if accumulates_apart and engine.zero_optimization_stage() == 1:
         # DeepSpeed has another optimizer for that.

@@ -16,6 +16,7 @@ from ..gradient.layout import alike_but_not_all_registered, flat_layout, registe
 from ..gradient.native import Reducer, reducer_module
 from ..graph.backend import Backend
 from ..messages import warn
+from ..parameter.host_memory import HostMemory
 from ..parameter.placement import Placement
 from ..step.optimizer import attach, take_over_parameters
 from .options import check_options, overlaps_reduction
@@ -85,7 +86,7 @@ def set_up(
             only(features, "split"),
             no_graph_is_last=any(feature.compiled_modules > 1 for feature in features),
         )
-        placement = only(features, "placement") or Placement()
+        placement = HostMemory() if optimizer.cpu_offload else Placement()
         # Before the reducer learns whom to call, so that its hook is at each node before hooks of the caller.
         register_parameters(engine, reducer, placement)
         deepcompile = EngineState(engine, reducer, features, placement)

@@ -135,6 +135,9 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         self._hp_optimizer_states_linked = False
         keep_no_graph(self)
 
+    def _get_offload_gradient_dict(self):
+        """Does nothing: ``HostMemory`` fills the dict when gradients are handed over."""
+
     def destroy(self) -> None:
         self._deepcompile.let_go()
         # The base's gradient hooks stay removed: the optimizer must not train again.
@@ -161,6 +164,7 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
     # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
     deepcompile.links.link_again(optimizer)
+    deepcompile.placement.drop_memory_of_base(optimizer)
     for part in deepcompile.features:
         part.attached(optimizer)
     attached.add(optimizer)

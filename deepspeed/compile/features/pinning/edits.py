@@ -9,7 +9,7 @@ EDITS = (
         "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
         "            self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
         "        if optimizer_wrapper == ZERO_OPTIMIZATION:\n"
-        "            from deepspeed.compile.features.offload.pinning import explained_pinning\n"
+        "            from deepspeed.compile.features.pinning.pinning import explained_pinning\n"
         "            with explained_pinning(self):\n"
         "                self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
     ),

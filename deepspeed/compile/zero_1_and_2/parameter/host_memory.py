@@ -14,13 +14,13 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 
-from ...zero_1_and_2.gradient.layout import partition
-from ...zero_1_and_2.parameter.placement import Placement
+from ..gradient.layout import partition
+from .placement import Placement
 
 if TYPE_CHECKING:
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from ...zero_1_and_2.gradient.views import PartitionViews
+    from ..gradient.views import PartitionViews
 
 
 class HostMemory(Placement):
