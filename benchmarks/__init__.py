@@ -12,6 +12,8 @@ Commands, from the root of the repository::
     python -m benchmarks.parts                times the parts of a step on one device
     python -m benchmarks.packages             times steps with other packages' kernels, adapters and quantized weights
     deepspeed --module benchmarks.collectives times the collectives of a step
+    torchrun -m benchmarks.copy_engines       times matrix products while a unit moves by NCCL or by copy engines
+    python -m benchmarks.idle TRACE           says where a traced step idles, and what communication slows
     python -m benchmarks.scale                reckons what communication costs a step on many ranks
 
 The files, each of which imports only from those below it:
@@ -24,6 +26,8 @@ host.py         the command that times the parts of a step on the host
 parts.py        the command that times the parts of a step on one device
 packages.py     the command that times steps with other packages
 collectives.py  the command that times collectives
+copy_engines.py the command that times products beside collectives and beside copy engines
+idle.py         the command that reads a trace
 scale.py        the command that reckons what communication costs
 messages.py     lists what a step sends on any number of ranks, without these ranks
 measure.py      what each rank process runs: trains one system and collects its figures

@@ -207,7 +207,7 @@ class Trainer:
         activities = [torch.profiler.ProfilerActivity.CPU]
         if on_gpus():
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities, record_shapes=True) as profiler:
             self.train_step()
             synchronize()
         if dist.get_rank() == 0:

@@ -162,6 +162,57 @@ def test_a_line_for_each_run(package):
     assert [line.split(" | ")[-3:] for line in lines] == [["", "", " |"]] * 2 + [["a", "+0.00e+00", "5.00e-01 |"]]
 
 
+def traced_step(tmp_path):
+    """Writes a trace of products and a collective, in microseconds. Returns its file."""
+    # On stream 7: product 0 to 100; idle; product 300 to 500 beside a collective; idle; an addition 700 to 800; idle;
+    # product 850 to 950.
+    ran = [
+        ("gemm<1>(int)", 7, 0, 100, -10),
+        ("ncclDevKernel_Reduce", 9, 150, 298, -5),
+        ("gemm<1>(int)", 7, 300, 500, -5),
+        ("ncclDevKernel_Reduce", 9, 299, 510, -5),
+        ("add", 7, 700, 800, 650),
+        ("Memcpy", 11, 820, 848, 0),
+        ("gemm<1>(int)", 7, 850, 950, 0),
+        # Of another size, so that it says nothing of how long the second one takes alone.
+        ("gemm<1>(int)", 7, 950, 1950, 0),
+    ]
+    events = []
+    for number, (name, stream, begin, end, launched) in enumerate(ran):
+        args = {"correlation": number, "External id": number, "stream": stream, "grid": [1, 1, 1]}
+        events.append({"cat": "kernel", "name": name, "ts": begin, "dur": end - begin, "args": args})
+        events.append({"cat": "cuda_runtime", "name": "launch", "ts": launched, "dur": 5, "args": args})
+        of_op = {"External id": number, "Input Dims": [[end - begin == 1000]]}
+        events.append({"cat": "cpu_op", "name": "aten::mm", "ts": launched, "dur": 5, "args": of_op})
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"traceEvents": events}))
+    return file
+
+
+def test_where_a_traced_step_is_idle(package, tmp_path):
+    """An idle time would have another cause, or a product beside a collective would pass for one by itself."""
+    idle = package("idle")
+    kernels = idle.read(traced_step(tmp_path))
+    assert idle.compute_stream(kernels) == 7
+    assert [(each.begin, each.length, each.cause) for each in idle.idle_times(kernels)] == [
+        (100, 200, "ncclDevKernel_Reduce"),
+        (500, 200, "host: not launched yet"),
+        (800, 50, "other stream: Memcpy"),
+    ]
+    (row,) = idle.slowed(kernels)
+    assert (row.name, row.alone, row.count_alone, row.beside, row.count_beside, row.lost) == (
+        "gemm",
+        100,
+        2,
+        200,
+        1,
+        100,
+    )
+    report = "\n".join(idle.lines(kernels))
+    assert "idle 0.4 ms" not in report and "idle 0.5 ms, in 3 times" in report
+    assert "take 2.00 of their time alone: 0.1 ms lost" in report
+
+
 def test_a_run_that_fails_loses_no_other(package, monkeypatch, tmp_path):
     """A table would be lost with all its runs where one fails, or where the command is ended."""
     compare = package("compare")
