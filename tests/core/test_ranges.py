@@ -103,7 +103,7 @@ def test_a_gradient_in_one_tensor_is_not_copied(factor):
 @pytest.mark.parametrize("method", ["scaled", "unscaled"])
 def test_pictures_show_the_memory_of_a_range_with_gradients(method):
     """The picture would count the memory of a range as activations, because no name tells it."""
-    classify = pytest.importorskip("deepspeed.compile.features.memory_picture.classify")
+    classify = pytest.importorskip("deepspeed.compile.tools.memory_picture.classify")
     views, _ = draw_gradients(0)
     gradient = PartitionGradient(views, None, torch.empty(0), torch.bfloat16)
     with torch.profiler.profile() as profiler:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.compile.features import NAMES
+from deepspeed.compile.parts import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = ROOT / "deepspeed" / "compile"
@@ -23,6 +23,11 @@ CORE = "zero_1_and_2"
 
 # Of the core and its door. Beside them are fx.py, which ZeRO-3 uses, the door of the section "compile", and old names.
 MOST_LINES, DOOR = 3900, "init_z1_and_2.py"
+SHELVES = ("features", "fixes", "tools")
+# Public names of tools, beside the shelves.
+PUBLIC = {"fits", "memory_picture"}
+# The name of a part, in a text.
+_PART = rf"(?:{'|'.join(SHELVES)})\.\w+"
 # Overrides of methods of the base and of torch, which these call and the core does not.
 CALLED_FROM_OUTSIDE = {
     *("move_flat_partition", "overlapping_partition_gradients_reduce_epilogue", "setup_buckets", "update_lp_params"),
@@ -43,7 +48,7 @@ WRITERS = {
     "grad": {
         "zero_1_and_2.step.own_step": "of the master weights, or of a part of them, while the optimizer steps it",
         "zero_1_and_2.parameter.host_memory": "of the master weights: gives back what the base has made",
-        "features.fits.activations": "of parameters without memory, which no step follows",
+        "tools.fits.activations": "of parameters without memory, which no step follows",
     },
     "param_groups": {
         "zero_1_and_2.step.own_step": "while the optimizer steps, also a part of the master weights",
@@ -118,9 +123,19 @@ def imported(name, tree, known, nodes=None):
             yield inner if inner in known else module
 
 
+def folder_of(part):
+    return COMPILE / part.replace(".", "/")
+
+
+def part_of(module):
+    """Returns the name of the part of a module, "" if it is of none."""
+    shelf, _, rest = module.partition(".")
+    return f"{shelf}.{rest.partition('.')[0]}" if shelf in SHELVES and rest else ""
+
+
 def needs(name):
     """Returns the names of the parts that a part names in ``NEEDS``."""
-    for node in ast.parse((COMPILE / "features" / name / "__init__.py").read_text()).body:
+    for node in ast.parse((folder_of(name) / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == "NEEDS":
             return set(ast.literal_eval(node.value))
     return set()
@@ -156,30 +171,27 @@ def test_the_core_imports_no_optional_part():
     """A part could not be removed, because the core would miss it."""
     trees = modules()
     for name, tree in trees.items():
-        if not name.startswith("features"):
-            found = {other for other in imported(name, tree, trees, ast.walk) if other.startswith("features.")}
-            assert found == set(), name
+        if not part_of(name) and name not in PUBLIC:
+            assert {*map(part_of, imported(name, tree, trees, ast.walk))} <= {""}, name
 
 
 def test_parts_import_what_they_need():
     """A part could be removed, and another one would fail that has not said that it needs it."""
     trees = modules()
     for name, tree in trees.items():
-        part = name.split(".")[1] if name.startswith("features.") else ""
+        part = part_of(name)
         # A file beside the folders is the old name of a part.
-        if part and (COMPILE / "features" / part).is_dir():
-            others = {
-                other.split(".")[1] for other in imported(name, tree, trees, ast.walk) if other.startswith("features.")
-            }
+        if part and folder_of(part).is_dir():
+            others = {*map(part_of, imported(name, tree, trees, ast.walk))} - {""}
             assert others <= {part} | needs(part), name
 
 
 def test_tests_of_a_part_import_the_parts_that_it_needs():
     """Who removes another part would have to look for tests that can no longer be collected."""
-    for path in (ROOT / "tests" / "features").glob("*/*.py"):
-        part = path.parent.name
+    for path in (path for shelf in SHELVES for path in (ROOT / "tests" / shelf).glob("*/*.py")):
+        part = f"{path.parent.parent.name}.{path.parent.name}"
         for node in ast.parse(path.read_text()).body:
-            names = re.findall(r"deepspeed\.compile\.features\.(\w+)", ast.unparse(node)) if is_import(node) else []
+            names = re.findall(rf"deepspeed\.compile\.({_PART})", ast.unparse(node)) if is_import(node) else []
             assert set(names) & set(NAMES) <= {part} | needs(part), path.name
 
 
@@ -205,7 +217,7 @@ def test_the_core_has_no_helper_of_one_part():
         word = re.compile(rf"\b{name}\b")
         users = {path for path in trees if word.search(path.read_text())}
         in_core = sum(len(word.findall(path.read_text())) for path in users.intersection(core))
-        parts = {path.relative_to(COMPILE).parts[1] for path in users if "features" in path.parts}
+        parts = {part_of(name_of(path)) for path in users} - {""}
         assert in_core > 1 or len(parts) > 1 or word.search(calls), name
 
 
@@ -231,12 +243,14 @@ def test_the_base_calls_one_file_of_the_core():
     assert {*re.findall(r"\bdeepcompile\.(\w+)\(", added)} == calls
 
 
-@pytest.mark.parametrize("part", [part for part in NAMES if (COMPILE / "features" / part / "edits.py").is_file()])
+@pytest.mark.parametrize("part", [part for part in NAMES if (folder_of(part) / "edits.py").is_file()])
 def test_edits_of_a_part_call_that_part(part):
     """A part that was removed would leave calls of it in the base, or one that stays would call one that is gone."""
-    edits = runpy.run_path(str(COMPILE / "features" / part / "edits.py"))["EDITS"]
-    modules = re.findall(r"deepspeed\.compile\.features(?:\.(\w+)| import (\w+))", "".join(added_by(edits).values()))
-    assert {name or other for name, other in modules} <= {part}
+    edits = runpy.run_path(str(folder_of(part) / "edits.py"))["EDITS"]
+    modules = re.findall(
+        rf"deepspeed\.compile\.({'|'.join(SHELVES)})(?:\.| import )(\w+)", "".join(added_by(edits).values())
+    )
+    assert {".".join(names) for names in modules} <= {part}
 
 
 def imports_at_the_top(path):
@@ -255,7 +269,9 @@ def imports_at_the_top(path):
 def imports_of_features(tree):
     """Yields the modules of optional parts that a file names, also within functions."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed.compile.features"):
+        if isinstance(node, ast.ImportFrom) and re.match(
+            rf"deepspeed\.compile\.({'|'.join(SHELVES)})\b", node.module or ""
+        ):
             yield node.module
 
 
@@ -267,17 +283,17 @@ def test_tests_of_the_core_are_not_of_an_optional_part():
 
 def test_each_optional_part_has_tests():
     """A part would have its tests where nobody looks for them, or none."""
-    tested = {path.parent.name for path in (ROOT / "tests" / "features").glob("*/test_*.py")}
-    assert tested == set(NAMES)
+    files = [path for shelf in SHELVES for path in (ROOT / "tests" / shelf).glob("*/test_*.py")]
+    assert {f"{path.parent.parent.name}.{path.parent.name}" for path in files} == set(NAMES)
 
 
 def test_what_tests_of_the_core_import_imports_no_optional_part_at_the_top():
     """Where somebody has removed a part, pytest could not collect the file, and none of its tests would run."""
     tests = ROOT / "tests"
-    paths, package = [tests / "conftest.py", *(tests / "core").glob("*.py")], "deepspeed.compile.features"
+    paths = [tests / "conftest.py", *(tests / "core").glob("*.py")]
     for path in paths:
         names = set(imports_at_the_top(path))
-        assert {name for name in names if name.startswith(package)} <= {f"{package}.NAMES"}, path.name
+        assert not [name for name in names if re.match(rf"deepspeed\.compile\.{_PART}", name)], path.name
         modules_of_support = {Path(tests, *name.split(".")[:2]) for name in names if name.startswith("support.")}
         more = {each for module in modules_of_support for each in (module.with_suffix(".py"), module / "__init__.py")}
         paths += sorted(each for each in more.difference(paths) if each.is_file())
@@ -291,13 +307,13 @@ def test_the_core_is_small():
 
 def test_every_optional_part_is_named():
     """DeepSpeed would not call a part, without a word, because setup.py makes the edits of named parts alone."""
-    folders = {path.parent.name for path in (COMPILE / "features").glob("*/__init__.py")}
-    assert folders == set(NAMES)
+    folders = [path.parent for shelf in SHELVES for path in (COMPILE / shelf).glob("*/__init__.py")]
+    assert {name_of(folder / "__init__.py") for folder in folders} == set(NAMES)
 
 
 def test_the_recorder_needs_no_deepspeed():
     """The benchmark could not measure other systems, where no DeepSpeed or another one is installed."""
-    for path in (COMPILE / "features" / "memory_picture").glob("*.py"):
+    for path in (COMPILE / "tools" / "memory_picture").glob("*.py"):
         if path.stem in ("of_engine", "options", "__main__"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):

@@ -213,7 +213,8 @@ source = functools.cache(inspect.getsource)
 
 # Old names of modules -> what the error that they raise names instead.
 MOVED = {
-    "deepspeed/compile/memory_picture.py": "deepspeed.compile.features.memory_picture",
+    "deepspeed/compile/features/fits.py": "deepspeed.compile.fits",
+    "deepspeed/compile/features/memory_picture.py": "deepspeed.compile.memory_picture",
     "deepspeed/compile/features/shard_frozen.py": "deepspeed.compile.features.shard_parameters",
     "deepspeed/compile/zero12.py": "deepspeed.compile.zero_1_and_2",
 }

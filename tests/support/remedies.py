@@ -63,18 +63,16 @@ FOLLOWED = {
     ),
     "which makes a graph of every block; leave one of them out": _REFUSED_BLOCKS,
     "Pass use_cache=False, because a layer finds the cache filled": (
-        "features/key_value_cache/test_key_value_cache.py::test_a_cache_for_which_layers_are_compiled_again"
+        "fixes/key_value_cache/test_key_value_cache.py::test_a_cache_for_which_layers_are_compiled_again"
     ),
     "call them with use_cache=True to have a cache": (
-        "features/key_value_cache/test_key_value_cache.py::test_which_forwards_keep_no_cache"
+        "fixes/key_value_cache/test_key_value_cache.py::test_which_forwards_keep_no_cache"
     ),
     "register hooks at modules to have it compiled": "core/test_remedies.py::test_hooks_at_modules",
     "use hooks of tensors, in a forward hook, instead": (
         "features/guards/test_hooks_later.py::test_hooks_of_tensors_instead"
     ),
-    "compare losses with Liger turned off": (
-        "features/liger/test_liger_lacks.py::test_a_liger_that_has_other_functions"
-    ),
+    "compare losses with Liger turned off": ("fixes/liger/test_liger_lacks.py::test_a_liger_that_has_other_functions"),
     "destroy that engine, or set compile.regional_compilation to false for that engine": (
         "features/blocks/test_blocks_chosen.py::test_blocks_of_another_engine"
     ),
@@ -82,7 +80,7 @@ FOLLOWED = {
         "features/blocks/test_blocks_compilations.py::test_layers_are_compiled_as_often_as_they_differ"
     ),
     "leave empty groups out of the optimizer": (
-        "features/schedulers/test_schedulers.py::test_nothing_is_said_where_empty_groups_are_left_out"
+        "fixes/schedulers/test_schedulers.py::test_nothing_is_said_where_empty_groups_are_left_out"
     ),
     "cannot compile {}; name other classes": (
         "features/blocks/test_blocks_chosen.py::test_blocks_that_cannot_be_compiled"
@@ -98,10 +96,10 @@ FOLLOWED = {
         "features/configuration/test_section.py::test_what_is_no_section"
     ),
     "has no effect without a monitor; enable tensorboard": (
-        "features/monitoring/test_monitors.py::test_warned_without_a_monitor"
+        "tools/monitoring/test_monitors.py::test_warned_without_a_monitor"
     ),
     "has no effect without steps_per_print; set steps_per_print": (
-        "features/monitoring/test_monitors.py::test_monitors_get_counters_and_peaks"
+        "tools/monitoring/test_monitors.py::test_monitors_get_counters_and_peaks"
     ),
     "is no dict of arguments of torch.compile; pass one, or leave it out": (
         "features/self_compile/test_by_configuration.py::test_arguments_that_are_no_dict"
@@ -114,12 +112,12 @@ FOLLOWED = {
     "not with compile.passes={}; leave one of them out": _SECTION,
     "{}{} does not fit; set it to {}{}": _SECTION,
     "needs blocks that wait for their parameters; set compile.regional_compilation to true": _SECTION,
-    "has no sections; name a file as DeepSpeed reads it": "features/fits/test_fits.py::test_json_has_bytes",
-    "whose size its configuration has; name no sequence": "features/fits/test_fits.py::test_images_have_no_tokens",
+    "has no sections; name a file as DeepSpeed reads it": "tools/fits/test_fits.py::test_json_has_bytes",
+    "whose size its configuration has; name no sequence": "tools/fits/test_fits.py::test_images_have_no_tokens",
     "{} has {} positions; ask for a sequence of at most so many": (
-        "features/fits/test_fits.py::test_adapters_and_positions_as_a_gpt_has_them"
+        "tools/fits/test_fits.py::test_adapters_and_positions_as_a_gpt_has_them"
     ),
-    "--checkpoint goes with --config": "features/fits/test_fits.py::test_a_configuration_of_checkpointed_layers",
+    "--checkpoint goes with --config": "tools/fits/test_fits.py::test_a_configuration_of_checkpointed_layers",
     "lines with regional_compilation make blocks": (
         "features/blocks/test_blocks_chosen.py::test_more_that_is_compiled_as_a_whole"
     ),
@@ -168,7 +166,7 @@ FOLLOWED = {
         "features/shard_parameters/test_shard_all.py::test_what_works_at_rest"
     ),
     "host memory for gradients could not be had; use more ranks": ("core/test_offload.py::test_little_host_memory"),
-    ", or set offload_optimizer.pin_memory to false": "features/pinning/test_pinning.py::test_no_memory_to_pin",
+    ", or set offload_optimizer.pin_memory to false": "fixes/pinning/test_pinning.py::test_no_memory_to_pin",
     "call engine.reload_states() to {}": (
         "features/update/test_remainders_in_engine.py::test_saved_and_loaded_in_other_places"
     ),
@@ -287,59 +285,57 @@ FOLLOWED = {
     "Restart from a checkpoint": "core/test_faults_on_one_rank.py::test_ranks_that_are_apart_start_again",
     # The tools.
     "change that, or leave the configuration out": (
-        "features/fits/test_fits.py::test_a_configuration_that_is_not_reckoned"
+        "tools/fits/test_fits.py::test_a_configuration_that_is_not_reckoned"
     ),
-    "is not {}; name what there is": "features/fits/test_fits.py::test_numbers_that_no_gpu_has",
+    "is not {}; name what there is": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
     "no parameter of the model is trained; set requires_grad of some": (
-        "features/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
+        "tools/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
     ),
     "call fits(..., batch=...) with a function that makes it": (
-        "features/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
+        "tools/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
     ),
     "name a function without arguments, and leave its weights": (
-        "features/fits/test_fits.py::test_the_command_prints_modes"
+        "tools/fits/test_fits.py::test_the_command_prints_modes"
     ),
-    "has no function {}; name one that returns a model": "features/fits/test_fits.py::test_the_command_prints_modes",
-    "name a module of this folder or of PYTHONPATH": "features/fits/test_fits.py::test_the_command_prints_modes",
+    "has no function {}; name one that returns a model": "tools/fits/test_fits.py::test_the_command_prints_modes",
+    "name a module of this folder or of PYTHONPATH": "tools/fits/test_fits.py::test_the_command_prints_modes",
     "`pip install transformers`, or name a function that makes a model": (
-        "features/fits/test_fits.py::test_the_command_prints_modes"
+        "tools/fits/test_fits.py::test_the_command_prints_modes"
     ),
-    "there is no file {}; name a config.json": "features/fits/test_fits.py::test_a_model_of_transformers",
-    "finds no configuration of {} ({}); name a config.json": (
-        "features/fits/test_fits.py::test_a_model_of_transformers"
-    ),
+    "there is no file {}; name a config.json": "tools/fits/test_fits.py::test_a_model_of_transformers",
+    "finds no configuration of {} ({}); name a config.json": ("tools/fits/test_fits.py::test_a_model_of_transformers"),
     "cannot be written: {}; name another place with --out": (
-        "features/memory_picture/test_memory_picture.py::test_the_command_says_where_it_cannot_write"
+        "tools/memory_picture/test_memory_picture.py::test_the_command_says_where_it_cannot_write"
     ),
     "holds no step's memory; give a file": (
-        "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
+        "tools/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
     ),
     "give one or two files, not {}": (
-        "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
+        "tools/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
     ),
     "draw it with the DeepSpeed that wrote it": (
-        "features/memory_picture/test_memory_picture.py::test_what_is_advised_of_files_that_cannot_be_read"
+        "tools/memory_picture/test_memory_picture.py::test_what_is_advised_of_files_that_cannot_be_read"
     ),
     "record the step again": (
-        "features/memory_picture/test_memory_picture.py::test_what_is_advised_of_files_that_cannot_be_read"
+        "tools/memory_picture/test_memory_picture.py::test_what_is_advised_of_files_that_cannot_be_read"
     ),
     "{} cannot be imported; {}": (
-        "features/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
+        "tools/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
     ),
     "{} cannot be imported, so its picture was not drawn; {}": (
-        "features/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
+        "tools/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
     ),
     "its data will be written; `{}`, now or before `python -m {} FILE.json` draws them later": (
-        "features/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
+        "tools/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
     ),
     "is no JSON; give a file": (
-        "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
+        "tools/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
     ),
     "and this engine has stage {}; leave {} out": (
-        "features/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
+        "tools/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
     ),
     "{}.folder: {}; name another folder": (
-        "features/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
+        "tools/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
     ),
     "deepspeed.compile.zero12 is deepspeed.compile.zero_1_and_2 now": (
         "house/test_dependencies.py::test_every_file_can_be_imported"
@@ -347,14 +343,14 @@ FOLLOWED = {
     "deepspeed.compile.features.shard_frozen is deepspeed.compile.features.shard_parameters now": (
         "house/test_dependencies.py::test_every_file_can_be_imported"
     ),
-    "has moved: import deepspeed.compile.features.memory_picture": (
-        "features/memory_picture/test_memory_picture.py::test_the_former_name"
+    "has moved: import deepspeed.compile.tools.memory_picture": (
+        "tools/memory_picture/test_memory_picture.py::test_the_former_name"
     ),
     "this engine will have BF16_Optimizer; leave {} out": (
         "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
     ),
     "set {}.step to an earlier one": (
-        "features/memory_picture/test_memory_picture.py::test_several_engines_record_one_after_the_other"
+        "tools/memory_picture/test_memory_picture.py::test_several_engines_record_one_after_the_other"
     ),
     "cannot be differentiated; set the optimizer's differentiable to false": (
         "features/update/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"

@@ -31,7 +31,7 @@ from typing import (
 import torch
 from torch.nn import Module
 
-from ..features import doors
+from ..parts import doors
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

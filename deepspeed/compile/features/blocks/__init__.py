@@ -2,4 +2,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes a graph of each block of a model, once for all layers of a class."""
 
-NEEDS = ("guards",)
+NEEDS = ("features.guards",)

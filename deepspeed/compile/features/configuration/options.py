@@ -6,7 +6,7 @@ from typing import Any, List
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, model_validator
 
-from .. import doors
+from ...parts import doors
 from .sentences import in_one_sentence
 
 

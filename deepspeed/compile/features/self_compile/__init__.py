@@ -3,4 +3,4 @@
 """Has an engine whose configuration says ``compile.deepcompile`` compile itself."""
 
 # Parts without which this one does not work.
-NEEDS = ("configuration", "unsupported_options")
+NEEDS = ("features.configuration", "features.unsupported_options")

@@ -15,10 +15,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ...parts import doors
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform, tell, warn
-from .. import doors
 from ..configuration.calls import is_set_up_by_compile
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Optional, Tuple, Type
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..subclasses.tensors import plain_tensors
+from ...fixes.subclasses.tensors import plain_tensors
 from .private_torch import address_of, change_class, in_backward, without_torch_function
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ import torch
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
+from ...fixes.timeouts.timeouts import shorten_timeout
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request, SetUpContext
 from ...zero_1_and_2.gradient.layout import registered_parameters
 from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.gather import AllGather
 from ..blocks.feature import Blocks, WorksOnBlocks
-from ..timeouts.timeouts import shorten_timeout
 from .generation import synchronize_generation
 from .keep import STEPS_BEFORE
 from .private_torch import lacking

@@ -22,10 +22,10 @@ from typing import Callable, Container, Dict, Iterable, Iterator, List, Tuple
 import torch
 from torch.nn import Embedding, Module, Parameter
 
+from ...fixes.subclasses.tensors import plain_tensors
 from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
 from ..overlap_gather.gather_hooks import outside_graphs
-from ..subclasses.tensors import plain_tensors
 from .private_torch import is_traced, trace_again
 from .unit import Unit
 from .whole_units import WholeUnits
