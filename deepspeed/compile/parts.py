@@ -24,8 +24,6 @@ from typing import Any, Tuple
 # In the order in which an engine's parts are made and called: a part stands behind those that it needs.
 NAMES = (
     "features.configuration",
-    "features.unsupported_options",
-    "features.self_compile",
     "fixes.timeouts",
     "fixes.schedulers",
     "fixes.subclasses",

@@ -141,9 +141,9 @@ FAULTS = {
     ),
     "no warning of an option without effect": Fault(
         "gradient_predivide_factor is ignored without a word",
-        FEATURES + "unsupported_options/ignored.py",
+        FEATURES + "configuration/ignored.py",
         {"!= 1.0 and not config.prescale_gradients:": "!= 1.0 and config.prescale_gradients:"},
-        ("features/unsupported_options/test_options_warned.py",),
+        ("features/configuration/test_options_warned.py",),
     ),
     # Graphs ---------------------------------------------------------------------------------------------------------
     "stale guard": Fault(

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which test follows the remedy that a message names. ``house/test_remedies_named.py`` lists the messages."""
 
-_REFUSED = "features/unsupported_options/test_options_refused.py::test_refused"
+_REFUSED = "features/configuration/test_options_refused.py::test_refused"
 _REFUSED_BLOCKS = "features/blocks/test_blocks_refused.py::test_refused"
-_ADVISED = "features/unsupported_options/test_options_refused.py::test_what_refusals_advise"
+_ADVISED = "features/configuration/test_options_refused.py::test_what_refusals_advise"
 _EIGHT_BIT = "features/update/test_eight_bit_in_engine.py::test_refused_states"
 _MUON = "features/muon/test_muon.py::test_refused_with_muon"
 _SHARDING = "features/shard_parameters/test_shard_remedies.py::test_what_messages_advise"
@@ -90,7 +90,7 @@ FOLLOWED = {
     "use one of these names": _SECTION,
     "{} is missing; set it": _SECTION,
     "for DeepCompile set zero_optimization.stage to 1 or 2": (
-        "features/self_compile/test_by_configuration.py::test_the_stages_that_are_advised"
+        "features/configuration/test_by_configuration.py::test_the_stages_that_are_advised"
     ),
     'is no section; set it to one such as {"deepcompile": true}': (
         "features/configuration/test_section.py::test_what_is_no_section"
@@ -102,7 +102,7 @@ FOLLOWED = {
         "tools/monitoring/test_monitors.py::test_monitors_get_counters_and_peaks"
     ),
     "is no dict of arguments of torch.compile; pass one, or leave it out": (
-        "features/self_compile/test_by_configuration.py::test_arguments_that_are_no_dict"
+        "features/configuration/test_by_configuration.py::test_arguments_that_are_no_dict"
     ),
     "or by an earlier call; call it before the first forward": (
         "features/blocks/test_compilation_limits.py::test_arguments_that_come_late"
@@ -188,7 +188,7 @@ FOLLOWED = {
     ),
     # What DeepCompile cannot honour.
     "call it before the first backward or after engine.step()": (
-        "features/unsupported_options/test_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"
+        "features/configuration/test_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"
     ),
     "zero_optimization.zenflow is not supported; remove it": _ADVISED,
     "use stage 2, which accumulates in fp32, or grad_accum_dtype='bf16'": _ADVISED,
@@ -209,22 +209,20 @@ FOLLOWED = {
     "drops the notes that say which gradient is whose; remove it": _ADVISED,
     "DeepCompile's partitioner inserts the reductions; remove it": _ADVISED,
     "profile without engine.compile()": (
-        "features/unsupported_options/test_options_warned.py::test_a_profile_without_compiling"
+        "features/configuration/test_options_warned.py::test_a_profile_without_compiling"
     ),
-    "use torch.profiler for those": (
-        "features/unsupported_options/test_options_warned.py::test_a_profile_of_reductions"
-    ),
+    "use torch.profiler for those": ("features/configuration/test_options_warned.py::test_a_profile_of_reductions"),
     "which is for stage 3; make the model without it": (
-        "features/unsupported_options/test_refused_engines.py::test_a_model_of_zero_init"
+        "features/configuration/test_refused_engines.py::test_a_model_of_zero_init"
     ),
     "optimizer wrapper {} is not supported; set compile.deepcompile to false": (
         "core/test_refused.py::test_an_optimizer_wrapper_of_the_user"
     ),
     "give deepspeed.initialize() an optimizer": (
-        "features/unsupported_options/test_refused_engines.py::test_an_engine_without_an_optimizer"
+        "features/configuration/test_refused_engines.py::test_an_engine_without_an_optimizer"
     ),
     "or torch.nn.functional.linear to torch._C._nn.linear before this one compiles": (
-        "features/unsupported_options/test_refused_engines.py::test_linear_that_zero_3_has_replaced"
+        "features/configuration/test_refused_engines.py::test_linear_that_zero_3_has_replaced"
     ),
     "failed half-way; create the engine anew": ("core/test_refused.py::test_refused_after_half_a_compile"),
     "make it real, with a last dimension of two": "core/test_parameters_unusual.py::test_complex",
@@ -236,18 +234,18 @@ FOLLOWED = {
     ),
     "got a sparse gradient, and DeepCompile reduces dense ones only": "core/test_remedies.py::test_a_sparse_gradient",
     "pipeline parallelism is not supported; set compile.deepcompile to false": (
-        "features/unsupported_options/test_refused_engines.py::test_refused_engines"
+        "features/configuration/test_refused_engines.py::test_refused_engines"
     ),
     "have process groups of their own, are not supported; set compile.deepcompile to false": (
-        "features/unsupported_options/test_refused_engines.py::test_refused_engines"
+        "features/configuration/test_refused_engines.py::test_refused_engines"
     ),
-    "set compile.passes to ['autotp']": "features/unsupported_options/test_refused_engines.py::test_refused_engines",
+    "set compile.passes to ['autotp']": "features/configuration/test_refused_engines.py::test_refused_engines",
     "set compile.passes to ['autosp'] and use stage 1": (
-        "features/unsupported_options/test_refused_engines.py::test_refused_engines"
+        "features/configuration/test_refused_engines.py::test_refused_engines"
     ),
     "is too old; install torch {} or newer": "core/test_refused.py::test_refused_with_an_old_torch",
     "is not supported for DeepCompile; use 'inductor' or 'eager'": (
-        "features/unsupported_options/test_options_refused_by_deepspeed.py::test_refused_by_deepspeed"
+        "features/configuration/test_options_refused_by_deepspeed.py::test_refused_by_deepspeed"
     ),
     # Steps and backwards.
     "code that DeepCompile has compiled has none; run this forward and its backward in": _OF_COMPILE,

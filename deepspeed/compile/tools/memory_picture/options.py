@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The option of this part."""
 
-from typing import ClassVar, Optional
+from typing import Optional
 
 from pydantic import BaseModel, Field
 
@@ -22,9 +22,6 @@ class MemoryPictureConfig(DeepSpeedConfigModel):
 
 
 class Options(BaseModel):
-    # Whether these options have a meaning without DeepCompile, and in all stages.
-    WORKS_EVERYWHERE: ClassVar[bool] = True
-
     memory_picture: Optional[MemoryPictureConfig] = None
     """Has one step recorded, and pictures of its memory drawn: a PNG file, a page for a browser, and the data. By
     default (null), nothing is recorded. The only option here that also works without ``deepcompile``, so that two

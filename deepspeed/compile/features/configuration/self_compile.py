@@ -15,22 +15,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...parts import doors
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform, tell, warn
-from ..configuration.calls import is_set_up_by_compile
+from .initialize import is_set_up_by_compile
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 # Options with which all ranks make every forward together, and need a compiled engine for each.
-_NEED_EVERY_FORWARD = [
-    name
-    for options in doors("options", "Options")
-    if getattr(options, "NEED_EVERY_FORWARD", False)
-    for name in options.model_fields
-]
 
 
 def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
@@ -73,7 +66,7 @@ def _before_forward(engine):
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
     # too late for an error. deepspeed.initialize() has checked the options: check now what may have changed since.
     from ...zero_1_and_2.engine.options import refusal
-    from ..unsupported_options.refused_calls import refused_calls
+    from .refused_calls import refused_calls
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
     error = refusal(request, refused_calls(request))
@@ -82,7 +75,8 @@ def _before_forward(engine):
 
 
 def _compiles_before_any_forward(engine):
-    return any(getattr(engine._config.compile_config, name) for name in _NEED_EVERY_FORWARD)
+    # Parameters may still be on the host, where only a compiled engine finds them.
+    return getattr(engine._config.compile_config, "shard_parameters", None) is not None
 
 
 def after_step(engine: "DeepSpeedEngine") -> None:
@@ -150,7 +144,7 @@ def _is_due(engine):
         # decided to train without DeepCompile.
         return False
     # Imported here, because it takes a second, for which training without DeepCompile need not wait.
-    from ..unsupported_options.refused_calls import has_gradients
+    from .refused_calls import has_gradients
 
     # Compiling would lose gradients that no step has used, so wait for a step. And leave parameters that a later
     # engine has taken over to that engine.
