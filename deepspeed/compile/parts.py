@@ -30,7 +30,6 @@ NAMES = (
     "tools.memory_picture",
     "fixes.dora",
     "fixes.liger",
-    "features.guards",
     "features.activation_budget",
     "features.blocks",
     "fixes.key_value_cache",

@@ -76,7 +76,7 @@ WRITERS = {
         "features.shard_parameters.partitions": "leads to this rank's part, where the flat tensor has no memory",
     },
     "torch._dynamo.config": {
-        "features.guards.guards": "guards, until a compilation ends",
+        "features.blocks.guards": "guards, until a compilation ends",
         "features.blocks.compilation_limit": "the limit of compilations, while a block runs",
         "features.muon.muon": "the limit of compilations, while DeepSpeed's function for matrices runs",
     },

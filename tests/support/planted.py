@@ -148,9 +148,9 @@ FAULTS = {
     # Graphs ---------------------------------------------------------------------------------------------------------
     "stale guard": Fault(
         "compiled code does not notice that a module got a hook",
-        FEATURES + "guards/guards.py",
+        FEATURES + "blocks/guards.py",
         {'    "skip_nnmodule_hook_guards",\n': ""},
-        ("features/guards/test_hooks_later.py",),
+        ("features/blocks/test_hooks_later.py",),
     ),
     "hook of a parameter ignored": Fault(
         "a graph reduces a gradient that a hook of the parameter should see",
@@ -380,7 +380,7 @@ FAULTS = {
         "nobody says that a full backward hook of a head ends the graph around the blocks' caller",
         FEATURES + "blocks/feature.py",
         {"    traced = {id(submodule) for submodule in module.modules()} - uncompiled\n": "    traced = set()\n"},
-        ("features/guards/test_hooks_later.py",),
+        ("features/blocks/test_hooks_later.py",),
     ),
     "tiny second moments": Fault(
         "second moments of tiny gradients are lost in 8 bits",

@@ -70,7 +70,7 @@ FOLLOWED = {
     ),
     "register hooks at modules to have it compiled": "core/test_remedies.py::test_hooks_at_modules",
     "use hooks of tensors, in a forward hook, instead": (
-        "features/guards/test_hooks_later.py::test_hooks_of_tensors_instead"
+        "features/blocks/test_hooks_later.py::test_hooks_of_tensors_instead"
     ),
     "compare losses with Liger turned off": ("fixes/liger/test_liger_lacks.py::test_a_liger_that_has_other_functions"),
     "destroy that engine, or set compile.regional_compilation to false for that engine": (

@@ -16,6 +16,7 @@ from . import compile_blocks, reasons
 from .block_calls import Around, take_over_compiled
 from .choose_blocks import choose_blocks, parents_of
 from .compilation_limit import CompilationLimit
+from .guards import guard_all
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -126,6 +127,7 @@ class Blocks(Feature):
         compile_blocks.wrap_module(self._module(), around)
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
+        guard_all()
         # A frame without registered parameters, such as a function that logs metrics by name, does not change what is
         # reduced, so Dynamo's own limit applies to it.
         if frame.parameters:
