@@ -5,7 +5,9 @@
 DeepSpeed removes parameter groups without parameters from an optimizer. Trainers make such groups: under LoRA, for
 example, no parameter is free of weight decay. A scheduler that was made before pairs its lists with the groups by
 position. With one group less, torch's schedulers raise (torch 2.10 and newer), and DeepSpeed's own ones give a group
-the learning rate of another group.
+the learning rate of another group (``docs/findings/deepspeed_empty_groups.py``).
+
+To DeepSpeed: please keep empty parameter groups, or take their entries out of the scheduler's lists as well.
 """
 
 import gc
