@@ -5,18 +5,18 @@
 import contextlib
 from typing import TYPE_CHECKING, Callable, Iterator
 
-from ...zero_1_and_2.feature import Request, SetUpContext
-from ..blocks.feature import Blocks, WorksOnBlocks
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from ..blocks.feature import Blocks
 from .gather_hooks import ParameterArrivals
 
 if TYPE_CHECKING:
     from ...zero_1_and_2.graph.backend import Frame
 
 
-class OverlapGather(WorksOnBlocks):
+class OverlapGather(Feature):
     """Has the blocks of one engine wait for their parameters."""
 
-    NEEDS_BLOCKS = "compile.overlap_param_gather needs blocks that wait for their parameters"
+    needs_blocks = "compile.overlap_param_gather needs blocks that wait for their parameters"
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:

@@ -337,7 +337,7 @@ def tensors_of(engine: "DeepSpeedEngine") -> Tensors:
     deepcompile = state_of(engine)
     # Some parts have tensors with values of parameters that neither the module nor the optimizer has.
     parts = [] if deepcompile is None else deepcompile.features
-    shares = [share for part in parts for share in getattr(part, "shares", ())]
+    shares = [share for part in parts for share in part.shares]
     kept = [parameter.grad for parameter in module.parameters()]
     return {
         data.PARAMETERS: flattened([*optimizer.bit16_groups_flat, *module.parameters(), *module.buffers(), *shares]),

@@ -11,7 +11,7 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..collectives import collective
-from ..feature import Feature, Request, SetUpContext, classes, only, overriding
+from ..feature import Feature, Request, SetUpContext, classes, overriding
 from ..gradient.layout import alike_but_not_all_registered, flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
 from ..graph.backend import Backend
@@ -80,12 +80,7 @@ def set_up(
         for cls in classes():
             if cls.is_wanted(request):
                 features.append(cls(SetUpContext(request, features, undo, graphs, reducer.identity)))
-        graphs.use(
-            overriding(features, "around_compile"),
-            overriding(features, "rewrite"),
-            only(features, "split"),
-            no_graph_is_last=any(feature.compiled_modules > 1 for feature in features),
-        )
+        graphs.around_compile = overriding(features, "around_compile")
         placement = HostMemory() if optimizer.cpu_offload else Placement()
         # Before the reducer learns whom to call, so that its hook is at each node before hooks of the caller.
         register_parameters(engine, reducer, placement)

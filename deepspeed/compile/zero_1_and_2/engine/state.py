@@ -37,10 +37,8 @@ class EngineState:
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
         self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
-        # Methods of optional parts: around each forward, when a backward begins and ends, after each step.
+        # Methods of optional parts: around each forward, after each step.
         self.around_forward = overriding(features, "around_forward")
-        self.backward_begins = overriding(features, "backward_begins")
-        self.backward_ends = overriding(features, "backward_ends")
         self.after_step = overriding(features, "after_step")
         # Functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         self.undo = contextlib.ExitStack()

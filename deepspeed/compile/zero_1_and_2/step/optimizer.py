@@ -43,13 +43,9 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
     def backward_prologue(self) -> None:
         self._deepcompile.refuse()
-        for call in self._deepcompile.backward_begins:
-            call()
         self._deepcompile.backward.begin(super().backward_prologue)
 
     def backward_epilogue(self, *args, **kwargs) -> None:
-        for call in self._deepcompile.backward_ends:
-            call()
         super().backward_epilogue(*args, **kwargs)
         self._deepcompile.backward.finish()
 
