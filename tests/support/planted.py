@@ -254,13 +254,13 @@ FAULTS = {
     ),
     "range left out of the update": Fault(
         "of the ranges that are stepped after the parameters that the next forward needs first, only one is stepped",
-        FEATURES + "ranges/ranges.py",
+        CORE + "step/ranges.py",
         {"self._run(self._spans)": "self._run(self._spans[:1])"},
         ("features/update/test_one_pass_adam_in_engine.py", "features/overlap_gather/test_parameter_gather.py"),
     ),
     "gradients held while they are read": Fault(
         "a gradient is kept until the whole partition is stepped",
-        FEATURES + "ranges/partition_gradient.py",
+        CORE + "step/partition_gradient.py",
         {"        del self._rest[index : index + behind]\n": ""},
         ("core/test_ranges.py",),
     ),
