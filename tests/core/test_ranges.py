@@ -483,6 +483,33 @@ def test_no_copy_of_a_gradient_outlives_the_step_of_its_group(ranks, one_pass, o
         assert kept == 3 * [0, 0]
 
 
+def copies_of_whole_partitions(case):
+    """Returns how many copies of gradients have memory whenever a partition is copied, in two whole steps."""
+    made, kept, function = [], [], PartitionGradient.scaled
+
+    def noted(self, *args):
+        kept.append(sum(reference() is not None for reference in made))
+        gradient = function(self, *args)
+        made.append(weakref.ref(gradient))
+        return gradient
+
+    _, engine = start(case)
+    # A hook would be called for each range.
+    engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    with mock.patch.object(PartitionGradient, "scaled", noted):
+        for step in range(2):
+            backward(engine, step)
+            engine.step()
+    engine.destroy()
+    return kept
+
+
+def test_a_whole_step_keeps_no_copy_for_the_next_partition(ranks):
+    """The fp32 gradients of two partitions would exist at once, where the optimizer steps partitions whole."""
+    for kept in ranks(2).run(copies_of_whole_partitions, Case(dtype="bf16", model="BlocksWithin", groups=3)):
+        assert kept == 6 * [0]
+
+
 class NotingStates(collections.defaultdict):
     """An optimizer's states. Notes states of ranges, which the step takes out again when a range is stepped."""
 
