@@ -164,9 +164,9 @@ def check_benchmark(module, arguments, tmp_path, monkeypatch):
 
 
 def check_python(arguments, tmp_path, monkeypatch):
-    if arguments[:2] == ["-m", "deepspeed.compile.tools.memory_picture"]:
+    if arguments[:2] == ["-m", "deepspeed.compile.memory_picture"]:
         check_memory_picture(arguments[2:], monkeypatch)
-    elif arguments[:2] == ["-m", "deepspeed.compile.tools.fits"]:
+    elif arguments[:2] == ["-m", "deepspeed.compile.fits"]:
         from deepspeed.compile.tools.fits import __main__ as fits
 
         fits.parser().parse_args(arguments[2:])

@@ -341,8 +341,11 @@ FOLLOWED = {
     "deepspeed.compile.features.shard_frozen is deepspeed.compile.features.shard_parameters now": (
         "house/test_dependencies.py::test_every_file_can_be_imported"
     ),
-    "has moved: import deepspeed.compile.tools.memory_picture": (
+    "deepspeed.compile.features.memory_picture is deepspeed.compile.memory_picture now": (
         "tools/memory_picture/test_memory_picture.py::test_the_former_name"
+    ),
+    "deepspeed.compile.features.fits is deepspeed.compile.fits now": (
+        "house/test_dependencies.py::test_every_file_can_be_imported"
     ),
     "this engine will have BF16_Optimizer; leave {} out": (
         "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"

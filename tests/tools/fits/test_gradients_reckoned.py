@@ -118,7 +118,7 @@ def test_the_command_needs_no_compiler(tmp_path):
     # Where the package itself may lie.
     variables |= {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
     ended = subprocess.run(
-        [sys.executable, "-m", "deepspeed.compile.tools.fits", "--model", "made:model", "--gpus", "2"],
+        [sys.executable, "-m", "deepspeed.compile.fits", "--model", "made:model", "--gpus", "2"],
         cwd=tmp_path,
         env=variables | {"DS_ACCELERATOR": "cpu"},
         capture_output=True,
