@@ -32,7 +32,7 @@ BASE_PIN = ROOT / "requirements" / "base.txt"
 ARCHIVE_DIR_VARIABLE = "DS_BASE_ARCHIVE_DIR"
 
 LOCAL_VERSION = "+zerograd.1"
-FEATURES = ROOT / "deepspeed" / "compile" / "features"
+COMPILE = ROOT / "deepspeed" / "compile"
 # Stated there, because the engine refuses an older torch too.
 OPTIONS = ROOT / "deepspeed" / "compile" / "zero_1_and_2" / "engine" / "options.py"
 (OLDEST_TORCH,) = re.findall(r'(?m)^OLDEST_TORCH = "(.*)"$', OPTIONS.read_text())
@@ -113,6 +113,13 @@ EDITS = (
         "end of compile()",
         "self.module.compile(**{**compile_kwargs, 'backend': backend})",
         "deepcompile.compile_module(self, **{**compile_kwargs, 'backend': backend})",
+    ),
+    # Otherwise the parameters are linked with states in the order of the model, and they lie in another order.
+    (
+        "deepspeed/runtime/zero/stage_1_and_2.py",
+        "places of parameters in round robin order",
+        "            if any(self.round_robin_bit16_padding[i]):\n",
+        "            if self.round_robin_gradients or any(self.round_robin_bit16_padding[i]):\n",
     ),
     (
         "deepspeed/ops/op_builder/builder.py",
@@ -264,12 +271,13 @@ def lay_over(tree: Path, ours: List[str], version: str, link: bool) -> None:
 
 
 def all_edits() -> List[Tuple[str, str, str, str]]:
-    """Return EDITS, and behind them the edits of the optional parts that deepspeed/compile/features names."""
+    """Return EDITS, and behind them the edits of the optional parts that deepspeed/compile/parts.py names."""
     edits = list(EDITS)
-    for feature in runpy.run_path(str(FEATURES / "__init__.py"))["NAMES"]:
-        if not (FEATURES / feature).is_dir():
-            stop(f"{FEATURES / '__init__.py'} names {feature}, but there is no such folder beside it.")
-        file = FEATURES / feature / "edits.py"
+    for part in runpy.run_path(str(COMPILE / "parts.py"))["NAMES"]:
+        folder = COMPILE / part.replace(".", "/")
+        if not folder.is_dir():
+            stop(f"{COMPILE / 'parts.py'} names {part}, but there is no folder {folder}.")
+        file = folder / "edits.py"
         if file.is_file():
             edits += runpy.run_path(str(file))["EDITS"]
     return edits

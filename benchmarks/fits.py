@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what features/fits reckons with the memory that was measured.
+"""Compares what tools/fits reckons with the memory that was measured.
 
 From the root of the repository, in one process and without GPUs::
 
@@ -184,8 +184,8 @@ def _make(shape):
 
 def print_sizes(gpus: int, memory: int) -> None:
     """Prints the peak of each size in some modes, bold where it fits, and in italics where that is tight."""
-    from deepspeed.compile.features.fits import fits
-    from deepspeed.compile.features.fits.modes import Mode
+    from deepspeed.compile.tools.fits import fits
+    from deepspeed.compile.tools.fits.modes import Mode
 
     print(f"| {gpus} GPUs of {memory} GB, peak, GiB | {' | '.join(COLUMNS)} |\n|{' --- |' * (1 + len(COLUMNS))}")
     marks = {"yes": "**", "tight": "*", "no": ""}
@@ -202,8 +202,8 @@ def print_sizes(gpus: int, memory: int) -> None:
 
 def compare(measured: list[Measured]) -> list[tuple[Measured, str, float, float]]:
     """Returns (run, phase, reckoned, measured) of each figure."""
-    from deepspeed.compile.features.fits import reckon
-    from deepspeed.compile.features.fits.modes import Mode, Question
+    from deepspeed.compile.tools.fits import reckon
+    from deepspeed.compile.tools.fits.modes import Mode, Question
 
     found, subjects = [], {}
     for run in measured:

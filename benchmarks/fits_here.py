@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Trains models on this machine's GPU, and compares the memory with what features/fits reckons.
+"""Trains models on this machine's GPU, and compares the memory with what tools/fits reckons.
 
 From the root of the repository::
 
@@ -156,7 +156,7 @@ RUNS = {
 def train(run: Run) -> dict[str, int]:
     """Trains a model on this process's GPU; returns what it needs of memory, in bytes."""
     import deepspeed
-    from deepspeed.compile.features.fits import sources
+    from deepspeed.compile.tools.fits import sources
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     torch.cuda.set_device(0)
@@ -203,8 +203,8 @@ def train(run: Run) -> dict[str, int]:
 
 
 def reckoned(run: Run) -> dict[str, int]:
-    """Returns what features/fits says of a run, in bytes."""
-    from deepspeed.compile.features.fits import fits
+    """Returns what tools/fits says of a run, in bytes."""
+    from deepspeed.compile.tools.fits import fits
 
     answer = fits(run.make, run.config, run.checkpoint, modes=(), sequence=run.sequence, gpus=1)
     row = answer.first

@@ -60,7 +60,7 @@ def measure(numel: int, repetitions: int) -> Iterator[tuple[str, float]]:
         repetitions: how often to time each part, after a first time that does not count more than the others.
     """
     from deepspeed.accelerator import get_accelerator
-    from deepspeed.compile.features.one_pass_adam.adam import OnePassAdam
+    from deepspeed.compile.features.update.adam import OnePassAdam
     from deepspeed.compile.zero_1_and_2.step.norm import sum_of_squares
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -4,7 +4,7 @@
 
 The code that trains decides: the native reducer gets a model's gradients as tensors without memory, over torch's fake
 process group, and `runs()` cuts parameters for the overlapped gather. Where parameters lie is that by which
-`deepspeed.compile.features.fits` reckons memory. So the lists follow every change of that code. Only one process is
+`deepspeed.compile.tools.fits` reckons memory. So the lists follow every change of that code. Only one process is
 needed.
 """
 
@@ -70,7 +70,7 @@ def sizes(shape: Shape) -> Sizes:
 
 def layout(model: Sizes, ranks: int) -> Any:
     """Returns where the parameters lie in the flat tensor of so many ranks, as ``gradient/layout.py`` reads it."""
-    from deepspeed.compile.features.fits.gradients import layout_of
+    from deepspeed.compile.tools.fits.gradients import layout_of
 
     return layout_of(model.parameters, ranks)
 

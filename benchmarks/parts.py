@@ -33,7 +33,7 @@ from .devices import on_gpus, synchronize
 from .workload import SHAPES, Batches, Shape, build_model
 
 if TYPE_CHECKING:
-    from deepspeed.compile.features.ranges.rule import Rule
+    from deepspeed.compile.zero_1_and_2.step.rule import Rule
 
 BYTES_OF_AN_UPDATE = 28  # a bf16 gradient and parameter, and three fp32 tensors that are read and written
 BYTES_WITH_8_BITS = 16  # the same with two states of a byte each
@@ -113,10 +113,10 @@ def step_partition(
         new: memory for the parameters, which may be that of the gradients.
         written: what is called with (first, last) when the parameters [first, last) are there.
     """
-    from deepspeed.compile.features.ranges.own_step import OwnStep
-    from deepspeed.compile.features.ranges.partition_gradient import PartitionGradient
-    from deepspeed.compile.features.ranges.ranges import Ranges
-    from deepspeed.compile.features.ranges.rule import Partition
+    from deepspeed.compile.zero_1_and_2.step.own_step import OwnStep
+    from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
+    from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
+    from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
     (master,) = adam.param_groups[0]["params"]
     partition = Partition(adam, 0, 0, factor, new.dtype, new, as_written=True)
@@ -139,10 +139,10 @@ def time_update(shape: Shape, device: str, rate: float, repetitions: int, times:
     Returns:
         What updates all parameters by a fused AdamW in one pass.
     """
-    from deepspeed.compile.features.eight_bit.eight_bit import EightBitAdam
-    from deepspeed.compile.features.one_pass_adam import adam as one_pass
-    from deepspeed.compile.features.one_pass_adam.remainders import split
-    from deepspeed.compile.features.remainders.rule import EveryStepAdam, RemaindersAdam
+    from deepspeed.compile.features.update import adam as one_pass
+    from deepspeed.compile.features.update.eight_bit import EightBitAdam
+    from deepspeed.compile.features.update.remainders import split
+    from deepspeed.compile.features.update.remainders_rule import EveryStepAdam, RemaindersAdam
     from deepspeed.compile.zero_1_and_2.step.norm import sum_of_squares
 
     with torch.device("meta"):

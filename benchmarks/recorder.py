@@ -12,7 +12,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-PLACE = Path(__file__).resolve().parent.parent / "deepspeed" / "compile" / "features" / "memory_picture"
+PLACE = Path(__file__).resolve().parent.parent / "deepspeed" / "compile" / "tools" / "memory_picture"
 NAME = f"{__package__}.memory_picture"
 
 

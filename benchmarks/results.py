@@ -61,7 +61,7 @@ class Result(TypedDict):
         losses: every step's loss, the mean over the ranks and over the micro-batches.
         ranks: every rank's figures, in rank order.
         timelines: number of a rank, the first and the last one -> the fields of
-            ``data.StepMemory`` of this fork's ``deepspeed.compile.features.memory_picture``.
+            ``data.StepMemory`` of this fork's ``deepspeed.compile.tools.memory_picture``.
     """
 
     run: dict[str, Any]

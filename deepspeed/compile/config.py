@@ -7,7 +7,7 @@ compiles itself before its first training forward.
 """
 
 from .config_base import CompileConfig as BaseCompileConfig
-from .features import doors
+from .parts import doors
 
 
 class CompileConfig(*doors("options", "Options"), BaseCompileConfig):  # type: ignore[misc]

@@ -1,8 +1,15 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The former name of ``deepspeed.compile.features.memory_picture``, kept for one release."""
+"""Draws recorded steps. The public name of the command of ``tools/memory_picture``, which has the code.
 
-raise ImportError(
-    "deepspeed.compile.memory_picture has moved: import deepspeed.compile.features.memory_picture, and run "
-    "`python -m deepspeed.compile.features.memory_picture`"
-)
+::
+
+    python -m deepspeed.compile.memory_picture A.json [B.json] [-o OUT]
+"""
+
+import sys
+
+from .tools.memory_picture.__main__ import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from deepspeed.compile.zero_1_and_2.step.scaling import take_scaled
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import PartitionGradient
 
 from support.optimizers import Views
 from support.training import device
@@ -28,7 +28,8 @@ def test_gradients_are_copied_to_their_places_and_dropped(factor):
         flat[offset : offset + numel] = torch.randn(numel).bfloat16().float()
     views = Views({offset: flat[offset : offset + numel].bfloat16() for offset, numel in ((2, 25), (30, 1), (33, 14))})
     held = [weakref.ref(gradient) for gradient in views.values()]
-    taken = take_scaled(views, on_device(factor), flat)
+    gradient = PartitionGradient(views, on_device(factor), flat, torch.bfloat16)
+    taken = gradient.scaled(0, 50)
     assert torch.equal(taken, flat if factor is None else flat * on_device(factor))
     assert not views and not any(reference() is not None for reference in held)
 
@@ -40,6 +41,6 @@ def test_gradients_in_one_tensor_are_scaled_there(factor):
     flat = torch.randn(50, device=device())
     expected, views = flat * (factor or 1.0), Views({2: flat[2:7], 7: flat[7:27]})
     views.flat_partition = flat
-    taken = take_scaled(views, on_device(factor), flat)
+    taken = PartitionGradient(views, on_device(factor), flat, flat.dtype).scaled(0, 50)
     assert taken.data_ptr() == flat.data_ptr() and not views
     torch.testing.assert_close(taken, expected)

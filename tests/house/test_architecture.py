@@ -7,63 +7,34 @@
 
 import ast
 import inspect
-import io
 import re
 import runpy
 import subprocess
 import sys
-import tokenize
 from pathlib import Path
 
 import pytest
 
-from deepspeed.compile.features import NAMES
+from deepspeed.compile.parts import NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPILE = ROOT / "deepspeed" / "compile"
 CORE = "zero_1_and_2"
 
 # Of the core and its door. Beside them are fx.py, which ZeRO-3 uses, the door of the section "compile", and old names.
-MOST_LINES, DOOR = 3000, "init_z1_and_2.py"
-# Classes of parts whose names are words of the core too.
-SHARED = {"Elements", "Part", "Settings"}
-# And those with which sentences of comments in native code begin.
-IN_SENTENCES = {"Memory", "Sent"}
+MOST_LINES, DOOR = 3900, "init_z1_and_2.py"
+SHELVES = ("features", "fixes", "tools")
+# Public names of tools, beside the shelves.
+PUBLIC = {"fits", "memory_picture"}
+# The name of a part, in a text.
+_PART = rf"(?:{'|'.join(SHELVES)})\.\w+"
 # Overrides of methods of the base and of torch, which these call and the core does not.
 CALLED_FROM_OUTSIDE = {
     *("move_flat_partition", "overlapping_partition_gradients_reduce_epilogue", "setup_buckets", "update_lp_params"),
     *("reduce_ready_partitions_and_remove_grads", "codegen_size_asserts", "uuid"),
+    # What a rule may ask for of a gradient.
+    "as_it_is",
 }
-# Names of parts in one word, and other such words for what parts do -> where comments and messages of the core have
-# the word with its plain meaning.
-ONE_WORD = {
-    "adapter": (),
-    "block": ("coalescing block", "Closing the block"),
-    "budget": (),
-    "chunk": (),
-    "configuration": ("``compile`` of the configuration",),
-    "guard": ("no guard tells",),
-    "loss": (
-        *("loss scale", "loss.backward()", "engine.backward(loss)", "further loss", "several losses", "for each loss"),
-        *("its loss needs", "the loss may need"),
-    ),
-    "matrix": (),
-    "matrices": (),
-    "monitor": ("a monitor's thread",),
-    "offload": (),
-    "picture": (),
-    "progress": (),
-    "quantize": (),
-    "range": ("owns a range", "of that range", "the range [offset", "fp16's range"),
-    "remainder": (),
-    "report": ("report of the throughput",),
-    "scheduler": ("The scheduler puts", "scheduler of torch", "the scheduler warns"),
-    "shard": (),
-    "subclass": ("tensor subclass", "may have a subclass"),
-    "timeout": ("Application timeout caused",),
-}
-# Parts whose names mean nothing else.
-NO_WORDS_OF_ENGLISH = {"dora", "fits", "liger", "muon"}
 # Attributes of objects of the base, the user and torch -> the modules that write them or their entries, with why each
 # of several does. The core's compile_module() restores _compiled_call_impl where no part compiles the module.
 WRITERS = {
@@ -71,43 +42,42 @@ WRITERS = {
     "_backward_active_depth": {"zero_1_and_2.gradient.backward"},
     "post_backward_callback_queued": {"zero_1_and_2.gradient.backward"},
     "averaged_gradients": {"zero_1_and_2.gradient.backward"},
-    "_hp_optimizer_states_linked": {"features.linked_states.feature"},
-    "offload_gradient_dict": {"features.offload.host_memory"},
+    "_hp_optimizer_states_linked": {"zero_1_and_2.step.linked_states", "zero_1_and_2.step.optimizer"},
+    "offload_gradient_dict": {"zero_1_and_2.parameter.host_memory"},
     "_compiled_call_impl": {"features.blocks.block_calls"},
     "grad": {
-        "zero_1_and_2.step.partitions": "of the master weights, while the optimizer steps them whole",
-        "features.ranges.own_step": "of a part of the master weights, while the optimizer steps that part",
-        "features.offload.host_memory": "of the master weights: gives back what the base has made",
-        "features.fits.activations": "of parameters without memory, which no step follows",
+        "zero_1_and_2.step.own_step": "of the master weights, or of a part of them, while the optimizer steps it",
+        "zero_1_and_2.parameter.host_memory": "of the master weights: gives back what the base has made",
+        "tools.fits.activations": "of parameters without memory, which no step follows",
     },
     "param_groups": {
-        "zero_1_and_2.step.partitions": "while the optimizer steps, also a part of the master weights",
+        "zero_1_and_2.step.own_step": "while the optimizer steps, also a part of the master weights",
         "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
-    # A function that is given the states of some master weights may write entries too, as in eight_bit/blockwise.py.
+    # A function that is given the states of some master weights may write entries too, as in update/blockwise.py.
     "state": {
-        "features.ranges.rule": "what a rule has made for a partition",
-        "features.ranges.own_step": "of a part of the master weights, while the optimizer steps that part",
+        "zero_1_and_2.step.rule": "what a rule has made for a partition",
+        "zero_1_and_2.step.own_step": "of a part of the master weights, while the optimizer steps that part",
         "features.muon.muon": "the momentum of whole matrices, before a rule steps",
         "features.muon.stand_in": "of the Adam within DeepSpeed's Muon, which shares those of Muon",
     },
     "__class__": {
         "zero_1_and_2.step.optimizer": "of the optimizer, while gradients come from a reducer",
         "features.overlap_gather.arriving": "of parameters, while they are on their way",
-        "features.remainders.links": "of what the base keeps of a parameter, whose master weight is computed",
+        "features.update.links": "of what the base keeps of a parameter, whose master weight is computed",
         "features.shard_parameters.from_host": "of the optimizer, which it has made in another way than the base",
         "features.shard_parameters.private_torch": "of tensors, for parameters at rest",
     },
     "set_full_hp_param": {
-        "features.eight_bit.states": "refuses to set a state in 8 bits",
-        "features.remainders.links": "sets parameter and remainder",
+        "features.update.states": "refuses to set a state in 8 bits",
+        "features.update.links": "sets parameter and remainder",
     },
     "lp_fragment": {
         "zero_1_and_2.step.optimizer": "leaves the graph out",
         "features.shard_parameters.partitions": "leads to this rank's part, where the flat tensor has no memory",
     },
     "torch._dynamo.config": {
-        "features.guards.guards": "guards, until a compilation ends",
+        "features.blocks.guards": "guards, until a compilation ends",
         "features.blocks.compilation_limit": "the limit of compilations, while a block runs",
         "features.muon.muon": "the limit of compilations, while DeepSpeed's function for matrices runs",
     },
@@ -154,9 +124,19 @@ def imported(name, tree, known, nodes=None):
             yield inner if inner in known else module
 
 
+def folder_of(part):
+    return COMPILE / part.replace(".", "/")
+
+
+def part_of(module):
+    """Returns the name of the part of a module, "" if it is of none."""
+    shelf, _, rest = module.partition(".")
+    return f"{shelf}.{rest.partition('.')[0]}" if shelf in SHELVES and rest else ""
+
+
 def needs(name):
     """Returns the names of the parts that a part names in ``NEEDS``."""
-    for node in ast.parse((COMPILE / "features" / name / "__init__.py").read_text()).body:
+    for node in ast.parse((folder_of(name) / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == "NEEDS":
             return set(ast.literal_eval(node.value))
     return set()
@@ -192,101 +172,32 @@ def test_the_core_imports_no_optional_part():
     """A part could not be removed, because the core would miss it."""
     trees = modules()
     for name, tree in trees.items():
-        if not name.startswith("features"):
-            found = {other for other in imported(name, tree, trees, ast.walk) if other.startswith("features.")}
-            assert found == set(), name
+        if not part_of(name) and name not in PUBLIC:
+            assert {*map(part_of, imported(name, tree, trees, ast.walk))} <= {""}, name
 
 
 def test_parts_import_what_they_need():
     """A part could be removed, and another one would fail that has not said that it needs it."""
     trees = modules()
     for name, tree in trees.items():
-        part = name.split(".")[1] if name.startswith("features.") else ""
+        part = part_of(name)
         # A file beside the folders is the old name of a part.
-        if part and (COMPILE / "features" / part).is_dir():
-            others = {
-                other.split(".")[1] for other in imported(name, tree, trees, ast.walk) if other.startswith("features.")
-            }
+        if part and folder_of(part).is_dir():
+            others = {*map(part_of, imported(name, tree, trees, ast.walk))} - {""}
             assert others <= {part} | needs(part), name
 
 
 def test_tests_of_a_part_import_the_parts_that_it_needs():
     """Who removes another part would have to look for tests that can no longer be collected."""
-    for path in (ROOT / "tests" / "features").glob("*/*.py"):
-        part = path.parent.name
+    for path in (path for shelf in SHELVES for path in (ROOT / "tests" / shelf).glob("*/*.py")):
+        part = f"{path.parent.parent.name}.{path.parent.name}"
         for node in ast.parse(path.read_text()).body:
-            names = re.findall(r"deepspeed\.compile\.features\.(\w+)", ast.unparse(node)) if is_import(node) else []
+            names = re.findall(rf"deepspeed\.compile\.({_PART})", ast.unparse(node)) if is_import(node) else []
             assert set(names) & set(NAMES) <= {part} | needs(part), path.name
 
 
 def is_import(node):
     return isinstance(node, (ast.Import, ast.ImportFrom))
-
-
-def words_of(part):
-    """Returns the words by which code would name a part: its options, its name, and those of its files and classes.
-
-    Names without an underscore are words of English, such as "loss", unless they are classes or names: ONE_WORD.
-    """
-    folder = COMPILE / "features" / part
-    words = {part, *(path.stem for path in folder.glob("*.py"))}
-    words = {word for word in words if "_" in word.strip("_")} | ({part} & NO_WORDS_OF_ENGLISH)
-    for path in folder.glob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and node.name != "Options" and not is_private(node.name):
-                words.add(node.name)
-                continue
-            if isinstance(node, ast.ClassDef) and node.name == "Options":
-                words |= {field.target.id for field in node.body if isinstance(field, ast.AnnAssign)}
-    # The core reads constants of options by these names.
-    return {word for word in words if not word.isupper()} - SHARED
-
-
-def files_of_core():
-    """Returns the files of the core in Python, with its doors, and those in C++."""
-    paths = [path for path in COMPILE.rglob("*.py") if "features" not in path.relative_to(COMPILE).parts]
-    native = [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".cpp", ".h")]
-    assert len(native) > 5
-    return [path for path in paths if path.name not in ("memory_picture.py", "zero12.py")], native
-
-
-@pytest.mark.parametrize("part", NAMES)
-def test_the_core_names_no_optional_part(part):
-    """A reader of the core would have to know the part, and who removes it would leave words that mean nothing."""
-    words, (paths, native) = words_of(part), files_of_core()
-    for path in (*paths, *native):
-        found = {word for word in words if re.search(rf"\b{re.escape(word)}\b", path.read_text())}
-        assert found - (IN_SENTENCES if path in native else set()) == set(), path.name
-
-
-def comments_and_messages(path):
-    """Returns what a file says in comments and texts, also over several lines, with single spaces."""
-    text = path.read_text()
-    if path.suffix == ".py":
-        said = [
-            token.string.lstrip("#")
-            for token in tokenize.generate_tokens(io.StringIO(text).readline)
-            if token.type in (tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", None))
-        ]
-    else:
-        said = [first or second for first, second in re.findall(r'//+<?(.*)|"((?:[^"\\\n]|\\.)*)"', text)]
-    return re.sub(r"\s+", " ", " ".join(said))
-
-
-def test_the_core_describes_no_optional_part():
-    """As above, of words of English, which the code of the core may have with another meaning."""
-    assert {name for name in NAMES if "_" not in name} - NO_WORDS_OF_ENGLISH <= {
-        found for word in ONE_WORD for found in (word, f"{word}s", f"{word}es", f"{word}ing")
-    }
-    texts = {path: comments_and_messages(path) for paths in files_of_core() for path in paths}
-    for word, plain in ONE_WORD.items():
-        for phrase in plain:
-            assert any(phrase in text for text in texts.values()), f"nothing says {phrase!r} any more"
-        for path, text in texts.items():
-            for phrase in plain:
-                text = text.replace(phrase, "")
-            found = re.search(rf"(?i).{{,40}}\b{word}(s|es|d|ed|ing)?\b.{{,40}}", text)
-            assert found is None, f"{path.name}: {found.group()}"
 
 
 def public_names(tree):
@@ -307,7 +218,7 @@ def test_the_core_has_no_helper_of_one_part():
         word = re.compile(rf"\b{name}\b")
         users = {path for path in trees if word.search(path.read_text())}
         in_core = sum(len(word.findall(path.read_text())) for path in users.intersection(core))
-        parts = {path.relative_to(COMPILE).parts[1] for path in users if "features" in path.parts}
+        parts = {part_of(name_of(path)) for path in users} - {""}
         assert in_core > 1 or len(parts) > 1 or word.search(calls), name
 
 
@@ -333,12 +244,14 @@ def test_the_base_calls_one_file_of_the_core():
     assert {*re.findall(r"\bdeepcompile\.(\w+)\(", added)} == calls
 
 
-@pytest.mark.parametrize("part", [part for part in NAMES if (COMPILE / "features" / part / "edits.py").is_file()])
+@pytest.mark.parametrize("part", [part for part in NAMES if (folder_of(part) / "edits.py").is_file()])
 def test_edits_of_a_part_call_that_part(part):
     """A part that was removed would leave calls of it in the base, or one that stays would call one that is gone."""
-    edits = runpy.run_path(str(COMPILE / "features" / part / "edits.py"))["EDITS"]
-    modules = re.findall(r"deepspeed\.compile\.features(?:\.(\w+)| import (\w+))", "".join(added_by(edits).values()))
-    assert {name or other for name, other in modules} <= {part}
+    edits = runpy.run_path(str(folder_of(part) / "edits.py"))["EDITS"]
+    modules = re.findall(
+        rf"deepspeed\.compile\.({'|'.join(SHELVES)})(?:\.| import )(\w+)", "".join(added_by(edits).values())
+    )
+    assert {".".join(names) for names in modules} <= {part}
 
 
 def imports_at_the_top(path):
@@ -357,7 +270,9 @@ def imports_at_the_top(path):
 def imports_of_features(tree):
     """Yields the modules of optional parts that a file names, also within functions."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deepspeed.compile.features"):
+        if isinstance(node, ast.ImportFrom) and re.match(
+            rf"deepspeed\.compile\.({'|'.join(SHELVES)})\b", node.module or ""
+        ):
             yield node.module
 
 
@@ -369,17 +284,17 @@ def test_tests_of_the_core_are_not_of_an_optional_part():
 
 def test_each_optional_part_has_tests():
     """A part would have its tests where nobody looks for them, or none."""
-    tested = {path.parent.name for path in (ROOT / "tests" / "features").glob("*/test_*.py")}
-    assert tested == set(NAMES)
+    files = [path for shelf in SHELVES for path in (ROOT / "tests" / shelf).glob("*/test_*.py")]
+    assert {f"{path.parent.parent.name}.{path.parent.name}" for path in files} == set(NAMES)
 
 
 def test_what_tests_of_the_core_import_imports_no_optional_part_at_the_top():
     """Where somebody has removed a part, pytest could not collect the file, and none of its tests would run."""
     tests = ROOT / "tests"
-    paths, package = [tests / "conftest.py", *(tests / "core").glob("*.py")], "deepspeed.compile.features"
+    paths = [tests / "conftest.py", *(tests / "core").glob("*.py")]
     for path in paths:
         names = set(imports_at_the_top(path))
-        assert {name for name in names if name.startswith(package)} <= {f"{package}.NAMES"}, path.name
+        assert not [name for name in names if re.match(rf"deepspeed\.compile\.{_PART}", name)], path.name
         modules_of_support = {Path(tests, *name.split(".")[:2]) for name in names if name.startswith("support.")}
         more = {each for module in modules_of_support for each in (module.with_suffix(".py"), module / "__init__.py")}
         paths += sorted(each for each in more.difference(paths) if each.is_file())
@@ -393,13 +308,13 @@ def test_the_core_is_small():
 
 def test_every_optional_part_is_named():
     """DeepSpeed would not call a part, without a word, because setup.py makes the edits of named parts alone."""
-    folders = {path.parent.name for path in (COMPILE / "features").glob("*/__init__.py")}
-    assert folders == set(NAMES)
+    folders = [path.parent for shelf in SHELVES for path in (COMPILE / shelf).glob("*/__init__.py")]
+    assert {name_of(folder / "__init__.py") for folder in folders} == set(NAMES)
 
 
 def test_the_recorder_needs_no_deepspeed():
     """The benchmark could not measure other systems, where no DeepSpeed or another one is installed."""
-    for path in (COMPILE / "features" / "memory_picture").glob("*.py"):
+    for path in (COMPILE / "tools" / "memory_picture").glob("*.py"):
         if path.stem in ("of_engine", "options", "__main__"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):

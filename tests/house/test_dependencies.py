@@ -213,7 +213,8 @@ source = functools.cache(inspect.getsource)
 
 # Old names of modules -> what the error that they raise names instead.
 MOVED = {
-    "deepspeed/compile/memory_picture.py": "deepspeed.compile.features.memory_picture",
+    "deepspeed/compile/features/fits.py": "deepspeed.compile.fits",
+    "deepspeed/compile/features/memory_picture.py": "deepspeed.compile.memory_picture",
     "deepspeed/compile/features/shard_frozen.py": "deepspeed.compile.features.shard_parameters",
     "deepspeed/compile/zero12.py": "deepspeed.compile.zero_1_and_2",
 }
@@ -252,14 +253,13 @@ def test_instances_have_the_attributes():
 
 def test_methods_of_the_mixins_override_some_of_the_base():
     """The base would call a method under a new name, and ours would not run."""
-    from deepspeed.compile.features.eight_bit.feature import SavesStates
-    from deepspeed.compile.features.linked_states.feature import LinksStates
-    from deepspeed.compile.features.offload.feature import FillsDictLater
-    from deepspeed.compile.features.remainders.optimizer import RemaindersOfParameters
+    from deepspeed.compile.features.shard_parameters.feature import GathersInBackward
+    from deepspeed.compile.features.update.feature import SavesStates
+    from deepspeed.compile.features.update.masters_in_optimizer import RemaindersOfParameters
     from deepspeed.compile.zero_1_and_2.step.optimizer import StepLocalGradients
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    mixins = StepLocalGradients, LinksStates, SavesStates, FillsDictLater, RemaindersOfParameters
+    mixins = StepLocalGradients, SavesStates, RemaindersOfParameters, GathersInBackward
     for name in (name for mixin in mixins for name in vars(mixin)):
         assert name.startswith("__") or hasattr(DeepSpeedZeroOptimizer, name), f"the base no longer has {name}"
 

@@ -164,10 +164,10 @@ def check_benchmark(module, arguments, tmp_path, monkeypatch):
 
 
 def check_python(arguments, tmp_path, monkeypatch):
-    if arguments[:2] == ["-m", "deepspeed.compile.features.memory_picture"]:
+    if arguments[:2] == ["-m", "deepspeed.compile.memory_picture"]:
         check_memory_picture(arguments[2:], monkeypatch)
-    elif arguments[:2] == ["-m", "deepspeed.compile.features.fits"]:
-        from deepspeed.compile.features.fits import __main__ as fits
+    elif arguments[:2] == ["-m", "deepspeed.compile.fits"]:
+        from deepspeed.compile.tools.fits import __main__ as fits
 
         fits.parser().parse_args(arguments[2:])
     elif arguments[:2] == ["-m", "benchmarks.tables"]:
@@ -179,7 +179,7 @@ def check_python(arguments, tmp_path, monkeypatch):
 
 def check_memory_picture(arguments, monkeypatch):
     """The command takes the arguments, two of which are files. It has nothing to read or to draw here."""
-    from deepspeed.compile.features.memory_picture import __main__ as command
+    from deepspeed.compile.tools.memory_picture import __main__ as command
 
     read = []
     monkeypatch.setattr(command, "read", read.append)

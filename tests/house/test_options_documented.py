@@ -19,7 +19,7 @@ from support.documentation import documented
 from support.options import ALSO_WARNED
 
 TESTS = Path(__file__).resolve().parents[1]
-UNSUPPORTED = TESTS / "features" / "unsupported_options"
+UNSUPPORTED = TESTS / "features" / "configuration"
 
 
 def tables(path):

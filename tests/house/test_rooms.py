@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.compile.features import NAMES
+from deepspeed.compile.parts import NAMES
 
 from support import cpu_budget
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
 SOURCES = ("NOTICE", "csrc", "deepspeed", "pyproject.toml", "requirements", "setup.py")
-FEATURES = Path("deepspeed", "compile", "features")
+COMPILE = Path("deepspeed", "compile")
 ARCHIVES = Path(os.environ.get("DS_BASE_ARCHIVE_DIR") or ROOT / "build" / "archive")
 # Seconds that the core's tests may take without a part, on a machine that does nothing else. They took 26 with two
 # cores that other work shared, and 45 where torch had kept no graphs (2026-11-28).
@@ -32,9 +32,13 @@ MOST_SECONDS = 60
 BUILT = "git_version_info_installed.py"
 
 
+def folder_of(name):
+    return COMPILE / name.replace(".", "/")
+
+
 def needs(name):
     """Returns the names of the parts that a part names in ``NEEDS``."""
-    for node in ast.parse((ROOT / FEATURES / name / "__init__.py").read_text()).body:
+    for node in ast.parse((ROOT / folder_of(name) / "__init__.py").read_text()).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == "NEEDS":
             return ast.literal_eval(node.value)
     return ()
@@ -56,11 +60,11 @@ def compose_without(names, folder):
         copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy2
         copy(ROOT / path, source / path)
     for name in names:
-        shutil.rmtree(source / FEATURES / name)
-    tuple_of_names = source / FEATURES / "__init__.py"
+        shutil.rmtree(source / folder_of(name))
+    tuple_of_names = source / COMPILE / "parts.py"
     text = tuple_of_names.read_text()
     for name in names:
-        text, count = re.subn(rf'(?m)^    "{name}",\n', "", text)
+        text, count = re.subn(rf'(?m)^    "{re.escape(name)}",\n', "", text)
         assert count == 1, f"{name} has no line of its own in NAMES"
     tuple_of_names.write_text(text)
     setup = runpy.run_path(str(source / "setup.py"))
@@ -83,7 +87,7 @@ def test_parts_stand_behind_those_that_they_need():
 
 def test_parts_that_cut_graphs_stand_behind_others():
     """Such a part would be asked first, and others not told of graphs that it makes in place of a frame's."""
-    sources = {name: ROOT / FEATURES / name / "feature.py" for name in NAMES}
+    sources = {name: ROOT / folder_of(name) / "feature.py" for name in NAMES}
     texts = {name: path.read_text() for name, path in sources.items() if path.is_file()}
     around = [name for name, text in texts.items() if "def around_compile(" in text]
     cut = [name for name in around if "frame.compile_graph(" in texts[name]]

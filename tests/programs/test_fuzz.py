@@ -24,12 +24,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from deepspeed.compile.features.blocks.block_calls import BlockParentCall
-from deepspeed.compile.features.one_pass_adam.dynamic_map import BLOCK
-from deepspeed.compile.features.ranges import feature, rule
-from deepspeed.compile.features.ranges.partition_gradient import ALIGN_NUMEL
-from deepspeed.compile.features.remainders.rule import EveryStepAdam
 from deepspeed.compile.features.shard_parameters import sharded_blocks, unsharded_parameters
+from deepspeed.compile.features.update.dynamic_map import BLOCK
+from deepspeed.compile.features.update.remainders_rule import EveryStepAdam
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero_1_and_2.engine import state
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
 from deepspeed.utils import safe_get_full_fp32_param
 
 from support.chunked_loss import small_chunks
@@ -229,9 +229,7 @@ def train_with_masters(recipe):
     recipe = dataclasses.replace(recipe, remainders=False)
     if recipe.eight_bits:
         return train(recipe)
-    with contextlib.ExitStack() as stack:
-        for module in (rule, feature):
-            stack.enter_context(mock.patch.object(module, "make_rules", lambda features: [EveryStepAdam()]))
+    with mock.patch.object(state, "rules_of", lambda features: [EveryStepAdam()]):
         return train(recipe)
 
 

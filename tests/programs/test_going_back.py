@@ -16,7 +16,7 @@ from support.pool import TESTS
 from support.training import ROUNDING, total_error
 
 pytestmark = pytest.mark.program(
-    "deepspeed/compile/features/remainders",
+    "deepspeed/compile/features/update",
     "deepspeed/compile/zero_1_and_2/engine/state.py",
     "requirements/base.txt",
     "setup.py",

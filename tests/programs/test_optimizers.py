@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.compile.features.eight_bit.feature import _states_that_stay_in_fp32
-from deepspeed.compile.features.memory_picture.of_engine import tensors_of
-from deepspeed.compile.features.memory_picture.record import Recording, phase
-from deepspeed.compile.features.one_pass_adam.adam import AdamStep
-from deepspeed.compile.features.ranges.own_step import OwnStep
+from deepspeed.compile.features.update.adam import AdamStep
+from deepspeed.compile.features.update.refused import states_that_stay_in_fp32
+from deepspeed.compile.tools.memory_picture.of_engine import tensors_of
+from deepspeed.compile.tools.memory_picture.record import Recording, phase
+from deepspeed.compile.zero_1_and_2.step.own_step import OwnStep, WholeStep
 from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -48,7 +48,7 @@ CLIPPING = 1.0
 # Width and depth of a model whose partitions have more elements than a range has.
 LARGE = {"cpu": (2048, 8), "cuda": (8192, 16)}
 # What one step of a partition is, after the first steps -> how that is called.
-STEPPED = {AdamStep: ONE_PASS, OwnStep: RANGES, type(None): WHOLE}
+STEPPED = {AdamStep: ONE_PASS, OwnStep: RANGES, WholeStep: WHOLE}
 
 
 def pytest_generate_tests(metafunc):
@@ -371,7 +371,7 @@ def test_one_block_size_for_all_groups(sizes, remedy):
     """The block size that is advised for one parameter group would leave another group's states in fp32."""
     parameters = [torch.zeros(numel) for numel in sizes]
     optimizer = SimpleNamespace(optimizer=LowBit(parameters), single_partition_of_fp32_groups=parameters)
-    warned = [*_states_that_stay_in_fp32(optimizer)]
+    warned = [*states_that_stay_in_fp32(optimizer)]
     assert len(warned) == (remedy is not None)
     assert all(remedy in each for each in warned)
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.compile.features.muon.muon import MOMENTUM
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
+from deepspeed.compile.zero_1_and_2.step.partitions import StepOfGroups
 
 from support import lifetime
 from support.models import VOCABULARY
@@ -335,9 +336,7 @@ def _train_beside(training):
             after = held(gradient_counters(engine))
             transform = engine.optimizer._deepcompile.transform
             matrices = {} if transform is None else transform.matrices
-            steps = engine.optimizer._deepcompile.step_of_groups(
-                engine.optimizer, [None] * len(engine.optimizer.bit16_groups)
-            )._steps
+            steps = StepOfGroups(engine.optimizer, [None] * len(engine.optimizer.bit16_groups))._steps
             owners = [len(matrix.parts) for group in matrices.values() for matrix in group]
         engine.destroy()
     (expected, _, momentum), (actual, _, own_momentum) = ends

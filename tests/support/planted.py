@@ -141,16 +141,16 @@ FAULTS = {
     ),
     "no warning of an option without effect": Fault(
         "gradient_predivide_factor is ignored without a word",
-        FEATURES + "unsupported_options/ignored.py",
+        FEATURES + "configuration/ignored.py",
         {"!= 1.0 and not config.prescale_gradients:": "!= 1.0 and config.prescale_gradients:"},
-        ("features/unsupported_options/test_options_warned.py",),
+        ("features/configuration/test_options_warned.py",),
     ),
     # Graphs ---------------------------------------------------------------------------------------------------------
     "stale guard": Fault(
         "compiled code does not notice that a module got a hook",
-        FEATURES + "guards/guards.py",
+        FEATURES + "blocks/guards.py",
         {'    "skip_nnmodule_hook_guards",\n': ""},
-        ("features/guards/test_hooks_later.py",),
+        ("features/blocks/test_hooks_later.py",),
     ),
     "hook of a parameter ignored": Fault(
         "a graph reduces a gradient that a hook of the parameter should see",
@@ -254,49 +254,49 @@ FAULTS = {
     ),
     "range left out of the update": Fault(
         "of the ranges that are stepped after the parameters that the next forward needs first, only one is stepped",
-        FEATURES + "ranges/ranges.py",
+        CORE + "step/ranges.py",
         {"self._run(self._spans)": "self._run(self._spans[:1])"},
-        ("features/one_pass_adam/test_one_pass_adam_in_engine.py", "features/overlap_gather/test_parameter_gather.py"),
+        ("features/update/test_one_pass_adam_in_engine.py", "features/overlap_gather/test_parameter_gather.py"),
     ),
     "gradients held while they are read": Fault(
         "a gradient is kept until the whole partition is stepped",
-        FEATURES + "ranges/partition_gradient.py",
+        CORE + "step/partition_gradient.py",
         {"        del self._rest[index : index + behind]\n": ""},
-        ("features/ranges/test_ranges.py",),
+        ("core/test_ranges.py",),
     ),
     "count of steps not kept": Fault(
         "Adam corrects the bias of each step in one pass as if it were the first",
-        FEATURES + "one_pass_adam/adam.py",
+        FEATURES + "update/adam.py",
         {"step.fill_(self._count)": "pass"},
-        ("features/one_pass_adam/test_one_pass_adam.py",),
+        ("features/update/test_one_pass_adam.py",),
     ),
     "settings of the first step": Fault(
         "Adam in one pass goes on with the learning rate that it was compiled with",
-        FEATURES + "one_pass_adam/adam_operators.py",
+        FEATURES + "update/adam_operators.py",
         {
             "    s = Scalars(*settings.scalars.unbind())\n": (
                 "    s = Scalars(*settings.scalars.unbind())._replace(rate=0.1)\n"
             )
         },
-        ("features/one_pass_adam/test_one_pass_adam.py",),
+        ("features/update/test_one_pass_adam.py",),
     ),
     "scale of an 8-bit block without its sign": Fault(
         "the scale of a block is its largest value, and not its largest magnitude",
-        FEATURES + "one_pass_adam/dynamic_map.py",
+        FEATURES + "update/dynamic_map.py",
         {"scales = blocks.abs().amax(-1)": "scales = blocks.amax(-1)"},
-        ("features/eight_bit/test_eight_bit_states.py",),
+        ("features/update/test_eight_bit_states.py",),
     ),
     "8-bit blocks that depend on the number of ranks": Fault(
         "blocks begin where a partition begins, and not on the grid of the flat tensor",
-        FEATURES + "eight_bit/eight_bit.py",
+        FEATURES + "update/eight_bit.py",
         {"self.lead = partition.offset % BLOCK": "self.lead = 0"},
-        ("features/eight_bit/test_eight_bit_states.py",),
+        ("features/update/test_eight_bit_states.py",),
     ),
     "ties of remainders to even": Fault(
         "a master weight half-way between two bf16 numbers has the even one, whose remainder does not fit in 16 bits",
-        FEATURES + "one_pass_adam/remainders.py",
+        FEATURES + "update/remainders.py",
         {"(bits + 0x8000) >> 16": "(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16"},
-        ("features/remainders/test_remainders.py",),
+        ("features/update/test_remainders.py",),
     ),
     "momentum of a step that overflows": Fault(
         "Muon's updates are computed before it is known whether gradients overflowed",
@@ -318,9 +318,9 @@ FAULTS = {
     # A parameter ----------------------------------------------------------------------------------------------------
     "offloaded parameters at the wrong place": Fault(
         "the new parameters of each range are sent to where those of the first range lie",
-        FEATURES + "offload/host_memory.py",
+        CORE + "parameter/host_memory.py",
         {"partition(optimizer, group)[first:last].copy_(": "partition(optimizer, group)[: last - first].copy_("},
-        ("features/offload/test_offload.py",),
+        ("core/test_offload.py",),
     ),
     "forward does not wait": Fault(
         "a block is called before its parameters have arrived, so that its guards fail",
@@ -374,25 +374,25 @@ FAULTS = {
         "the first run of a reentrant checkpoint around a model that keeps a cache runs uncompiled",
         FEATURES + "blocks/compilation_limit.py",
         {"self.trains(args, kwargs) if around is None else around or": "self.trains(args, kwargs) or"},
-        ("features/key_value_cache/test_key_value_cache.py",),
+        ("fixes/key_value_cache/test_key_value_cache.py",),
     ),
     "generation compiled": Fault(
         "generation in training mode is compiled for each length of the cache",
         FEATURES + "blocks/compilation_limit.py",
         {"self.in_training() and not _generates(args, kwargs)": "self.in_training()"},
-        ("features/key_value_cache/test_key_value_cache.py",),
+        ("fixes/key_value_cache/test_key_value_cache.py",),
     ),
     "hook that ends a graph": Fault(
         "nobody says that a full backward hook of a head ends the graph around the blocks' caller",
         FEATURES + "blocks/feature.py",
         {"    traced = {id(submodule) for submodule in module.modules()} - uncompiled\n": "    traced = set()\n"},
-        ("features/guards/test_hooks_later.py",),
+        ("features/blocks/test_hooks_later.py",),
     ),
     "tiny second moments": Fault(
         "second moments of tiny gradients are lost in 8 bits",
-        FEATURES + "one_pass_adam/dynamic_map.py",
+        FEATURES + "update/dynamic_map.py",
         {"LEAST_SCALE = torch.finfo(torch.float32).tiny": "LEAST_SCALE = 1e-12"},
-        ("features/eight_bit/test_eight_bit_states.py",),
+        ("features/update/test_eight_bit_states.py",),
     ),
     # A checkpoint ---------------------------------------------------------------------------------------------------
     "load keeps gradients": Fault(
@@ -407,22 +407,22 @@ FAULTS = {
     ),
     "loaded master weights not sent": Fault(
         "with remainders, a rank rounds the master weights that it has loaded, and does not send the parameters",
-        FEATURES + "remainders/masters.py",
+        FEATURES + "update/masters.py",
         {"self.set(group, 0, master)\n        self.send_parameters()\n": "self.set(group, 0, master)\n"},
-        ("features/remainders/test_remainders_in_engine.py",),
+        ("features/update/test_remainders_in_engine.py",),
     ),
     "remainders of other parameters": Fault(
         "with remainders, refresh_fp32_params() and a load of parameters alone keep the remainders that there were",
-        FEATURES + "remainders/masters.py",
+        FEATURES + "update/masters.py",
         {"            remainders.zero_()\n": "            pass\n"},
-        ("features/remainders/test_remainders_in_engine.py",),
+        ("features/update/test_remainders_in_engine.py",),
     ),
     "load keeps old moments": Fault(
         "after a load, safe_get_full_optimizer_state() finds no states",
-        FEATURES + "linked_states/feature.py",
+        CORE + "step/optimizer.py",
         {
-            "        _part(self).forget_places()\n        _part(self).link_again(self)\n": (
-                "        _part(self).forget_places()\n"
+            "        self._deepcompile.links.forget_places()\n        self._deepcompile.links.link_again(self)\n": (
+                "        self._deepcompile.links.forget_places()\n"
             )
         },
         ("features/muon/test_muon_in_engine.py", "core/test_checkpoints.py"),

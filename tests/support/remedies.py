@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which test follows the remedy that a message names. ``house/test_remedies_named.py`` lists the messages."""
 
-_REFUSED = "features/unsupported_options/test_options_refused.py::test_refused"
+_REFUSED = "features/configuration/test_options_refused.py::test_refused"
 _REFUSED_BLOCKS = "features/blocks/test_blocks_refused.py::test_refused"
-_ADVISED = "features/unsupported_options/test_options_refused.py::test_what_refusals_advise"
-_EIGHT_BIT = "features/eight_bit/test_eight_bit_in_engine.py::test_refused_states"
+_ADVISED = "features/configuration/test_options_refused.py::test_what_refusals_advise"
+_EIGHT_BIT = "features/update/test_eight_bit_in_engine.py::test_refused_states"
 _MUON = "features/muon/test_muon.py::test_refused_with_muon"
 _SHARDING = "features/shard_parameters/test_shard_remedies.py::test_what_messages_advise"
 _SECTION = "features/configuration/test_section.py::test_a_section_that_is_refused_in_one_sentence"
@@ -18,7 +18,7 @@ FOLLOWED = {
     "and another rank was to save it; save it on rank 0 alone": _SHARDING,
     "was called within a forward or a backward; call it outside of them": _SHARDING,
     "leave it out, or call the engine outside of these": (
-        "features/self_compile/test_contexts_of_callers.py::test_a_context_around_the_first_forward"
+        "features/configuration/test_contexts_of_callers.py::test_a_context_around_the_first_forward"
     ),
     "make the same {} on every rank": "features/configuration/test_same_models.py::test_models_that_differ",
     "change its values in place, or make another engine of the model": _SHARDING,
@@ -70,18 +70,16 @@ FOLLOWED = {
     ),
     "which makes a graph of every block; leave one of them out": _REFUSED_BLOCKS,
     "Pass use_cache=False, because a layer finds the cache filled": (
-        "features/key_value_cache/test_key_value_cache.py::test_a_cache_for_which_layers_are_compiled_again"
+        "fixes/key_value_cache/test_key_value_cache.py::test_a_cache_for_which_layers_are_compiled_again"
     ),
     "call them with use_cache=True to have a cache": (
-        "features/key_value_cache/test_key_value_cache.py::test_which_forwards_keep_no_cache"
+        "fixes/key_value_cache/test_key_value_cache.py::test_which_forwards_keep_no_cache"
     ),
     "register hooks at modules to have it compiled": "core/test_remedies.py::test_hooks_at_modules",
     "use hooks of tensors, in a forward hook, instead": (
-        "features/guards/test_hooks_later.py::test_hooks_of_tensors_instead"
+        "features/blocks/test_hooks_later.py::test_hooks_of_tensors_instead"
     ),
-    "compare losses with Liger turned off": (
-        "features/liger/test_liger_lacks.py::test_a_liger_that_has_other_functions"
-    ),
+    "compare losses with Liger turned off": ("fixes/liger/test_liger_lacks.py::test_a_liger_that_has_other_functions"),
     "destroy that engine, or set compile.regional_compilation to false for that engine": (
         "features/blocks/test_blocks_chosen.py::test_blocks_of_another_engine"
     ),
@@ -89,7 +87,7 @@ FOLLOWED = {
         "features/blocks/test_blocks_compilations.py::test_layers_are_compiled_as_often_as_they_differ"
     ),
     "leave empty groups out of the optimizer": (
-        "features/schedulers/test_schedulers.py::test_nothing_is_said_where_empty_groups_are_left_out"
+        "fixes/schedulers/test_schedulers.py::test_nothing_is_said_where_empty_groups_are_left_out"
     ),
     "cannot compile {}; name other classes": (
         "features/blocks/test_blocks_chosen.py::test_blocks_that_cannot_be_compiled"
@@ -99,19 +97,19 @@ FOLLOWED = {
     "use one of these names": _SECTION,
     "{} is missing; set it": _SECTION,
     "for DeepCompile set zero_optimization.stage to 1 or 2": (
-        "features/self_compile/test_by_configuration.py::test_the_stages_that_are_advised"
+        "features/configuration/test_by_configuration.py::test_the_stages_that_are_advised"
     ),
     'is no section; set it to one such as {"deepcompile": true}': (
         "features/configuration/test_section.py::test_what_is_no_section"
     ),
     "has no effect without a monitor; enable tensorboard": (
-        "features/monitoring/test_monitors.py::test_warned_without_a_monitor"
+        "tools/monitoring/test_monitors.py::test_warned_without_a_monitor"
     ),
     "has no effect without steps_per_print; set steps_per_print": (
-        "features/monitoring/test_monitors.py::test_monitors_get_counters_and_peaks"
+        "tools/monitoring/test_monitors.py::test_monitors_get_counters_and_peaks"
     ),
     "is no dict of arguments of torch.compile; pass one, or leave it out": (
-        "features/self_compile/test_by_configuration.py::test_arguments_that_are_no_dict"
+        "features/configuration/test_by_configuration.py::test_arguments_that_are_no_dict"
     ),
     "or by an earlier call; call it before the first forward": (
         "features/blocks/test_compilation_limits.py::test_arguments_that_come_late"
@@ -121,32 +119,32 @@ FOLLOWED = {
     "not with compile.passes={}; leave one of them out": _SECTION,
     "{}{} does not fit; set it to {}{}": _SECTION,
     "needs blocks that wait for their parameters; set compile.regional_compilation to true": _SECTION,
-    "has no sections; name a file as DeepSpeed reads it": "features/fits/test_fits.py::test_json_has_bytes",
-    "whose size its configuration has; name no sequence": "features/fits/test_fits.py::test_images_have_no_tokens",
+    "has no sections; name a file as DeepSpeed reads it": "tools/fits/test_fits.py::test_json_has_bytes",
+    "whose size its configuration has; name no sequence": "tools/fits/test_fits.py::test_images_have_no_tokens",
     "{} has {} positions; ask for a sequence of at most so many": (
-        "features/fits/test_fits.py::test_adapters_and_positions_as_a_gpt_has_them"
+        "tools/fits/test_fits.py::test_adapters_and_positions_as_a_gpt_has_them"
     ),
-    "--checkpoint goes with --config": "features/fits/test_fits.py::test_a_configuration_of_checkpointed_layers",
+    "--checkpoint goes with --config": "tools/fits/test_fits.py::test_a_configuration_of_checkpointed_layers",
     "lines with regional_compilation make blocks": (
         "features/blocks/test_blocks_chosen.py::test_more_that_is_compiled_as_a_whole"
     ),
     # Optimizers and their states.
     "does not divide partitions of {} elements; {}": "programs/test_optimizers.py::test_states_that_stay_in_fp32",
     "give it block_size={}": "programs/test_optimizers.py::test_states_that_stay_in_fp32",
-    "{} {}, or leave {} out": "features/remainders/test_remainders_refused.py::test_refused",
-    "a rule must return the end of the elements": "features/ranges/test_ranges.py::test_ranges_step_as_the_whole",
+    "{} {}, or leave {} out": "features/update/test_remainders_refused.py::test_refused",
+    "a rule must return the end of the elements": "core/test_ranges.py::test_ranges_step_as_the_whole",
     "has no form for the third state of amsgrad=true; set amsgrad to false": _EIGHT_BIT,
-    "{} {}, or leave compile.optimizer_states out": ("features/eight_bit/test_eight_bit_refused.py::test_refused"),
+    "{} {}, or leave compile.optimizer_states out": ("features/update/test_eight_bit_refused.py::test_refused"),
     "set torch_autocast.dtype to bfloat16, or leave {} out": _EIGHT_BIT,
     "set zero_optimization.elastic_checkpoint to false, or leave compile.optimizer_states out": _EIGHT_BIT,
     "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these": (
-        "features/eight_bit/test_eight_bit_refused.py::test_refused"
+        "features/update/test_eight_bit_refused.py::test_refused"
     ),
     "leave it so, or use Adam or AdamW of torch": (
-        "features/eight_bit/test_eight_bit_in_engine.py::test_partitions_that_no_block_size_divides"
+        "features/update/test_eight_bit_in_engine.py::test_partitions_that_no_block_size_divides"
     ),
     "needs Triton on a GPU; install triton": (
-        "features/remainders/test_remainders_in_engine.py::test_a_gpu_without_triton"
+        "features/update/test_remainders_in_engine.py::test_a_gpu_without_triton"
     ),
     "is not supported with Muon, whose updates are computed on the device; leave it out": _MUON,
     "which has whole matrices, at the wrong places; set it to false": _MUON,
@@ -163,23 +161,21 @@ FOLLOWED = {
     "is only supported in stage 3; use 'cpu'": _ADVISED,
     "super_offload is only supported in stage 3; leave it out": _ADVISED,
     "works with a gradient scaler; undo that": (
-        "features/eight_bit/test_eight_bit_in_engine.py::test_a_step_that_others_have_changed_is_refused"
+        "features/update/test_eight_bit_in_engine.py::test_a_step_that_others_have_changed_is_refused"
     ),
     "load them with the edition, the number of ranks and the settings with which they were saved": (
-        "features/eight_bit/test_eight_bit_states.py::test_states_that_are_saved_and_loaded"
+        "features/update/test_eight_bit_states.py::test_states_that_are_saved_and_loaded"
     ),
     "load them with the number of ranks and the settings with which they were saved": (
-        "features/eight_bit/test_eight_bit_states.py::test_states_that_are_saved_and_loaded"
+        "features/update/test_eight_bit_states.py::test_states_that_are_saved_and_loaded"
     ),
     "leave compile.optimizer_states out to set states": (
         "features/shard_parameters/test_shard_all.py::test_what_works_at_rest"
     ),
-    "host memory for gradients could not be had; use more ranks": (
-        "features/offload/test_offload.py::test_little_host_memory"
-    ),
-    ", or set offload_optimizer.pin_memory to false": "features/offload/test_offload.py::test_no_memory_to_pin",
+    "host memory for gradients could not be had; use more ranks": ("core/test_offload.py::test_little_host_memory"),
+    ", or set offload_optimizer.pin_memory to false": "fixes/pinning/test_pinning.py::test_no_memory_to_pin",
     "call engine.reload_states() to {}": (
-        "features/remainders/test_remainders_in_engine.py::test_saved_and_loaded_in_other_places"
+        "features/update/test_remainders_in_engine.py::test_saved_and_loaded_in_other_places"
     ),
     "goes with ZeRO-1 and ZeRO-2 only; leave it out, or set zero_optimization.stage to 1 or 2": (
         "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
@@ -195,11 +191,11 @@ FOLLOWED = {
     ),
     "set gradient_clipping to 0": "features/muon/test_muon.py::test_clipping_is_told_with_its_number",
     "set its max_norm to None, or leave compile.{} out": (
-        "features/remainders/test_remainders_in_engine.py::test_embeddings_with_a_max_norm"
+        "features/update/test_remainders_in_engine.py::test_embeddings_with_a_max_norm"
     ),
     # What DeepCompile cannot honour.
     "call it before the first backward or after engine.step()": (
-        "features/unsupported_options/test_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"
+        "features/configuration/test_refused_engines.py::test_refused_with_gradients_of_an_unfinished_step"
     ),
     "zero_optimization.zenflow is not supported; remove it": _ADVISED,
     "use stage 2, which accumulates in fp32, or grad_accum_dtype='bf16'": _ADVISED,
@@ -220,22 +216,20 @@ FOLLOWED = {
     "drops the notes that say which gradient is whose; remove it": _ADVISED,
     "DeepCompile's partitioner inserts the reductions; remove it": _ADVISED,
     "profile without engine.compile()": (
-        "features/unsupported_options/test_options_warned.py::test_a_profile_without_compiling"
+        "features/configuration/test_options_warned.py::test_a_profile_without_compiling"
     ),
-    "use torch.profiler for those": (
-        "features/unsupported_options/test_options_warned.py::test_a_profile_of_reductions"
-    ),
+    "use torch.profiler for those": ("features/configuration/test_options_warned.py::test_a_profile_of_reductions"),
     "which is for stage 3; make the model without it": (
-        "features/unsupported_options/test_refused_engines.py::test_a_model_of_zero_init"
+        "features/configuration/test_refused_engines.py::test_a_model_of_zero_init"
     ),
     "optimizer wrapper {} is not supported; set compile.deepcompile to false": (
         "core/test_refused.py::test_an_optimizer_wrapper_of_the_user"
     ),
     "give deepspeed.initialize() an optimizer": (
-        "features/unsupported_options/test_refused_engines.py::test_an_engine_without_an_optimizer"
+        "features/configuration/test_refused_engines.py::test_an_engine_without_an_optimizer"
     ),
     "or torch.nn.functional.linear to torch._C._nn.linear before this one compiles": (
-        "features/unsupported_options/test_refused_engines.py::test_linear_that_zero_3_has_replaced"
+        "features/configuration/test_refused_engines.py::test_linear_that_zero_3_has_replaced"
     ),
     "failed half-way; create the engine anew": ("core/test_refused.py::test_refused_after_half_a_compile"),
     "make it real, with a last dimension of two": "core/test_parameters_unusual.py::test_complex",
@@ -247,18 +241,18 @@ FOLLOWED = {
     ),
     "got a sparse gradient, and DeepCompile reduces dense ones only": "core/test_remedies.py::test_a_sparse_gradient",
     "pipeline parallelism is not supported; set compile.deepcompile to false": (
-        "features/unsupported_options/test_refused_engines.py::test_refused_engines"
+        "features/configuration/test_refused_engines.py::test_refused_engines"
     ),
     "have process groups of their own, are not supported; set compile.deepcompile to false": (
-        "features/unsupported_options/test_refused_engines.py::test_refused_engines"
+        "features/configuration/test_refused_engines.py::test_refused_engines"
     ),
-    "set compile.passes to ['autotp']": "features/unsupported_options/test_refused_engines.py::test_refused_engines",
+    "set compile.passes to ['autotp']": "features/configuration/test_refused_engines.py::test_refused_engines",
     "set compile.passes to ['autosp'] and use stage 1": (
-        "features/unsupported_options/test_refused_engines.py::test_refused_engines"
+        "features/configuration/test_refused_engines.py::test_refused_engines"
     ),
     "is too old; install torch {} or newer": "core/test_refused.py::test_refused_with_an_old_torch",
     "is not supported for DeepCompile; use 'inductor' or 'eager'": (
-        "features/unsupported_options/test_options_refused_by_deepspeed.py::test_refused_by_deepspeed"
+        "features/configuration/test_options_refused_by_deepspeed.py::test_refused_by_deepspeed"
     ),
     # Steps and backwards.
     "code that DeepCompile has compiled has none; run this forward and its backward in": _OF_COMPILE,
@@ -296,72 +290,70 @@ FOLLOWED = {
     "Restart from a checkpoint": "core/test_faults_on_one_rank.py::test_ranks_that_are_apart_start_again",
     # The tools.
     "change that, or leave the configuration out": (
-        "features/fits/test_fits.py::test_a_configuration_that_is_not_reckoned"
+        "tools/fits/test_fits.py::test_a_configuration_that_is_not_reckoned"
     ),
-    "is not above 0; name what there is": "features/fits/test_fits.py::test_numbers_that_no_gpu_has",
-    "is not from 1 to {}; name what there is": "features/fits/test_fits.py::test_numbers_that_no_gpu_has",
+    "is not above 0; name what there is": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
+    "is not from 1 to {}; name what there is": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
     "no parameter of the model is trained; set requires_grad of some": (
-        "features/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
+        "tools/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
     ),
     "call fits(..., batch=...) with a function that makes it": (
-        "features/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
+        "tools/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
     ),
     "name a function without arguments, and leave its weights": (
-        "features/fits/test_fits.py::test_the_command_prints_modes"
+        "tools/fits/test_fits.py::test_the_command_prints_modes"
     ),
-    "has no function {}; name one that returns a model": "features/fits/test_fits.py::test_the_command_prints_modes",
-    "name a module of this folder or of PYTHONPATH": "features/fits/test_fits.py::test_the_command_prints_modes",
+    "has no function {}; name one that returns a model": "tools/fits/test_fits.py::test_the_command_prints_modes",
+    "name a module of this folder or of PYTHONPATH": "tools/fits/test_fits.py::test_the_command_prints_modes",
     "`pip install transformers`, or name a function that makes a model": (
-        "features/fits/test_fits.py::test_the_command_prints_modes"
+        "tools/fits/test_fits.py::test_the_command_prints_modes"
     ),
-    "there is no file {}; name a config.json": "features/fits/test_fits.py::test_a_model_of_transformers",
-    "reads no configuration of {} ({}); name a config.json": (
-        "features/fits/test_fits.py::test_a_model_of_transformers"
-    ),
+    "there is no file {}; name a config.json": "tools/fits/test_fits.py::test_a_model_of_transformers",
+    "reads no configuration of {} ({}); name a config.json": ("tools/fits/test_fits.py::test_a_model_of_transformers"),
     "name a configuration whose parts suit each other": (
-        "features/fits/test_fits_refuses.py::test_a_configuration_whose_parts_disagree"
+        "tools/fits/test_fits_refuses.py::test_a_configuration_whose_parts_disagree"
     ),
     "and no torch.nn.Module; name a function that returns a model": (
-        "features/fits/test_fits.py::test_the_command_prints_modes"
+        "tools/fits/test_fits.py::test_the_command_prints_modes"
     ),
     "the model returns no tensor, but {}; return its loss": (
-        "features/fits/test_fits_refuses.py::test_what_the_forward_lacks_is_mended"
+        "tools/fits/test_fits_refuses.py::test_what_the_forward_lacks_is_mended"
     ),
     "cannot be written: {}; name a file in a folder that there is": (
-        "features/fits/test_fits_refuses.py::test_a_place_that_cannot_be_written"
+        "tools/fits/test_fits_refuses.py::test_a_place_that_cannot_be_written"
     ),
     "cannot be written: {}; name another place with --out": (
-        "features/memory_picture/test_memory_picture.py::test_the_command_says_where_it_cannot_write"
+        "tools/memory_picture/test_memory_picture.py::test_the_command_says_where_it_cannot_write"
     ),
     "holds no step's memory; give a file": (
-        "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
+        "tools/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
     ),
     "give one or two files, not {}": (
-        "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
+        "tools/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
     ),
     "draw it with the DeepSpeed that wrote it": (
-        "features/memory_picture/test_memory_picture.py::test_what_is_advised_of_files_that_cannot_be_read"
+        "tools/memory_picture/test_memory_picture.py::test_what_is_advised_of_files_that_cannot_be_read"
     ),
     "record the step again": (
-        "features/memory_picture/test_memory_picture.py::test_what_is_advised_of_files_that_cannot_be_read"
+        "tools/memory_picture/test_memory_picture.py::test_what_is_advised_of_files_that_cannot_be_read"
     ),
     "{} cannot be imported; {}": (
-        "features/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
+        "tools/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
     ),
     "{} cannot be imported, so its picture was not drawn; {}": (
-        "features/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
+        "tools/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
     ),
     "its data will be written; `{}`, now or before `python -m {} FILE.json` draws them later": (
-        "features/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
+        "tools/memory_picture/test_memory_picture.py::test_a_library_that_lacks_is_named_once_and_the_rest_is_drawn"
     ),
     "is no JSON; give a file": (
-        "features/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
+        "tools/memory_picture/test_memory_picture.py::test_the_command_lays_two_steps_over_each_other"
     ),
     "and this engine has stage {}; leave {} out": (
-        "features/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
+        "tools/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
     ),
     "{}.folder: {}; name another folder": (
-        "features/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
+        "tools/memory_picture/test_memory_picture.py::test_what_cannot_be_recorded_is_refused_at_once"
     ),
     "deepspeed.compile.zero12 is deepspeed.compile.zero_1_and_2 now": (
         "house/test_dependencies.py::test_every_file_can_be_imported"
@@ -369,20 +361,23 @@ FOLLOWED = {
     "deepspeed.compile.features.shard_frozen is deepspeed.compile.features.shard_parameters now": (
         "house/test_dependencies.py::test_every_file_can_be_imported"
     ),
-    "has moved: import deepspeed.compile.features.memory_picture": (
-        "features/memory_picture/test_memory_picture.py::test_the_former_name"
+    "deepspeed.compile.features.memory_picture is deepspeed.compile.memory_picture now": (
+        "tools/memory_picture/test_memory_picture.py::test_the_former_name"
+    ),
+    "deepspeed.compile.features.fits is deepspeed.compile.fits now": (
+        "house/test_dependencies.py::test_every_file_can_be_imported"
     ),
     "this engine will have BF16_Optimizer; leave {} out": (
         "features/configuration/test_section.py::test_what_is_advised_at_the_beginning"
     ),
     "set {}.step to an earlier one": (
-        "features/memory_picture/test_memory_picture.py::test_several_engines_record_one_after_the_other"
+        "tools/memory_picture/test_memory_picture.py::test_several_engines_record_one_after_the_other"
     ),
     "cannot be differentiated; set the optimizer's differentiable to false": (
-        "features/remainders/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
+        "features/update/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
     ),
     "which has hooks or was replaced; undo that, or leave {} out": (
-        "features/remainders/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
+        "features/update/test_remainders_in_engine.py::test_a_step_that_others_have_changed_is_refused"
     ),
     # The build.
     "`apt-get install g++`, or name one in CXX": "core/test_remedies.py::test_one_rank_without_a_compiler",

@@ -19,9 +19,9 @@ from torch._inductor import compile_fx
 import deepspeed
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from deepspeed.compile.features import NAMES
+from deepspeed.compile.parts import NAMES
 from deepspeed.compile.zero_1_and_2 import gradient_counters, wait_for_parameters
-from deepspeed.compile.zero_1_and_2.feature import classes
+from deepspeed.compile.zero_1_and_2.engine.state import rules_of
 from deepspeed.runtime import torch_autocast
 
 from support.models import CASES, OTHER_CASES, VOCABULARY
@@ -163,11 +163,7 @@ class Pair(NamedTuple):
 @contextlib.contextmanager
 def ranges_of(numel):
     """Within it an optimizer is stepped in ranges of so many elements, on any device."""
-    # The core's tests run where this part was removed.
-    if "ranges" not in NAMES:
-        yield
-        return
-    from deepspeed.compile.features.ranges import ranges
+    from deepspeed.compile.zero_1_and_2.step import ranges
 
     before = ranges.RANGE_NUMEL, ranges.RANGE_NUMEL_ON_HOST
     ranges.RANGE_NUMEL = ranges.RANGE_NUMEL_ON_HOST = numel
@@ -181,11 +177,11 @@ def ranges_of(numel):
 def updates_compiled_from(numel, large=2**22):
     """Within it, Adam steps partitions of so many elements in one pass, which reads ``large`` gradients in place."""
     # The core's tests run where this part was removed.
-    if "one_pass_adam" not in NAMES:
+    if "features.update" not in NAMES:
         yield
         return
-    from deepspeed.compile.features.one_pass_adam import adam
-    from deepspeed.compile.features.ranges import partition_gradient, ranges
+    from deepspeed.compile.features.update import adam
+    from deepspeed.compile.zero_1_and_2.step import partition_gradient, ranges
 
     with (
         mock.patch.object(adam, "LEAST_NUMEL", numel),
@@ -197,16 +193,13 @@ def updates_compiled_from(numel, large=2**22):
 
 def step_in_one_pass(engine):
     """Has an engine step Adam as with the backend "inductor", which would take long to compile the model."""
-    if "one_pass_adam" not in NAMES:
+    if "features.update" not in NAMES:
         return
-    from deepspeed.compile.features.one_pass_adam.feature import StepsInOnePass
-    from deepspeed.compile.features.ranges.feature import StepsInRanges
-    from deepspeed.compile.features.ranges.rule import make_rules
+    from deepspeed.compile.features.update.feature import Update
 
-    deepcompile, names = engine.optimizer._deepcompile, [cls.__name__ for cls in classes()]
-    others = [feature for feature in deepcompile.features if not isinstance(feature, StepsInOnePass)]
-    features = sorted([*others, StepsInOnePass(None)], key=lambda feature: names.index(type(feature).__name__))
-    deepcompile.find(StepsInRanges).all_rules = make_rules(features)
+    deepcompile = engine.optimizer._deepcompile
+    deepcompile.find(Update).in_one_pass = True
+    deepcompile.rules = rules_of(deepcompile.features)
 
 
 def as_traced(runs):

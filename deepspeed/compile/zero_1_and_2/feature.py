@@ -2,8 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an optional part of an engine may do, and which parts there are.
 
-The core calls the methods of :class:`Feature` at its own moments, and knows nothing else of a part. Other doors of a
-part are in ``features/__init__.py``.
+The core calls the methods of :class:`Feature` at its own moments, and knows nothing else of a part. What a part may
+offer another part stands here too. Other doors of a part, and the order of parts, are in ``parts.py``.
+
+Parts are made and called in that order. So of several that do something around a call, the first is the outermost;
+rules of later parts are asked before those of earlier ones, unless these take the others' place; and methods of an
+earlier part's mixin override those of a later part's.
 """
 
 import contextlib
@@ -31,17 +35,15 @@ from typing import (
 import torch
 from torch.nn import Module
 
-from ..features import doors
+from ..parts import doors
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-    from .graph.backend import Frame
-    from .graph.partitioner import Rewrite, Split
+    from .graph.backend import Backend, Frame
     from .parameter.gather import AllGather
-    from .parameter.placement import Placement
-    from .step.partitions import StepOfGroups
+    from .step.rule import Rule
 
 Part = TypeVar("Part", bound="Feature")
 
@@ -93,7 +95,7 @@ class SetUpContext(NamedTuple):
     request: Request
     features: List["Feature"]  # those that stand before this part
     undo: contextlib.ExitStack  # whose functions revert what the set-up has changed
-    backend: Callable  # the backend of torch.compile that reduces the engine's gradients
+    backend: "Backend"  # of torch.compile, which reduces the engine's gradients; parts tell it what they do to graphs
     identity: int  # the engine's number, which no other engine has, the same on all ranks
 
     @property
@@ -155,6 +157,13 @@ class Feature:
         """Whether to make this part for an engine."""
         return True
 
+    @classmethod
+    def needs_blocks(cls, request: Request) -> Optional[str]:
+        """Returns what needs blocks, if the user asks for a part that works on these: the beginning of the sentence
+        with which a model without blocks is refused. Blocks then become graphs also where a model calls its blocks
+        itself."""
+        return None
+
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def __init__(self, context: SetUpContext):
@@ -166,47 +175,42 @@ class Feature:
 
     # Graphs ---------------------------------------------------------------------------------------------------------
 
-    # How many modules this part compiles by themselves. From one on, nothing else may compile the engine's module;
-    # from two on, no graph runs last in every backward.
-    compiled_modules = 0
-    # Splits joint graphs, if this part does it to keep fewer activations: takes examples of the graph's inputs.
-    split: Optional[Callable[[Sequence], "Split"]] = None
-
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
         """Returns what runs a frame's graph. ``compiled()`` compiles the graph, with what later parts do around it."""
         return compiled()
 
-    def rewrite(self, inputs: Sequence) -> "Optional[Rewrite]":
-        """Returns a change of the joint graph of a graph with such inputs, made before the joint graph is split: a
-        part needs it that gives memory of parameters back while the graph has them saved for its backward."""
-        return None
-
-    # Forwards and backwards -----------------------------------------------------------------------------------------
+    # Forwards -------------------------------------------------------------------------------------------------------
 
     def around_forward(self, training: bool) -> ContextManager:
         """Returns a context of each forward of the engine. ``training``: whether its module is in training mode."""
         return contextlib.nullcontext()
 
-    def backward_begins(self) -> None:
-        """Called before the first gradient of a backward of the engine, and once more for each further loss: a
-        part needs it that gathers parameters for the backward."""
-
-    def backward_ends(self) -> None:
-        """Called when a backward has run, before this rank waits for gradients of other ranks: a part needs it
-        that has collectives of its own in a backward, for which they may wait."""
-
     # Steps ----------------------------------------------------------------------------------------------------------
 
     # Gathers the stepped parameters in place of the core's AllGather, if this part does it.
     gather: Optional["AllGather"] = None
-    # Makes one step of all partitions in place of the core's StepOfGroups, if this part steps them piece by piece.
-    step_of_groups: "Optional[Callable[[DeepSpeedZeroOptimizer, List[Optional[torch.Tensor]]], StepOfGroups]]" = None
     # Makes other gradients of some groups' gradients, if an update is not computed element by element.
     transform: Optional[Transform] = None
-    # Places gradients and new parameters elsewhere than the core's Placement, if the optimizer is on the host.
-    placement: Optional["Placement"] = None
-    # Methods that override the base's optimizer's. The core's override them, and earlier parts' those of later parts.
+    # Methods that override the base's optimizer's, of a backward, of states and of checkpoints. The core's override
+    # them.
     optimizer_mixin: Optional[type] = None
+
+    @property
+    def shares(self) -> Sequence[torch.Tensor]:
+        """Parts of parameters that neither the module nor the flat tensors have, for pictures of memory."""
+        return ()
+
+    def rules(self, others: List["Rule"]) -> List["Rule"]:
+        """Returns what steps partitions, in the order in which it is asked. Called once, before :meth:`commit`.
+
+        ``others`` are the rules of the parts that stand before this one, and last the one by which the optimizer
+        itself steps ranges. What none of them serves, the optimizer steps whole.
+        """
+        return others
+
+    def link_states(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+        """Called when parameters were linked with the states that have the shape of the master weights. Links states
+        that this part keeps in a form of its own."""
 
     def attached(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
         """Called when the optimizer has the methods of all parts, and each part has done its :meth:`commit`."""

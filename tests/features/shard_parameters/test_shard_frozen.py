@@ -26,8 +26,8 @@ from deepspeed.compile.features.shard_parameters import (
 )
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.compile.features.shard_parameters.saved_tensors import saving_handles
-from deepspeed.compile.features.subclasses.calls import BROADCAST_LATER
-from deepspeed.compile.features.subclasses.tensors import plain_tensors
+from deepspeed.compile.fixes.subclasses.calls import BROADCAST_LATER
+from deepspeed.compile.fixes.subclasses.tensors import plain_tensors
 from deepspeed.compile.zero_1_and_2.collectives import collective
 
 from support.beside import warnings_logged
@@ -1024,7 +1024,7 @@ def test_without_frozen_parameters(ranks):
 
 def refused_states():
     """Compiles an engine that has loaded states of another form, and once more without them."""
-    from deepspeed.compile.features.eight_bit.blockwise import FORM, zeros
+    from deepspeed.compile.features.update.blockwise import FORM, zeros
 
     options = {**SHARDED["compile"], "deepcompile": True, "optimizer_states": "8bit"}
     module, engine = make("plain", {"compile": options}, deepcompile=False)

@@ -28,6 +28,7 @@ class ActivationBudget(Feature):
     def __init__(self, context: SetUpContext):
         self._budget = context.request.options.activation_memory_budget
         self._module = weakref.ref(context.module)
+        context.backend.split = self.split
 
     def split(self, inputs: Sequence) -> SplitWithin:
         return SplitWithin(self._budget, self._small_buffers(inputs))

@@ -25,8 +25,8 @@ import deepspeed.comm as dist
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.messages import warn
-from ..guards.guards import set_back
 from . import reasons
+from .guards import set_back
 
 # More than any program compiles.
 _UNLIMITED = 10**6

@@ -16,6 +16,7 @@ from . import compile_blocks, reasons
 from .block_calls import Around, take_over_compiled
 from .choose_blocks import choose_blocks, parents_of
 from .compilation_limit import CompilationLimit
+from .guards import guard_all
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -33,36 +34,14 @@ def chosen_blocks(request: Request) -> Tuple[List[Module], str]:
     """
     if request not in _chosen:
         wanted = request.options.regional_compilation
-        needed = any(cls.needs_blocks(request) for cls in classes() if issubclass(cls, WorksOnBlocks))
+        needed = any(_needs_of_blocks(request))
         _chosen[request] = choose_blocks(request.engine.module, wanted, request.compile_kwargs, needed)
     return _chosen[request]
 
 
-class WorksOnBlocks(Feature):
-    """A part that needs blocks. Where the user asks for it, blocks become graphs also where a model calls its blocks
-    itself.
-
-    Attributes:
-        NEEDS_BLOCKS: begins the sentence with which a model without blocks is refused, and says what needs them.
-    """
-
-    NEEDS_BLOCKS: str
-
-    @classmethod
-    def needs_blocks(cls, request: Request) -> bool:
-        """Whether the user asks for this part, also if no blocks would be chosen without it."""
-        return cls.is_wanted(request)
-
-    @classmethod
-    def refusals(cls, request: Request) -> Iterator[str]:
-        if not cls.needs_blocks(request):
-            return
-        blocks, why = chosen_blocks(request)
-        if not blocks:
-            yield (
-                f"{cls.NEEDS_BLOCKS}, and the model is compiled as a whole, because {why}; name its blocks' classes "
-                "in compile.regional_compilation, or leave this out"
-            )
+def _needs_of_blocks(request):
+    """Yields what needs blocks, of the parts for which the user asks."""
+    return (need for cls in classes() if (need := cls.needs_blocks(request)))
 
 
 class Blocks(Feature):
@@ -80,9 +59,15 @@ class Blocks(Feature):
                 "block; leave one of them out"
             )
         try:
-            chosen_blocks(request)
+            blocks, why = chosen_blocks(request)
         except ValueError as error:
             yield str(error)
+            return
+        for need in () if blocks else _needs_of_blocks(request):
+            yield (
+                f"{need}, and the model is compiled as a whole, because {why}; name its blocks' classes in "
+                "compile.regional_compilation, or leave this out"
+            )
 
     @classmethod
     def warnings(cls, request: Request) -> Iterator[str]:
@@ -94,7 +79,7 @@ class Blocks(Feature):
         take_over_compiled(submodule for submodule in module.modules() if submodule is not module)
         blocks, why_whole = chosen_blocks(context.request)
         self._module, self._blocks = weakref.ref(module), [weakref.ref(block) for block in blocks]
-        self.compiled_modules = 1 + len(blocks)
+        context.backend.compiled_modules = 1 + len(blocks)
         # All blocks of a class share one frame and its limit, so allow each block as many compilations as a frame.
         limit = compile_kwargs.get("recompile_limit") or torch._dynamo.config.recompile_limit * max(len(blocks), 1)
         self._limit = CompilationLimit(module, limit, raises=bool(compile_kwargs.get("fullgraph")))
@@ -132,6 +117,7 @@ class Blocks(Feature):
         compile_blocks.wrap_module(self._module(), around)
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
+        guard_all()
         # A frame without registered parameters, such as a function that logs metrics by name, does not change what is
         # reduced, so Dynamo's own limit applies to it.
         if frame.parameters:

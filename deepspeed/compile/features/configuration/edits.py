@@ -15,7 +15,7 @@ EDITS = (
         ENGINE,
         "import of configuration",
         IMPORT,
-        f"from deepspeed.compile.features.configuration import calls as configuration\n{IMPORT}",
+        f"from deepspeed.compile.features.configuration import initialize as configuration\n{IMPORT}",
     ),
     (
         ENGINE,
@@ -47,5 +47,52 @@ EDITS = (
         "        if self.dist_backend is None:\n            self.enable_backward_allreduce = False\n"
         "        configuration.refuse_at_the_end(self)\n\n"
         "    def _optimized_linear_offload_setup",
+    ),
+    (
+        ENGINE,
+        "refusal of a backend",
+        'f"Backend {backend} is not supported for DeepCompile."',
+        "f\"Backend {backend} is not supported for DeepCompile; use 'inductor' or 'eager'\"",
+    ),
+    # Only the text: what to do about it.
+    (
+        ENGINE,
+        "refusal of an engine without an optimizer",
+        '"zero stage {} requires an optimizer".format(zero_stage)',
+        '"zero stage {} requires an optimizer; give deepspeed.initialize() an optimizer, or, for an engine "\\\n'
+        '                "that does not train, set zero_optimization.stage to 0".format(zero_stage)',
+    ),
+    (
+        ENGINE,
+        "import of self_compile",
+        IMPORT,
+        f"from deepspeed.compile.features.configuration import self_compile\n{IMPORT}",
+    ),
+    (
+        ENGINE,
+        "warning in forward()",
+        "if self.is_deepcompile_enabled() and not self.is_deepcompile_active() and not self.is_compiled:",
+        "if self_compile.awaits_its_user(self):",
+    ),
+    # The next two anchors are lines that setup.py itself has put there.
+    (
+        ENGINE,
+        "beginning of forward()",
+        "        around = deepcompile.around_forward(self, inputs, kwargs)\n",
+        "        self_compile.before_forward(self)\n"
+        "        around = deepcompile.around_forward(self, inputs, kwargs)\n",
+    ),
+    (
+        ENGINE,
+        "end of a step",
+        "            deepcompile.after_step(self)\n",
+        "            deepcompile.after_step(self)\n            self_compile.after_step(self)\n",
+    ),
+    (
+        ENGINE,
+        "beginning of compile()",
+        "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
+        "        compile_kwargs = self_compile.note_arguments(self, backend, compile_kwargs, schedule)\n"
+        "        if self.is_compiled:\n            if self._compile_mode == compile_mode:\n",
     ),
 )

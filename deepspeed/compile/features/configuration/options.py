@@ -6,8 +6,11 @@ from typing import Any, List
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, model_validator
 
-from .. import doors
+from ...parts import doors
 from .sentences import in_one_sentence
+
+# Options that have a meaning without DeepCompile, and in all stages.
+ANYWHERE = {"memory_picture"}
 
 
 class Options(BaseModel):
@@ -66,8 +69,7 @@ class Options(BaseModel):
 def _set_for_zero_1_and_2(section):
     """Lists which options are set in a section (name -> value) that only ZeRO-1 and ZeRO-2 can honour, under
     DeepCompile: all that this fork adds, except those that work without DeepCompile."""
-    kinds = [options for options in doors("options", "Options") if not getattr(options, "WORKS_EVERYWHERE", False)]
-    names = (name for options in kinds for name in options.model_fields)
+    names = (name for options in doors("options", "Options") for name in options.model_fields if name not in ANYWHERE)
     # A number that is 0 is set. DeepSpeed leaves out what is "auto".
     return [name for name in names if not any(section.get(name) is off for off in (None, False, "auto"))]
 

@@ -1,21 +1,16 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's Muon in an engine: what is refused, the updates of matrices, and the rule that steps them.
-
-Muon needs ``ranges/``, whose rules step the updates. Without rules, Muon's own ``step()`` could step whole partitions,
-with a copy in fp32 of all updates of a partition. That would be a second way to step Muon, which no engine takes that
-has ``ranges/``, and which tests would have to hold all the same.
-"""
+"""DeepSpeed's Muon in an engine: what is refused, the updates of matrices, and the rule that steps them."""
 
 from typing import Iterator, List
 
-from ...zero_1_and_2.feature import Request, SetUpContext
-from ..ranges.rule import HasRules, Rule, is_scaled_by_autocast
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
+from ...zero_1_and_2.step.rule import Rule, is_scaled_by_autocast
 from .muon import BATCH_NUMEL, Orthogonalizer, is_muon, matrices_of, norm_of_updates
 from .stand_in import StandIn
 
 
-class Muon(HasRules):
+class Muon(Feature):
     """Orthogonalizes gradients of matrices, and has other rules step what Muon itself would step whole."""
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import List, Optional, Tuple
 
 import torch
 
-from ..ranges.rule import Partition, Rule, Step, first_step
+from ...zero_1_and_2.step.rule import Partition, Rule, Step, first_step
 from .muon import is_muon
 
 

@@ -3,4 +3,4 @@
 """Gathers updated parameters while the next forward begins."""
 
 # Parts without which this one does not work.
-NEEDS = ("blocks",)
+NEEDS = ("features.blocks",)

@@ -9,9 +9,9 @@ from torch.nn import Module, Parameter
 
 from deepspeed.utils import logger
 
-from ...zero_1_and_2.feature import Request, SetUpContext
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.gradient.layout import registered_parameters
-from ..blocks.feature import Blocks, WorksOnBlocks, chosen_blocks
+from ..blocks.feature import Blocks, chosen_blocks
 from ..blocks.parameters import by_block
 from .gather import OverlappedGather
 
@@ -22,18 +22,17 @@ if TYPE_CHECKING:
 OUTSIDE = 0
 
 
-class OverlapGather(WorksOnBlocks):
+class OverlapGather(Feature):
     """Sends the unit ``OUTSIDE`` and then the unit of each block, and has compiled code wait for its parameters.
 
     A block waits for its own unit, and the code around blocks for the unit ``OUTSIDE``. The guards of compiled code
     read the class of parameters, so these must have arrived before. Any other code waits when it reads a parameter.
     """
 
-    NEEDS_BLOCKS = "compile.overlap_param_gather needs blocks that wait for their parameters"
-
     @classmethod
-    def needs_blocks(cls, request: Request) -> bool:
-        return bool(request.options.overlap_param_gather)
+    def needs_blocks(cls, request: Request) -> Optional[str]:
+        asked = request.options.overlap_param_gather
+        return "compile.overlap_param_gather needs blocks that wait for their parameters" if asked else None
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:

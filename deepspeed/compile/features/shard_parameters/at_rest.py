@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, Type
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...fixes.subclasses.tensors import plain_tensors
 from ..overlap_gather.without_values import WITHOUT_VALUES
-from ..subclasses.tensors import plain_tensors
 from .private_torch import address_of, change_class, in_backward, without_torch_function
 
 if TYPE_CHECKING:

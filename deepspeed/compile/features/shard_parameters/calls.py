@@ -12,10 +12,10 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ...fixes.subclasses.calls import BROADCAST_LATER
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform
-from ..subclasses.calls import BROADCAST_LATER
 from .at_rest import Resharded, on_first_rank, stands_for
 from .from_host import give_values, is_cut, make_optimizer
 from .private_torch import apply_to_tensors

@@ -11,13 +11,13 @@ import torch
 import deepspeed.comm as dist
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
+from ...fixes.timeouts.timeouts import shorten_timeout
 from ...zero_1_and_2.engine.state import state_of
-from ...zero_1_and_2.feature import Request, SetUpContext
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext
 from ...zero_1_and_2.gradient.layout import registered_parameters
 from ...zero_1_and_2.messages import warn
 from ...zero_1_and_2.parameter.gather import AllGather
-from ..blocks.feature import Blocks, WorksOnBlocks
-from ..timeouts.timeouts import shorten_timeout
+from ..blocks.feature import Blocks
 from .generation import synchronize_generation
 from .keep import STEPS_BEFORE
 from .private_torch import lacking
@@ -29,6 +29,13 @@ if TYPE_CHECKING:
 
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    # attach() puts the mixin before this class at run time.
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
+
+    from ...zero_1_and_2.engine.state import EngineState
+else:
+    _NextClass = object
 
 _groups_of_shards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -54,10 +61,29 @@ class ShardedGather(AllGather):
         return self._sharded.linking()
 
 
-class ShardParameters(WorksOnBlocks):
+class GathersInBackward(_NextClass):
+    """The methods of the base's ZeRO-1/2 optimizer that begin and end a backward."""
+
+    _deepcompile: "EngineState"
+
+    def backward_prologue(self) -> None:
+        self._deepcompile.find(ShardParameters).sharded.passes.begin_backward()
+        super().backward_prologue()
+
+    def backward_epilogue(self, *args, **kwargs) -> None:
+        # Before this rank waits for gradients of other ranks, which may wait for collectives of this backward.
+        self._deepcompile.find(ShardParameters).sharded.passes.finish_backward()
+        super().backward_epilogue(*args, **kwargs)
+
+
+class ShardParameters(Feature):
     """Shards the frozen parameters, or all parameters, of the blocks of one engine."""
 
-    NEEDS_BLOCKS = "compile.shard_parameters needs blocks whose parameters are gathered"
+    @classmethod
+    def needs_blocks(cls, request: Request) -> Optional[str]:
+        return (
+            "compile.shard_parameters needs blocks whose parameters are gathered" if cls.is_wanted(request) else None
+        )
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:
@@ -67,7 +93,6 @@ class ShardParameters(WorksOnBlocks):
     def refusals(cls, request: Request) -> Iterator[str]:
         if cls.is_wanted(request):
             yield from lacking()
-        yield from super().refusals(request)
         if request.options.shard_parameters == "all" and getattr(request.options, "overlap_param_gather", False):
             yield (
                 "compile.overlap_param_gather keeps all parameters on each rank, and compile.shard_parameters='all' a "
@@ -87,6 +112,7 @@ class ShardParameters(WorksOnBlocks):
         if self.sharded.partitions is not None:
             self.gather = ShardedGather(optimizer, self.sharded)
         context.undo.callback(self.sharded.close)
+        context.backend.rewrites.append(SaveByHooks.of_parameters)
         kept = context.request.options.keep_gathered
         self._steps_before_keeping = STEPS_BEFORE if kept == "fit" else 0
         self.sharded.whole.most_kept = kept if isinstance(kept, int) else 0
@@ -99,6 +125,8 @@ class ShardParameters(WorksOnBlocks):
             blocks.wrap_module(self.sharded.passes.around_module)
             synchronize_generation(context.module, self.sharded.whole, group, context.undo)
 
+    optimizer_mixin = GathersInBackward
+
     @property
     def shares(self) -> Sequence[torch.Tensor]:
         """Of frozen parameters. Trained ones are the optimizer's partitions."""
@@ -106,11 +134,6 @@ class ShardParameters(WorksOnBlocks):
 
     def commit(self) -> None:
         self.sharded.shard()
-
-    # Static, because Dynamo's caches must not hold this part, which holds parameters.
-    @staticmethod
-    def rewrite(inputs: Sequence) -> SaveByHooks:
-        return SaveByHooks.of_parameters(inputs)
 
     def around_forward(self, training: bool) -> ContextManager:
         if not self.sharded.whole.are_fixed and _makes_other_tensors():
@@ -121,12 +144,6 @@ class ShardParameters(WorksOnBlocks):
         if training and torch.is_grad_enabled():
             self.sharded.passes.forget_skipped()
         return contextlib.nullcontext()
-
-    def backward_begins(self) -> None:
-        self.sharded.passes.begin_backward()
-
-    def backward_ends(self) -> None:
-        self.sharded.passes.finish_backward()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         self.sharded.after_step()

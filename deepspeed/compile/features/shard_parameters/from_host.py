@@ -18,8 +18,8 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ...fixes.subclasses.calls import BROADCAST_LATER
 from ...zero_1_and_2.collectives import collective
-from ..subclasses.calls import BROADCAST_LATER
 from .partitions import Home
 from .private_torch import become
 

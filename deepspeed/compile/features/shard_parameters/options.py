@@ -2,15 +2,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options of this part."""
 
-from typing import Any, ClassVar, Literal, Optional, Union
+from typing import Any, Literal, Optional, Union
 
 from pydantic import BaseModel, field_validator, model_validator
 
 
 class Options(BaseModel):
-    # Whether a forward may need what only a compiled engine has: here, parameters that are still on the host.
-    NEED_EVERY_FORWARD: ClassVar[bool] = True
-
     shard_parameters: Optional[Literal["frozen", "all"]] = None
     """Which parameters of the blocks each rank keeps only a part of, and gets the rest just before a block uses them:
     the frozen ones, as for LoRA of a model that does not fit, or all. Trained ones, and an embedding and a head, then

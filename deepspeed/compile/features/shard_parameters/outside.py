@@ -22,10 +22,10 @@ from typing import Callable, Container, Dict, Iterable, Iterator, List, Set, Tup
 import torch
 from torch.nn import Embedding, Module, Parameter
 
+from ...fixes.subclasses.tensors import plain_tensors
 from ...zero_1_and_2.hooks import Hook
 from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
-from ..subclasses.tensors import plain_tensors
 from .unit import Unit
 from .whole_units import WholeUnits
 

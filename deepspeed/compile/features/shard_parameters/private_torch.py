@@ -4,7 +4,7 @@
 
 Each function says why no public one serves, and the check behind it asks the installed torch whether the function
 does what this part takes for granted. ``deepspeed.initialize()`` refuses the option where a check says no. All were
-tested with the releases in ``TESTED_TORCH`` of ``features/report``. What the fork's other parts use too is imported
+tested with the releases in ``TESTED_TORCH`` of ``tools/report``. What the fork's other parts use too is imported
 where it is used (``torch.utils._pytree``). So is what ``rewrite.py`` uses of torch's compiler, because the source of
 that file is in the keys of torch's caches.
 """

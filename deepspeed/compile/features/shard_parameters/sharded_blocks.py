@@ -11,10 +11,10 @@ from torch.nn import Module, Parameter
 
 import deepspeed.comm as dist
 
+from ...fixes.subclasses.tensors import is_dtensor, plain_tensors
 from ...zero_1_and_2.hooks import Hook
 from ...zero_1_and_2.messages import tell
 from ..blocks.parameters import by_block
-from ..subclasses.tensors import is_dtensor, plain_tensors
 from .at_rest import refuse_checkpoint
 from .comparison import Comparison
 from .joint_reads import JointReads

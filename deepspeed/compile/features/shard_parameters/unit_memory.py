@@ -17,9 +17,9 @@ from torch.nn import Parameter
 
 from deepspeed.accelerator import get_accelerator
 
+from ...fixes.subclasses.calls import BROADCAST_LATER
+from ...fixes.subclasses.tensors import plain_tensors
 from ...zero_1_and_2.messages import warn
-from ..subclasses.calls import BROADCAST_LATER
-from ..subclasses.tensors import plain_tensors
 from .partitions import TrainedPart, aligned
 from .places import KNOWN_STORAGES, Place, begin_of, note_storage
 from .private_torch import address_of, users_of, version_of, without_torch_function

@@ -120,7 +120,7 @@ def compile_module(engine: "DeepSpeedEngine", **compile_kwargs: Any) -> None:
     """
     module, deepcompile = engine.module, state_of(engine)
     if engine.is_deepcompile_active() and deepcompile is not None:
-        if any(part.compiled_modules for part in deepcompile.features):
+        if compile_kwargs["backend"].compiled_modules:
             return
         deepcompile.undo.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
     module.compile(**compile_kwargs)

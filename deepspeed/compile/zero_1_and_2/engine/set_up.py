@@ -11,12 +11,13 @@ import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
 from ..collectives import collective, every_rank_raises
-from ..feature import Feature, Request, SetUpContext, classes, only, overriding
+from ..feature import Feature, Request, SetUpContext, classes, overriding
 from ..gradient.layout import alike_but_not_all_registered, flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
 from ..graph.backend import Backend
 from ..messages import warn
 from ..own_thread import in_own_thread
+from ..parameter.host_memory import HostMemory
 from ..parameter.placement import Placement
 from ..step.optimizer import attach, take_over_parameters
 from .options import check_options, overlaps_reduction
@@ -86,13 +87,8 @@ def _set_up(request):
             for cls in classes():
                 if cls.is_wanted(request):
                     features.append(cls(SetUpContext(request, features, undo, graphs, identity)))
-            graphs.use(
-                overriding(features, "around_compile"),
-                overriding(features, "rewrite"),
-                only(features, "split"),
-                no_graph_is_last=any(feature.compiled_modules > 1 for feature in features),
-            )
-            placement = only(features, "placement") or Placement()
+            graphs.around_compile = overriding(features, "around_compile")
+            placement = HostMemory() if optimizer.cpu_offload else Placement()
             # Before the reducer learns whom to call, so that its hook is at each node before hooks of the caller.
             register_parameters(engine, reducer, placement)
             deepcompile = EngineState(engine, reducer, features, placement)

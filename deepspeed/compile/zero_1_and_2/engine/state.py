@@ -12,7 +12,9 @@ from ..gradient.native import Reducer
 from ..parameter.gather import AllGather
 from ..parameter.placement import Placement
 from ..step.interrupted import InterruptedStep
-from ..step.partitions import StepOfGroups
+from ..step.linked_states import LinkedStates
+from ..step.own_step import OwnRanges
+from ..step.rule import Rule
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -29,15 +31,14 @@ class EngineState:
         self.backward = BackwardLife(engine, reducer, self.placement)
         # Refuses to go on after a step that an exception ended while it changed parameters.
         self.interrupted_step = InterruptedStep()
-        self.step_of_groups = only(features, "step_of_groups") or StepOfGroups
+        self.rules = rules_of(features)
+        self.links = LinkedStates(overriding(features, "link_states"))
         self.transform: Optional[Transform] = only(features, "transform")
         # The parameter groups whose gradients are transformed.
         self.transformed: Collection[int] = () if self.transform is None else self.transform.groups
         self.gather: AllGather = only(features, "gather") or AllGather(engine.optimizer)
-        # Methods of optional parts: around each forward, when a backward begins and ends, after each step.
+        # Methods of optional parts: around each forward, after each step.
         self.around_forward = overriding(features, "around_forward")
-        self.backward_begins = overriding(features, "backward_begins")
-        self.backward_ends = overriding(features, "backward_ends")
         self.after_step = overriding(features, "after_step")
         # Functions to call when the engine is destroyed, in the reverse of the order in which they were added.
         self.undo = contextlib.ExitStack()
@@ -72,6 +73,14 @@ class EngineState:
             # DeepCompile.
             engine._deepcompile_active = False
         self.undo.close()
+
+
+def rules_of(features: List[Feature]) -> List[Rule]:
+    """Returns what steps the partitions of an engine with these parts, in the order in which it is asked."""
+    rules: List[Rule] = [OwnRanges()]
+    for of_part in overriding(features, "rules"):
+        rules = of_part(rules)
+    return rules
 
 
 def state_of(engine: "DeepSpeedEngine") -> Optional[EngineState]:

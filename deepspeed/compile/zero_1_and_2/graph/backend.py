@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import types
-from typing import Any, Callable, ContextManager, Dict, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch._functorch.config
@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 
 from . import lowering
 from .parameter_numbers import ParameterNumbers, one_more_input, traced_registrations
-from .partitioner import ReduceGradPartitioner, Split
+from .partitioner import ReduceGradPartitioner, Rewrite, Split
 from .reductions import index_of
 
 
@@ -52,16 +52,17 @@ class Backend:
         # frame share its number.
         self._graph_ids: Dict[int, int] = {}
 
-    def use(
-        self,
-        around_compile: Sequence[Callable],
-        rewrites: Sequence[Callable],
-        split: Optional[Callable[[Sequence], Split]],
-        no_graph_is_last: bool,
-    ) -> None:
-        """Takes methods of the engine's optional parts, which are made after the backend."""
-        self._around_compile, self.rewrites = around_compile, rewrites
-        self.split, self._no_graph_is_last = split, no_graph_is_last
+        # Set by optional parts while the engine is set up. What shapes a joint graph takes examples of its inputs:
+        # changes of the joint graph that are made before it is split, for example because memory of parameters is
+        # given back while the graph has them saved for its backward;
+        self.rewrites: List[Callable[[Sequence], Optional[Rewrite]]] = []
+        # what splits the joint graph in place of torch's own partitioner, to keep fewer activations;
+        self.split: Optional[Callable[[Sequence], Split]] = None
+        # how many modules a part compiles by themselves. From one on, nothing else may compile the engine's module;
+        # from two on, no graph runs last in every backward.
+        self.compiled_modules = 0
+        # Methods of optional parts: around each compilation.
+        self.around_compile: Sequence[Callable] = ()
 
     @property
     def generates_code(self) -> bool:
@@ -81,7 +82,7 @@ class Backend:
         graph_id, is_last = self._place(parameters)
         frame = Frame(gm, example_inputs, parameters, layer, graph_id, is_last, mode, options, self)
         compiled = functools.partial(frame.compile_graph, gm, example_inputs)
-        for around in reversed(self._around_compile):
+        for around in reversed(self.around_compile):
             compiled = functools.partial(around, frame, compiled)
         return compiled()
 
@@ -98,7 +99,7 @@ class Backend:
         graph_id = self._graph_ids.setdefault(number, len(self._graph_ids))
         # Backwards run in the reverse of forward order, so the first frame reduces last. If no graph runs last in
         # every backward, finish_backward() releases buckets.
-        return graph_id, graph_id == 0 and not self._no_graph_is_last
+        return graph_id, graph_id == 0 and self.compiled_modules < 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

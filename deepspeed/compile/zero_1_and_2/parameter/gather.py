@@ -4,7 +4,7 @@
 
 import contextlib
 import weakref
-from typing import Container, ContextManager, Optional
+from typing import Container, ContextManager, List, Optional, Tuple
 
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
@@ -20,6 +20,15 @@ class AllGather:
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer):
         self._optimizer = weakref.ref(optimizer)
+
+    def first_spans(self, group: int) -> List[Tuple[int, int]]:
+        """Lists what should be stepped before all else, because :meth:`start_first` can send it: [first, last) in
+        elements of this rank's partition of a parameter group."""
+        return []
+
+    def start_first(self) -> None:
+        """Called on every rank when the elements of :meth:`first_spans` have their new values, before
+        :meth:`start`."""
 
     def start(self) -> None:
         """Called on every rank when the partitions hold their new values.

@@ -16,7 +16,7 @@ from ..gradient.views import PartitionViews
 class Placement:
     """Gradients lie on the device, in memory of the reducer, and new parameters are written where parameters lie.
 
-    An optional part may have a class with the same methods that places them elsewhere.
+    :class:`HostMemory` places them elsewhere, if ``offload_optimizer`` puts the optimizer on the host.
     """
 
     # Whether gradients lie in host memory, and the step writes new parameters over them.
@@ -33,6 +33,9 @@ class Placement:
             RuntimeError: if the memory cannot be had.
         """
         return None
+
+    def drop_memory_of_base(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        """Called when the reducer has replaced the base's way of reducing. Here the base keeps no memory for it."""
 
     def hand_over(self, optimizer: DeepSpeedZeroOptimizer, group: int, views: Optional[PartitionViews]) -> None:
         """Called when ``averaged_gradients[group]`` gets its gradients, or None when they are released."""

@@ -2,5 +2,5 @@
 # SPDX-License-Identifier: Apache-2.0
 """The life of a step: norm, overflow, this rank's partitions, and the gather.
 
-The optimizer steps each partition whole, unless an optional part steps partitions otherwise.
+A partition is stepped range by range, by the first rule that serves it.
 """

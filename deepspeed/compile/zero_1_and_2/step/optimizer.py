@@ -7,15 +7,15 @@
 
 import functools
 import weakref
-from typing import Any, Callable, Container, Dict, Iterator, Optional
+from typing import Any, Callable, Container, Dict, Optional
 
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils.tensor_fragment import tensor_fragment
 
 from ..engine.state import EngineState
 from ..gradient.layout import partition, registered_parameters
 from . import step
+from .linked_states import links_of
 
 # The attached optimizers whose parameters no later engine has taken over.
 attached = weakref.WeakSet()
@@ -29,6 +29,7 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
     """
 
     _deepcompile: EngineState
+    _hp_optimizer_states_linked: bool
 
     # Backward, in the order in which the base calls ---------------------------------------------------------------
 
@@ -42,13 +43,9 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
     def backward_prologue(self) -> None:
         self._deepcompile.refuse()
-        for call in self._deepcompile.backward_begins:
-            call()
         self._deepcompile.backward.begin(super().backward_prologue)
 
     def backward_epilogue(self, *args, **kwargs) -> None:
-        for call in self._deepcompile.backward_ends:
-            call()
         super().backward_epilogue(*args, **kwargs)
         self._deepcompile.backward.finish()
 
@@ -67,8 +64,8 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
     def step(self, closure: Optional[Callable] = None) -> None:
         self._deepcompile.refuse()
         step.run(self)
-        if not self.overflow:
-            super()._lazy_init_hp_params_optimizer_state()
+        if not self.overflow and not self._hp_optimizer_states_linked:
+            self._deepcompile.links.link(self)
 
     def _lazy_init_hp_params_optimizer_state(self) -> None:
         """Does nothing: the base would link the states of all groups when it has stepped the first. :meth:`step` links
@@ -89,6 +86,8 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
     def load_state_dict(self, *args, **kwargs) -> None:
         self._deepcompile.gather.wait_all()
         super().load_state_dict(*args, **kwargs)
+        self._deepcompile.links.forget_places()
+        self._deepcompile.links.link_again(self)
         # All parameters have the checkpoint's values now, and a new step begins.
         self._deepcompile.interrupted_step.forget()
         self._deepcompile.backward.begin_anew()
@@ -115,16 +114,25 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
     ) -> None:
         self._deepcompile.gather.refuse_to_offload(include)
         self._deepcompile.gather.wait_all()
+        self._deepcompile.links.drop_links(self, OffloadStateTypeEnum.optim_states in self.offloaded_states)
         super().offload_states(include, *args, **kwargs)
+        self._deepcompile.links.link_again(self)
 
     def reload_states(self, *args, **kwargs) -> None:
         self._deepcompile.gather.wait_all()
         super().reload_states(*args, **kwargs)
+        self._deepcompile.links.return_to_host()
+        self._deepcompile.links.link_again(self)
 
     def _link_all_hp_params(self):
         with self._deepcompile.gather.linking():
             super()._link_all_hp_params()
+        # The new links lead to no states.
+        self._hp_optimizer_states_linked = False
         keep_no_graph(self)
+
+    def _get_offload_gradient_dict(self):
+        """Does nothing: ``HostMemory`` fills the dict when gradients are handed over."""
 
     def destroy(self) -> None:
         self._deepcompile.let_go()
@@ -133,12 +141,6 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         attached.discard(self)
         del self._deepcompile
         self.destroy()
-
-
-def links_of(optimizer: DeepSpeedZeroOptimizer) -> Iterator[tensor_fragment]:
-    """Yields what the base keeps of each parameter for ``safe_get_full_*``, of those of which it keeps anything."""
-    links = (getattr(parameter, "_hp_mapping", None) for group in optimizer.bit16_groups for parameter in group)
-    return (each for each in links if each is not None)
 
 
 @functools.cache
@@ -156,6 +158,9 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     optimizer._deepcompile = deepcompile
     mixins = (part.optimizer_mixin for part in deepcompile.features if part.optimizer_mixin is not None)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
+    # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
+    deepcompile.links.link_again(optimizer)
+    deepcompile.placement.drop_memory_of_base(optimizer)
     for part in deepcompile.features:
         part.attached(optimizer)
     attached.add(optimizer)

@@ -1,58 +1,76 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Steps this rank's partitions of all parameter groups."""
+"""Steps this rank's partitions of all parameter groups, each by the first rule that serves it, range by range."""
 
 import contextlib
-from typing import Any, Dict, Iterator, List, Optional
+import functools
+from typing import Iterator, List, Optional
 
 import torch
 
-from deepspeed.runtime.zero.stage_1_and_2 import (
-    OPTIMIZER_GRADIENTS_TIMER,
-    OPTIMIZER_STEP_TIMER,
-    DeepSpeedZeroOptimizer,
-)
+from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer
 
-from .scaling import take_scaled
+from ..gradient.layout import partition_offset
+from .authors import steps_as_written
+from .own_step import WholeStep
+from .partition_gradient import PartitionGradient
+from .ranges import Ranges
+from .rule import Partition, first_step
 
 
 class StepOfGroups:
     """One step of this rank's partitions of all parameter groups. Nothing is changed before :meth:`run`.
 
-    The optimizer steps each partition whole. An optional part may have a subclass that steps partitions otherwise.
+    A partition that no rule serves is one range, which the optimizer steps.
 
     ``factors``: for each parameter group an fp32 tensor [1] with which to multiply gradients, or None for 1.
     """
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer, factors: List[Optional[torch.Tensor]]):
         self.optimizer, self.factors = optimizer, factors
+        # What others have added to a step, only the whole step of the optimizer does.
+        as_written = not optimizer.torch_autocast_gradscaler and steps_as_written(optimizer.optimizer)
+        rules, groups = optimizer._deepcompile.rules, range(len(factors))
+        self._steps = [
+            first_step(rules, self._partition(group, as_written)) or WholeStep(optimizer, group) for group in groups
+        ]
+
+    def _partition(self, group, as_written):
+        optimizer = self.optimizer
+        return Partition(
+            optimizer.optimizer,
+            group,
+            partition_offset(optimizer, group),
+            self.factors[group],
+            optimizer.gradient_accumulation_dtype,
+            optimizer._deepcompile.placement.new_parameters(optimizer, group),
+            as_written and len(optimizer.optimizer.param_groups[group]["params"]) == 1,
+        )
 
     def run(self) -> None:
         """Steps the master weights of all groups, and writes them into this rank's partition of the parameters."""
-        for group in range(len(self.factors)):
-            self.step_group(group)
-        note_step(self.optimizer.optimizer)
+        optimizer, deepcompile = self.optimizer, self.optimizer._deepcompile
+        ranges = [self._ranges(group, step) for group, step in enumerate(self._steps)]
+        # From the host, new values are still on their way to the device when they are written.
+        if not deepcompile.placement.on_host and not any(isinstance(step, WholeStep) for step in self._steps):
+            with timed(optimizer, OPTIMIZER_STEP_TIMER):
+                for group, of_group in enumerate(ranges):
+                    of_group.step_first(deepcompile.gather.first_spans(group))
+            deepcompile.gather.start_first()
+        # Drop the ranges of a group when it is stepped, because they hold memory for gradients.
+        ranges.reverse()
+        while ranges:
+            with timed(optimizer, OPTIMIZER_STEP_TIMER):
+                ranges.pop().step_rest()
+        note_step(optimizer.optimizer)
 
-    def step_group(self, group: int) -> None:
-        """Has the optimizer step the master weights of a group at once, and writes them into this rank's partition."""
-        optimizer = self.optimizer
-        master = optimizer.single_partition_of_fp32_groups[group]
-        with timed(optimizer, OPTIMIZER_GRADIENTS_TIMER):
-            views = optimizer._deepcompile.backward.take_views(group)
-            master.grad = take_scaled(views, self.factors[group], master.data)
-        try:
-            # _optimizer_step() hides the other groups, and leaves them hidden if it raises. A checkpoint that is
-            # loaded then needs all groups.
-            with (
-                timed(optimizer, OPTIMIZER_STEP_TIMER),
-                with_groups(optimizer.optimizer, optimizer.optimizer.param_groups),
-            ):
-                optimizer._optimizer_step(group)
-        finally:
-            master.grad = None
-        placement = optimizer._deepcompile.placement
-        placement.new_parameters(optimizer, group).copy_(master.data)
-        placement.send(optimizer, group, 0, master.numel())
+    def _ranges(self, group, step):
+        optimizer, deepcompile = self.optimizer, self.optimizer._deepcompile
+        master = optimizer.single_partition_of_fp32_groups[group].data
+        views = deepcompile.backward.take_views(group)
+        gradient = PartitionGradient(views, self.factors[group], master, optimizer.gradient_accumulation_dtype)
+        written = functools.partial(deepcompile.placement.send, optimizer, group)
+        return Ranges(step, master.numel(), gradient, written)
 
 
 @contextlib.contextmanager
@@ -63,17 +81,6 @@ def timed(optimizer: DeepSpeedZeroOptimizer, name: str) -> Iterator[None]:
         yield
     finally:
         optimizer.timers(name).stop()
-
-
-@contextlib.contextmanager
-def with_groups(inner: torch.optim.Optimizer, param_groups: List[Dict[str, Any]]) -> Iterator[None]:
-    """Context in which an optimizer has these parameter groups. Whatever it has at the end, its own come back."""
-    before = inner.param_groups
-    try:
-        inner.param_groups = param_groups
-        yield
-    finally:
-        inner.param_groups = before
 
 
 def note_step(inner: torch.optim.Optimizer) -> None:

@@ -1,34 +1,10 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Copies the gradients of a partition into one tensor in the dtype of the master weights, and scales them."""
+"""Copies parts of gradients to their places in one tensor, and scales them."""
 
 from typing import List, Optional, Tuple
 
 import torch
-
-from ..gradient.views import PartitionViews
-
-
-def take_scaled(views: PartitionViews, factor: Optional[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Takes the gradients of a partition out of its views. Those that are copied die when this function returns.
-
-    Args:
-        factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
-        like: the master weights of the partition, 1-D.
-
-    Returns:
-        the gradient of the master weights, 1-D, in their dtype. Padding is zero. If all gradients lie in one tensor,
-        which is in this dtype then, that tensor is scaled in place and returned.
-    """
-    flat = views.flat_partition
-    gradients = views.take()
-    if flat is not None:
-        return flat if factor is None else flat.mul_(factor)
-    # Profiles of memory tell by this name that it is memory of gradients.
-    with torch.profiler.record_function("deepcompile::gradient_range"):
-        memory = like.new_empty(like.numel())
-    scale_into(memory, gradients, 0, factor)
-    return memory
 
 
 def scale_into(

@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (
 
 from ..gradient.layout import lies_in_flat_tensor
 from .norm import factors_of, global_norm, overflowed
-from .partitions import timed
+from .partitions import StepOfGroups, timed
 
 
 def run(optimizer: DeepSpeedZeroOptimizer) -> None:
@@ -54,7 +54,7 @@ def _run(optimizer):
     transform = deepcompile.transform
 
     def begin():
-        return deepcompile.step_of_groups(optimizer, factors_of(optimizer, norm, scale, deepcompile.transformed))
+        return StepOfGroups(optimizer, factors_of(optimizer, norm, scale, deepcompile.transformed))
 
     # What the device can compute before the host has waited for the norm, it computes in that time. A transform of
     # gradients changes states, so it waits for the answer, and clipping takes the norm of what it makes of gradients.

@@ -1,0 +1,160 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Options with which ZeRO-1 and ZeRO-2 under DeepCompile would train in another way than the user asked for."""
+
+import inspect
+from typing import Iterator
+
+import torch
+from torch.nn import Embedding, EmbeddingBag
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+
+from ...zero_1_and_2.feature import Request
+
+# Options that modes set, with which graphs cannot reduce gradients.
+_OF_OTHER_GRAPHS = {"triton.cudagraphs", "selective_decompose"}
+
+
+def refused(request: Request) -> Iterator[str]:
+    """Yields a sentence for each option that cannot be honoured."""
+    yield from _unsupported_parallelism(request)
+    yield from _unsupported_parameters(request)
+    yield from _unsupported_engines(request.engine)
+    yield from _unsupported_compile_kwargs(request.backend, request.compile_kwargs)
+
+
+def _unsupported_parallelism(request):
+    """Yields a sentence for each kind of parallelism that reduces gradients otherwise."""
+    engine, optimizer = request.engine, request.optimizer
+    if getattr(engine, "pipeline_parallelism", False):
+        yield "pipeline parallelism is not supported; set compile.deepcompile to false"
+    marked = optimizer is not None and any(group.get("moe") for group in optimizer.param_groups)
+    if engine.has_moe_layers or marked or any(map(is_moe_param, engine.module.parameters())):
+        yield (
+            "mixture-of-experts layers, whose experts have process groups of their own, are not supported; "
+            "set compile.deepcompile to false"
+        )
+    if engine.autotp_size() > 1:
+        yield (
+            f"tensor_parallel.autotp_size={engine.autotp_size()} is only supported with the pass 'autotp'; set "
+            "compile.passes to ['autotp']"
+        )
+    ranks = _ranks_of_a_sequence(engine)
+    if ranks > 1:
+        yield (
+            f"sequence parallelism over {ranks} ranks is only supported with the pass 'autosp'; set compile.passes to "
+            "['autosp'] and use stage 1"
+        )
+
+
+def _ranks_of_a_sequence(engine):
+    """Returns on how many ranks a sequence lies, also before the engine knows it."""
+    if "sequence_parallel_size" in vars(engine):
+        return engine.sequence_parallel_size
+    if engine.mesh_device is not None:
+        return engine.mesh_device["sequence_parallel"].size()
+    ask = getattr(engine.mpu, "get_sequence_parallel_world_size", None)
+    return 1 if ask is None else ask()
+
+
+def _unsupported_parameters(request):
+    module, trained = request.engine.module, {id(parameter) for parameter in request.trained}
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            yield (
+                f"parameter {name} is partitioned by deepspeed.zero.Init(), which is for stage 3; make the model "
+                "without it"
+            )
+        if id(parameter) in trained and parameter.is_complex():
+            yield (
+                f"parameter {name} is complex, and DeepSpeed's fp32 master weights lose the imaginary part; make it "
+                "real, with a last dimension of two, and call torch.view_as_complex() in the forward"
+            )
+        if id(parameter) in trained and is_traceable_wrapper_subclass(parameter):
+            yield (
+                f"parameter {name} is trained and made of other tensors ({type(parameter).__name__}), which no "
+                "step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false, or make it a plain tensor"
+            )
+    for name, submodule in module.named_modules():
+        if isinstance(submodule, (Embedding, EmbeddingBag)) and submodule.sparse and id(submodule.weight) in trained:
+            yield (
+                f"the gradient of {name or type(submodule).__name__} is sparse, and DeepCompile reduces dense ones "
+                "only; build the module with sparse=False"
+            )
+
+
+def _unsupported_engines(engine):
+    if engine._config.zero_config.zenflow is not None:
+        yield "zero_optimization.zenflow is not supported; remove it"
+    offload = engine._config.zero_config.offload_optimizer
+    if offload is not None and offload.device == OffloadDeviceEnum.nvme:
+        yield "zero_optimization.offload_optimizer.device='nvme' is only supported in stage 3; use 'cpu'"
+    if engine.zero_cpu_offload() and offload.super_offload:
+        yield "zero_optimization.offload_optimizer.super_offload is only supported in stage 3; leave it out"
+    accumulates_apart = engine.get_data_types() == (torch.bfloat16, torch.float32) and not engine.zero_cpu_offload()
+    if accumulates_apart and engine.zero_optimization_stage() == 1:
+        # DeepSpeed has another optimizer for that.
+        yield (
+            "data_types.grad_accum_dtype='fp32' with bf16 is not supported in stage 1; use stage 2, which accumulates "
+            "in fp32, or grad_accum_dtype='bf16'"
+        )
+    if engine._config.compile_config.autoep_non_moe:
+        yield (
+            "compile.autoep_non_moe=true compiles without DeepCompile; leave it out, or set compile.deepcompile to "
+            "false"
+        )
+    if engine._config.hybrid_engine.enabled:
+        yield (
+            "hybrid_engine.enabled=true is not supported, because generation swaps the modules that were compiled; "
+            "set it to false"
+        )
+    if engine.random_ltd_enabled():
+        yield (
+            "data_efficiency.data_routing.random_ltd is not supported, because its layers load native code and change "
+            "their shapes inside of what is compiled; set random_ltd.enabled to false"
+        )
+    if engine.autotuning_enabled():
+        yield (
+            "autotuning.enabled=true is not supported, because compiled code does not call the functions that the "
+            "flops profiler counts for it; set it to false or tune without engine.compile()"
+        )
+
+
+def _unsupported_compile_kwargs(backend, compile_kwargs):
+    from torch._inductor import config, list_mode_options
+
+    # Accept `backend` among the arguments: DeepSpeed itself warns of it.
+    known = {*inspect.signature(torch.compile).parameters} - {"model"}
+    for name in compile_kwargs:
+        if name not in known:
+            yield f"compile_kwargs['{name}'] is not an argument of this torch's torch.compile(); remove it"
+    limit = compile_kwargs.get("recompile_limit")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        yield f"compile_kwargs['recompile_limit']={limit!r} is no number of compilations; set it to 1 or more"
+    dynamic = compile_kwargs.get("dynamic")
+    if dynamic not in (None, True, False):
+        yield f"compile_kwargs['dynamic']={dynamic!r} is neither true nor false; set it to one of them, or to None"
+    mode, options = compile_kwargs.get("mode"), compile_kwargs.get("options")
+    if mode is not None and options is not None:
+        yield "compile_kwargs holds both `mode` and `options`, of which torch.compile takes one; remove either"
+    if not isinstance(options, (dict, type(None))):
+        yield f"compile_kwargs['options']={options!r} is no dict of torch.compile's options; pass one, or leave it out"
+        return
+    mode, options = None if mode == "default" else mode, dict(options or {})
+    # guard_filter_fn is an option of Dynamo and goes with any backend.
+    options.pop("guard_filter_fn", None)
+    if backend == "eager":
+        if mode or options:
+            yield "`mode` and `options` of compile_kwargs go with backend 'inductor', not 'eager'; remove them"
+        return
+    if mode is not None and mode not in list_mode_options():
+        # Of the others, another refusal would say that they cannot be used.
+        usable = [name for name, patches in list_mode_options().items() if not _OF_OTHER_GRAPHS & patches.keys()]
+        yield f"compile_kwargs['mode']={mode!r} is not a mode of torch.compile; use one of {usable}"
+        return
+    for name in options:
+        if name not in config.get_config_copy():
+            yield f"compile_kwargs['options'] holds '{name}', which is not an option of this torch; remove it"

@@ -1,6 +1,0 @@
-# Copyright (c) the authors of this fork of DeepSpeed.
-# SPDX-License-Identifier: Apache-2.0
-"""Steps Adam and AdamW in one pass over memory, where generated code may."""
-
-# Parts without which this one does not work.
-NEEDS = ("ranges",)

@@ -1,6 +1,0 @@
-# Copyright (c) the authors of this fork of DeepSpeed.
-# SPDX-License-Identifier: Apache-2.0
-"""Has an engine whose configuration says ``compile.deepcompile`` compile itself."""
-
-# Parts without which this one does not work.
-NEEDS = ("configuration", "unsupported_options")

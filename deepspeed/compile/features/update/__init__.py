@@ -1,0 +1,7 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Steps Adam and AdamW in one pass over memory, also with states and master weights in fewer bits.
+
+``compile.optimizer_states`` keeps states in 8 bits, ``compile.store_param_remainders`` master weights as the
+parameters and 16 bits more.
+"""

@@ -1,0 +1,318 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Steps partitions by Adam and AdamW, range by range, each range in one pass over memory.
+
+The pass reads a gradient in its own dtype, scales it, updates master weights and states, and writes new parameters.
+On a GPU it is a kernel in Triton (``adam_kernel.py``), elsewhere torch's operators, compiled by Inductor
+(``adam_operators.py``). Inductor's kernels for a GPU would copy new parameters whose memory is not aligned.
+
+Every setting is a number that the pass is given when it runs, so a schedule of a setting compiles nothing.
+"""
+
+import importlib
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
+
+import torch
+from torch.utils._triton import has_triton_package
+
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.utils import logger
+
+from ...zero_1_and_2.feature import Request
+from ...zero_1_and_2.messages import inform
+from ...zero_1_and_2.step.authors import hooks_of_torch, steps_as_written
+from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
+from ...zero_1_and_2.step.ranges import end_of_range
+from ...zero_1_and_2.step.rule import Partition, Rule, is_scaled_by_autocast
+from .adam_operators import Elements, Scalars, Settings, compile_step, step_rows
+
+_OF_TORCH = (torch.optim.Adam, torch.optim.AdamW)
+_OF_DEEPSPEED = (FusedAdam, DeepSpeedCPUAdam)
+# The names by which the configuration asks for one of these.
+_BY_NAME = ("adam", "adamw")
+_OF_OTHERS = "is for Adam and AdamW of torch and DeepSpeed, not for {}; use one of these"
+# With fewer elements, a step saves less time than compiling takes in any training.
+LEAST_NUMEL = 2**24
+# Elements that are stepped at once where each operator writes its result to memory.
+EAGER_NUMEL = 2**22
+
+StepRows = Callable[[Elements, Settings], None]
+
+
+def is_adam(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is an Adam or AdamW of torch or DeepSpeed, and no subclass."""
+    return type(optimizer) in (*_OF_TORCH, *_OF_DEEPSPEED)
+
+
+def is_of_deepspeed(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is an Adam of DeepSpeed, in C++."""
+    return type(optimizer) in _OF_DEEPSPEED
+
+
+def problem_with(optimizer: torch.optim.Optimizer) -> Optional[str]:
+    """Returns why an optimizer's step cannot be made here in every case, with a remedy, or None if it can."""
+    if not is_adam(optimizer):
+        return _OF_OTHERS.format(type(optimizer).__name__)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "cannot be differentiated; set the optimizer's differentiable to false"
+    return None
+
+
+def unsupported_forms(
+    option: str, problem_with: Callable[[torch.optim.Optimizer], Optional[str]], request: Request, kept: str
+) -> Iterator[str]:
+    """Yields a sentence for each reason why an engine cannot have a form of :class:`ReplacesOwnStep`.
+
+    Args:
+        option: as for :class:`RefuseOwnStep`.
+        problem_with: :func:`problem_with`, or a function that finds more.
+        request: what the user asks for.
+        kept: what has the form, for example "states".
+    """
+    engine, asked, name = request.engine, f"compile.{option}", f"compile.{option.partition('=')[0]}"
+    problem = None if request.optimizer is None else problem_with(request.optimizer)
+    if request.optimizer is None and engine.client_optimizer is None and engine.optimizer_name() not in _BY_NAME:
+        problem = _OF_OTHERS.format(engine.optimizer_name())
+    if problem is not None:
+        yield f"{asked} {problem}, or leave {name} out"
+    elif request.optimizer is not None and not steps_as_written(request.optimizer):
+        yield (
+            f"{asked} leaves the optimizer's own step() out, which has hooks or was replaced; undo that, or leave "
+            f"{name} out"
+        )
+    if is_scaled_by_autocast(engine):
+        yield (
+            f"{asked} leaves out the optimizer's own step(), which torch_autocast in fp16 scales gradients for; set "
+            f"torch_autocast.dtype to bfloat16, or leave {name} out"
+        )
+    if engine.zero_cpu_offload():
+        yield (
+            f"{asked} saves memory of the device, where zero_optimization.offload_optimizer keeps no {kept}; leave "
+            "one of them out"
+        )
+    if torch.cuda.is_available() and not has_triton_package():
+        yield f"{asked} needs Triton on a GPU; install triton, or leave {name} out"
+    if engine.fp16_master_weights_and_gradients() or engine.bf16_master_weights_and_gradients():
+        yield f"{asked} needs master weights in fp32; leave it out, or master_weights_and_grads in low precision"
+
+
+def new_state(partition: Partition) -> Dict[str, Any]:
+    """Returns the state before the first step, with the count of steps alone, as the optimizer itself has it."""
+    if is_of_deepspeed(partition.optimizer):
+        return {"step": partition.group.get("step", 0)}
+    return {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
+
+
+class ReplacesOwnStep(Rule):
+    """A rule that makes every step of Adam, the first one too, because the optimizer's own ``step()`` could not.
+
+    Its states, or the master weights, have a form of their own.
+    """
+
+    def begin(self, partition: Partition) -> Optional["AdamStep"]:
+        raise NotImplementedError
+
+
+class RefuseOwnStep:
+    """The last rule. It raises, because the optimizer's own ``step()`` cannot step what no other rule steps.
+
+    Args:
+        option: the option of the section ``compile`` that asks for the form, as the user writes it.
+    """
+
+    def __init__(self, option: str):
+        self._option = option
+
+    def begin(self, partition: Partition) -> None:
+        name = self._option.partition("=")[0]
+        raise RuntimeError(
+            f"compile.{self._option} leaves the optimizer's own step() out, which has hooks, was replaced, has "
+            f"options or states of parameter group {partition.index} that have no such form, or works with a gradient "
+            f"scaler; undo that, or leave compile.{name} out"
+        )
+
+
+class OnePassAdam:
+    """The rule for the partitions of an engine whose states are in fp32."""
+
+    def __init__(self) -> None:
+        # What passes differ by -> the pass, or None if it cannot be compiled.
+        self._passes: Dict[Tuple[Any, ...], Optional[StepRows]] = {}
+
+    def begin(self, partition: Partition) -> Optional["AdamStep"]:
+        """Begins a step of a partition.
+
+        Returns:
+            None if the optimizer is not Adam, or does not step as its authors have written it; in its first step, in
+            which it makes its states; if the partition has fewer than ``LEAST_NUMEL`` elements; if its master weights
+            or states are not in fp32; or if the pass cannot be compiled.
+        """
+        if not partition.as_written:
+            return None
+        master, state = partition.master, partition.state
+        if (
+            not is_adam(partition.optimizer)
+            or partition.group.get("differentiable")
+            or master.numel() < LEAST_NUMEL
+            or "step" not in state
+            or not all(is_fp32(tensor, master) for tensor in (master, *map(state.get, names_of_states(partition))))
+        ):
+            return None
+        step_rows = self._pass(partition)
+        return None if step_rows is None else AdamStep(partition, step_rows)
+
+    def _pass(self, partition):
+        """Returns the pass for a partition, compiled before anything is changed, or None if that is not possible."""
+        shape, states, master = (1, ALIGN_NUMEL), len(names_of_states(partition)), partition.master
+        kind = (partition.gradient_dtype, partition.new.dtype, states, master.device)
+        if kind not in self._passes:
+            name = type(partition.optimizer).__name__
+            inform(f"DeepCompile compiles the update of {name}")
+            gradient, new = (master.new_zeros(shape, dtype=dtype) for dtype in kind[:2])
+            like = Elements(gradient, master.new_zeros(shape), new, (*master.new_zeros(states, *shape),))
+            try:
+                self._passes[kind] = _kernel(like) if master.is_cuda else compile_step(like)
+            except Exception as error:
+                # Other ranks may be able to.
+                logger.warning(
+                    f"DeepCompile cannot compile the update of {name}, so every step takes several passes over memory "
+                    f"({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+                )
+                self._passes[kind] = None
+        return self._passes[kind]
+
+
+def kernel() -> StepRows:
+    """Returns the kernel for GPUs. Triton may be missing where there is none."""
+    return importlib.import_module(f"{__package__}.adam_kernel").step_rows
+
+
+def _kernel(like):
+    """Returns the kernel for GPUs, which has stepped ``like``: whether it can be compiled is known thereafter."""
+    step_rows = kernel()
+    step_rows(like, Settings(like.master.new_ones(len(Scalars._fields))))
+    return step_rows
+
+
+def names_of_states(partition: Partition) -> Tuple[str, ...]:
+    """Returns the names of the states that are kept for each element, in the order of ``Elements.states``."""
+    # DeepSpeed's Adam refuses amsgrad.
+    return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if partition.group.get("amsgrad") else ("exp_avg", "exp_avg_sq")
+
+
+def is_fp32(value: Any, master: torch.Tensor) -> bool:
+    """Whether a state has an fp32 value for each element of the master weights."""
+    return torch.is_tensor(value) and value.dtype == torch.float32 and value.shape == master.shape
+
+
+class AdamStep:
+    """One step of one partition, whose states are in fp32. The public methods are those of the core's ``Step``.
+
+    Elements are stepped in rows. A subclass for states of another form says how many columns a row has.
+
+    Attributes:
+        master: the master weights, 1-D. The caller may replace them by their remainders.
+    """
+
+    columns = ALIGN_NUMEL
+    lead = 0  # elements of the first row that lie before the partition
+    # How many elements are stepped at once on the host, if less than a range: where each operator writes its result to
+    # memory.
+    numel_on_host: Optional[int] = None
+
+    def __init__(self, partition: Partition, step_rows: StepRows):
+        self.partition, self.master, self.new = partition, partition.master.data, partition.new
+        self.step_rows = step_rows
+        self._state: Dict[str, Any] = {}
+
+    def run(self, gradient: PartitionGradient, first: int, limit: int) -> int:
+        if not self._state:
+            # Not before an overflow would have ended the step.
+            self._state = self.begin()
+            self._count = _number(self._state["step"]) + 1
+            self.settings = self.make_settings(_scalars(self.partition, self._count))
+        inside = (self.lead + first) % self.columns
+        if inside or limit - first < self.columns:
+            last = min(first + self.columns - inside, limit)
+            self.step_part(gradient.as_it_is(first, last), first, last)
+            return last
+        if self.master.is_cpu and self.numel_on_host is not None:
+            limit = min(limit, first + self.numel_on_host)
+        elements = gradient.unscaled(first, end_of_range(self.master, first, limit), self.columns)
+        last = first + elements.numel()
+        rows = (tensor.view(-1, self.columns) for tensor in (elements, self.master[first:last], self.new[first:last]))
+        self.step_rows(Elements(*rows, *self.states(self._state, first, last)), self.settings)
+        return last
+
+    def begin(self) -> Dict[str, Any]:
+        """Returns the optimizer's state of the master weights, when the first elements are stepped."""
+        return self.partition.state
+
+    def make_settings(self, scalars: torch.Tensor) -> Settings:
+        return Settings(scalars)
+
+    def states(self, state: Dict[str, Any], first: int, last: int) -> Tuple[Tuple[torch.Tensor, ...], ...]:
+        """Returns ``Elements.states`` of whole rows, and ``Elements.scales`` if there are any."""
+        return (tuple(state[name][first:last].view(-1, self.columns) for name in names_of_states(self.partition)),)
+
+    def step_part(self, gradient: torch.Tensor, first: int, last: int) -> None:
+        """Steps some elements of one row, which may lie anywhere in memory."""
+        states = tuple(self._state[name][first:last] for name in names_of_states(self.partition))
+        step_rows(Elements(gradient, self.master[first:last], self.new[first:last], states), self.settings)
+
+    def finish(self) -> None:
+        step = self._state["step"]
+        if torch.is_tensor(step):
+            step.fill_(self._count)
+        else:
+            self._state["step"] = type(step)(self._count)
+        for hook in hooks_of_torch():
+            hook(self.partition.optimizer, (), {})
+
+
+def _scalars(partition, count):
+    """Returns the scalars of step ``count``, computed in fp64, as an fp32 tensor on the partition's device."""
+    group, inner = partition.group, partition.optimizer
+    # An argument of the class of DeepSpeed's Adam, and no setting, decouples weight decay.
+    decoupled = inner.adam_w_mode if is_of_deepspeed(inner) else group.get("decoupled_weight_decay", False)
+    rate, beta, beta_sq, decay, epsilon = (
+        _number(setting) for setting in (group["lr"], *group["betas"], group["weight_decay"], group["eps"])
+    )
+    corrects = group.get("bias_correction", True)
+    scalars = _on_device(
+        Scalars(
+            factor=-1.0 if group.get("maximize") else 1.0,
+            decay_of_gradient=0.0 if decoupled else decay,
+            decay=rate * decay if decoupled else 0.0,
+            weight=1 - beta,
+            weight_sq=1 - beta_sq,
+            rate=rate,
+            correction=1 - beta**count if corrects else 1.0,
+            root_of_correction_sq=(1 - beta_sq**count) ** 0.5 if corrects else 1.0,
+            epsilon=epsilon,
+        ),
+        partition.master.device,
+    )
+    if partition.factor is not None:
+        scalars[:1].mul_(partition.factor)
+    return scalars
+
+
+def _on_device(numbers, device):
+    """Returns numbers, of which some may be tensors [] on the device, as an fp32 tensor. The host does not wait."""
+    if any(map(torch.is_tensor, numbers)):
+        # A fill passes the number to the kernel as an argument.
+        fp32 = torch.zeros(len(numbers), dtype=torch.float32, device=device)
+        for place, number in zip(fp32, numbers, strict=True):
+            place.fill_(number)
+        return fp32
+    # From other memory than pinned memory, the host would wait for the copy.
+    return torch.tensor(numbers, dtype=torch.float32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+def _number(value):
+    """Returns a setting or a count as a number, or as an fp64 tensor [] if it lies on a device: the host does not wait
+    for it."""
+    if not torch.is_tensor(value):
+        return float(value)
+    return value.item() if value.is_cpu else value.detach().double().reshape(())

@@ -1,0 +1,110 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The updates of Adam and AdamW in an engine: the form of states and master weights, and the rules that step them."""
+
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence
+
+import torch
+
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ...zero_1_and_2.feature import Feature, Request, SetUpContext, only
+from ...zero_1_and_2.parameter.gather import AllGather
+from ...zero_1_and_2.step.rule import Rule
+from . import refused
+from .adam import OnePassAdam, RefuseOwnStep
+from .eight_bit import EightBitAdam
+from .masters import Masters
+from .masters_in_optimizer import RemaindersOfParameters, use_remainders
+from .remainders_rule import RemaindersAdam
+from .states import StatesOfAdam
+
+if TYPE_CHECKING:
+    # attach() puts the mixin before this class at run time.
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer as _NextClass
+
+    from ...zero_1_and_2.engine.state import EngineState
+else:
+    _NextClass = object
+
+
+class SavesStates(_NextClass):
+    """The methods of the base's ZeRO-1/2 optimizer that save and load states."""
+
+    _deepcompile: "EngineState"
+
+    def state_dict(self) -> Dict[str, Any]:
+        return self._deepcompile.find(Update).states.as_saved(self, super().state_dict())
+
+    def load_state_dict(self, *args, **kwargs) -> None:
+        super().load_state_dict(*args, **kwargs)
+        self._deepcompile.find(Update).states.adopt(self)
+
+
+class SavesBoth(SavesStates, RemaindersOfParameters):
+    """The methods for states, and those for master weights that are remainders."""
+
+
+class Update(Feature):
+    """Also of an engine without options, which may load states in 8 bits: these become fp32 states.
+
+    Attributes:
+        states: the states of Adam.
+        in_one_pass: whether a rule for Adam is asked before the optimizer itself, which takes several passes over
+            memory.
+    """
+
+    @classmethod
+    def refusals(cls, request: Request) -> Iterator[str]:
+        if request.options.optimizer_states is not None:
+            yield from refused.unsupported_states(request)
+        if request.options.store_param_remainders:
+            yield from refused.unsupported_master_weights(request)
+
+    @classmethod
+    def warnings(cls, request: Request) -> Iterator[str]:
+        yield from refused.states_that_stay_in_fp32(request.engine.optimizer)
+
+    optimizer_mixin = SavesStates
+
+    def __init__(self, context: SetUpContext):
+        request, optimizer = context.request, context.optimizer
+        self._in_8_bits = request.options.optimizer_states is not None
+        self.in_one_pass = request.backend == "inductor" and request.compiles
+        self.states = StatesOfAdam(in_8_bits=self._in_8_bits)
+        # Now, because no part has given anything up yet.
+        self.states.refuse_others(optimizer)
+        self._masters: Optional[Masters] = None
+        if request.options.store_param_remainders:
+            self._masters = Masters(optimizer, only(context.features, "gather") or AllGather(optimizer))
+            self.optimizer_mixin = SavesBoth
+        self._optimizer: Optional[DeepSpeedZeroOptimizer] = optimizer
+
+    def commit(self) -> None:
+        self.states.adopt(self._optimizer)
+        del self._optimizer
+        if self._masters is not None:
+            self._masters.take_apart()
+
+    def attached(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        if self._masters is not None:
+            # Now, because the engine can no longer go on without DeepCompile, which needs the fp32 master weights.
+            use_remainders(optimizer, self._masters)
+
+    def link_states(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        self.states.link(optimizer)
+
+    def rules(self, others: List[Rule]) -> List[Rule]:
+        rules = [OnePassAdam(), *others] if self.in_one_pass else others
+        if self._in_8_bits:
+            rules = [EightBitAdam(), RefuseOwnStep("optimizer_states='8bit'")]
+        if self._masters is not None:
+            rules = [RemaindersAdam(self._masters.remainders, rules), RefuseOwnStep(refused.OPTION)]
+        return rules
+
+    @property
+    def shares(self) -> Sequence[torch.Tensor]:
+        return () if self._masters is None else self._masters.remainders
+
+
+FEATURE = Update

@@ -1,0 +1,191 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The master weights of an optimizer that keeps their remainders.
+
+The base holds an fp32 tensor of each partition, which is the parameter of the inner optimizer: its identity, shape,
+dtype and device matter. Here that tensor has one element in memory, a NaN at which all others lie too. Code that is
+not listed here reads NaN, and ``copy_()`` into the tensor raises.
+
+These get or set master weights, by ``optimizer.py`` and ``links.py``:
+
+- ``state_dict()`` and ``load_state_dict()`` of the ZeRO-1/2 optimizer, hence checkpoints of all kinds: an fp32 tensor
+  of the whole partition on the host, for the time of the call and as long as the caller keeps the state dict;
+- ``refresh_fp32_params()``, which needs no memory. ``update_lp_params()`` copies nothing: a parameter is a part of its
+  master weight, so neither can bring the other back;
+- ``offload_states()`` and ``reload_states()``, which move the remainders;
+- ``safe_get_full_fp32_param()`` and ``safe_set_full_fp32_param()``, and ``_hp_mapping`` of a parameter: its part of
+  the partition. What ``_hp_mapping`` returns is a copy: to write into it has no effect.
+"""
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Iterator, List, Union
+
+import torch
+
+import deepspeed.comm as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+from ...zero_1_and_2.collectives import collective
+from ...zero_1_and_2.gradient.layout import partition, partition_offset
+from ...zero_1_and_2.parameter.gather import AllGather
+from .remainders import join, split
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+# Elements that are converted at once. A conversion makes several tensors of integers, as large as the fp32 values.
+_CONVERTED = 2**24
+
+
+def _pieces(values):
+    """Yields slices of 1-D values, of which each has as many elements as are converted at once."""
+    return (slice(first, first + _CONVERTED) for first in range(0, values.numel(), _CONVERTED))
+
+
+def parameters_of(masters: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns the parameters of master weights of any shape: bf16, 1-D, on a device."""
+    masters = masters.detach().flatten()
+    parameters = torch.empty(masters.numel(), dtype=torch.bfloat16, device=device)
+    for piece in _pieces(masters):
+        parameters[piece] = split(masters[piece].to(device, torch.float32))[0]
+    return parameters
+
+
+class Masters:
+    """The master weights of this rank's partitions.
+
+    Args:
+        optimizer: a ZeRO-1/2 optimizer.
+        gather: sends what it has stepped.
+
+    Attributes:
+        remainders: of this rank's partition of each parameter group, int16 1-D. Empty before :meth:`take_apart`.
+        on_host: whether the base's list of partitions has all master weights, for the time of a call.
+    """
+
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", gather: AllGather):
+        self._optimizer = weakref.ref(optimizer)
+        self._gather = gather
+        self.remainders: List[torch.Tensor] = []
+        self.on_host = False
+
+    def take_apart(self) -> None:
+        """Makes parameters and remainders of the base's master weights, which stay. Called on all ranks together."""
+        masters = self._optimizer().single_partition_of_fp32_groups
+        self.remainders.extend(torch.zeros_like(master.data, dtype=torch.int16) for master in masters)
+        for group, master in enumerate(masters):
+            self.set(group, 0, master.data)
+        self.send_parameters()
+
+    def give_up(self) -> None:
+        """Gives the memory of the base's master weights up, which were taken apart."""
+        for master in self._optimizer().single_partition_of_fp32_groups:
+            master.data = master.data.new_full((1,), torch.nan).expand(master.shape)
+
+    def send_parameters(self) -> None:
+        """Sends the parameters of all partitions to all ranks."""
+        self._gather.start()
+        self._gather.wait_all()
+
+    def _parameters(self, group):
+        """Returns the parameters of this rank's partition, which may be on the host, 1-D."""
+        optimizer = self._optimizer()
+        if optimizer.parallel_partitioned_bit16_groups[group]:
+            return partition(optimizer, group)
+        # While parameters are on the host, the base has no list of partitions.
+        numel = self.remainders[group].numel()
+        return optimizer.bit16_groups_flat[group].data.narrow(0, partition_offset(optimizer, group), numel)
+
+    @contextlib.contextmanager
+    def read_on_host(self) -> Iterator[None]:
+        """Context in which the base's list of partitions has the master weights, in memory of the host.
+
+        The inner optimizer keeps its own parameters, which tell the device of the states that it loads.
+        """
+        optimizer = self._optimizer()
+        before = optimizer.single_partition_of_fp32_groups
+        values = [
+            self.get(group, 0, remainders.numel(), device="cpu") for group, remainders in enumerate(self.remainders)
+        ]
+        optimizer.single_partition_of_fp32_groups, self.on_host = values, True
+        try:
+            yield
+        finally:
+            optimizer.single_partition_of_fp32_groups, self.on_host = before, False
+
+    @contextlib.contextmanager
+    def written_on_host(self) -> Iterator[None]:
+        """The same, and what the caller writes there becomes the master weights. All ranks leave it together.
+
+        If the caller raises on any rank, remainders stay as they were on all ranks.
+
+        Raises:
+            RuntimeError: if the caller has raised on another rank.
+        """
+        optimizer, failed = self._optimizer(), True
+        self.refuse_offloaded("load a checkpoint")
+        with self.read_on_host():
+            try:
+                yield
+                failed = False
+            finally:
+                # Otherwise the others would wait in the gather for a rank that has raised.
+                flag = torch.tensor([failed], dtype=torch.int32, device=optimizer.bit16_groups_flat[0].device)
+                with collective("learn whether all ranks have loaded their master weights"):
+                    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=optimizer.dp_process_group)
+            if flag.item():
+                raise RuntimeError(
+                    "another rank could not load its master weights and has said why; no rank loaded any"
+                )
+            values = optimizer.single_partition_of_fp32_groups
+        for group, master in enumerate(values):
+            self.set(group, 0, master)
+        self.send_parameters()
+
+    def get(self, group: int, first: int, last: int, device: Union[str, torch.device, None] = None) -> torch.Tensor:
+        """Returns elements [first, last) of the master weights of this rank's partition, fp32 1-D.
+
+        By default, on the device of the parameters.
+        """
+        parameters, remainders = self._parameters(group)[first:last], self.remainders[group][first:last]
+        values = torch.empty(last - first, dtype=torch.float32, device=device or parameters.device)
+        for piece in _pieces(values):
+            values[piece] = join(parameters[piece], remainders[piece].to(parameters.device))
+        return values
+
+    def set(self, group: int, first: int, values: torch.Tensor) -> None:
+        """Makes values, 1-D, the master weights from element ``first`` on of this rank's partition."""
+        there = slice(first, first + values.numel())
+        parameters, remainders = self._parameters(group)[there], self.remainders[group][there]
+        for piece in _pieces(values):
+            parameters[piece], remainders[piece] = split(values[piece].to(parameters.device, torch.float32))
+
+    def take_parameters(self) -> None:
+        """Makes the parameters the master weights."""
+        for remainders in self.remainders:
+            remainders.zero_()
+
+    def refuse_offloaded(self, purpose: str) -> None:
+        """Raises RuntimeError if parameters are on the host, where a new value would not reach the other ranks."""
+        if OffloadStateTypeEnum.lp_params in self._optimizer().offloaded_states:
+            raise RuntimeError(
+                f"with compile.store_param_remainders a parameter is a part of its master weight, and parameters are "
+                f"offloaded; call engine.reload_states() to {purpose}"
+            )
+
+    def offload(self, pin_memory: bool, non_blocking: bool) -> None:
+        """Moves the remainders to the host."""
+        make = get_accelerator().pin_empty_like if pin_memory else torch.empty_like
+        buffers = [make(remainders, device="cpu") for remainders in self.remainders]
+        if pin_memory:
+            # The base unpins them, and keeps them until a copy that begins there has ended.
+            self._optimizer().hp_params_pin_buffers = buffers
+        for remainders, buffer in zip(self.remainders, buffers, strict=True):
+            remainders.data = buffer.copy_(remainders, non_blocking=non_blocking)
+
+    def reload(self, non_blocking: bool) -> None:
+        """Moves the remainders to the device."""
+        for remainders in self.remainders:
+            remainders.data = remainders.data.to(get_accelerator().current_device_name(), non_blocking=non_blocking)

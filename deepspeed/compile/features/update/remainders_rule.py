@@ -1,0 +1,69 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The rule for partitions whose master weights are remainders."""
+
+from typing import Any, Dict, List, Optional, Sequence
+
+import torch
+
+from ...zero_1_and_2.step.rule import Partition, Rule
+from .adam import (
+    EAGER_NUMEL,
+    AdamStep,
+    ReplacesOwnStep,
+    is_fp32,
+    kernel,
+    names_of_states,
+    new_state,
+    problem_with,
+)
+from .adam_operators import step_rows
+
+
+class RemaindersAdam:
+    """Steps master weights that are remainders, and states in fp32 or in the form of another rule.
+
+    ``Partition.new`` holds the parameters before the step: the gradients lie elsewhere, because ``offload_optimizer``
+    is refused.
+
+    Args:
+        remainders: of this rank's partition of each parameter group, int16 1-D. The caller fills the list later.
+        others: the rules of the parts that stand before this one. The states have the form of the first
+            :class:`ReplacesOwnStep` among them, if there is one.
+    """
+
+    def __init__(self, remainders: Sequence[torch.Tensor], others: List[Rule]):
+        self._remainders = remainders
+        self._states = next((rule for rule in others if isinstance(rule, ReplacesOwnStep)), EveryStepAdam())
+
+    def begin(self, partition: Partition) -> Optional[AdamStep]:
+        step = self._states.begin(partition)
+        if step is not None:
+            step.master = self._remainders[partition.index]
+        return step
+
+
+class EveryStepAdam(ReplacesOwnStep):
+    """The rule for states in fp32, which makes them in the first step."""
+
+    def begin(self, partition: Partition) -> Optional["EveryStep"]:
+        if not partition.as_written or problem_with(partition.optimizer) is not None:
+            return None
+        states = (partition.state.get(name) for name in names_of_states(partition))
+        if partition.state and not all(is_fp32(state, partition.master) for state in states):
+            return None
+        return EveryStep(partition, kernel() if partition.master.is_cuda else step_rows)
+
+
+class EveryStep(AdamStep):
+    """One step of one partition."""
+
+    numel_on_host = EAGER_NUMEL
+
+    def begin(self) -> Dict[str, Any]:
+        """Makes the states in the first step."""
+        partition = self.partition
+        if not partition.state:
+            zeros = {name: torch.zeros_like(partition.master.data) for name in names_of_states(partition)}
+            partition.keep_state({**new_state(partition), **zeros})
+        return partition.state

@@ -1,0 +1,171 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""8-bit optimizer states in what DeepSpeed does with states: checkpoints, and ``safe_get_full_optimizer_state()``.
+
+A checkpoint has the codes, and an engine that loads it goes on with the same bits. fp32 states that are loaded become
+8-bit states. An engine without ``compile.optimizer_states`` that loads 8-bit states goes on with their values in fp32.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Dict, Iterator
+
+import torch
+
+from deepspeed.checkpoint.constants import (
+    BASE_OPTIMIZER_STATE,
+    GROUP_PADDINGS,
+    OPTIMIZER_STATE_DICT,
+    SINGLE_PARTITION_OF_FP32_GROUPS,
+)
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ...zero_1_and_2.gradient.layout import partition_offset
+from .blockwise import (
+    FORM,
+    SIGNED,
+    fp32_values,
+    has_moments,
+    is_blockwise,
+    refuse_other_partitions,
+    saved,
+    to_blocks,
+    to_fp32,
+)
+from .dynamic_map import BLOCK
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+class StatesOfAdam:
+    """The form of an optimizer's states.
+
+    Args:
+        in_8_bits: whether the optimizer is to go on with 8-bit states, or with fp32 states.
+    """
+
+    def __init__(self, in_8_bits: bool):
+        self._in_8_bits = in_8_bits
+
+    def as_saved(self, optimizer: DeepSpeedZeroOptimizer, state_dict: Dict[str, Any]) -> Dict[str, Any]:
+        """Returns a state dict of the ZeRO-1/2 optimizer with 8-bit states in the form that torch's load keeps."""
+        inner = state_dict[BASE_OPTIMIZER_STATE]
+        # An elastic checkpoint has a list instead, and no 8-bit states.
+        if isinstance(inner, dict):
+            # Of a state that belongs to no parameter, torch keeps the key as it is.
+            states = {
+                index: saved(entry, partition_offset(optimizer, index)) if is_blockwise(entry) else entry
+                for index, entry in inner["state"].items()
+            }
+            state_dict[BASE_OPTIMIZER_STATE] = {**inner, "state": states}
+        return state_dict
+
+    def refuse_others(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        """Raises ValueError if loaded states cannot be had in this form."""
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            states = optimizer.optimizer.state.get(master, {})
+            if is_blockwise(states):
+                refuse_other_partitions(states, partition_offset(optimizer, group), master.numel())
+
+    def adopt(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        """Makes loaded states 8-bit states or fp32 states, whichever the optimizer is to go on with."""
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            states, offset = optimizer.optimizer.state.get(master, {}), partition_offset(optimizer, group)
+            if self._in_8_bits and has_moments(states):
+                to_blocks(states, offset, master)
+            elif not self._in_8_bits and is_blockwise(states):
+                to_fp32(states, offset, master.numel())
+
+    def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        """Lets ``safe_get_full_optimizer_state()`` find 8-bit states.
+
+        ``safe_set_full_optimizer_state()`` refuses to set them.
+        """
+        for group, master in enumerate(optimizer.single_partition_of_fp32_groups):
+            states = optimizer.optimizer.state.get(master, {})
+            if not is_blockwise(states):
+                continue
+            before = partition_offset(optimizer, group) % BLOCK
+            for parameter in optimizer.bit16_groups[group]:
+                if parameter._hp_mapping is not None:
+                    address = parameter._hp_mapping.get_hp_fragment_address()
+                    first = before + address.start
+                    parameter._hp_mapping.optim_fragment = _Fragments(states, first, first + address.numel)
+                # The base makes this attribute anew when it links parameters with master weights, but not in each
+                # call.
+                function = parameter.set_full_hp_param
+                if getattr(function, "func", None) is not _set:
+                    parameter.set_full_hp_param = functools.partial(_set, function)
+
+
+class _Fragments(Mapping):
+    """State -> its values for one parameter in this rank's partition, fp32 1-D, computed when they are asked for.
+
+    Args:
+        states: the optimizer's states of the master weights.
+        first: where the parameter begins, in elements from the beginning of the partition's first block.
+        last: where it ends.
+    """
+
+    def __init__(self, states: Dict[str, Any], first: int, last: int):
+        self._states, self._first, self._last, self._names = states, first, last, tuple(SIGNED)
+
+    def __getitem__(self, state: str) -> torch.Tensor:
+        if state not in self._names:
+            raise KeyError(state)
+        # States may have moved to the host and back since.
+        return fp32_values(self._states, state, self._first, self._last)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def clear(self) -> None:
+        """Called when states move. The base links parameters anew afterwards."""
+        self._names = ()
+
+
+def _set(function, value, optim_state_key=None):
+    """Sets what the base's ``function`` sets, unless this is a state."""
+    if optim_state_key is not None:
+        raise RuntimeError(
+            f"{optim_state_key} is kept in 8 bits, and to set it would round other parameters' values in its blocks "
+            "anew; leave compile.optimizer_states out to set states"
+        )
+    function(value)
+
+
+# What DeepSpeed's engine and converter call -----------------------------------------------------------------------
+
+
+def after_load(engine: "DeepSpeedEngine") -> None:
+    """Called when an engine has loaded a checkpoint. Makes 8-bit states fp32 states if the engine is to have these."""
+    optimizer, config = engine.optimizer, engine._config.compile_config
+    # An engine that has begun to train has done so itself.
+    if isinstance(optimizer, DeepSpeedZeroOptimizer) and not (config.deepcompile and config.optimizer_states):
+        StatesOfAdam(in_8_bits=False).adopt(optimizer)
+
+
+def before_step(engine: "DeepSpeedEngine") -> None:
+    """Called before an optimizer steps. Without DeepCompile its own ``step()`` does, which knows no 8-bit states."""
+    # An engine that asks for these steps so after engine.compile() was refused, or before it compiles itself.
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer) and not hasattr(engine.optimizer, "_deepcompile"):
+        StatesOfAdam(in_8_bits=False).adopt(engine.optimizer)
+
+
+def convert_saved(checkpoint: Dict[str, Any]) -> None:
+    """Called when a tool such as ``ds_to_universal`` has read what a rank has saved. Makes 8-bit states fp32 states.
+
+    The caller cuts the padding of the partition off each state, which would cut codes.
+    """
+    saved_by_rank = checkpoint.get(OPTIMIZER_STATE_DICT) or {}
+    inner = saved_by_rank.get(BASE_OPTIMIZER_STATE)
+    for index, states in inner["state"].items() if isinstance(inner, dict) else ():
+        if is_blockwise(states):
+            # Masters are saved without their padding.
+            masters, paddings = saved_by_rank[SINGLE_PARTITION_OF_FP32_GROUPS], saved_by_rank[GROUP_PADDINGS]
+            numel = masters[index].numel() + paddings[index]
+            to_fp32(states, states[FORM]["elements before the partition"], numel)

@@ -1,0 +1,72 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Will it fit? What a model needs on each GPU, before one is rented.
+
+::
+
+    python -m deepspeed.compile.fits --model Qwen/Qwen3-8B --gpus 8 --memory 80 --sequence 4096
+
+It needs no GPU, no weights, and no network beyond what transformers asks for a name. The files, each of which imports
+only from those above it:
+
+=================  ==================================================================================
+modes.py           what is asked, and the modes that are compared
+configuration.py   reads a DeepSpeed configuration
+liveness.py        the memory of a compiled graph at each moment
+graphs.py          traces a function as training compiles it
+head.py            whether a loss is in chunks or has a graph of its own, and its memory
+activations.py     runs a model without memory, with the memory of its graphs
+gradients.py       what the reducer holds of gradients, and the layout of partitions
+fsdp2.py           what FSDP2 holds, by its published scheme
+sources.py         makes a model and a batch
+reckon.py          adds up
+__main__.py        the command
+=================  ==================================================================================
+
+``python -m benchmarks.fits`` compares what is reckoned with what was measured.
+"""
+
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Sequence
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+    from .modes import Mode
+    from .reckon import Answer
+
+NEEDS = (
+    "features.loss",
+    "features.activation_budget",
+    "features.blocks",
+    "features.shard_parameters",
+    "features.update",
+)
+# The line of ds_report.
+COMMAND = ("fork: will it fit?", "python -m deepspeed.compile.fits --model NAME --gpus N --memory GB")
+
+
+def fits(
+    make_model: "Callable[[], Module]",
+    config: Optional[Dict[str, Any]] = None,
+    checkpoint: bool = False,
+    modes: "Optional[Sequence[Mode]]" = None,
+    say: Callable[[str], None] = lambda sentence: None,
+    **question: Any,
+) -> "Answer":
+    """Reckons what a model needs in each mode.
+
+    Args:
+        make_model: makes the model, as tensors without memory.
+        config: a DeepSpeed configuration, which becomes a mode of its own.
+        checkpoint: whether that mode computes each block again in the backward.
+        modes: those to reckon, by default all that have a meaning.
+        say: is told what is being done.
+        question: the fields of ``modes.Question``: ``gpus``, ``memory``, ``sequence`` and others.
+
+    Raises:
+        ValueError: if the model cannot be made, or if what is asked is not reckoned.
+    """
+    from .modes import Question
+    from .reckon import fits_of
+
+    return fits_of(make_model, Question(**question), config, checkpoint, modes, say)

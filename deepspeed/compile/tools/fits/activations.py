@@ -1,0 +1,414 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a forward and a backward of a model on tensors without memory, and notes what memory they would have.
+
+The model runs as its own code says, with all that checkpointing and tied weights do to it. Only what training compiles
+is traced, once for each class of blocks and for the module around them, and stands there with the memory of its graphs
+(``liveness.py``). The rest runs as it is, and each tensor counts from when it is made until nobody refers to it.
+"""
+
+import contextlib
+import functools
+import weakref
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch.nn import Module
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...features.blocks.block_calls import CHECKPOINT, checkpoints_what_it_decorates, forward_of
+from ...features.blocks.choose_blocks import parents_of
+from ...features.blocks.parameters import modules_outside
+from .graphs import trace
+from .head import Form, form_of, with_form
+from .liveness import bytes_of
+
+
+class Moment(NamedTuple):
+    """A part of a step, in bytes of what the model's code and graphs hold; parameters and gradients are left out.
+
+    Attributes:
+        most: the most within it.
+        after: at its end.
+        gradient: the name of the parameter whose gradient is complete at its end, or None.
+        block: the number of the block that runs in it, or None.
+    """
+
+    most: int
+    after: int
+    gradient: Optional[str] = None
+    block: Optional[int] = None
+
+
+class Activations(NamedTuple):
+    """The memory of a micro-batch.
+
+    Attributes:
+        forward, backward: their moments.
+        inputs: bytes of the batch.
+    """
+
+    forward: List[Moment]
+    backward: List[Moment]
+    inputs: int
+
+
+# Stands for a tensor among what a block returns.
+_TENSOR = object()
+
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made while it is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self._most = 0
+        self.moments: List[Moment] = []
+        self._known: Dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in pytree.tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self._count(each.untyped_storage())
+        return result
+
+    def _count(self, storage):
+        key = storage._cdata
+        known = self._known.get(key)
+        if known is not None and known() is storage:
+            return
+        size = storage.nbytes()
+        self._known[key] = weakref.ref(storage, functools.partial(self._forget, key, size))
+        self.live += size
+        self.note(0)
+
+    def ignore(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leaves these tensors out, which were there before."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._known[storage._cdata] = weakref.ref(storage)
+
+    def _forget(self, key, size, _):
+        self._known.pop(key, None)
+        self.live -= size
+
+    @contextlib.contextmanager
+    def without(self, size: int) -> Iterator[None]:
+        """Context in which so many bytes do not count."""
+        self.live -= size
+        yield
+        self.live += size
+
+    def note(self, more: int) -> None:
+        """Notes that there are ``more`` bytes now than all tensors have."""
+        self._most = max(self._most, self.live + more)
+
+    def end_moment(self, gradient: Optional[str], more: int = 0, block: Optional[int] = None) -> None:
+        """Ends a moment, at whose end there are ``more`` bytes than all tensors have."""
+        self.moments.append(Moment(self._most, self.live + more, gradient, block))
+        self._most = self.live + more
+
+    def take_moments(self) -> List[Moment]:
+        """Ends a moment, and returns those since the last call."""
+        self.end_moment(None)
+        moments, self.moments = self.moments, []
+        return moments
+
+
+class _Compiled(torch.autograd.Function):
+    """Stands for a compiled graph: makes what it returns and keeps, and notes what it has within."""
+
+    @staticmethod
+    def forward(ctx, memory, graphs, names, block, *tensors):
+        count = len(names)
+        memory.end_moment(None)
+        for moment in graphs.forward:
+            memory.note(moment.most)
+        results = tuple(map(_like, graphs.outputs))
+        made: Dict[int, torch.Tensor] = {}
+        kept = []
+        for saved in graphs.saved:
+            if saved.input is not None:
+                # A parameter, in whichever shape, is there anyway.
+                kept += [tensors[saved.input]] if saved.input >= count else []
+            elif saved.output is not None:
+                kept.append(results[saved.output])
+            elif saved.value is not None and saved.memory not in made:
+                # Inductor may keep it in memory that holds more than the tensor.
+                made[saved.memory] = torch.empty(saved.bytes, dtype=torch.uint8)
+        ctx.save_for_backward(*kept, *made.values())
+        ctx.memory, ctx.graphs, ctx.names, ctx.block = memory, graphs, names, block
+        memory.end_moment(None, block=block)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(each for each in results if not each.is_floating_point()))
+        return results
+
+    @staticmethod
+    def backward(ctx, *_):
+        # Has checkpointing compute the block again.
+        tensors = ctx.saved_tensors
+        memory, graphs, count = ctx.memory, ctx.graphs, len(ctx.names)
+        memory.end_moment(None)
+        for moment in graphs.backward:
+            memory.note(moment.most)
+            name = None if moment.gradient is None else ctx.names[moment.gradient]
+            memory.end_moment(name, moment.after, ctx.block)
+        del tensors
+        # The graph has dropped what it kept, and autograd drops the tensors that stand for it after this function.
+        with memory.without(sum(saved.bytes for saved in graphs.saved)):
+            gradients = [each if each is None else _like(each) for each in graphs.gradients[count:]]
+        return None, None, None, None, *[None] * count, *gradients
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
+
+
+class Run:
+    """Runs a model whose parameters are fake tensors.
+
+    Args:
+        model: the model.
+        blocks: the modules that have graphs of their own.
+        say: is told what is being done.
+    """
+
+    def __init__(self, model: Module, blocks: List[Module], say: Callable[[str], None]):
+        self._model, self.blocks, self._say = model, blocks, say
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._graphs: Dict[Any, Any] = {}
+        self._memory = Memory()
+        self._budget: Optional[float] = None
+
+    def run(
+        self,
+        batch: Dict[str, torch.Tensor],
+        loss_of: Callable[[Any], torch.Tensor],
+        checkpoint: bool = False,
+        budget: Optional[float] = None,
+        chunked_loss: Optional[bool] = None,
+        own_loss: bool = False,
+    ) -> Activations:
+        """Runs a forward and a backward on a batch.
+
+        Args:
+            batch: the arguments of the model.
+            loss_of: returns the loss of what the model returns.
+            checkpoint: whether each block is computed again in the backward.
+            budget: ``compile.activation_memory_budget``.
+            chunked_loss: ``compile.chunked_loss``.
+            own_loss: whether the loss is computed of logits outside of the model, in a graph of its own.
+        """
+        self._budget = budget
+        model, memory = self._model, Memory()
+        self._memory = memory
+        memory.ignore([*model.parameters(), *model.buffers(), *batch.values()])
+        handles = [
+            parameter.register_post_accumulate_grad_hook(self._gradient_of_autograd)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        try:
+            with contextlib.ExitStack() as stack:
+                for number, block in enumerate(self.blocks):
+                    stack.enter_context(patch.object(block, "forward", self._stand_in(number, block, checkpoint)))
+                with memory:
+                    with _Attention():
+                        loss = self._around(batch, loss_of, chunked_loss, own_loss)
+                    forward = memory.take_moments()
+                    loss.backward()
+                    del loss
+                    backward = memory.take_moments()
+        finally:
+            for handle in handles:
+                handle.remove()
+        return Activations(forward, backward, sum(map(bytes_of, batch.values())))
+
+    def _gradient_of_autograd(self, parameter):
+        # A graph has given its gradient to the reducer, and autograd gets none.
+        if parameter.grad is not None:
+            self._memory.end_moment(self._names[id(parameter)], -bytes_of(parameter.grad))
+            parameter.grad = None
+
+    def _stand_in(self, number, block, checkpoint):
+        forward = block.forward
+        held = _held([block])
+        # Where a layer's forward checkpoints, what is checkpointed is compiled, and not what checkpoints.
+        checkpoints = getattr(block, CHECKPOINT, None) is not None and checkpoints_what_it_decorates(
+            forward_of(type(block))
+        )
+
+        def run(*args, **kwargs):
+            if checkpoint:
+                # As transformers does, which by default keeps the generator's state too.
+                run_again = functools.partial(run_compiled, **kwargs)
+                return torch.utils.checkpoint.checkpoint(run_again, *args, use_reentrant=False)
+            if checkpoints and block.gradient_checkpointing and block.training:
+                return getattr(block, CHECKPOINT)(functools.partial(run_compiled, **kwargs), *args)
+            return run_compiled(*args, **kwargs)
+
+        def run_compiled(*args, **kwargs):
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            tensors = [leaves[place] for place in places]
+            for place in places:
+                leaves[place] = None
+            results: Dict[str, Any] = {}
+
+            def function(*tensors):
+                given = list(leaves)
+                for place, tensor in zip(places, tensors[len(held) :]):
+                    given[place] = tensor
+                args, kwargs = pytree.tree_unflatten(given, spec)
+                plain = patch.object(block, "gradient_checkpointing", False) if checkpoints else _NOTHING
+                with patch.object(block, "forward", forward), _holding(block, held, tensors), plain, _Attention():
+                    returned = block.forward(*args, **kwargs)
+                tensors, results["spec"] = pytree.tree_flatten(returned)
+                results["others"] = [_TENSOR if isinstance(each, torch.Tensor) else each for each in tensors]
+                return [each for each in tensors if isinstance(each, torch.Tensor)]
+
+            key = _key(block, held, tensors, leaves, self._budget)
+            if key not in self._graphs:
+                self._say(f"tracing a {type(block).__name__}")
+                graphs = self._trace(function, held, tensors, False)
+                self._graphs[key] = graphs, results
+            graphs, results = self._graphs[key]
+            made = iter(self._apply(graphs, held, tensors, number))
+            filled = [next(made) if other is _TENSOR else other for other in results["others"]]
+            return pytree.tree_unflatten(filled, results["spec"])
+
+        return run
+
+    def _trace(self, function, parameters, tensors, is_cut):
+        with _uncounted(parameters):
+            # What stands on both sides of a cut is kept, whatever the budget is.
+            return trace(function, parameters, tensors, None if is_cut else self._budget, is_cut)
+
+    def _apply(self, graphs, parameters, tensors, block=None):
+        names = [self._names.get(id(parameter), "") for parameter in parameters]
+        return _Compiled.apply(self._memory, graphs, names, block, *parameters, *tensors)
+
+    def _around(self, batch, loss_of, chunked_loss, own_loss):
+        """Runs the model: what calls its blocks as it is, and what is around that as a graph. Returns the loss."""
+        model = self._model
+        parents = parents_of(model, self.blocks)
+        outputs: List[Any] = []
+        if parents:
+            with contextlib.ExitStack() as stack, contextlib.suppress(_Enough):
+                for parent in parents:
+                    noted = _noted(parent.forward, outputs, len(parents))
+                    stack.enter_context(patch.object(parent, "forward", noted))
+                model(**batch)
+            if any(parent is model for parent in parents):
+                # All around the blocks runs as it is.
+                return loss_of(outputs.pop())
+        held = _held(modules_outside(model, self.blocks), recurse=False)
+        leaves, spec = pytree.tree_flatten((outputs, batch))
+        places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaves[place] for place in places]
+        for place in places:
+            leaves[place] = None
+        outputs.clear()
+
+        def call(*tensors):
+            given = list(leaves)
+            for place, tensor in zip(places, tensors[len(held) :]):
+                given[place] = tensor
+            outputs, batch = pytree.tree_unflatten(given, spec)
+            upcoming = iter(outputs)
+
+            def run_again(*args, **kwargs):
+                for output in upcoming:
+                    return output
+                raise Untraceable("it calls what calls its blocks more than once")
+
+            with contextlib.ExitStack() as stack:
+                for parent in parents:
+                    stack.enter_context(patch.object(parent, "forward", run_again))
+                stack.enter_context(_holding(model, held, tensors))
+                return model(**batch)
+
+        def loss_alone(*tensors):
+            with _Attention():
+                return [loss_of(call(*tensors))]
+
+        form = Form(is_cut=True)
+        if not own_loss:
+            with _uncounted(held):
+                form = form_of(call, loss_of, held, tensors, chunked_loss)
+        key = _key(model, held, tensors, form.is_cut, self._budget)
+        if key not in self._graphs:
+            self._say(f"tracing {'what is around the blocks of ' if parents else ''}{type(model).__name__}")
+            self._graphs[key] = self._trace(loss_alone, held, tensors, form.is_cut)
+        (loss,) = self._apply(with_form(self._graphs[key], form), held, tensors)
+        return loss
+
+
+class Untraceable(Exception):
+    """Why a model cannot be traced."""
+
+
+class _Enough(Exception):
+    """All modules that call blocks have run."""
+
+
+class _Attention(TorchFunctionMode):
+    """Has torch's attention drop nothing: a GPU's then keeps what a CPU's does, which has no flash attention with
+    dropout. A GPU's keeps two numbers more for dropout."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            args, kwargs = (*args[:4], *(0.0 for _ in args[4:5]), *args[5:]), {**kwargs}
+            if len(args) < 5:
+                kwargs["dropout_p"] = 0.0
+        return func(*args, **kwargs)
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _noted(forward, outputs, number):
+    def run(*args, **kwargs):
+        outputs.append(forward(*args, **kwargs))
+        if len(outputs) == number:
+            raise _Enough
+        return outputs[-1]
+
+    return run
+
+
+@contextlib.contextmanager
+def _uncounted(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Context for what makes tensors that no training makes."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    mode = next(each.fake_mode for each in tensors if hasattr(each, "fake_mode"))
+    with _disable_current_modes(), mode, torch.enable_grad():
+        yield
+
+
+def _held(modules, recurse=True):
+    """Lists the parameters and the buffers of modules, each once, because some are tied."""
+    tensors = [each for module in modules for each in module.parameters(recurse)]
+    tensors += [each for module in modules for each in module.buffers(recurse)]
+    return [*{id(each): each for each in tensors}.values()]
+
+
+def _holding(module: Module, held: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
+    """Returns a context in which a module has the first of ``tensors`` for what it holds."""
+    every = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    given = {id(each): tensor for each, tensor in zip(held, tensors)}
+    return _reparametrize_module(module, {name: given[id(each)] for name, each in every if id(each) in given})
+
+
+def _key(module, parameters, tensors, others, budget):
+    """Returns what modules have in common that share a graph."""
+    shapes = [(each.shape, each.stride(), each.dtype, each.requires_grad) for each in (*parameters, *tensors)]
+    return type(module), str(shapes), str(others), budget

@@ -1,0 +1,160 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The memory of a head and its loss as the part ``loss`` has them: in chunks, or in graphs of their own.
+
+The part itself decides which, of the graph of what is around the blocks.
+"""
+
+import copy
+import operator
+from typing import Any, Callable, NamedTuple, Optional, Sequence
+
+import torch
+from torch.fx import Graph, GraphModule
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ...features.loss.chunked_loss import chunks
+from ...features.loss.find_loss import ChunkedLosses
+from ...features.loss.own_graph import split_loss
+from ...zero_1_and_2.graph.parameter_numbers import ParameterNumbers
+from .graphs import TracedGraphs
+from .liveness import Moment, bytes_of
+
+_FP32 = 4
+
+
+class Form(NamedTuple):
+    """What training makes of a head and its loss.
+
+    Attributes:
+        is_chunked: whether the loss is computed in chunks.
+        is_cut: whether the loss has a graph of its own.
+        unused: bytes of zeros that autograd passes for what the model returns beside the loss, if the graph is whole.
+    """
+
+    is_chunked: bool = False
+    is_cut: bool = False
+    unused: int = 0
+
+
+class _Recorder(TorchFunctionMode):
+    """Writes down which functions of torch are called, as the graph that Dynamo would make of them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]):
+        super().__init__()
+        self.graph, self._nodes = Graph(), {}
+        self.inputs = []
+        for tensor in tensors:
+            self._node_of(tensor)
+
+    def _node_of(self, tensor):
+        if id(tensor) not in self._nodes:
+            inputs = self.graph.find_nodes(op="placeholder")
+            with self.graph.inserting_after(inputs[-1]) if inputs else self.graph.inserting_before():
+                self._note(self.graph.placeholder(f"input_{len(inputs)}"), tensor)
+            self.inputs.append(tensor)
+        return self._nodes[id(tensor)]
+
+    def _note(self, node, tensor):
+        node.meta["example_value"], self._nodes[id(tensor)] = tensor, node
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.__name__
+        made = list(result) if isinstance(result, (tuple, list)) else [result]
+        if not any(isinstance(each, torch.Tensor) for each in made) and name not in (
+            "__setitem__",
+            "_set_grad_enabled",
+        ):
+            return result
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (args, kwargs))
+        if name == "__get__":
+            node = self.graph.call_function(getattr, (args[0], func.__self__.__name__))
+        elif name.startswith("__r") and hasattr(operator, f"__{name[3:]}"):
+            node = self.graph.call_function(getattr(operator, f"__{name[3:]}"), args[::-1])
+        elif name.startswith("__") and hasattr(operator, name):
+            node = self.graph.call_function(getattr(operator, name), args)
+        elif getattr(torch.Tensor, name, None) is func:
+            node = self.graph.call_method(name, args, kwargs)
+        else:
+            node = self.graph.call_function(func, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            self._note(node, result)
+        else:
+            for index, each in enumerate(made):
+                if isinstance(each, torch.Tensor):
+                    self._note(self.graph.call_function(operator.getitem, (node, index)), each)
+        return result
+
+    def finish(self, results: Sequence[torch.Tensor]) -> GraphModule:
+        """Returns the graph, which returns these results."""
+        self.graph.output(tuple(map(self._node_of, results)))
+        return GraphModule({}, self.graph)
+
+
+def form_of(
+    call: Callable[..., Any],
+    loss_of: Callable[[Any], torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    chunked_loss: Optional[bool],
+) -> Form:
+    """Asks the part ``loss`` what it makes of the head and the loss of a model.
+
+    Args:
+        call: what is around the blocks: takes parameters and other tensors, and returns what the model returns.
+        loss_of: returns the loss of that.
+        parameters, tensors: fake tensors.
+        chunked_loss: ``compile.chunked_loss``.
+    """
+    # Nodes of a graph refer to each other, and so keep the tensors that they stand for until Python collects garbage:
+    # let these not be those whose memory is counted.
+    tensors = [torch.empty_like(each).requires_grad_(each.requires_grad) for each in tensors]
+    recorder = _Recorder((*parameters, *tensors))
+    with recorder:
+        result = call(*parameters, *tensors)
+        loss = loss_of(result)
+    returned = [each for each in pytree.tree_leaves(result) if isinstance(each, torch.Tensor)]
+    if not any(each is loss for each in returned):
+        # The caller makes the loss of what the model returns.
+        return Form()
+    gm = recorder.finish(returned)
+    trained = ParameterNumbers(0, [each for each in parameters if each.requires_grad])
+    if ChunkedLosses(chunked_loss).cut_out(gm, recorder.inputs, trained, lambda part: part) is not None:
+        return Form(is_chunked=True, is_cut=True)
+    if split_loss(gm, [each in trained for each in recorder.inputs]) is not None:
+        return Form(is_cut=True)
+    return Form(unused=sum(bytes_of(each) for each in returned if each.requires_grad and each is not loss))
+
+
+def with_form(graphs: TracedGraphs, form: Form) -> TracedGraphs:
+    """Gives the graphs around the blocks the backward that training has."""
+    if not graphs.backward or not (form.is_chunked or form.unused):
+        return graphs
+    graphs = copy.copy(graphs)
+    if form.is_chunked:
+        graphs.backward = _in_chunks(graphs)
+    else:
+        # Autograd passes zeros for the gradients of what the caller does not use.
+        graphs.backward = [
+            each._replace(most=each.most + form.unused, after=each.after + form.unused) for each in graphs.backward
+        ]
+        graphs.backward[-1] = graphs.backward[-1]._replace(after=graphs.backward[-1].after - form.unused)
+    return graphs
+
+
+def _in_chunks(graphs):
+    """Returns the life of the backward in ``loss/chunked_loss.py``."""
+    product = graphs.product
+    hidden, rows = product.rows * product.inner, chunks(product.rows, product.columns)[0]
+    chunk = product.rows * (rows.stop - rows.start) * product.element_size
+    is_trained = any(each.gradient == product.parameter for each in graphs.backward)
+    weight = product.inner * product.columns * product.element_size if is_trained else 0
+    # The sum over chunks is in fp32.
+    most = chunk + _FP32 * hidden + weight
+    rest = [each._replace(most=min(each.most, most)) for each in graphs.backward if each.gradient is not None]
+    rest = [each for each in rest if each.gradient != product.parameter]
+    complete = Moment(most, _FP32 * hidden, product.parameter if is_trained else None)
+    return [complete, *rest, Moment(_FP32 * hidden, -sum(each.bytes for each in graphs.saved))]

@@ -1,0 +1,481 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Adds up what a rank holds at the peak of each phase, for each mode."""
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import os
+import traceback
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch.nn import Module, Parameter
+
+from ...features.blocks.choose_blocks import choose_blocks
+from ...features.blocks.parameters import by_block
+from ...features.shard_parameters.keep import LEFT_FREE
+from ...features.shard_parameters.outside import large_outside, read_times
+from ...features.shard_parameters.sharded_blocks import frozen_of_blocks
+from ...features.shard_parameters.whole_units import MOST_GATHERED
+from ...features.update.blockwise import SIGNED, count_of_blocks
+from ...features.update.dynamic_map import BLOCK
+from ...zero_1_and_2.gradient.layout import pieces
+from . import configuration, fsdp2, sources
+from .activations import Activations, Run, Untraceable
+from .gradients import Sent, gathered_in_step, layout_of, send
+from .modes import Mode, Question, modes_for
+
+GIB = 2**30
+_FP32, _REMAINDER = 4, 2  # bytes of a master weight, and of what is kept of one beside a bf16 parameter
+# cuBLAS's and cuBLASLt's on an H100 or H200, which torch's allocator gives out: benchmarks/fits.py has runs at rest.
+WORKSPACES = 2**26
+# The part of a GPU's memory, as it is sold in GB, that torch shows in GiB: 79.1 of an H100's 80, 39.4 of an A100's 40.
+SHOWN = 0.985
+# In GiB, what a process takes of a GPU outside of torch's allocator, the most that was measured on H200s (2026-11-27):
+# 1.30 to 1.81 alone, by `benchmarks.fits_here`, and 2.05 to 2.52 with NCCL between 2 GPUs, by `benchmarks.compare`.
+# NCCL between more GPUs may take more.
+CONTEXT, NCCL = 1.81, 0.71
+# What the allocator reserved beyond the peak, as a part of the peak: the most in docs/performance.md's tables, which
+# are of GPUs with memory to spare. Short of memory it may reserve less, and nobody has measured how much less.
+RESERVED = {"fork": 0.23, "fsdp2": 0.36}
+_PHASES = ("forward", "backward", "step")
+
+
+class Row(NamedTuple):
+    """What a mode needs on the rank that needs the most, in bytes.
+
+    Attributes:
+        mode: the mode.
+        line: what to write for it.
+        at_rest: between two steps.
+        forward, backward, step: the peaks of the phases; None where the model could not be traced.
+        peak, phase: the highest of them, and which one it is.
+        rank: the rank with the highest peak.
+        parts: what the peak is made of.
+    """
+
+    mode: Mode
+    line: str
+    at_rest: int
+    forward: Optional[int]
+    backward: Optional[int]
+    step: int
+    peak: int
+    phase: str
+    rank: int
+    parts: Dict[str, int]
+
+
+class Answer(NamedTuple):
+    """Whether a model fits.
+
+    Attributes:
+        model: its class.
+        elements, trained: of its parameters, and of those that are trained.
+        question: what was asked, completed.
+        rows: the modes: that of the configuration first, then by their pace, and of equal ones by their peak.
+        first: the row of the configuration, or of the first mode.
+        notes: what could not be reckoned, and why.
+    """
+
+    model: str
+    elements: int
+    trained: int
+    question: Question
+    rows: List[Row]
+    first: Row
+    notes: List[str]
+
+    @property
+    def left_out(self) -> Dict[str, float]:
+        """The GiB of a GPU that torch's allocator never has."""
+        return _left_out(self.question)
+
+    def spare(self, row: Row) -> float:
+        """Returns how many GiB the peak of a mode leaves, or lacks."""
+        return _room(self.question) - row.peak / GIB
+
+    def verdict(self, row: Row) -> str:
+        """Returns "yes", "tight", "no" or "unknown".
+
+        A mode is tight if it leaves less than the allocator has been seen to reserve beyond the peak.
+        """
+        if self.spare(row) < 0:
+            return "no"
+        if row.forward is None:
+            return "unknown"
+        return "yes" if self.spare(row) >= RESERVED[row.mode.system] * row.peak / GIB else "tight"
+
+
+def _left_out(question):
+    shown = {"not shown by the GPU": (1 - SHOWN) * question.memory, "CUDA context": CONTEXT}
+    return {**shown, "NCCL": NCCL} if question.gpus > 1 else shown
+
+
+def _room(question):
+    """Returns the GiB of a GPU that torch's allocator can have."""
+    return question.memory - sum(_left_out(question).values())
+
+
+class Subject:
+    """A model as tensors without memory, and what is known of it.
+
+    Args:
+        make_model: makes it.
+        question: what is asked. Its dtype is not None.
+        say: is told what is being done.
+
+    Attributes:
+        blocks: the blocks that have graphs of their own.
+        why_whole: why there are none, or "".
+        repeated: the blocks for modes that need some.
+        untraceable: why the model could not be traced.
+        without_adapters: the classes of modules with matrices that have no adapter.
+    """
+
+    def __init__(self, make_model: Callable[[], Module], question: Question, say: Callable[[str], None]):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        dtype: Any = question.dtype
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        say("making the model without memory")
+        self.without_adapters = set()
+        try:
+            with torch.device("meta"):
+                try:
+                    model = make_model()
+                except sources.Unusable:
+                    raise
+                except (Exception, SystemExit) as error:  # noqa: BLE001  whatever the caller's code raises
+                    raise sources.Unusable(
+                        f"the model cannot be made without memory ({sources.reason(error)}); name a function without "
+                        "arguments, and leave its weights and its device to the program that trains it"
+                    ) from error
+                if not isinstance(model, Module):
+                    raise sources.Unusable(
+                        f"what makes the model returned {type(model).__name__}, and no "
+                        "torch.nn.Module; name a function that returns a model"
+                    )
+                if question.lora is not None:
+                    blocks, _ = choose_blocks(model, question.regional, {}, needed=True)
+                    self.without_adapters = sources.adapt(model, blocks or [model], question.lora)
+        finally:
+            torch.set_default_dtype(before)
+        with self.fake:
+            sources.without_memory(model, dtype)
+        self.model = model.train()
+        self._say = say
+        self.blocks, self.why_whole = choose_blocks(model, question.regional, {})
+        self.repeated = self.blocks or choose_blocks(model, question.regional, {}, needed=True)[0]
+        self._runs = {by_blocks: Run(model, self.of(by_blocks), say) for by_blocks in (False, True)}
+        named = dict(self.model.named_parameters())
+        self.trained = {name: each for name, each in named.items() if each.requires_grad}
+        self.names = list(self.trained)
+        self.flat = [Parameter(torch.empty(each.shape, dtype=dtype, device="meta")) for each in self.trained.values()]
+        self.frozen = sum(_bytes_of(each) for each in named.values() if not each.requires_grad)
+        self.elements = sum(each.numel() for each in named.values())
+        self.buffers = sum(map(_bytes_of, self.model.buffers()))
+        frozen = frozen_of_blocks(self.model, self.repeated, list(self.trained.values()))
+        self.frozen_of_blocks = [sum(map(_bytes_of, block)) for block in frozen]
+        place = {id(parameter): index for index, parameter in enumerate(self.trained.values())}
+        outside, *trained = by_block(self.trained.values(), self.model, self.repeated)
+        large = large_outside(outside, self.model, self.repeated) if self.repeated else []
+        first, after = read_times(large, self.model, self.repeated)
+        last = {*after, *large}.difference({*first}.difference(after))
+        # What is read before blocks, of each block, and what is read after them.
+        of_units = [first, *trained, last]
+        self.trained_of_units = [[self.flat[place[id(parameter)]] for parameter in unit] for unit in of_units]
+        self.untraceable: Dict[Tuple, str] = {}
+        self.sent: Dict[Tuple, Sent] = {}
+        self._activations: Dict[Tuple, Activations] = {}
+
+    def of(self, by_blocks: bool) -> List[Module]:
+        """Returns the blocks of modes that need some, or of others."""
+        return self.repeated if by_blocks else self.blocks
+
+    def activations(self, mode: Mode, question: Question) -> Optional[Activations]:
+        """Returns those of a mode, which are reckoned once, or None if the model cannot be traced."""
+        by_blocks = mode.by_blocks and not self.blocks
+        key = by_blocks, question.sequence, question.micro_batch, *mode.of_activations
+        if key in self._activations or key in self.untraceable:
+            return self._activations.get(key)
+        make_batch = question.batch or (lambda *sizes: sources.batch_for(self.model, *sizes))
+        try:
+            with self.fake, sources.whole_rows(), _without_logs():
+                batch = make_batch(question.micro_batch or 1, question.sequence or 1)
+                self._say(f"running a forward and a backward without memory: {mode.name}")
+                self._activations[key] = self._runs[by_blocks].run(batch, sources.loss_of, *mode.of_activations)
+        except Exception as error:  # noqa: BLE001  whatever the model's code raises without values
+            if _is_own(error):
+                raise
+            self.untraceable[key] = sources.reason(error)
+        return self._activations.get(key)
+
+    def units(self, ranks: int) -> List[fsdp2.Unit]:
+        """Returns what FSDP2 gathers together, in the order of the forward.
+
+        That is what is before the blocks, each block, and what is behind them. Tied weights are used before and
+        behind, so then both are one unit, the root's, which is whole from the forward to the end of the backward.
+        """
+        every = [*self.model.named_parameters(remove_duplicate=False)]
+        is_tied = len({id(each) for _, each in every}) < len(every)
+        names = {id(each): name for name, each in reversed(every)}
+        places = {id(each): place for place, (_, each) in reversed([*enumerate(every)])}
+        outside, *blocks = by_block(self.model.parameters(), self.model, self.repeated)
+        first = min((places[id(each)] for block in blocks for each in block), default=0)
+        after = [each for each in outside if places[id(each)] > first and not is_tied]
+        before = [each for each in outside if places[id(each)] < first or is_tied]
+        return [
+            fsdp2.Unit(
+                [names[id(each)] for each in unit if each.requires_grad],
+                sum(each.numel() for each in unit),
+                sum(fsdp2.share_of(each.shape, ranks) for each in unit if not each.requires_grad),
+                sum(fsdp2.share_of(each.shape, ranks) for each in unit if each.requires_grad),
+                is_tied and unit is before,
+            )
+            for unit in (before, *blocks, after)
+            if unit
+        ]
+
+
+def _bytes_of(tensor):
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_own(error):
+    """Whether an error is a mistake of this folder, and not what a model's code or the compiler says of the model."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    says = isinstance(error, (sources.Unusable, Untraceable)) or frame.name == "__torch_dispatch__"
+    return os.path.dirname(frame.filename) == os.path.dirname(__file__) and not says
+
+
+@contextlib.contextmanager
+def _without_logs():
+    """Context in which torch does not log the errors of a model that it cannot trace, which the answer has."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def fits_of(
+    make_model: Callable[[], Module],
+    question: Question,
+    config: Optional[Dict[str, Any]],
+    checkpoint: bool,
+    modes: Optional[Sequence[Mode]],
+    say: Callable[[str], None],
+) -> Answer:
+    """Returns what :func:`deepspeed.compile.tools.fits.fits` returns."""
+    given, notes = [], []
+    if config is not None:
+        mode, question, notes = configuration.apply(config, question, checkpoint)
+        given = [mode]
+    question = dataclasses.replace(
+        question,
+        dtype=question.dtype or torch.bfloat16,
+        micro_batch=question.micro_batch or 1,
+        accumulation=question.accumulation or 1,
+    )
+    subject = Subject(make_model, question, say)
+    if question.batch is None and sources.takes_images(subject.model):
+        if question.sequence is not None:
+            raise sources.Unusable(
+                f"{type(subject.model).__name__} takes images, whose size its configuration has; name no sequence"
+            )
+    else:
+        question = dataclasses.replace(question, sequence=sources.tokens_for(subject.model, question.sequence))
+    if not subject.trained:
+        raise sources.Unusable("no parameter of the model is trained; set requires_grad of some")
+    if modes is None:
+        modes = modes_for(question, any(subject.frozen_of_blocks), bool(subject.repeated))
+    if not subject.blocks:
+        by_blocks = "; lines with regional_compilation make blocks" if subject.repeated else ": no mode by blocks"
+        notes.append(f"The model is one graph, because {subject.why_whole}{by_blocks}.")
+    if subject.without_adapters:
+        notes.append(f"Without adapters are {', '.join(sorted(subject.without_adapters))}.")
+    found = [row_of(subject, mode, question) for mode in (*given, *modes)]
+    # Where no block can be kept, the mode without the option says all, and so it does where an option of activations
+    # lowers no peak.
+    plain = {_without_options(row.mode): row.peak for row in found if row is not None and _is_plain(row.mode)}
+    rows = [
+        row for row in found if row is not None and (row is found[0] or (row.mode.keep != 0 and _gains(row, plain)))
+    ]
+    if not rows:
+        raise sources.Unusable(f"nothing can be reckoned ({', '.join(subject.untraceable.values())})")
+    for why in dict.fromkeys(subject.untraceable.values()):
+        notes.append(
+            f"{type(subject.model).__name__} could not be traced ({why}): rows that lack activations say unknown, and "
+            "FSDP2 has none. If it takes other arguments, call fits(..., batch=...) with a function that makes them."
+        )
+    first, others = rows[0], rows[len(given) :]
+    others.sort(key=lambda row: (row.mode.pace, row.peak))
+    trained = sum(each.numel() for each in subject.trained.values())
+    ordered = [*rows[: len(given)], *others]
+    return Answer(type(subject.model).__name__, subject.elements, trained, question, ordered, first, notes)
+
+
+def _is_plain(mode):
+    return mode.budget is None and mode.chunked_loss is None
+
+
+def _without_options(mode):
+    return dataclasses.replace(mode, name="", pace=0, budget=None, chunked_loss=None)
+
+
+def _gains(row, plain):
+    """Whether a mode has no option of activations, or a lower peak than the mode without it in ``plain``."""
+    return _is_plain(row.mode) or row.peak < plain.get(_without_options(row.mode), row.peak + 1)
+
+
+def row_of(subject: Subject, mode: Mode, question: Question) -> Optional[Row]:
+    """Returns what a mode needs, or None of FSDP2 where the model cannot be traced."""
+    activations = subject.activations(mode, question)
+    if mode.system == "fsdp2":
+        return None if activations is None else _of_fsdp2(subject, mode, activations, question)
+    if mode.keep == "fit":
+        return _with_what_fits(subject, mode, question)
+    rows = [_of_fork(subject, mode, activations, question, rank) for rank in range(question.gpus)]
+    highest = max(rows, key=lambda row: row.peak)
+    phases = ("at_rest", "step") if activations is None else ("at_rest", *_PHASES)
+    return highest._replace(**{phase: max(getattr(row, phase) for row in rows) for phase in phases})
+
+
+def _with_what_fits(subject, mode, question):
+    """Returns the row of ``"keep_gathered": "fit"``, which keeps as many blocks as a GPU's memory has room for."""
+    every = len(subject.repeated)
+    free = LEFT_FREE * SHOWN * question.memory
+
+    def row_with(kept):
+        name = f"{mode.name}: {kept} of {every} blocks" if kept else mode.name
+        # Blocks that are not kept are gathered again.
+        pace = mode.pace if kept == every else max(mode.pace, round(1.1 + 0.3 * mode.checkpoint, 1))
+        of_number = dataclasses.replace(mode, name=name, pace=pace, keep=kept)
+        return row_of(subject, of_number, question)._replace(line=_line_of(subject, mode))
+
+    rows = map(row_with, range(every, 0, -1))
+    return next((row for row in rows if row.peak / GIB <= _room(question) - free), None) or row_with(0)
+
+
+def states(flat: Sequence[torch.Tensor], ranks: int, rank: int, mode: Mode) -> Dict[str, int]:
+    """Returns the bytes of a rank's masters and moments."""
+    numel = layout_of(flat, ranks).partition_size[0]
+    if mode.offload:
+        return {"masters": 0, "moments": 0}
+    moments = 2 * _FP32 * numel
+    if mode.eight_bit:
+        moments = len(SIGNED) * count_of_blocks(rank * numel, numel) * (BLOCK + _FP32)
+    return {"masters": (_REMAINDER if mode.remainders else _FP32) * numel, "moments": moments}
+
+
+def _line_of(subject, mode):
+    return mode.lines(hasattr(subject.model, "gradient_checkpointing_enable"), not subject.blocks)
+
+
+def _parameters(subject, mode, ranks, rank):
+    """Returns the bytes of parameters that are always on a rank, and those that must be gathered.
+
+    The latter are of what is read before blocks, of each block, and of what is read after them.
+    """
+    layout, size = layout_of(subject.flat, ranks), subject.flat[0].element_size()
+    whole, frozen = layout.partition_size[0] * ranks * size, sum(subject.frozen_of_blocks)
+    if mode.shard_parameters is None or ranks == 1:
+        return whole + subject.frozen, []
+    always = whole + subject.frozen - frozen + frozen // ranks
+    if mode.shard_parameters == "frozen":
+        return always, [0, *subject.frozen_of_blocks, 0]
+    here = {id(piece.parameter) for piece in pieces(layout, 0) if piece.owner == rank}
+    elsewhere = [{each for each in unit if id(each) not in here} for unit in subject.trained_of_units]
+    of_units = [sum(map(_bytes_of, unit)) for unit in elsewhere]
+    away = [sum(both) for both in zip(of_units, (0, *subject.frozen_of_blocks, 0), strict=True)]
+    # Tied weights are read before blocks and after them.
+    return always - sum(map(_bytes_of, set().union(*elsewhere))), away
+
+
+def _gathered(away, kept, blocks, is_backward):
+    """Yields what is gathered in each moment.
+
+    Args:
+        away: what must be gathered, as of :func:`_parameters`; [] if nothing is.
+        kept: how many blocks, the last ones, stay whole from their forward to their backward.
+        blocks: the numbers of the blocks that run in the moments, or None.
+        is_backward: whether the blocks are in reverse order. The backward of an embedding reads no weight.
+    """
+    last, direction = len(away) - 1, -1 if is_backward else 1
+    place = last if is_backward else 0
+    for block in blocks:
+        if block is not None:
+            place = block + 1
+        elif place == (1 if is_backward else last - 1):
+            place += direction
+        # A forward reshards all blocks at its end.
+        ahead = 1 if is_backward and place == last else MOST_GATHERED
+        upcoming = set(range(place, place + direction * ahead, direction))
+        upcoming.update(range(max(last - kept, 1), min(place, last)))
+        yield sum(away[each] for each in upcoming if (1 if is_backward else 0) <= each <= last)
+
+
+def _of_fork(subject, mode, activations, question, rank):
+    flat, ranks = subject.flat, question.gpus
+    parameters, away = _parameters(subject, mode, ranks, rank)
+    parts = {
+        "parameters": parameters + subject.buffers,
+        **states(flat, ranks, rank, mode),
+        "workspaces of cuBLAS": WORKSPACES,
+    }
+    line, at_rest = _line_of(subject, mode), sum(parts.values())
+    if activations is None:
+        bound = 0 if mode.offload else layout_of(flat, ranks).partition_size[0] * flat[0].element_size()
+        step = at_rest + bound
+        return Row(mode, line, at_rest, None, None, step, step, "step", rank, {**parts, "gradients": bound})
+    place = {name: index for index, name in enumerate(subject.names)}
+    arrivals = tuple(place[moment.gradient] for moment in activations.backward if moment.gradient is not None)
+    key = arrivals, ranks, rank, mode.stage, question.accumulation, question.bucket, question.overlap, mode.offload
+    if key not in subject.sent:
+        subject.sent[key] = send(flat, *key)
+    gradients = subject.sent[key]
+    held, arrived = gradients.before, iter(gradients.arrived)
+    found = []  # (phase, bytes of gradients, of activations, of what graphs work with, of gathered blocks)
+    for phase, moments in (("forward", activations.forward), ("backward", activations.backward)):
+        before = 0 if phase == "forward" else activations.forward[-1].after
+        sums = _gathered(away, mode.keep or 0, [moment.block for moment in moments], phase == "backward")
+        for moment, gathered in zip(moments, sums, strict=True):
+            kept = max(min(before, moment.most), 0)
+            found.append((phase, held, kept, moment.most - kept, gathered))
+            before = moment.after
+            if moment.gradient is not None:
+                held = next(arrived)
+    names = ("gradients", "activations", "what graphs work with", "gathered blocks")
+    highest = {
+        phase: max(of_phase, key=lambda each: sum(each[1:]))
+        for phase, of_phase in itertools.groupby(found, lambda each: each[0])
+    }
+    more = {phase: {**dict(zip(names, each[1:])), "batch": activations.inputs} for phase, each in highest.items()}
+    more["step"] = {"gradients": gradients.bound, "small gradients together": gathered_in_step(flat, ranks, rank)}
+    forward, backward, step = (at_rest + sum(more[phase].values()) for phase in _PHASES)
+    peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda each: each[0])
+    parts = {name: count for name, count in {**parts, **more[phase]}.items() if count}
+    return Row(mode, line, at_rest, forward, backward, step, peak, phase, rank, parts)
+
+
+def _of_fsdp2(subject, mode, activations, question):
+    sizes = {name: each.numel() for name, each in subject.trained.items()}
+    size = subject.flat[0].element_size()
+    several, reduces = question.accumulation > 1, mode.stage == 2
+    found = fsdp2.peaks_of(
+        activations, subject.units(question.gpus), sizes, mode.reshard, size, adds=several and reduces
+    )
+    # As benchmarks/systems.py sets it up for ZeRO-1, gradients are whole and not reduced until the last micro-batch.
+    waiting = size * sum(sizes.values()) if several and not reduces else 0
+    more = (0, waiting, waiting, 0)
+    at_rest, forward, backward, step = (each + WORKSPACES + subject.buffers + held for each, held in zip(found, more))
+    peak, phase = max(zip((forward, backward, step), _PHASES), key=lambda each: each[0])
+    parts = {"at rest": at_rest, "beside it": peak - at_rest}
+    line = _line_of(subject, mode)
+    return Row(mode, line, at_rest, forward, backward, step, peak, phase, question.gpus - 1, parts)

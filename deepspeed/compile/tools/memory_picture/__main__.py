@@ -1,0 +1,64 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Draws a step that ``compile.memory_picture`` has recorded, or lays two over each other.
+
+::
+
+    python -m deepspeed.compile.memory_picture A.json           draws A.png and A.html again
+    python -m deepspeed.compile.memory_picture A.json B.json    draws both together, as A-B.png and A-B.html
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import List, Optional
+
+from . import files
+from .data import headline, read
+
+
+def main(arguments: Optional[List[str]] = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m deepspeed.compile.memory_picture", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("files", nargs="+", metavar="FILE.json", type=Path, help="one or two recorded steps")
+    parser.add_argument(
+        "-o", "--out", type=Path, help="the pictures' name; .png and .html are put after it. Default: beside the first"
+    )
+    options = parser.parse_args(arguments)
+    if len(options.files) > 2:
+        parser.error(f"give one or two files, not {len(options.files)}")
+    try:
+        steps = [read(file) for file in options.files]
+    except ValueError as error:
+        parser.error(str(error))
+    missing = files.missing_libraries()
+    if len(missing) == len(files.LIBRARIES):
+        parser.error(f"{' and '.join(missing)} cannot be imported; {files.REMEDY}")
+    first, last = options.files[0], options.files[-1]
+    out = options.out or (first if len(steps) == 1 else first.with_name(f"{first.stem}-{last.stem}"))
+    # A name with a dot in it keeps what stands behind the dot, unless that is the suffix of a picture or of data.
+    out = out.with_suffix(".json") if out.suffix in (".json", ".png", ".html") else out.with_name(f"{out.name}.json")
+    try:
+        if len(steps) == 1:
+            drawn = files.draw_step(steps[0], out)
+        else:
+            # Files of two runs often have one name, in folders of their own.
+            places = [file.resolve().with_suffix("") for file in options.files]
+            common = os.path.commonpath([place.parent for place in places])
+            names = [str(place.relative_to(common)) for place in places]
+            drawn = files.draw_two(steps[0], steps[1], names, out)
+    except OSError as error:
+        parser.error(f"{error.filename or out} cannot be written: {error.strerror}; name another place with --out")
+    for file, step in zip(options.files, steps):
+        print(f"{file}: {headline(step)}")
+    print("\n".join(map(str, drawn)))
+    for name in missing:
+        print(f"{name} cannot be imported, so its picture was not drawn; {files.REMEDY}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

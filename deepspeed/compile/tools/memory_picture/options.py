@@ -1,0 +1,28 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The option of this part."""
+
+from typing import Optional
+
+from pydantic import BaseModel, Field
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+
+
+class MemoryPictureConfig(DeepSpeedConfigModel):
+    """Which step's memory to draw, and where to. ``docs/memory_picture.md`` explains the pictures."""
+
+    folder: str
+    """The folder for the pictures and for the data. It is made if it does not exist."""
+
+    step: int = Field(3, ge=1)
+    """Which of the engine's steps to record, counted from 1. With DeepCompile, steps count from when the engine is
+    compiled. The first step compiles and the second may compile again, so the third is the first one that is like all
+    later ones."""
+
+
+class Options(BaseModel):
+    memory_picture: Optional[MemoryPictureConfig] = None
+    """Has one step recorded, and pictures of its memory drawn: a PNG file, a page for a browser, and the data. By
+    default (null), nothing is recorded. The only option here that also works without ``deepcompile``, so that two
+    pictures can be laid over each other."""

@@ -1,0 +1,14 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What ``setup.py`` changes in DeepSpeed: (file, name of the edit, anchor, replacement)."""
+
+EDITS = (
+    (
+        "deepspeed/env_report.py",
+        "lines of ds_report",
+        '    print("DeepSpeed general environment info:")\n',
+        "    from deepspeed.compile.tools.report import report as report_of_fork\n"
+        "    report.extend(report_of_fork())\n"
+        '    print("DeepSpeed general environment info:")\n',
+    ),
+)

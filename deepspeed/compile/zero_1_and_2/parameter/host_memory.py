@@ -1,0 +1,97 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Where gradients and new parameters lie if ``offload_optimizer`` puts the optimizer on the host.
+
+DeepSpeed has a tensor of each partition's size and of the parameters' dtype, pinned if ``pin_memory`` says so, through
+which new parameters go to the device. The gradients of the partition lie in the same memory: the optimizer has read a
+gradient before the new parameter is written over it.
+"""
+
+import contextlib
+from typing import TYPE_CHECKING, Iterator, Optional
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+from ..gradient.layout import partition
+from .placement import Placement
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+    from ..gradient.views import PartitionViews
+
+
+class HostMemory(Placement):
+    """Gradients lie in host memory, over which the step writes new parameters before it sends them to the device."""
+
+    on_host = True
+
+    def gradients(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> Optional[torch.Tensor]:
+        """Returns host memory, pinned if ``pin_memory`` says so.
+
+        The caller must keep this object: DeepSpeed may unpin its memory when the object is gone.
+        """
+        dtype = optimizer.gradient_accumulation_dtype
+        # The base has two tensors of this size: one in the parameters' dtype, and the gradient of the master weights.
+        for tensor in (self.new_parameters(optimizer, group), _master(optimizer, group).grad):
+            if tensor is not None and tensor.dtype == dtype:
+                return tensor
+        numel, pinned = int(optimizer.partition_size[group]), optimizer.cpu_offload_pin_memory
+        try:
+            # A default device of torch that the caller has set must not apply.
+            make = get_accelerator().pin_empty if pinned else torch.empty
+            return make(numel, dtype=dtype, device="cpu")
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"zero_optimization.offload_optimizer: {numel * dtype.itemsize / 2**30:.1f} GiB of "
+                f"{'pinned ' if pinned else ''}host memory for gradients could not be had; use more ranks"
+                f"{', or set offload_optimizer.pin_memory to false' if pinned else ''}"
+            ) from error
+
+    def drop_memory_of_base(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
+        """Drops memory that the base keeps for its own way of offloading gradients, on the host and on the device."""
+        for group in range(len(optimizer.bit16_groups)):
+            _master(optimizer, group).grad = None
+            optimizer.offload_gradient_dict[group] = None
+        optimizer.accumulated_grads_in_cpu.clear()
+        optimizer.norm_for_param_grads.clear()
+        if optimizer.cpu_offload_pin_memory:
+            get_accelerator().unpin_memory(optimizer.temp_grad_buffer_for_cpu_offload)
+        optimizer.temp_grad_buffer_for_cpu_offload = optimizer.temp_grad_buffer_for_gpu_offload = None
+        if optimizer.reduction_stream is not None:
+            # Torch keeps pinned memory that nobody uses any more. Older releases have no public function to give it
+            # back.
+            give_back = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
+            if give_back is not None:
+                give_back()
+
+    def hand_over(self, optimizer: "DeepSpeedZeroOptimizer", group: int, views: "Optional[PartitionViews]") -> None:
+        # With offloading, parameters look for their gradients in this dict. It keeps no memory alive, because the host
+        # memory of the gradients stays allocated.
+        optimizer.offload_gradient_dict[group] = None if views is None else views.without_padding()
+
+    def new_parameters(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> torch.Tensor:
+        return optimizer.param_buffer_of_bit16_for_cpu_offload_groups[group]
+
+    def send(self, optimizer: "DeepSpeedZeroOptimizer", group: int, first: int, last: int) -> None:
+        source = self.new_parameters(optimizer, group)[first:last]
+        with get_accelerator().stream(optimizer.reduction_stream):
+            partition(optimizer, group)[first:last].copy_(source, non_blocking=True)
+
+    @contextlib.contextmanager
+    def sending(self, optimizer: "DeepSpeedZeroOptimizer") -> Iterator[None]:
+        # The base's stream of reductions is free: the reducer has its own way of overlapping. On CPU there is none.
+        stream = optimizer.reduction_stream
+        if stream is not None:
+            stream.wait_stream(get_accelerator().current_stream())
+        try:
+            yield
+        finally:
+            if stream is not None:
+                get_accelerator().current_stream().wait_stream(stream)
+
+
+def _master(optimizer, group):
+    return optimizer.single_partition_of_fp32_groups[group]

@@ -1,0 +1,103 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters are linked with the optimizer's states of all groups, and anew when states were loaded or moved.
+
+DeepSpeed itself raises where a state cannot be cut, and goes on with links to states that are no longer the
+optimizer's.
+"""
+
+from typing import Callable, Dict, Iterator, List, Tuple
+
+import torch
+
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.mixed_precision_linkage import lazy_init_hp_params_optimizer_state
+from deepspeed.utils.tensor_fragment import tensor_fragment
+
+from ..gradient.layout import pieces
+
+
+def links_of(optimizer: DeepSpeedZeroOptimizer) -> Iterator[tensor_fragment]:
+    """Yields what the base keeps of each parameter for ``safe_get_full_*``, of those of which it keeps anything."""
+    links = (getattr(parameter, "_hp_mapping", None) for group in optimizer.bit16_groups for parameter in group)
+    return (each for each in links if each is not None)
+
+
+class LinkedStates:
+    """Links, and remembers which states were on the host before states moved there.
+
+    Args:
+        link_others: functions that link states of a form of their own, when those that have the shape of the master
+            weights are linked.
+    """
+
+    def __init__(self, link_others: List[Callable[[DeepSpeedZeroOptimizer], None]]):
+        self._link_others = link_others
+        # Optimizer states that were on the host before the others were moved there: (states of a parameter, name).
+        self._on_host: List[Tuple[Dict, str]] = []
+
+    def link_again(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        """Links parameters with the states that there are after a load or a move of states, to the host too."""
+        optimizer._hp_optimizer_states_linked = False
+        # The parameter groups whose states need not have the shape of master weights.
+        transformed = optimizer._deepcompile.transformed
+        masters = enumerate(optimizer.single_partition_of_fp32_groups)
+        if all(optimizer.optimizer.state.get(master) for group, master in masters if group not in transformed):
+            self.link(optimizer)
+
+    def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        """Links parameters with their states, but only with states that can be cut, as some in blocks cannot."""
+        groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
+        for group, (parameters, master) in enumerate(groups):
+            # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
+            spans = [(piece.offset, piece.numel) for piece in pieces(optimizer, group)]
+            state = optimizer.optimizer.state[master].items()
+            can_be_linked = group not in optimizer._deepcompile.transformed
+            cut = {name: value for name, value in state if can_be_linked and _can_be_cut(value, spans)}
+            lazy_init_hp_params_optimizer_state(parameters, master, {master: cut})
+        optimizer._hp_optimizer_states_linked = True
+        for link_others in self._link_others:
+            link_others(optimizer)
+
+    def drop_links(self, optimizer: DeepSpeedZeroOptimizer, are_on_host: bool) -> None:
+        """Called before states are moved to the host, where they may be already.
+
+        The links are views of the states, and would keep the memory of those that move.
+        """
+        if not are_on_host:
+            self._note_states_on_host(optimizer)
+        for links in links_of(optimizer):
+            if links.optim_fragment is not None:
+                links.optim_fragment.clear()
+
+    def _note_states_on_host(self, optimizer):
+        self._on_host = [
+            (state, name)
+            for state in optimizer.optimizer.state.values()
+            for name, value in state.items()
+            if torch.is_tensor(value) and value.is_cpu
+        ]
+
+    def return_to_host(self) -> None:
+        """Called when the base has moved every tensor to the device.
+
+        Torch's optimizers keep their counts of steps on the host, because each step would have to wait for counts on
+        the device.
+        """
+        for state, name in self._on_host:
+            state[name] = state[name].cpu()
+        self.forget_places()
+
+    def forget_places(self) -> None:
+        """Called when states are where they were, or are others."""
+        self._on_host = []
+
+
+def _can_be_cut(state, spans):
+    """Whether a state is a tensor that can be cut into ``spans``, each (offset, elements)."""
+    try:
+        for offset, numel in spans:
+            state.narrow(0, offset, numel)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,151 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a partition, given range by range and dropped."""
+
+import bisect
+import itertools
+from typing import TYPE_CHECKING, List, Optional, Tuple
+
+import torch
+
+from .scaling import scale_into
+
+if TYPE_CHECKING:
+    from ..gradient.views import PartitionViews
+
+# A range that is read where it lies has a multiple of so many elements, so that a kernel reads 16 bytes at a time in
+# every dtype.
+ALIGN_NUMEL = 16
+# A gradient of at least so many elements is read where it lies. Of smaller ones, so many are copied together: to start
+# a kernel for each would take longer than the copy.
+IN_PLACE_NUMEL = 2**22
+GATHERED_NUMEL = 2**25
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory begins at a multiple of 16 bytes."""
+    return tensor.data_ptr() % 16 == 0
+
+
+class PartitionGradient:
+    """The gradient of a partition, of which each range can be had once, in any order.
+
+    A parameter's gradient is dropped as soon as all its elements have been taken. Within one gradient, ranges
+    must ascend.
+
+    Args:
+        views: of the partition. This object takes the gradients out of them.
+        factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
+        like: a tensor of the dtype and on the device of the master weights.
+        dtype: of the gradients.
+    """
+
+    def __init__(
+        self, views: "PartitionViews", factor: Optional[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
+    ):
+        # The tensor in which all gradients lie, if it is in the dtype of the master weights: scaled and read in place.
+        self._flat = views.flat_partition
+        taken = views.take()
+        # (offset, offset behind it, gradient), in ascending order.
+        self._rest: List[Tuple[int, int, torch.Tensor]] = []
+        if self._flat is None:
+            self._rest = [(offset, offset + gradient.numel(), gradient) for offset, gradient in taken]
+        self._factor = factor
+        self._memory = like.new_empty(0)
+        self._gathered = like.new_empty(0, dtype=dtype)
+
+    def scaled(self, first: int, last: int) -> torch.Tensor:
+        """Returns the elements [first, last), 1-D, scaled, in the dtype of the master weights. Padding is zero.
+
+        The next call overwrites what this call returns.
+        """
+        if self._flat is not None:
+            gradient = self._flat[first:last]
+            return gradient if self._factor is None else gradient.mul_(self._factor)
+        self._memory = _at_least(last - first, self._memory)
+        gradient = self._memory[: last - first]
+        scale_into(gradient, self._parts(first, last), first, self._factor)
+        return gradient
+
+    def unscaled(self, first: int, limit: int, multiple: int = ALIGN_NUMEL) -> torch.Tensor:
+        """Returns elements from ``first`` on, 1-D, not scaled, and in their own dtype. Padding is zero.
+
+        They begin at a multiple of 16 bytes, are a multiple of ``multiple``, which is one of ``ALIGN_NUMEL``, and end
+        at ``limit`` at the latest, at least ``multiple`` elements behind ``first``. They may lie in the memory of a
+        gradient, or in memory that the next call overwrites: so few are returned that little is copied.
+        """
+        if self._flat is not None:
+            gradient = self._flat[first : limit - (limit - first) % multiple]
+            if is_aligned(gradient):
+                return gradient
+            gradient = gradient[:GATHERED_NUMEL]
+            return self._gather([(first, gradient)], first, first + gradient.numel())
+        last = self._end(first, limit, multiple)
+        parts = self._parts(first, last)
+        if len(parts) == 1 and parts[0][1].numel() == last - first and is_aligned(parts[0][1]):
+            return parts[0][1]
+        return self._gather(parts, first, last)
+
+    def as_it_is(self, first: int, last: int) -> torch.Tensor:
+        """Returns the elements [first, last), 1-D, not scaled, and in their own dtype. Padding is zero.
+
+        The next call may overwrite what this call returns.
+        """
+        if self._flat is not None:
+            return self._flat[first:last]
+        return self._gather(self._parts(first, last), first, last)
+
+    def _gather(self, parts, first, last):
+        """Copies parts together that lie in [first, last)."""
+        self._gathered = _at_least(last - first, self._gathered)
+        gradient = self._gathered[: last - first]
+        scale_into(gradient, parts, first, None)
+        return gradient
+
+    def give_memory_back(self) -> None:
+        """Drops the memory of what the last calls have returned."""
+        self._memory, self._gathered = self._memory.new_empty(0), self._gathered.new_empty(0)
+
+    def _end(self, first, limit, multiple):
+        """Returns where a range from ``first`` on ends: where it comes to what is read in place of a large gradient,
+        behind that, or where it has enough small ones."""
+        gathered = min(first + GATHERED_NUMEL, limit)
+        for offset, behind, gradient in itertools.islice(self._rest, self._index(first), None):
+            if offset >= gathered:
+                break
+            if behind - offset < IN_PLACE_NUMEL:
+                continue
+            # What is read in place has whole multiples, counted from `first`.
+            begin = max(first, offset + (first - offset) % multiple)
+            end = min(behind, limit)
+            end -= (end - first) % multiple
+            if begin < end and is_aligned(gradient[begin - offset :]):
+                return begin if begin > first else end
+        return gathered - (gathered - first) % multiple
+
+    def _parts(self, first, last):
+        """Lists (offset in the partition, elements) of the gradients in [first, last), and drops what is behind."""
+        index, parts, behind = self._index(first), [], 0
+        for offset, end, gradient in itertools.islice(self._rest, index, None):
+            if offset >= last:
+                break
+            if first <= offset and end <= last:
+                parts.append((offset, gradient))
+            else:
+                begin = max(offset, first)
+                parts.append((begin, gradient[begin - offset : min(end, last) - offset]))
+            behind += end <= last
+        del self._rest[index : index + behind]
+        return parts
+
+    def _index(self, first):
+        """Returns the index of the first gradient that ends behind the element ``first``."""
+        return bisect.bisect_right(self._rest, first, key=lambda entry: entry[1])
+
+
+def _at_least(numel, memory):
+    """Returns ``memory``, or new memory if it has fewer than ``numel`` elements. Pictures show it with gradients."""
+    if memory.numel() >= numel:
+        return memory
+    with torch.profiler.record_function("deepcompile::gradient_range"):
+        return memory.new_empty(numel)

@@ -1,0 +1,88 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What a rule is: a way to step the elements of a partition. Optional parts have some: ``Feature.rules()``."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from .partition_gradient import PartitionGradient
+
+
+def is_scaled_by_autocast(engine: "DeepSpeedEngine") -> bool:
+    """Whether ``torch_autocast`` in fp16 scales gradients for the optimizer's own ``step()``.
+
+    An engine without it does so too, once there was one with it in the process.
+    """
+    asked = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
+    return asked or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """This rank's partition of a parameter group, before a step."""
+
+    optimizer: torch.optim.Optimizer  # the optimizer that the ZeRO-1/2 optimizer wraps
+    index: int  # of the parameter group, whose only parameter is the master weights of the partition
+    offset: int  # of the partition in the group's flat tensor, in elements
+    factor: Optional[torch.Tensor]  # an fp32 tensor [1] with which to multiply gradients, or None for 1
+    gradient_dtype: torch.dtype
+    # The memory for the new values of the parameters, 1-D. The gradient may lie there too: read each element before it
+    # is written.
+    new: torch.Tensor
+    # Whether the optimizer's step() is as its authors have written it. Otherwise, no rule may step in its place.
+    as_written: bool
+
+    @property
+    def group(self) -> Dict[str, Any]:
+        """The parameter group."""
+        return self.optimizer.param_groups[self.index]
+
+    @property
+    def master(self) -> torch.nn.Parameter:
+        """The master weights, 1-D."""
+        return self.group["params"][0]
+
+    @property
+    def state(self) -> Dict[str, Any]:
+        """The optimizer's state of the master weights, empty before the first step."""
+        return self.optimizer.state.get(self.master) or {}
+
+    def keep_state(self, state: Dict[str, Any]) -> None:
+        """Makes ``state`` the optimizer's state of the master weights."""
+        self.optimizer.state[self.master] = state
+
+
+class Step(Protocol):
+    """One step of one partition, made range by range, in any order."""
+
+    def run(self, gradient: "PartitionGradient", first: int, limit: int) -> int:
+        """Steps elements from the offset ``first`` on, to ``limit`` at the latest, and writes their new values.
+
+        Takes the gradient of these elements out of that of the partition. Every element is stepped once. Returns the
+        offset behind the last element that was stepped, greater than ``first``.
+        """
+
+    def finish(self) -> None:
+        """Called when all elements are stepped. Writes states that are no element's, such as the count of steps."""
+
+
+class Rule(Protocol):
+    """A way to step partitions. Each engine has its own, which may keep what outlives a step."""
+
+    def begin(self, partition: Partition) -> Optional[Step]:
+        """Begins a step of a partition, or returns None if this rule does not serve the partition.
+
+        This may compile code, but changes nothing of the optimizer: an overflow may end the step before its first
+        range. A rule serves no partition that is not ``as_written``.
+        """
+
+
+def first_step(rules: Iterable[Rule], partition: Partition) -> Optional[Step]:
+    """Begins a step of a partition by the first of the rules that serves it. Returns None if none does."""
+    steps = (rule.begin(partition) for rule in rules)
+    return next((step for step in steps if step is not None), None)

@@ -1,0 +1,614 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""``compile.optimizer_states: "8bit"`` in engines: training, numbers of ranks, overflows, checkpoints, refusals."""
+
+import copy
+import dataclasses
+import importlib
+from typing import Any, Dict, List, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.features.update.blockwise import FORM, SIGNED, is_blockwise, names_of
+from deepspeed.compile.features.update.dynamic_map import BLOCK
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
+
+from support.beside import warnings_logged
+from support.checkpoints import Run, assert_same, compared, differing, sequences, start, state, to_universal, train
+from support.ids import vary
+from support.lifetime import take_elsewhere
+from support.options import outcome
+from support.training import (
+    BOUND,
+    ROUNDING,
+    Case,
+    as_traced,
+    compile_backend,
+    device,
+    make_engine,
+    relative_error,
+    step_plain,
+    total_error,
+)
+from support.training import build as build_case
+
+EIGHT_BITS = {"compile": {"optimizer_states": "8bit"}}
+
+
+def run_of(**varied):
+    """Returns a run with 8-bit states. Only this fork's DeepCompile has these."""
+    config = {**EIGHT_BITS, **varied.pop("config", {})}
+    return Run(**{"model": "AlignedBlocksWithin", "config": config, **varied})
+
+
+def states_of(engine):
+    """Returns the optimizer's states of each parameter group, of this rank."""
+    optimizer = engine.optimizer
+    return [optimizer.optimizer.state[master] for master in optimizer.single_partition_of_fp32_groups]
+
+
+def values(engine):
+    """Returns the states of all parameters, as a user reads them."""
+    parameters = engine.module.parameters()
+    return [safe_get_full_optimizer_state(each, name).clone() for each in parameters for name in SIGNED]
+
+
+def start_uncompiled(run, seed=0):
+    """Makes a module and its engine, on which engine.compile() has not been called."""
+    config = {name: options for name, options in run.config.items() if name != "compile"}
+    started = start(dataclasses.replace(run, deepcompile=False, config=config), seed)
+    compile_config = started.engine._config.compile_config
+    compile_config.deepcompile, compile_config.optimizer_states = True, "8bit"
+    return started
+
+
+# Training -----------------------------------------------------------------------------------------------------------
+
+
+class BothWays(NamedTuple):
+    """A training with 8-bit states beside one with fp32 states."""
+
+    blockwise: bool  # whether all states of the first are in 8 bits
+    error: float  # of the master weights, relative to their norm
+    moved: float  # how far training moved them, relative to their norm
+    states: float  # the largest error of a state of a parameter
+
+
+def train_both_ways(run, between=None):
+    """Trains for five steps. ``between``: None, or "offload" to move states to the host and back before the fourth."""
+    seen, blockwise = [], False
+    # Without DeepCompile, DeepSpeed finds no states of a second group, and none that were moved to the host and back.
+    for each in (run, dataclasses.replace(run, config={**run.config, "compile": {}})):
+        module, engine = start(each)
+        trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
+        begin = [each.detach().float().clone() for each in trained]
+        train(engine, run, range(3))
+        if between == "offload":
+            engine.offload_states()
+            assert all(value.is_cpu for states in states_of(engine) for value in states.values())
+            take_elsewhere(engine)
+            engine.reload_states()
+        train(engine, run, range(3, 5))
+        blockwise = blockwise or all(map(is_blockwise, states_of(engine)))
+        seen.append([safe_get_full_fp32_param(each).clone() for each in trained])
+        seen.append([safe_get_full_optimizer_state(each, name).clone() for each in trained for name in SIGNED])
+        engine.destroy()
+    return BothWays(
+        blockwise, total_error(seen[0], seen[2]), total_error(seen[2], begin), total_error(seen[1], seen[3])
+    )
+
+
+@vary(
+    "varied",
+    [
+        {"stage": 2, "groups": 2},
+        {"stage": 1, "clipping": 0.05, "dtype": "bf16"},
+        {"dtype": "bf16", "stage": 2, "groups": 2, "accumulation": 3, "overlapped": True, "model": "BlocksWithin"},
+        {"model": "OddSizes", "groups": 2, "clipping": 0.05, "stage": 2},
+        # The first steps overflow.
+        {"dtype": "fp16", "config": {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}},
+        {"dtype": "bf16", "stage": 2, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
+        {"between": "offload", "stage": 2},
+    ],
+)
+def test_it_trains_as_with_states_in_fp32(ranks, varied):
+    """Scales of the wrong blocks, or states of a step that overflowed, would leave the parameters far from these."""
+    between = varied.get("between")
+    run = run_of(**{name: value for name, value in varied.items() if name != "between"})
+    for both in ranks(2).run(train_both_ways, run, between):
+        assert both.blockwise
+        assert both.moved > 1e-2, both
+        # Values are rounded to some 1/64 of the largest one of their block at most, in each step.
+        assert both.error < 0.05 * both.moved + ROUNDING[run.dtype], both
+        assert both.states < 0.03, both
+
+
+def overflow(run):
+    """Returns what differs after a step that overflows, among all that a checkpoint has."""
+    _, engine = start(run)
+    train(engine, run, range(2))
+    before = state(engine)
+    engine.backward(engine(sequences(run, 2, 0)) * torch.inf)
+    engine.step()
+    after = state(engine)
+    engine.destroy()
+    return differing(after, before)
+
+
+@vary("stage", [1, 2])
+def test_an_overflow_leaves_states_as_they_are(ranks, stage):
+    """A block's scale would become infinite, and all its values with it."""
+    for names in ranks(2).run(overflow, run_of(dtype="fp16", stage=stage, accumulation=1)):
+        assert names == ["global_samples", "global_steps", "skipped_steps"]
+
+
+# Ranks --------------------------------------------------------------------------------------------------------------
+
+
+def train_on_given_gradients(case):
+    """Trains on gradients that all numbers of ranks are given alike.
+
+    Returns, of this rank's partition, its offset, codes and scales of all blocks, and the master weights.
+    """
+    torch._dynamo.reset()
+    module = build_case(case)
+    engine = make_engine(module, case)
+    for step in range(4):
+        ids = torch.zeros((2, 4), dtype=torch.int64, device=device())
+        engine.backward(engine(ids))
+        for index, parameter in enumerate(module.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + index)
+            given = torch.randn(parameter.shape, generator=generator).to(device())
+            safe_set_full_grad(parameter, given)
+        engine.step()
+    (states,), (master,) = states_of(engine), engine.optimizer.single_partition_of_fp32_groups
+    offset = dist.get_rank() * master.numel()
+    # Ranks may have GPUs of their own, and their states are compared.
+    found = {name: value.cpu().clone() for name, value in states.items() if torch.is_tensor(value)}
+    masters = torch.cat([safe_get_full_fp32_param(each).flatten() for each in module.parameters()]).cpu()
+    engine.destroy()
+    return offset, found, masters
+
+
+@vary("worlds", [[2], pytest.param([2, 3, 4], marks=pytest.mark.slow)])
+@vary("stage", [1, 2])
+def test_bits_do_not_depend_on_the_number_of_ranks(ranks, stage, worlds):
+    """Blocks that began with a partition, and not on one grid, would differ, and not only where a boundary cuts."""
+    case = Case(model="AlignedBlocksWithin", stage=stage, adam=True, config=EIGHT_BITS, dtype="bf16")
+    ((_, expected, masters),) = ranks(1).run(train_on_given_gradients, case)
+    count = len(expected["exp_avg_scales"])
+    assert count > 6, "too few blocks to compare"
+    for world in worlds:
+        results = ranks(world).run(train_on_given_gradients, case)
+        cut = {offset // BLOCK for offset, *_ in results[1:] if offset % BLOCK}
+        seen = set()
+        for offset, found, _ in results:
+            for row in range(len(found["exp_avg_scales"])):
+                block = offset // BLOCK + row
+                if block in cut or block >= count:
+                    continue
+                seen.add(block)
+                for names in map(names_of, SIGNED):
+                    for name in names:
+                        assert torch.equal(found[name][row], expected[name][block]), (world, block, name)
+        assert seen == {*range(count)} - cut
+        assert relative_error([results[0][2]], [masters]) < 1e-2
+
+
+# Checkpoints --------------------------------------------------------------------------------------------------------
+
+
+class Loaded(NamedTuple):
+    differing: List[str]  # what differs after loading
+    end: Any  # after two more steps, against the engine that went on
+
+
+def save_and_load(run, folder, early):
+    """``early``: the checkpoint is loaded before engine.compile()."""
+    _, engine = start(run)
+    train(engine, run, range(4))
+    before = state(engine)
+    engine.save_checkpoint(folder, tag="saved")
+    assert differing(state(engine), before) == []
+    train(engine, run, [4, 5])
+    later = state(engine)
+    engine.destroy()
+    _, engine = start_uncompiled(run, seed=1) if early else start(run, seed=1)
+    engine.load_checkpoint(folder, tag="saved")
+    if early:
+        engine.compile(backend=run.backend)
+    loaded = state(engine)
+    train(engine, run, [4, 5])
+    end = compared(state(engine), later, before)
+    engine.destroy()
+    return Loaded([name for name in differing(loaded, before) if "_codes" not in name], end)
+
+
+@vary("early", [False, True])
+@vary("stage, dtype", [(2, "fp32"), (1, "bf16")])
+def test_saved_and_loaded(ranks, tmp_path, stage, dtype, early):
+    """Codes that a load took for fp32 values, or quantized once more, would be other states."""
+    run = run_of(stage=stage, dtype=dtype, groups=2, schedule="LambdaLR")
+    for loaded in ranks(2).run(save_and_load, run, str(tmp_path), early):
+        assert loaded.differing == []
+        assert_same(loaded.end, dtype)
+
+
+# Of these, one rank shows all that make test looks for: partitions that begin within a block have their own tests.
+WORLDS = [1, pytest.param(2, marks=pytest.mark.slow)]
+
+
+class There(NamedTuple):
+    kinds: List[List[str]]  # names of the states after loading and a step: with 8-bit states, and in fp32 again
+    errors: List[float]  # of the states after loading, against those that were saved
+    ends: List[float]  # of the master weights two steps later, against those of the engine that went on
+    moved: float
+
+
+def there_and_back(run, folder):
+    """Saves with states in fp32, loads with 8-bit states, saves with these, and loads with states in fp32."""
+    plain = dataclasses.replace(run, config={})
+
+    def masters(engine):
+        return [safe_get_full_fp32_param(each).clone() for each in engine.module.parameters()]
+
+    _, engine = start(plain)
+    train(engine, run, range(4))
+    engine.save_checkpoint(folder, tag="fp32")
+    before = masters(engine)
+    train(engine, run, [4])
+    expected = values(engine)
+    train(engine, run, [5])
+    end, kinds, errors, ends = masters(engine), [], [], []
+    engine.destroy()
+    for kind, source, target in ((run, "fp32", "8bit"), (plain, "8bit", "last")):
+        _, engine = start(kind, seed=1)
+        engine.load_checkpoint(folder, tag=source)
+        if source == "8bit":
+            kinds.append(sorted(states_of(engine)[0]))
+            train(engine, run, [5])
+        else:
+            train(engine, run, [4])
+            kinds.append(sorted(states_of(engine)[0]))
+            errors.append(total_error(values(engine), expected))
+            engine.save_checkpoint(folder, tag=target)
+            train(engine, run, [5])
+        ends.append(total_error(masters(engine), end))
+        engine.destroy()
+    return There(kinds, errors, ends, total_error(end, before))
+
+
+@vary("world", WORLDS)
+def test_from_states_in_fp32_and_back(ranks, tmp_path, world):
+    """Who turned the option on or off would go on with states of zero, or with codes for values."""
+    for there in ranks(world).run(there_and_back, run_of(stage=2, dtype="bf16"), str(tmp_path)):
+        names = [name for each in map(names_of, SIGNED) for name in each]
+        assert there.kinds == [sorted([*names, "step"]), sorted([*SIGNED, "step"])]
+        assert max(there.errors) < 0.03 and max(there.ends) < 0.1 * there.moved, there
+
+
+def kinds_of(engine):
+    """Returns the names of the states of the first parameter group, as a checkpoint has them."""
+    return sorted(engine.optimizer.state_dict()["base_optimizer_state"]["state"][0])
+
+
+def reload(run, folder):
+    """Saves 8-bit states, and loads these into engines that do not train before they save again.
+
+    Returns the names of states in each engine, and how far states that the engine with 8-bit states has are from those
+    that it had when it saved, right after a load and after a move to the host and back.
+    """
+    plain, names = dataclasses.replace(run, config={}), []
+
+    _, engine = start(run)
+    train(engine, run, range(3))
+    expected = values(engine)
+    engine.save_checkpoint(folder, tag="8bit")
+    engine.offload_states()
+    engine.reload_states()
+    moved = total_error(values(engine), expected)
+    train(engine, run, [3])
+    engine.load_checkpoint(folder, tag="8bit")
+    loaded = total_error(values(engine), expected)
+    engine.destroy()
+    for kind in (dataclasses.replace(plain, deepcompile=False), plain, run):
+        _, engine = start(kind, seed=1)
+        engine.load_checkpoint(folder, tag="8bit")
+        names.append(kinds_of(engine))
+        engine.save_checkpoint(folder, tag="again")
+        train(engine, kind, [3])
+        engine.destroy()
+    return names, moved, loaded
+
+
+@vary("world", WORLDS)
+def test_loaded_and_saved_again(ranks, tmp_path, world):
+    """An engine that saves before it steps would save the form of the checkpoint that it loaded, or no form."""
+    blocks = sorted([*(name for each in map(names_of, SIGNED) for name in each), FORM, "step"])
+    for names, moved, loaded in ranks(world).run(reload, run_of(stage=2), str(tmp_path)):
+        assert names == [sorted([*SIGNED, "step"])] * 2 + [blocks]
+        assert moved == loaded == 0
+
+
+def step_uncompiled(run, folder):
+    """Loads 8-bit states into engines that ask for these, but step without DeepCompile, and trains on.
+
+    Returns, by the reason, whether states are 8-bit states two steps later, and how far the masters are from those of
+    the engine that went on; and how far these moved.
+    """
+
+    def masters():
+        return [each.clone() for each in engine.optimizer.single_partition_of_fp32_groups]
+
+    _, engine = start(run)
+    train(engine, run, range(4))
+    engine.save_checkpoint(folder, tag="8bit")
+    before = masters()
+    train(engine, run, [4, 5])
+    end, found = masters(), {}
+    engine.destroy()
+    for why in ("refused", "in evaluation mode"):
+        module, engine = start_uncompiled(run, seed=1)
+        engine.load_checkpoint(folder, tag="8bit")
+        if why == "refused":
+            assert "schedule" in outcome(engine.compile, backend="eager", schedule=[(0, [])])
+        # Otherwise the engine compiles itself behind this step.
+        module.train(why == "refused")
+        with compile_backend("eager"):
+            train(engine, run, [4])
+        earlier = values(engine)
+        train(engine, run, [5])
+        assert not any(map(torch.equal, values(engine), earlier)), "the states that are read are old"
+        found[why] = all(map(is_blockwise, states_of(engine))), total_error(masters(), end)
+        engine.destroy()
+    return found, total_error(end, before)
+
+
+@vary("world", WORLDS)
+def test_loaded_into_engines_that_step_uncompiled(ranks, tmp_path, world):
+    """DeepSpeed's own step would take codes for states."""
+    for found, moved in ranks(world).run(step_uncompiled, run_of(stage=2, dtype="bf16", groups=2), str(tmp_path)):
+        assert moved > 1e-2 and max(error for _, error in found.values()) < 0.1 * moved, (found, moved)
+        assert {why: blockwise for why, (blockwise, _) in found.items()} == {
+            "refused": False,
+            "in evaluation mode": True,
+        }
+
+
+def save_for_others(run, folder):
+    _, engine = start(run)
+    train(engine, run, range(3))
+    engine.save_checkpoint(folder, tag="8bit")
+    expected = values(engine)
+    engine.destroy()
+    return expected
+
+
+def load_universal(run, folder, begins):
+    """Loads a universal checkpoint, after a step of its own if ``begins``. Returns the states then."""
+    config = {**run.config, "checkpoint": {"load_universal": True}}
+    _, engine = start(dataclasses.replace(run, config=config), seed=1)
+    if begins:
+        train(engine, run, [0])
+    engine.load_checkpoint(folder, tag="universal")
+    names = kinds_of(engine)
+    found = values(engine)
+    train(engine, run, [3])
+    engine.destroy()
+    return names, found
+
+
+@pytest.mark.parametrize(
+    "saved_by, loads",
+    [
+        (2, [(1, "8bit", False)]),
+        (2, [(1, "8bit", True)]),
+        # With three ranks, the partitions of two groups have padding.
+        pytest.param(3, [(1, "8bit", False), (2, "8bit", True), (1, "fp32", True)], marks=pytest.mark.slow),
+    ],
+    ids=["ranks2", "ranks2-begun", "ranks3"],
+)
+def test_universal_checkpoints(ranks, tmp_path, saved_by, loads):
+    """8-bit states become fp32 states in a universal checkpoint. Others could not be cut for other partitions."""
+    run = run_of(stage=1, model="BlocksWithin", groups=4)
+    expected = ranks(saved_by).run(save_for_others, run, str(tmp_path))[0]
+    to_universal(f"{tmp_path}/8bit", f"{tmp_path}/universal")
+    for world, states, begins in loads:
+        kind = run if states == "8bit" else dataclasses.replace(run, config={})
+        for names, found in ranks(world).run(load_universal, kind, str(tmp_path), begins):
+            assert ("exp_avg" in names) == (kind is not run) and ("exp_avg_codes" in names) == (kind is run)
+            # Each rank may have a GPU of its own. 8-bit states are rounded anew.
+            error = total_error(*([value.cpu() for value in values] for values in (found, expected)))
+            assert error < (0.02 if kind is run else 1e-6)
+
+
+# Refusals -----------------------------------------------------------------------------------------------------------
+
+
+def says_when_states_are_set(run):
+    module, engine = start(run)
+    train(engine, run, [0])
+    parameter = next(module.parameters())
+    value = safe_get_full_optimizer_state(parameter, "exp_avg")
+    safe_set_full_fp32_param(parameter, torch.ones_like(parameter, dtype=torch.float32))
+    kept = bool((safe_get_full_fp32_param(parameter) == 1).all())
+    said = outcome(safe_set_full_optimizer_state, parameter, value, "exp_avg")
+    engine.destroy()
+    return kept, said
+
+
+def test_states_cannot_be_set(ranks):
+    """A state of one parameter that was written would round its neighbours in a block, and nobody would know."""
+    for kept, said in ranks(1).run(says_when_states_are_set, run_of()):
+        assert kept
+        assert said.startswith("RuntimeError: exp_avg is kept in 8 bits, and to set it would round other parameters'")
+
+
+def says_in_a_step(run):
+    """Returns what a step raises once the optimizer's step() has a hook, and whether it steps without the hook."""
+    _, engine = start(run)
+    train(engine, run, [0])
+    handle = engine.optimizer.optimizer.register_step_post_hook(lambda *_: None)
+    said = outcome(train, engine, run, [1])
+    handle.remove()
+    before = state(engine)
+    train(engine, run, [1])
+    moved = differing(state(engine), before)
+    engine.destroy()
+    return said, moved
+
+
+def test_a_step_that_others_have_changed_is_refused(ranks):
+    """A hook that a user gave to step() would silently not run."""
+    for said, moved in ranks(1).run(says_in_a_step, run_of(accumulation=1)):
+        assert said.startswith("RuntimeError: compile.optimizer_states='8bit' leaves the optimizer's own step() out")
+        assert "master 0" in moved
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    says: str
+    config: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    case: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    amsgrad: bool = False
+    advised: Dict[str, Any] = dataclasses.field(default_factory=dict)  # the configuration that ``says`` advises
+
+
+REFUSALS = {
+    "SGD": Refusal(
+        "compile.optimizer_states='8bit' is for Adam and AdamW of torch and DeepSpeed, not for SGD; use one of these, "
+        "or leave compile.optimizer_states out",
+        case={"optimizer": "SGD"},
+    ),
+    "amsgrad": Refusal(
+        "compile.optimizer_states='8bit' has no form for the third state of amsgrad=true; set amsgrad to false, or "
+        "leave compile.optimizer_states out",
+        amsgrad=True,
+    ),
+    "autocast": Refusal(
+        "compile.optimizer_states='8bit' leaves out the optimizer's own step(), which torch_autocast in fp16 scales "
+        "gradients for; set torch_autocast.dtype to bfloat16, or leave compile.optimizer_states out",
+        config={"torch_autocast": {"enabled": True, "dtype": "float16"}},
+        advised={"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    ),
+    "offload": Refusal(
+        "compile.optimizer_states='8bit' saves memory of the device, where zero_optimization.offload_optimizer keeps "
+        "no states; leave one of them out",
+        case={"offloaded": True},
+    ),
+    "elastic": Refusal(
+        "compile.optimizer_states='8bit' has no form in elastic checkpoints; set zero_optimization.elastic_checkpoint "
+        "to false, or leave compile.optimizer_states out",
+        config={"zero_optimization": {"elastic_checkpoint": True}},
+        advised={"zero_optimization": {"elastic_checkpoint": False}},
+    ),
+    "masters": Refusal(
+        "compile.optimizer_states='8bit' needs master weights in fp32; leave it out, or master_weights_and_grads in "
+        "low precision",
+        config={"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        advised={"bf16": {"enabled": True}},
+    ),
+}
+
+
+def refused():
+    """Returns what engine.compile() says, by the name of the refusal."""
+    said = {}
+    for name, refusal in REFUSALS.items():
+        _, engine = start_uncompiled(run_of(config=refusal.config, **refusal.case))
+        for group in engine.optimizer.optimizer.param_groups:
+            group["amsgrad"] = refusal.amsgrad
+        said[name] = outcome(engine.compile, backend="eager")
+        engine.destroy()
+    return said
+
+
+def as_advised():
+    """Returns for each refusal whether states are in 8 bits when an engine is made and trained as it advises."""
+    found = {}
+    for name, refusal in REFUSALS.items():
+        run = run_of(config=refusal.advised)
+        _, engine = start_uncompiled(run)
+        engine.compile(backend="eager")
+        train(engine, run, [0])
+        found[name] = is_blockwise(next(iter(engine.optimizer.optimizer.state.values())))
+        engine.destroy()
+    return found
+
+
+def test_refused_states(ranks):
+    """Each of these would train with states in fp32, or raise in the first step."""
+    sentences = {name: f"ValueError: DeepCompile with ZeRO stage 1: {each.says}" for name, each in REFUSALS.items()}
+    assert ranks(1).run(refused) == [sentences]
+    (found,) = ranks(1).run(as_advised)
+    assert all(found.values()), found
+
+
+# A partition of two ranks has 4,232 elements, of which no block size above 8 is a divisor.
+WIDTH = 46
+SETTINGS = {"lr": 0.02, "eps": 0.1}
+
+
+def train_beside_adamw(make, states):
+    """Trains matrices with an optimizer, beside torch's AdamW in fp32.
+
+    Args:
+        make: makes the optimizer: "torchao.optim:AdamW8bit", say.
+        states: ``compile.optimizer_states``.
+
+    Returns:
+        What is warned of, whether states are in 8 bits, the error of the master weights, and how far they moved.
+    """
+    module, _, name = make.partition(":")
+    make = getattr(importlib.import_module(module), name)
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))).to(device())
+    plain, before = copy.deepcopy(module), copy.deepcopy(module)
+    expected = torch.optim.AdamW(plain.parameters(), **SETTINGS)
+    case = Case(config={"compile": {"optimizer_states": states}})
+    # Torchao compiles its step, which takes long.
+    with warnings_logged() as texts, as_traced(True):
+        engine = make_engine(module, case, optimizer=make(module.parameters(), **SETTINGS))
+        for step in range(5):
+            generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+            x = torch.randn(8, WIDTH, generator=generator).to(device())
+            engine.backward(engine(x).square().sum())
+            engine.step()
+            plain(x).square().sum().backward()
+            step_plain(plain, expected)
+        is_in_8_bits = is_blockwise(next(iter(engine.optimizer.optimizer.state.values())))
+    error, moved = (total_error(module.parameters(), other.parameters()) for other in (plain, before))
+    engine.destroy()
+    return [text for text in texts if "keeps states in fp32" in text], is_in_8_bits, error, moved
+
+
+def test_partitions_that_no_block_size_divides(ranks):
+    """Who wanted states in 8 bits would have none after doing as the warning says, or train wrongly."""
+    pytest.importorskip("torchao", reason="needs torchao")
+    first, last = ranks(2).run(train_beside_adamw, "torchao.optim:AdamW8bit", None)
+    assert last[0] == [] and [text.partition("; ")[2] for text in first[0]] == [
+        "leave it so, or use Adam or AdamW of torch with compile.optimizer_states='8bit'"
+    ]
+    # Left so, it steps as in fp32.
+    for _, is_in_8_bits, error, moved in (first, last):
+        assert not is_in_8_bits and error < BOUND < 1e-2 < moved
+    for texts, is_in_8_bits, error, moved in ranks(2).run(train_beside_adamw, "torch.optim:AdamW", "8bit"):
+        assert texts == [] and is_in_8_bits and BOUND < error < 0.05 * moved
+
+
+@pytest.mark.quick
+def test_the_key_names_a_format():
+    """A format that is misspelled would leave states in fp32."""
+    from deepspeed.compile.config import CompileConfig
+
+    assert CompileConfig(deepcompile=True).optimizer_states is None
+    with pytest.raises(ValueError, match="set it to '8bit', or leave it out"):
+        CompileConfig(deepcompile=True, optimizer_states="9bit")

@@ -1,0 +1,311 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""An engine whose Adam steps in one pass trains as one without it, releases gradients, and sends parameters early."""
+
+import contextlib
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.compile.features.update import adam
+from deepspeed.compile.features.update.adam import AdamStep, OnePassAdam
+from deepspeed.compile.zero_1_and_2 import wait_for_parameters
+from deepspeed.compile.zero_1_and_2.step.own_step import OwnRanges
+from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+from support.ids import vary
+from support.lifetime import backward, start, take_elsewhere, targets_at_calls
+from support.training import (
+    BOUND,
+    OVERLAPPED,
+    ROUNDING,
+    Case,
+    as_traced,
+    build,
+    device,
+    ranges_of,
+    relative_error,
+    step_in_one_pass,
+    updates_compiled_from,
+)
+
+
+class BothWays(NamedTuple):
+    """An engine whose Adam steps in one pass, beside one that steps range by range."""
+
+    ranges: int  # that were stepped in one pass
+    error: float  # of the master weights, relative to their norm
+    moved: float  # how far training moved them, relative to their norm
+    states: float  # the error of exp_avg
+
+
+def train_both_ways(case, folder, traced, between=None):
+    """Trains for five steps in one pass, and again in ranges.
+
+    Args:
+        case: what to train.
+        folder: for checkpoints.
+        traced: whether the pass runs as it was traced.
+        between: what happens before the fourth step: "load" (of a checkpoint of that moment) or "offload" (of states).
+    """
+    run, ranges, seen = AdamStep.run, [], []
+    AdamStep.run = lambda self, *args: ranges.append(1) or run(self, *args)
+    try:
+        for least in (2 * ALIGN_NUMEL, 2**30):
+            with updates_compiled_from(least, 32), ranges_of(48), as_traced(traced):
+                module, engine = start(case)
+                step_in_one_pass(engine)
+                # DeepSpeed has no fp32 values of a frozen parameter, or of one without elements.
+                trained = [each for each in module.parameters() if each.requires_grad and each.numel()]
+                begin = [each.float().clone() for each in trained]
+                for step in range(5 * case.accumulation):
+                    if between == "load" and step == 3:
+                        engine.save_checkpoint(folder, tag=str(least))
+                        engine.load_checkpoint(folder, tag=str(least))
+                    elif between == "offload" and step == 3:
+                        engine.offload_states()
+                        take_elsewhere(engine)
+                        engine.reload_states()
+                    backward(engine, step)
+                    engine.step()
+                seen.append([safe_get_full_fp32_param(each).clone() for each in trained])
+                seen.append([safe_get_full_optimizer_state(each, "exp_avg").clone() for each in trained])
+                engine.destroy()
+    finally:
+        AdamStep.run = run
+    return BothWays(
+        len(ranges), relative_error(seen[0], seen[2]), relative_error(seen[2], begin), relative_error(seen[1], seen[3])
+    )
+
+
+@vary(
+    "varied",
+    [
+        {"accumulation": 2},
+        {"model": "OddSizes", "groups": 2, "clipping": 0.05, "stage": 2},
+        {"dtype": "bf16", "clipping": 0.1},
+        {"groups": 2, "model": "AlignedBlocksWithin", "config": OVERLAPPED},
+        {"dtype": "fp16"},
+        # The first steps overflow.
+        {"dtype": "fp16", "config": {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}},
+        {"between": "load", "groups": 2},
+        {"between": "offload", "clipping": 0.05},
+        {"offloaded": True, "stage": 2, "dtype": "bf16"},
+        {"offloaded": True, "accumulation": 2, "clipping": 0.05},
+        {"dtype": "bf16", "stage": 2, "config": {"data_types": {"grad_accum_dtype": "fp32"}}},
+    ],
+)
+# A C++ compiler takes long, so on a CPU most run as they are traced.
+@vary("world, traced", [(1, True), pytest.param(2, False, marks=pytest.mark.slow)])
+def test_an_engine_steps_in_one_pass(ranks, tmp_path, world, traced, varied):
+    """A step that kept states, for example those before a load, would step these still."""
+    between = varied.get("between")
+    case = Case(
+        adam=True, **{"model": "RepeatedLayers", **{name: varied[name] for name in varied if name != "between"}}
+    )
+    traced = traced and device().type == "cpu"
+    for both in ranks(world).run(train_both_ways, case, tmp_path, traced, between):
+        assert both.ranges > 10
+        # A rounding of a master weight, of which each step has one, may round a parameter otherwise.
+        assert both.error < ROUNDING[case.dtype] * both.moved + 5 * 2**-24 and both.moved > 1e-3, both
+        assert both.states < 4 * ROUNDING[case.dtype], both
+
+
+def gradients_in_one_pass(case):
+    """Returns how many targets exist each time that a range is stepped, while it reads its gradient."""
+    with updates_compiled_from(2 * ALIGN_NUMEL, 32), ranges_of(48), as_traced(device().type == "cpu"):
+        _, engine = start(case)
+        step_in_one_pass(engine)
+        return targets_at_calls(adam, "Elements", engine, steps=3)
+
+
+# As users write it. The learning rates of a WarmupLR's first two steps are zero.
+CONFIGURATION = {
+    "train_micro_batch_size_per_gpu": 2,
+    "steps_per_print": 10**9,
+    "gradient_clipping": 0.5,
+    "zero_optimization": {"stage": 1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.02, "eps": 1e-3, "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.02, "warmup_num_steps": 3}},
+    "compile": {"deepcompile": True},
+}
+
+
+class Trained(NamedTuple):
+    """What trainings in one pass and in ranges came to."""
+
+    optimizer: str
+    ranges: int  # that were stepped in one pass
+    error: float  # of the master weights, relative to their norm
+    moved: float  # how far training moved them, relative to their norm
+
+
+def train_three_steps(first, folder):
+    """Trains an engine that loads the steps before the ``first``, and saves.
+
+    Returns the name of the engine's optimizer, the parameters that it began with, and the master weights at the end.
+    """
+    torch._dynamo.reset()
+    module = build(Case())
+    begin = [each.clone() for each in module.parameters()]
+    engine = deepspeed.initialize(model=module, config=CONFIGURATION)[0]
+    engine.compile(backend="eager")
+    step_in_one_pass(engine)
+    if first:
+        engine.load_checkpoint(folder)
+    for step in range(first, first + 3):
+        backward(engine, step)
+        engine.step()
+    engine.save_checkpoint(folder)
+    masters = [safe_get_full_fp32_param(each).clone() for each in module.parameters()]
+    name = type(engine.optimizer.optimizer).__name__
+    engine.destroy()
+    return name, begin, masters
+
+
+def train_by_configuration(folder):
+    """Trains for three steps, and for three more with another engine. All this in one pass and in ranges."""
+    run, ranges, ends = AdamStep.run, [], []
+    for least in (2 * ALIGN_NUMEL, 2**30):
+        with (
+            mock.patch.object(AdamStep, "run", lambda self, *args: ranges.append(1) or run(self, *args)),
+            updates_compiled_from(least, 32),
+            ranges_of(48),
+            as_traced(device().type == "cpu"),
+        ):
+            name, begin, _ = train_three_steps(0, f"{folder}/{least}")
+            ends.append(train_three_steps(3, f"{folder}/{least}")[2])
+    return Trained(name, len(ranges), relative_error(*ends), relative_error(ends[1], begin))
+
+
+def test_a_training_by_configuration(ranks, tmp_path):
+    """A step with a rate of zero, or with the count of steps before the interruption, would train otherwise."""
+    for trained in ranks(1).run(train_by_configuration, str(tmp_path)):
+        assert trained.optimizer == "FusedAdam"
+        assert trained.ranges > 10
+        assert trained.error < BOUND and trained.moved > 1e-2
+
+
+def test_a_gradient_is_released_after_its_last_range(ranks):
+    """A pass that kept its gradients would hold those of the whole model."""
+    case = Case(adam=True, dtype="bf16", model="RepeatedLayers")
+    for counts in ranks(1).run(gradients_in_one_pass, case):
+        assert counts == sorted(counts, reverse=True)
+        assert counts[0] > 5 and counts[-1] <= 2
+
+
+def kinds_of_rules():
+    """Returns the types of an engine's rules, by what the engine is compiled with."""
+
+    def rules(backend, **compile_kwargs):
+        engine = start(Case("FillsPartition", backend=backend, compile_kwargs=compile_kwargs)).engine
+        found = [type(rule) for rule in engine.optimizer._deepcompile.rules]
+        engine.destroy()
+        return found
+
+    found = {
+        "inductor": rules("inductor"),
+        "eager": rules("eager"),
+        "disabled for the engine": rules("inductor", disable=True),
+    }
+    # What the variable TORCH_COMPILE_DISABLE does before torch is imported.
+    with torch._dynamo.config.patch(disable=True):
+        found["disabled for all"] = rules("inductor")
+    return found
+
+
+def test_one_pass_with_inductor(ranks):
+    """Who asked torch not to compile would wait for a compiler all the same."""
+    own = [OwnRanges]
+    assert ranks(1).run(kinds_of_rules) == [
+        {
+            "inductor": [OnePassAdam, OwnRanges],
+            "eager": own,
+            "disabled for the engine": own,
+            "disabled for all": own,
+        }
+    ]
+
+
+def order_of_a_step(case, owners=None, fails_on=None):
+    """Returns what a step does, in order: "stepped" for each range, "first" and "rest" when units are sent.
+
+    Args:
+        case: what to train for three steps.
+        owners: how many owners a unit may have on average before one collective gathers all; None: the default.
+        fails_on: the rank that cannot compile the pass, or None.
+    """
+    from deepspeed.compile.features.overlap_gather import gather
+
+    done = []
+
+    def noted(name, cls, method):
+        function = getattr(cls, method)
+        return mock.patch.object(cls, method, lambda *args: done.append(name) or function(*args))
+
+    with (
+        noted("stepped", AdamStep, "run"),
+        noted("first", gather.OverlappedGather, "start_first"),
+        noted("rest", gather.OverlappedGather, "start"),
+        updates_compiled_from(2 * ALIGN_NUMEL, 32),
+        as_traced(device().type == "cpu"),
+        mock.patch.object(gather, "OWNERS_OF_A_UNIT", gather.OWNERS_OF_A_UNIT if owners is None else owners),
+        raising_on(fails_on),
+    ):
+        module, engine = start(case)
+        step_in_one_pass(engine)
+        for step in range(3):
+            backward(engine, step)
+            done.clear()
+            engine.step()
+        wait_for_parameters(engine)
+        total = sum(parameter.double().sum().item() for parameter in module.parameters())
+        engine.destroy()
+    return done, total
+
+
+@vary("model", ["BlocksWithin", "AlignedBlocksWithin"])
+@vary("groups", [1, 2])
+def test_what_a_forward_needs_first_is_sent_first(ranks, model, groups):
+    """The forward would wait for the parameters outside of blocks until the blocks are stepped."""
+    case = Case(adam=True, dtype="bf16", model=model, groups=groups, config=OVERLAPPED)
+    (first, total), (second, other) = ranks(2).run(order_of_a_step, case)
+    assert total == other
+    for done in (first, second):
+        assert done.count("first") == 1 and done[-1] == "rest", done
+        assert "stepped" in done[done.index("first") :], "all was stepped before anything was sent"
+        # Each rank has a part of them: embedding and head.
+        assert "stepped" in done[: done.index("first")]
+
+
+def raising_on(rank):
+    if rank != dist.get_rank():
+        return contextlib.nullcontext()
+    return mock.patch.object(
+        adam, "kernel" if device().type == "cuda" else "compile_step", side_effect=RuntimeError("no compiler")
+    )
+
+
+def test_one_rank_cannot_compile_the_pass(ranks):
+    """Ranks that agreed on an order by what they had compiled would wait for each other."""
+    case = Case(adam=True, dtype="bf16", model="BlocksWithin", config=OVERLAPPED)
+    (first, total), (second, other) = ranks(2).run(order_of_a_step, case, fails_on=1)
+    assert "stepped" in first and "stepped" not in second
+    assert total == other
+    assert total == pytest.approx(ranks(2).run(order_of_a_step, case)[0][1], rel=1e-3)
+
+
+def test_an_all_gather_waits_for_all_ranges(ranks):
+    """Where one collective gathers all parameters, it would send those that are not stepped yet."""
+    case = Case(adam=True, dtype="bf16", model="BlocksWithin", config=OVERLAPPED)
+    for (done, total), (_, broadcast) in zip(
+        ranks(2).run(order_of_a_step, case, 0), ranks(2).run(order_of_a_step, case), strict=True
+    ):
+        # There is nothing to send first.
+        assert done[0] == "first" and done.index("rest") == 1 + done.count("stepped"), done
+        assert total == broadcast
