@@ -3,6 +3,7 @@
 """Trained parameters that are sharded over ranks train to the same bits as whole ones."""
 
 import contextlib
+import functools
 import os
 import time
 from typing import List, NamedTuple
@@ -31,7 +32,7 @@ from deepspeed.utils import (
 
 from support.checkpoints import EXACT
 from support.ends import TIMEOUT, in_processes_of_their_own
-from support.frozen import HIDING, MODELS, WIDTH, Adapted, Body, beside_whole, late, trained_on
+from support.frozen import HIDING, MODELS, WIDTH, Adapted, AdaptedBlock, Body, beside_whole, late, model_of, trained_on
 from support.ids import vary
 from support.models import VOCABULARY, qwen3_config
 from support.options import outcome
@@ -258,6 +259,41 @@ def test_a_large_layer_beside_blocks_that_ranks_skip(ranks, model, kept):
     """A rank that comes to the layer earlier than others would gather it while they gather a block."""
     for equal, _ in ranks(2).run(compare_beside, model, kept):
         assert equal == [True, True, True]
+
+
+class TurningBlock(AdaptedBlock):
+    """Takes a parameter at an even place for complex numbers. Those behind it lie at odd places."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn, self.one = torch.nn.Parameter(torch.randn(WIDTH // 2, 2)), torch.nn.Parameter(torch.ones(1))
+        self.other = torch.nn.ParameterList([torch.zeros(1)])
+
+    @torch.compiler.disable
+    def turned(self, x):
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.view_as_complex(self.turn)).flatten(-2)
+
+    def forward(self, x):
+        return super().forward(self.turned(x)) * self.one + self.other[0]
+
+
+def compare_turning():
+    # With three blocks, what the first rank owns ends within the second one.
+    model = model_of(of_block=TurningBlock, __init__=functools.partialmethod(Body.__init__, depth=3))
+    with mock.patch.dict(MODELS, turning=model):
+        module, engine = make("turning", SHARDED)
+        homes = sharded_blocks(engine).partitions.homes
+        engine.destroy()
+        equal, _ = compare("turning", stage=2, steps=2)
+    # Whether complex numbers begin between those of this rank's memory.
+    return equal, any(home.memory.storage_offset() % 8 for home in homes)
+
+
+def test_a_parameter_taken_for_complex_numbers(ranks):
+    """A backward would view all that a rank owns as complex numbers, which may begin at an odd place."""
+    results = ranks(2).run(compare_turning)
+    assert all(equal == [True, True, True] for equal, _ in results) and any(is_between for _, is_between in results)
 
 
 def train_two(config):
