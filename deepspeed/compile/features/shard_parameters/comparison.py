@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import deepspeed.comm as dist
+from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective
 from .private_torch import assert_later
@@ -34,8 +35,10 @@ class Comparison:
         self._group = process_group
         # Of what records gradients, and of what does not. The host sends nothing to a GPU for each comparison.
         self._of_kinds = [torch.tensor([2 * number + kind], device=device) for kind in (False, True)]
+        self._world = dist.get_world_size(process_group)
+        # Of the comparison that was started last: this rank's number, those of all ranks, and the collective.
         self._number = self._of_kinds[False]
-        self._numbers = self._number.repeat(dist.get_world_size(process_group))
+        self._numbers: Any = None
         self._work: Any = None
 
     def start(self, evaluates: bool = False) -> None:
@@ -46,6 +49,8 @@ class Comparison:
                 in the same order, so another rank that trains would come to know of it only in the backward.
         """
         self._number = self._of_kinds[evaluates]
+        # Other memory each time: another stream may still compare what an earlier collective brought.
+        self._numbers = self._number.new_empty(self._world)
         self._work = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
 
     def is_completed(self) -> bool:
@@ -61,6 +66,9 @@ class Comparison:
         """
         with collective(PURPOSE):
             self._work.wait()
+        if not self._numbers.is_cpu:
+            # The memory belongs to the stream that was current in start().
+            self._numbers.record_stream(get_accelerator().current_stream())
         same = (self._numbers == self._number).all()
         if same.is_cpu and not same:
             raise torch.distributed.DistBackendError(DIFFERENT)
