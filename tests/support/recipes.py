@@ -35,6 +35,13 @@ FREEZES = {
     "most": lambda modules: [each for module in modules for each in list(module.parameters())[:-1]],
     "all": lambda modules: modules.parameters(),
 }
+# In which order a body calls the modules of a piece, given how many there are.
+ORDERS = {
+    "twice": lambda number: [index // 2 for index in range(2 * number)],
+    "reversed": lambda number: [*range(number)][::-1],
+    "back": lambda number: [*range(number - 2), number - 1, *range(max(number - 2, 0), number)],
+    "first between": lambda number: [each for index in range(1, number) for each in (index, 0)] or [0],
+}
 LONGEST = 8
 # The label of tokens that do not count.
 IGNORED = -100
@@ -48,6 +55,8 @@ class Piece:
         kind: one of ``KINDS``.
         repeats: how many modules of the kind, in a ModuleList, one after the other.
         like: None, or which of the pieces before lends its modules, counted from 0 and modulo their number.
+        order: None, or in which order its modules are called: one of ``ORDERS``.
+        between: None, or which of the pieces before lends its first module, which is called behind each of these.
         compiled: whether the compiler may look into it.
         breaks: whether the graph breaks behind each module.
         checkpointed: None, or whether activations are checkpointed reentrantly.
@@ -62,6 +71,8 @@ class Piece:
     kind: str = "linear"
     repeats: int = 1
     like: Optional[int] = None
+    order: Optional[str] = None
+    between: Optional[int] = None
     compiled: bool = True
     breaks: bool = False
     checkpointed: Optional[bool] = None
@@ -384,15 +395,25 @@ class Body(nn.Module):
 
     def forward(self, ids, skip=False):
         x = self.embedding(ids)
-        for piece, modules in zip(self.recipe.pieces, self.lists):
+        for index, piece in enumerate(self.recipe.pieces):
             if skip and piece.skipped:
                 continue
-            for module in modules:
+            for module in self.called(index, piece):
                 run = self.in_graph if piece.compiled else self.eagerly
                 x = run(piece, module, x)
                 if piece.breaks:
                     torch._dynamo.graph_break()
         return self.strike(x) if self.recipe.raises or self.recipe.moves else x
+
+    def called(self, index, piece):
+        """Lists the modules of a piece, and what is called between them, in the order of their calls."""
+        modules = list(self.lists[index])
+        if piece.order is not None:
+            modules = [modules[number] for number in ORDERS[piece.order](len(modules))]
+        if piece.between is None or index == 0:
+            return modules
+        lent = self.lists[piece.between % index][0]
+        return [each for module in modules for each in (module, lent)]
 
     @torch.compiler.disable
     def strike(self, x):
