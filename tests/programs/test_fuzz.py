@@ -579,6 +579,10 @@ def recipes(draw, backends, most=5, sharded=False):
         drawn = tuple(dataclasses.replace(piece, by_forward=False, reads_part=False) for piece in drawn)
     if shards and each_rank_skips:
         drawn = _for_ranks_that_skip(drawn)
+    # Ranks wait for each other where a bucket fills if they skip other blocks, or if one alone has a parameter's hook:
+    # autograd adds that parameter's gradient up over all calls of its block before the gradient is sent.
+    is_hooked_alone = any(each.hooked is not None and each.hooked_alone for each in drawn)
+    needs_one_bucket = shards and (each_rank_skips or is_hooked_alone)
     raises = says == "counted" and not each_rank_skips and draw(st.sampled_from([False, False, False, True]))
     moves, tied = draw(st.sampled_from([False, False, False, True])), draw(st.booleans())
     # In ZeRO-2 gradients have left the parameters when a backward ends. A context that has all backwards of a step
@@ -596,8 +600,7 @@ def recipes(draw, backends, most=5, sharded=False):
         stage=stage,
         accumulation=accumulation,
         backend=backend,
-        # Ranks that skip other blocks wait for each other where a bucket fills.
-        bucket=10**6 if shards and each_rank_skips else draw(st.sampled_from([150, 1, 40, 10**6])),
+        bucket=10**6 if needs_one_bucket else draw(st.sampled_from([150, 1, 40, 10**6])),
         groups=draw(st.integers(1, 2)),
         clipping=draw(st.sampled_from([0.0, 0.05])),
         # DeepSpeed does not find the master parameters, with which bf16 is compared, where they are sent round.

@@ -39,10 +39,7 @@ BLOCKS = {
     "OlmoHybrid": ["OlmoHybridLinearAttentionDecoderLayer", "OlmoHybridAttentionDecoderLayer"],
 }
 # Why these do not train sharded.
-NOT_SHARDED = {
-    "Jamba": "fails without DeepCompile too, because grouped_mm wants weights at multiples of 16 bytes",
-    "SqueezeBert": "its blocks call forward() of parts of themselves",
-}
+NOT_SHARDED = {"SqueezeBert": "its blocks call forward() of parts of themselves"}
 
 
 def pytest_generate_tests(metafunc):
@@ -186,4 +183,4 @@ def test_trains_sharded_as_without_deepcompile(ranks, shards, name):
         assert result.error < BOUND, result
         for off, on in zip(result.losses_off, result.losses_on, strict=True):
             assert on == pytest.approx(off, rel=1e-4), result
-        assert result.moved > 1e-3 and result.at_rest > 0, result
+        assert result.moved > 1e-4 and result.at_rest > 0, result

@@ -154,7 +154,7 @@ class Frame:
 def _checkpointing_ignored_without_gradients() -> ContextManager[Any]:
     """Returns a context in which torch compiles graphs that record no gradient without regard to checkpointing.
 
-    Such a graph, as of frozen blocks below the first trained one, has no backward that computes anything again. Torch
+    Such a graph, as of frozen layers below the first trained one, has no backward that computes anything again. Torch
     looks for one all the same, and raises where what is checkpointed draws random numbers, as dropout does.
     """
     config, option = torch._functorch.config, "remat_using_tags_for_fwd_loss_bwd_graph"
