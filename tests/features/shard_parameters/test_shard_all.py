@@ -31,7 +31,7 @@ from deepspeed.utils import (
 
 from support.checkpoints import EXACT
 from support.ends import TIMEOUT, in_processes_of_their_own
-from support.frozen import HIDING, MODELS, WIDTH, Adapted, Body, beside_whole, late, trained_on
+from support.frozen import HIDING, MODELS, WIDTH, Adapted, AdaptedBlock, Body, beside_whole, late, trained_on
 from support.ids import vary
 from support.models import VOCABULARY, qwen3_config
 from support.options import outcome
@@ -931,6 +931,47 @@ def differ(how):
 def test_ranks_that_differ(how):
     """One rank would wait for parameters and the other for gradients until the time-out, or take another engine's."""
     for said, seconds in in_processes_of_their_own(differ, how):
+        assert said and said.startswith("DistBackendError: ranks gathered parameters of different blocks"), said
+        assert seconds < TIMEOUT
+
+
+class SeesImages(Adapted):
+    """Blocks of another size look at images first, of which a rank may have none."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = torch.nn.ModuleList(AdaptedBlock(2 * WIDTH) for _ in range(3))
+
+    def forward(self, ids, skip=False):
+        x = torch.ones(2, 2 * WIDTH, device=ids.device)
+        for block in () if skip else self.tower:
+            x = block(x)
+        return super().forward(ids) + x.square().mean()
+
+
+def without_images(shards):
+    """Trains where the second rank has no images. Returns what is said, and after how many seconds."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = SeesImages().to(device())
+    if shards == "all":
+        module.requires_grad_(True)
+    config = {"compile": {"regional_compilation": True, "shard_parameters": shards}}
+    engine, begin = make_engine(module, Case(config=config, stage=2)), time.monotonic()
+
+    def step():
+        loss = engine(batch(0, 0, 0, 4), dist.get_rank() == 1)
+        engine.backward(loss)
+        engine.step()
+
+    return outcome(step), time.monotonic() - begin
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
+@vary("shards", ["all", pytest.param("frozen", marks=SLOW)])
+def test_a_rank_without_images(shards):
+    """Gloo would end a rank that gets messages of another size, or a rank wait to the time-out, and name no cause."""
+    for said, seconds in in_processes_of_their_own(without_images, shards):
         assert said and said.startswith("DistBackendError: ranks gathered parameters of different blocks"), said
         assert seconds < TIMEOUT
 

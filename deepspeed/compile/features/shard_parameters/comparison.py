@@ -39,18 +39,25 @@ class Comparison:
         self._work: Any = None
 
     def start(self, evaluates: bool = False) -> None:
-        """Starts to send this rank's number.
+        """Starts to send this rank's number, unless that was started and nobody has waited for it.
 
         Args:
             evaluates: whether this is for a forward without gradients. Its units are those of a forward in training,
                 in the same order, so another rank that trains would come to know of it only in the backward.
         """
+        if self._work is not None:
+            return
         self._number = self._of_kinds[evaluates]
         self._work = dist.all_gather_into_tensor(self._numbers, self._number, group=self._group, async_op=True)
 
     def is_completed(self) -> bool:
         """Whether all ranks have sent their numbers."""
         return self._work is None or self._work.is_completed()
+
+    def wait_on_cpu(self) -> None:
+        """As :meth:`wait` on a CPU: gloo ends a process that gets a message of another size than it waits for."""
+        if self._numbers.is_cpu:
+            self.wait()
 
     def wait(self) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait for the numbers of the other ranks.
@@ -59,9 +66,13 @@ class Comparison:
             DistBackendError: on a CPU, if these differ. On a GPU, for which the host does not wait, the GPU asserts
                 that they do not.
         """
+        if self._work is None:
+            return
         with collective(PURPOSE):
             self._work.wait()
         same = (self._numbers == self._number).all()
         if same.is_cpu and not same:
+            # Every later wait raises too.
             raise torch.distributed.DistBackendError(DIFFERENT)
+        self._work = None
         assert_later(same, DIFFERENT)

@@ -203,8 +203,9 @@ class WholeUnits:
             if unit.is_gathered and (self.are_fixed or self._uses[unit]):
                 yield unit
                 continue
-            unit.start_gather()
+            unit.compare()
             _await_others(unit)
+            unit.start_gather()
             unit.finish_gather()
             try:
                 yield unit
