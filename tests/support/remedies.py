@@ -24,7 +24,11 @@ FOLLOWED = {
     "or lists and dicts of tensors, or run a block on every rank": (
         "features/shard_parameters/test_shard_frozen.py::test_a_rank_that_runs_no_block"
     ),
-    "which all ranks enter together, or save with engine.save_checkpoint()": _SHARDING,
+    "and cannot be {} here; do it within `with unsharded_parameters(engine):`": _SHARDING,
+    ", or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's": _SHARDING,
+    "by some ranks alone; do it on all ranks, or within": (
+        "features/shard_parameters/test_joint_reads.py::test_not_all_ranks_read"
+    ),
     "so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`": (
         "features/shard_parameters/test_shard_frozen.py::test_copies_made_at_rest"
     ),

@@ -157,12 +157,23 @@ def saved_elsewhere(folder):
 
 
 def read_at_rest(folder):
-    """A parameter is read at rest, and then in each of the ways that the error names."""
+    """A parameter's place is asked for at rest, and then within the context."""
+    module, engine = make("frozen")
+    weight = module.body.blocks[1].up.weight
+    said = [outcome(weight.data_ptr), outcome(module.body.blocks[1].up.bfloat16)]
+    with unsharded_parameters(engine):
+        is_placed = weight.data_ptr() > 0
+    return said, trains(engine, module) and is_placed
+
+
+def saved_at_rest(folder):
+    """A parameter is saved at rest, and then in each of the ways that the error names."""
     module, engine = make("all")
     weight = module.body.blocks[1].up.weight
-    said = [outcome(weight.sum)]
+    said = [outcome(torch.save, module.state_dict(), f"{folder}/{dist.get_rank()}.pt")]
     with unsharded_parameters(engine):
         own = weight.detach().clone()
+        torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt")
     engine.save_checkpoint(folder, tag="one")
     engine.save_16bit_model(folder, "weights.bin")
     cloned = clone_tensors_for_torch_save(module.state_dict())  # as Accelerate's get_state_dict() does
@@ -244,7 +255,8 @@ REMEDIES = {
     ended_at_rest: "destroy the engine within `with unsharded_parameters(engine):` to use it",
     trained_too_late: "and cannot be trained; set requires_grad before the engine is made",
     saved_elsewhere: "another rank was to save it; save it on rank 0 alone",
-    read_at_rest: "cannot be read or changed (sum) here; do it within `with unsharded_parameters(engine):`",
+    read_at_rest: "here; do it within `with unsharded_parameters(engine):` of",
+    saved_at_rest: "which all ranks enter together, or save with engine.save_checkpoint()",
     another_engine_too_early: "call destroy() of that engine first, on all ranks",
     offloaded_whole: "offload_states() cannot move it to the host; name other states in include=[...]",
     beside_overlapped_gathers: "and compile.shard_parameters='all' a part of them; leave one of them out",

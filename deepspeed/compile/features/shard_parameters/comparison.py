@@ -28,10 +28,13 @@ class Comparison:
     Args:
         number: of what all ranks do next.
         process_group, device: as for :class:`Unit`.
+
+    Attributes:
+        number: as above.
     """
 
     def __init__(self, number: int, process_group: "ProcessGroup", device: torch.device):
-        self._group = process_group
+        self.number, self._group = number, process_group
         # Of what records gradients, and of what does not. The host sends nothing to a GPU for each comparison.
         self._of_kinds = [torch.tensor([2 * number + kind], device=device) for kind in (False, True)]
         self._number = self._of_kinds[False]

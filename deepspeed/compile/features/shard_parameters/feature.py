@@ -94,9 +94,8 @@ class ShardParameters(WorksOnBlocks):
         # A graph of the code around a block has no place at which to gather the block. The backward may compute the
         # block again when its parameters have been given back.
         blocks.wrap_calls(self.sharded.passes.around_call, always=True)
-        if self.sharded.passes.around is not None:
-            blocks.wrap_module(self.sharded.passes.around_module)
         if self.sharded.units:
+            blocks.wrap_module(self.sharded.passes.around_module)
             synchronize_generation(context.module, self.sharded.whole, group, context.undo)
 
     @property
@@ -124,6 +123,7 @@ class ShardParameters(WorksOnBlocks):
         self.sharded.passes.finish_backward()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
+        self.sharded.after_step()
         # The first step that is taken makes the optimizer's states. One that overflows is left out.
         if self._steps_before_keeping and engine.was_step_applied():
             self._steps_before_keeping -= 1

@@ -243,6 +243,24 @@ def _hooks_are_told():
         return is_on_top and not takes_saving_hooks()
 
 
+# Process groups ----------------------------------------------------------------------------------------------------
+
+
+def store_of(process_group: "torch.distributed.ProcessGroup") -> torch.distributed.Store:
+    """Returns the store through which the ranks of a process group found each other.
+
+    Ranks that may not all come cannot ask each other in a collective, and a store of its own would need a free port.
+    """
+    return torch.distributed.distributed_c10d._get_process_group_store(process_group)
+
+
+@_must("stores in which the first rank that writes a key decides")
+def _stores_decide():
+    store = torch.distributed.HashStore()
+    written = [store.compare_set("key", "", value) for value in ("first", "second")]
+    return written == [b"first"] * 2 and callable(torch.distributed.distributed_c10d._get_process_group_store)
+
+
 # Other -------------------------------------------------------------------------------------------------------------
 
 
