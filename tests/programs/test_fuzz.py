@@ -476,6 +476,8 @@ pieces = st.builds(
     hooked_alone=st.booleans(),
     changed=st.sampled_from([None, None, None, (0, 2), (1, 3), (2, 3), (1, 2)]),
     changed_backward=st.sampled_from([False, False, True]),
+    by_forward=st.sampled_from([False, False, True]),
+    reads_part=st.sampled_from([False, False, True]),
 )
 
 
@@ -503,6 +505,8 @@ def _for_ranks_that_skip(drawn):
         dataclasses.replace(
             piece,
             like=None,
+            by_forward=False,
+            reads_part=False,
             skipped=piece.skipped and piece.kind not in CHANGING,
         )
         for piece in drawn
@@ -547,6 +551,9 @@ def recipes(draw, backends, most=5):
     shards = shards or shards_trained
     if shards_trained and any(piece.kind in CHANGING and _is_beside_blocks(piece) for piece in drawn):
         each_rank_skips = False
+    # Reads past a module's call are those of other options' tests where parameters are whole.
+    if not shards:
+        drawn = tuple(dataclasses.replace(piece, by_forward=False, reads_part=False) for piece in drawn)
     if shards and each_rank_skips:
         drawn = _for_ranks_that_skip(drawn)
     raises = says == "counted" and not each_rank_skips and draw(st.sampled_from([False, False, False, True]))
@@ -604,11 +611,7 @@ def recipes(draw, backends, most=5):
         rests=draw(st.sampled_from([False, False, True])),
         # A loss is scaled in fp16, and low precision is held beside DeepSpeed without DeepCompile, which raises.
         # Where a forward changes parameters, one more forward changes what the penalty is.
-        penalized=dtype == "fp32"
-        # At rest a trained parameter has no values.
-        and not shards_trained
-        and not changing
-        and draw(st.sampled_from([False, False, True])),
+        penalized=dtype == "fp32" and not changing and draw(st.sampled_from([False, False, True])),
         freezes=freezes,
         # Within a backward, each rank would gather what it moves when it comes there.
         moves=moves and not (shards and each_rank_skips),

@@ -57,6 +57,8 @@ class Piece:
         hooked_alone: whether on rank 0 alone.
         changed: None, or from which step on, and to before which, a hook changes what its last module inside returns.
         changed_backward: whether that hook changes the gradients of the module's inputs instead.
+        by_forward: whether the forwards of its modules are called, past the modules' own calls.
+        reads_part: whether a part of its last module is used before its modules are called.
     """
 
     kind: str = "linear"
@@ -71,6 +73,8 @@ class Piece:
     hooked_alone: bool = False
     changed: Optional[Tuple[int, int]] = None
     changed_backward: bool = False
+    by_forward: bool = False
+    reads_part: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,8 +391,10 @@ class Body(nn.Module):
         for piece, modules in zip(self.recipe.pieces, self.lists):
             if skip and piece.skipped:
                 continue
+            run = self.in_graph if piece.compiled else self.eagerly
+            if piece.reads_part:
+                x = (self.through_part if piece.compiled else self.through_part_eagerly)(modules[-1], x)
             for module in modules:
-                run = self.in_graph if piece.compiled else self.eagerly
                 x = run(piece, module, x)
                 if piece.breaks:
                     torch._dynamo.graph_break()
@@ -399,13 +405,26 @@ class Body(nn.Module):
         return strike(x)
 
     def in_graph(self, piece, module, x):
-        module = module.through if isinstance(module, Unseen) else module
+        if isinstance(module, Unseen):
+            module = module.through
+        elif piece.by_forward:
+            module = module.forward
         if piece.checkpointed is None:
             return torch.tanh(x + module(x))
         reentrant = piece.checkpointed
         if self.as_compiled and piece.compiled and not x.requires_grad:
             reentrant = False
         return torch.tanh(x + checkpoint(module, x, use_reentrant=reentrant))
+
+    def through_part(self, module, x):
+        """Uses a module inside, if there is one that does not change what has rows of that width, and a parameter."""
+        inside = getattr(module, "norm", None)
+        x = x if inside is None else x + 0.1 * inside(x)
+        return x + 0.1 * sum(parameter.mean() for parameter in module.parameters() if parameter.numel())
+
+    @torch.compiler.disable
+    def through_part_eagerly(self, module, x):
+        return self.through_part(module, x)
 
     @torch.compiler.disable
     def eagerly(self, piece, module, x):
