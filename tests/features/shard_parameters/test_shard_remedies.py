@@ -150,7 +150,7 @@ def read_at_rest(folder):
     """A parameter's place is asked for at rest, and then within the context."""
     module, engine = make("frozen")
     weight = module.body.blocks[1].up.weight
-    said = [outcome(weight.data_ptr), outcome(module.bfloat16)]
+    said = [outcome(weight.data_ptr), outcome(module.body.blocks[1].up.bfloat16)]
     with unsharded_parameters(engine):
         is_placed = weight.data_ptr() > 0
     return said, trains(engine, module) and is_placed

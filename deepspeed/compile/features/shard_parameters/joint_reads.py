@@ -25,8 +25,8 @@ PATIENCE, LONGEST_WAIT = 10.0, 60.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.0002, 0.05
 ALL_READ, ALONE = b"all read", b"alone"
 AWAITED = (
-    "rank {} reads parameter {}, which compile.shard_parameters shards over the ranks, and has waited {:.0f} s, of {:.0f} "
-    "at most, for other ranks to read it too"
+    "rank {} reads parameter {}, which compile.shard_parameters shards over the ranks, and has waited {:.0f} s, of "
+    "{:.0f} s at most, for other ranks to read it too"
 )
 
 

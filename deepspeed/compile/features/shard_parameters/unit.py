@@ -104,14 +104,16 @@ class Unit:
     def compare(self) -> None:
         """Begins what :meth:`start_gather` begins with, so that a caller may see whether the other ranks come."""
         if not self.is_gathered and self._works is None:
-            self.comparison.start()
+            with collective(PURPOSE):
+                self.comparison.start()
 
     def _send(self, evaluates=False, sends_frozen=True):
         memory, works = self.memory, []
+        # First, because parts of different units may differ in size.
         with collective(PURPOSE):
-            # First, because parts of different units may differ in size.
             self.comparison.start(evaluates)
-            self.comparison.wait_on_cpu()
+        self.comparison.wait_on_cpu()
+        with collective(PURPOSE):
             if memory.frozen_bytes and sends_frozen:
                 frozen = self._target[: memory.frozen_bytes]
                 works.append(dist.all_gather_into_tensor(frozen, memory.share, group=self._group, async_op=True))
