@@ -8,13 +8,10 @@ process group, and `runs()` cuts parameters for the overlapped gather. Where par
 needed.
 """
 
-import contextlib
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed import ProcessGroup
 from torch.nn import Parameter
 
 from .workload import Shape, build_model
@@ -40,22 +37,6 @@ class Sent(NamedTuple):
     waited: bool  # whether the bucket in flight was waited for before the gradient was added
     bytes: int  # of the bucket that the gradient filled, or 0
     messages: int  # of that bucket
-
-
-@contextlib.contextmanager
-def one_of(ranks: int, rank: int = 0) -> Iterator[ProcessGroup]:
-    """Context with a process group of so many ranks, of which only this process is there. It takes meta tensors."""
-    from torch._C._distributed_c10d import FakeProcessGroup
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    group = ProcessGroup(FakeStore(), rank, ranks)
-    fake = FakeProcessGroup._create_internal(rank, ranks)
-    group._register_backend(torch.device("meta"), ProcessGroup.BackendType.CUSTOM, fake)
-    # The reducer tells torch where a tensor is used on another stream. Of one without memory there is nothing to note.
-    # Torch takes one such function in a process, so it goes with the context.
-    with torch.library._scoped_library("aten", "IMPL") as library:
-        library.impl("record_stream", lambda tensor, stream: None, "Meta")
-        yield group
 
 
 def sizes(shape: Shape) -> Sizes:
@@ -87,6 +68,7 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
         bucket: ``reduce_bucket_size``.
         send: with how many elements a bucket is sent, instead of what the engine chooses for so many ranks.
     """
+    from deepspeed.compile.features.fits.gradients import one_of
     from deepspeed.compile.zero_1_and_2.engine.set_up import send_numel
     from deepspeed.compile.zero_1_and_2.gradient.layout import flat_layout
     from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module

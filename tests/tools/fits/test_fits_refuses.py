@@ -3,6 +3,8 @@
 """What the command is asked wrongly ends in one sentence that says what to name instead."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -165,3 +167,42 @@ def test_a_configuration_that_deepspeed_refuses(section, said):
     with pytest.raises(ValueError) as refused:
         configuration.apply({**config, **section}, Question(), False)
     assert said in str(refused.value) and "\n" not in str(refused.value)
+
+
+MODEL = """
+import torch
+
+def model():
+    return torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 8), torch.nn.Flatten(0), Mean())
+
+class Mean(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.without_elements = torch.nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return x.mean() + self.without_elements.sum()
+"""
+
+
+@pytest.mark.slow
+def test_the_command_names_the_compiler_that_it_needs(tmp_path):
+    """A machine on which the reducer cannot be built would show a traceback."""
+    (tmp_path / "made.py").write_text(MODEL)
+    folders = {name: tmp_path / name for name in ("PATH", "HOME", "TORCH_EXTENSIONS_DIR")}
+    for folder in folders.values():
+        folder.mkdir()
+
+    def ended(**variables):
+        # Where the package itself may lie.
+        variables |= {name: value for name, value in os.environ.items() if name == "PYTHONPATH"}
+        command = [sys.executable, "-m", "deepspeed.compile.features.fits", "--model", "made:model", "--gpus", "2"]
+        variables["DS_ACCELERATOR"] = "cpu"
+        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
+
+    lacks = ended(**{name: str(folder) for name, folder in folders.items()})
+    assert lacks.returncode == 2 and "Traceback" not in lacks.stderr, lacks.stderr
+    assert "C++ compiler" in lacks.stderr.splitlines()[-1]
+    has = ended(**os.environ)
+    assert has.returncode == 0 and "could not be traced" not in has.stdout, has.stderr
+    assert "optimizer on the host" in has.stdout

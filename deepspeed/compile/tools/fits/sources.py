@@ -208,7 +208,9 @@ def without_memory(model: Module, dtype: torch.dtype) -> None:
                     kind = dtype if tensor.is_floating_point() else tensor.dtype
                     like = torch.empty(tensor.shape, dtype=kind, device="cpu")
                     # The tensor too, so that no other gets its number.
-                    made[id(tensor)] = tensor, like if is_buffer else Parameter(like, tensor.requires_grad)
+                    # DeepSpeed trains no parameter without elements.
+                    trains = tensor.requires_grad and tensor.numel() > 0
+                    made[id(tensor)] = tensor, like if is_buffer else Parameter(like, trains)
                 tensors[name] = made[id(tensor)][1]
 
 
