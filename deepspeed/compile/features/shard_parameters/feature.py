@@ -121,7 +121,7 @@ class ShardParameters(Feature):
         if self.sharded.units:
             synchronize_generation(context.module, self.sharded.whole, group, context.undo)
 
-    optimizer_mixin = GathersInBackward
+    optimizer_mixins = (GathersInBackward,)
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:
