@@ -2,7 +2,7 @@
 #               (WORKERS=14: by so many processes at once; CHANGED_SINCE=COMMIT: changed since that commit)
 # make test-all lint, then all cases of every test, which take hours on two cores
 # make test-rest a tenth of what make test leaves out (PART=7: which one, from 0 to 9)
-# make test-landing both in one run, for .ci/run (LATELY_SINCE=COMMIT: of programs whose subject has changed, a third)
+# make test-landing both in one run, for .ci/run, with a third of all programs
 # make test-gpu the tests that use GPUs, on a machine with one or more; ranks share GPUs where there are fewer (WORKERS=12)
 # make quick    fast tests of each subject, which take less than two minutes on two cores
 # make demo     train the small model of examples/demo on two processes (DEMO_ARGS="..." reaches the script)
@@ -31,7 +31,6 @@ SEED ?= 0
 # The ranks of a test wait for each other, so three processes keep two cores busy.
 WORKERS ?= 3
 CHANGED_SINCE ?=
-LATELY_SINCE ?=
 PART ?= 0
 WORLD ?= 2
 SANITIZER ?= address thread undefined
@@ -40,10 +39,20 @@ VENV := .venv/$(shell printf '%s' '$(TORCH)' | tr -cs 'A-Za-z0-9.+' '-')
 BIN := $(CURDIR)/$(VENV)/bin
 # Errors only: of a search in several indexes pip warns for each package that one of them lacks.
 PIP := '$(BIN)/python' -m pip --disable-pip-version-check --quiet --quiet
+# $(call if_links,WORDS): these words where the environment has links to this checkout instead of copies, as CONTRIBUTING.md
+# sets it up.
+LINKS = import json, os, sys, urllib.parse; from importlib import metadata; \
+	texts = (found.read_text('direct_url.json') or '{}' for found in metadata.distributions(name='deepspeed')); \
+	linked = (urllib.parse.unquote(url['url'].removeprefix('file://')) for url in map(json.loads, texts) \
+	if url.get('dir_info', {}).get('editable')); \
+	print(*sys.argv[1:] if os.path.realpath('$(CURDIR)') in map(os.path.realpath, linked) else ())
+if_links = $$('$(BIN)/python' -I -c "$(LINKS)" $(1))
 # Native code compiled at run time stays in the environment whose torch it was compiled against. CONTRIBUTING.md sets a
 # variable for a shell in the checkout under which modules of the checkout are not found.
-# Modules are kept compiled, also where a shell says otherwise: pytest rewrites the asserts of hundreds of files.
+# Modules are kept compiled, also where a shell says otherwise: pytest rewrites the asserts of hundreds of files. Where
+# Python looks into this folder, it takes deepspeed/ for the package before it asks for links, so it looks there first.
 RUN := env -u PYTHONSAFEPATH -u PYTHONDONTWRITEBYTECODE PATH='$(BIN)':"$$PATH" \
+	$(call if_links,PYTHONPATH='$(CURDIR)/build/editable') \
 	TORCH_EXTENSIONS_DIR='$(CURDIR)/$(VENV)/torch_extensions'
 
 # $(call content,PATHS): a short name for what is in these files and folders
@@ -99,8 +108,7 @@ test-rest: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 test-landing: toolchain lint $(FORK) $(BENCH) $(FRONTS) $(BASE) $(DOCS)
 	echo "Running the tests and part $(PART) of the rest, which takes about 35 minutes on two cores ..."
 	$(RUN) pytest -q tests --fewer-cases --part-of-the-rest $(PART) \
-		$(if $(CHANGED_SINCE),--changed-since $(CHANGED_SINCE)) \
-		$(if $(LATELY_SINCE),--changed-lately-since $(LATELY_SINCE)) --base $(BASE) $(IN_PARALLEL) $(WITHIN_BUDGET)
+		$(if $(CHANGED_SINCE),--changed-since $(CHANGED_SINCE)) --base $(BASE) $(IN_PARALLEL) $(WITHIN_BUDGET)
 
 test-gpu: toolchain $(FORK) $(BENCH) $(FRONTS) $(BASE)
 	echo "Running the tests that use a GPU ..."
@@ -202,7 +210,7 @@ $(TOOLS):
 # compiler takes a minute or two for each module and uses one core, so modules are compiled beside each other.
 $(FORK): $(TOOLS)
 	echo "Installing the fork ..."
-	$(PIP) install --no-build-isolation .
+	$(PIP) install --no-build-isolation $(call if_links,--editable) .
 	echo "Compiling native code, which may take some minutes on two cores ..."
 	cd $(VENV) && for name in CPUAdamBuilder FusedAdamBuilder; do \
 		{ $(RUN) python -c "$(COMPILE_ADAM)" $$name >$$name.log 2>&1 || \

@@ -40,7 +40,8 @@ class Settings:
         model_on: where the model is before the system has it: on the "device", on the "host", or on the "meta" device
             on all ranks but the first, and there on the host.
         one_graph: whether DeepCompile compiles the whole model as one graph instead of block by block.
-        overlap_gather: whether DeepCompile gathers parameters beside the next forward (``overlap_param_gather``).
+        overlap_gather: whether DeepCompile gathers parameters beside the next forward; None: as by default
+            (``overlap_param_gather``).
         chunked_loss: whether DeepCompile computes the loss in chunks of logits, "on", "off" or by "size"; None: as by
             default (``chunked_loss``).
         activation_budget: how much of their activations DeepCompile's graphs may keep, from 0 to 1; None: as by
@@ -76,7 +77,7 @@ class Settings:
     keep: int | str | None = None
     model_on: str = "device"
     one_graph: bool = False
-    overlap_gather: bool = False
+    overlap_gather: bool | None = None
     chunked_loss: str | None = None
     activation_budget: float | None = None
     offload: bool = False
@@ -148,7 +149,7 @@ def parse_command_line(description: str) -> CommandLine:
         "--one-graph", action="store_true", default=None, help="DeepCompile with one graph for the whole model"
     )
     parser.add_argument(
-        "--overlap-gather", action="store_true", default=None, help="DeepCompile's overlap_param_gather"
+        "--overlap-gather", action=argparse.BooleanOptionalAction, help="DeepCompile's overlap_param_gather"
     )
     parser.add_argument("--chunked-loss", choices=("on", "off", "size"), help="DeepCompile's chunked_loss")
     parser.add_argument(
@@ -180,7 +181,7 @@ def parse_command_line(description: str) -> CommandLine:
             parser.error(f"--{name.replace('_', '-')} must be at least 1")
     if not 1 <= settings.warm < settings.steps:
         parser.error("--warm must be at least 1 and less than --steps, so that a step is left to be timed")
-    if (settings.one_graph or settings.overlap_gather) and settings.system != "deepcompile":
+    if (settings.one_graph or settings.overlap_gather is not None) and settings.system != "deepcompile":
         parser.error("--one-graph and --overlap-gather go with --system deepcompile")
     if settings.shard and settings.system != "deepcompile":
         parser.error("--shard goes with --system deepcompile")

@@ -120,7 +120,7 @@ class DeepSpeed:
                     **({"regional_compilation": False} if settings.one_graph else {}),
                     **({"shard_parameters": settings.shard} if settings.shard else {}),
                     **({"keep_gathered": settings.keep} if settings.keep is not None else {}),
-                    **({"overlap_param_gather": True} if settings.overlap_gather else {}),
+                    **({} if settings.overlap_gather is None else {"overlap_param_gather": settings.overlap_gather}),
                     **({"chunked_loss": _CHUNKED[settings.chunked_loss]} if settings.chunked_loss else {}),
                     **({"activation_memory_budget": budget} if budget is not None else {}),
                     **({"optimizer_states": settings.states} if in_engine else {}),

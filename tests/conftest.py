@@ -80,11 +80,6 @@ def pytest_addoption(parser):
     )
     parser.addoption("--changed-since", help="the commit since which programs have changed that make test runs")
     parser.addoption(
-        "--changed-lately-since",
-        help=f"with --part-of-the-rest, the commit {selection.SHARES} landings ago: of programs whose subject has "
-        "changed since then, run a part",
-    )
-    parser.addoption(
         "--part-of-the-rest",
         type=int,
         help=f"of {selection.PARTS} parts of what --fewer-cases leaves out, run this one; with --fewer-cases, both",
@@ -148,8 +143,8 @@ def pytest_collection_modifyitems(config, items):
         # A machine with GPUs has the cores for slow tests.
         kept = selection.thin_out(kept) if option.fewer_cases else kept
     elif option.fewer_cases and option.part_of_the_rest is not None:
-        changed, lately = map(selection.changed_files, (option.changed_since, option.changed_lately_since))
-        kept = selection.keep_for_a_landing(items, option.part_of_the_rest, changed, lately)
+        changed = selection.changed_files(option.changed_since)
+        kept = selection.keep_for_a_landing(items, option.part_of_the_rest, changed)
         # Limits are for the cases of make test.
         for item in selection.keep_part_of_the_rest(items, option.part_of_the_rest):
             item.add_marker("slow")

@@ -110,7 +110,6 @@ void Reducer::look_at_parameters()
     // The optimizer may give parameters new memory, when it moves its states away and back. If that changed the device,
     // autograd makes a new accumulation node.
     for (auto& record : records_) {
-        if (record.parameter.numel() == 0) { continue; }
         record.whereabouts = whereabouts_of(record.parameter);
         watch_accumulation(record);
     }
@@ -163,7 +162,7 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
         undelivered = take_for_autograd(records_[index]);
         // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
         // this engine's backward runs, it was the caller who gave the parameter other memory.
-        moved = parameter.numel() > 0 && whereabouts_of(parameter) != records_[index].whereabouts;
+        moved = whereabouts_of(parameter) != records_[index].whereabouts;
     }
     if (undelivered.defined()) { reduce(index, undelivered, Route::autograd, /*donated=*/true); }
     if (moved && !in_backward()) { return; }

@@ -102,6 +102,8 @@ void Reducer::register_parameter(
 {
     std::lock_guard lock(mutex_);
     auto& its_group = groups_.at(group);
+    // So every record has a piece. DeepSpeed gives its optimizers no parameter without elements.
+    TORCH_CHECK_VALUE(parameter.numel() > 0, "parameter '" + name + "' has no elements, so nobody owns its gradient");
     auto pieces = cut_at_partitions(offset, parameter.numel(), its_group.partition_numel);
     // A single rank sends nothing, so its gradients need no dtype for sending.
     if (its_group.world() == 1) { communication_dtype = its_group.target_dtype; }
@@ -112,9 +114,9 @@ void Reducer::register_parameter(
                            communication_dtype,
                            std::move(pieces),
                            UnreducedSum(its_group.target_dtype, streams_, counters_)};
-    TORCH_CHECK_VALUE(record.pieces.empty() || record.pieces.back().owner < its_group.world(),
+    TORCH_CHECK_VALUE(record.pieces.back().owner < its_group.world(),
                       record.describe() + " reaches beyond the last partition of its group");
-    order_.add_parameter(record.index, its_group.world() > 1 && !record.pieces.empty());
+    order_.add_parameter(record.index, its_group.world() > 1);
     its_group.own_pieces +=
         std::count_if(record.pieces.begin(), record.pieces.end(), [&its_group](const Piece& piece) {
             return piece.owner == its_group.rank();
@@ -185,7 +187,6 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
             keep_for_autograd(record, gradient, donated);
             return;
         }
-        if (gradient.numel() == 0 && !record.has_hooks()) { return; }
     }
     bool belongs_to_backward = in_backward();
     if (!belongs_to_backward && begin_) {
@@ -208,7 +209,6 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         return;
     }
     ++(route == Route::graph ? counters_.from_graphs : counters_.from_autograd);
-    if (gradient.numel() == 0) { return; }
     streams_.order_after_last_use();
 
     if (!belongs_to_backward) {

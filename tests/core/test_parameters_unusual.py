@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepspeed.compile.zero_1_and_2 import gradient_counters
 from deepspeed.compile.zero_1_and_2.gradient.layout import alike_but_not_all_registered
+from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support import training
 from support.beside import Beside, check
 from support.ids import vary
-from support.models import BlocksWithin, CheckpointedReentrant, RepeatedLayers
+from support.models import BlocksWithin, CheckpointedReentrant, OddSizes, RepeatedLayers
 from support.options import outcome
 from support.subclasses import Scaled
 from support.training import (
@@ -174,3 +176,36 @@ def test_a_parameter_made_of_others(ranks):
         "which no step of ZeRO-1 and ZeRO-2 changes; set its requires_grad to false, or make it a plain tensor"
     )
     assert trains == [[False, True], [True, True]]
+
+
+def train_without_elements():
+    """Trains where a parameter without elements gets a gradient by hand; returns how many the reducer knows too.
+
+    And how a reducer takes such a parameter from somebody who registers it all the same.
+    """
+    torch.manual_seed(0)
+    beside, said = Beside(OddSizes(), Case()), []
+    empty = beside.module.empty
+    for step in range(2):
+        empty.grad = torch.zeros_like(empty)
+        beside.step(batch(step, 0, dist.get_rank(), 4))
+    registered = gradient_counters(beside.engine)["registered"]
+    arguments = {"identity": 0, "bucket_numel": 8, "send_numel": 8, "overlap": True}
+    reducer = reducer_module().Reducer(**arguments, synchronize_before=False, synchronize_after=False)
+    group = reducer.add_group(dist.group.WORLD, 8, torch.float32, device(), False, None)
+    try:
+        reducer.register_parameter(group, "empty", empty, torch.float32, 0)
+    except ValueError as error:
+        said.append(str(error))
+    reducer.close()
+    return beside.end(), registered, said
+
+
+@pytest.mark.sanitized
+def test_without_elements(ranks):
+    """A single rank would bind a gradient where the first piece of its parameter lies, and there is no piece."""
+    ((trained, registered, said),) = ranks(1).run(train_without_elements)
+    check([trained])
+    # All but the one that DeepSpeed gives no optimizer.
+    assert registered == len([*OddSizes().parameters()]) - 1
+    assert said == ["parameter 'empty' has no elements, so nobody owns its gradient"]

@@ -6,10 +6,12 @@ Generated code draws other numbers than torch does uncompiled, so no plain loop 
 linear in each parameter: the product of a parameter and its gradient, summed up, is the loss.
 """
 
+import copy
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ from deepspeed.utils import safe_get_full_grad
 
 from support.ids import vary
 from support.recipes import Gain
-from support.training import BOUND, Case, Started, device, make_engine
+from support.training import BOUND, Case, Started, device, make_engine, relative_error
 
 WIDTH = 64
 
@@ -215,6 +217,46 @@ def test_within_a_budget_for_activations(ranks, varied):
     (drawn,) = ranks(1).run(train, **{"run": nn.Module.__call__, **varied})
     assert drawn.error < BOUND
     assert drawn.from_graphs == 6
+
+
+class CheckpointsInside(nn.Module):
+    """Checkpoints a part of itself that drops half. The caller freezes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.drops = Drops()
+
+    def forward(self, x):
+        return x + checkpoint(self.drops, x, use_reentrant=False)
+
+
+def train_above_frozen(backend):
+    """Trains the upper of two blocks. Returns how far losses and gradients are from those without an engine."""
+    torch.manual_seed(0)
+    module = Loss(CheckpointsInside, nn.Module.__call__)
+    module.layers.blocks[0].requires_grad_(False)
+    plain = copy.deepcopy(module).to(device())
+    module, engine = make(module, config={"compile": {"regional_compilation": True}}, backend=backend)
+    x = torch.rand(8, WIDTH, device=device())
+    losses = []
+    for model, backward in ((engine, engine.backward), (plain, torch.Tensor.backward)):
+        torch.manual_seed(1)
+        # Generated code shall draw the random numbers that torch draws.
+        with torch._inductor.config.patch(fallback_random=True):
+            losses.append(model(x))
+            backward(losses[-1])
+    weights = [each.layers.blocks[1].drops.gain.weight for each in (module, plain)]
+    gradients = safe_get_full_grad(weights[0]), weights[1].grad
+    counters = gradient_counters(engine)
+    engine.destroy()
+    return Drawn(relative_error([losses[0], gradients[0]], [losses[1], gradients[1]]), counters["from_graphs"], 0)
+
+
+@vary("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_frozen_blocks_that_checkpoint_inside(ranks, backend):
+    """Torch looks for what a graph without gradients computes again, and raises where that draws random numbers."""
+    (drawn,) = ranks(1).run(train_above_frozen, backend)
+    assert drawn.error < BOUND and drawn.from_graphs == 1
 
 
 def replay(regional):

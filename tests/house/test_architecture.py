@@ -63,6 +63,7 @@ WRITERS = {
     },
     "__class__": {
         "zero_1_and_2.step.optimizer": "of the optimizer, while gradients come from a reducer",
+        "features.overlap_gather.arriving": "of parameters, while they are on their way",
         "features.update.links": "of what the base keeps of a parameter, whose master weight is computed",
         "features.shard_parameters.from_host": "of the optimizer, which it has made in another way than the base",
         "features.shard_parameters.private_torch": "of tensors, for parameters at rest",

@@ -282,6 +282,33 @@ def test_editable_install_is_live_and_uninstall_leaves_nothing(venv, checkout):
     assert venv.files() == before
 
 
+def test_make_keeps_links(venv, checkout):
+    """make would put copies in the place of a developer's links, and edits would change nothing from then on."""
+    settings = (f"BIN={venv.bin}", "TOOLS=", "VENV=made", "COMPILE=", "COMPILE_ADAM=")
+    # The target whose programs Python looks for in the checkout. Here it prints where the fork is.
+    seen = checkout / "benchmarks" / "compare.py"
+    seen.parent.mkdir()
+    seen.write_text("import deepspeed; print(deepspeed.__file__)")
+    make = ("make", "bench", "BENCH=", "BASE=", *settings)
+    where = "import deepspeed.compile.fx as fx, os; print(os.path.realpath(fx.__file__))"
+    (checkout / "made").mkdir()
+    assert f"{venv.site}/deepspeed/__init__.py" in run(*make, cwd=checkout)
+    assert Path(venv.python(where)).is_relative_to(venv.site)
+
+    venv.pip("install", "--no-build-isolation", "--editable", ".", cwd=checkout)
+    assert venv.python(where) == str(checkout / REPLACED)
+    (checkout / "deepspeed" / "compile" / "added.py").write_text("IS_HERE = 'added'\n")
+    assert f"{checkout}/build/editable/deepspeed/__init__.py" in run(*make, cwd=checkout)
+    assert venv.python(where) == str(checkout / REPLACED)
+    assert venv.python("from deepspeed.compile import added; print(added.IS_HERE)") == "added"
+
+    # Links to another checkout are none to this one.
+    other = copy_repository(checkout.parent / "other")
+    (other / "made").mkdir()
+    run("make", "bench", "RUN=true", "BENCH=", "BASE=", *settings, cwd=other)
+    assert Path(venv.python(where)).is_relative_to(venv.site)
+
+
 def skip_without_an_index(venv):
     probe = venv.folder / "probe"
     arguments = ("install", "--quiet", "--no-deps", "--target", probe, "setuptools>=70.1", "pip", "wheel")

@@ -3,7 +3,6 @@
 """Each optional part can be removed: the package is composed without its folder, and the core's tests pass."""
 
 import ast
-import datetime
 import importlib.util
 import os
 import re
@@ -95,12 +94,12 @@ def test_parts_that_cut_graphs_stand_behind_others():
     assert cut and len(around) > len(cut) and around[-len(cut) :] == cut
 
 
-# Two, others from day to day, so that `make test` tries each part twice a month. Ten landings try all.
-TODAY = {NAMES[(2 * datetime.date.today().toordinal() + index) % len(NAMES)] for index in range(2)}
+# The two that take the most others with them. Parts of the rest try all.
+LARGEST = sorted(NAMES, key=lambda name: -len(removed_with(name)))[:2]
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in TODAY else pytest.mark.slow) for name in NAMES]
+    "name", [pytest.param(name, marks=() if name in LARGEST else pytest.mark.slow) for name in NAMES]
 )
 @pytest.mark.launcher
 def test_the_core_does_without(name, tmp_path):

@@ -4,6 +4,8 @@
 
 import ast
 import itertools
+import os
+import shutil
 import subprocess
 from types import SimpleNamespace
 
@@ -165,9 +167,9 @@ def test_the_parts_of_the_rest_cost_alike():
         assert kept >= {item.nodeid for item in keep_part_of_the_rest(slow, part)}
 
 
-def landings(items, numbers, changed=(), lately=()):
+def landings(items, numbers, changed=()):
     """Which items each of these landings runs, and none of them twice."""
-    runs = [[item.nodeid for item in keep_for_a_landing(items, number, changed, lately)] for number in numbers]
+    runs = [[item.nodeid for item in keep_for_a_landing(items, number, changed)] for number in numbers]
     assert all(len(set(names)) == len(names) for names in runs)
     return runs
 
@@ -182,37 +184,89 @@ def test_landings_run_everything(first):
     assert set(itertools.chain(*landings(items, range(first, first + PARTS)))) == everything
     always = {item.nodeid for item in keep_for_make_test(items, ())}
     for names in landings(items, range(first, first + PARTS)):
-        assert always < set(names) and len(names) < len(always) + len(everything) / PARTS + 3
-    # A program whose own file has changed runs at once, one whose subject has changed in one of the next landings.
+        assert always < set(names) and len(names) < len(always) + len(everything) / PARTS + len(programs) / SHARES + 3
+    # A program whose own file has changed runs at once, any other one in one of the next landings.
     of_programs = {item.nodeid for item in programs}
-    assert set(*landings(items, [first], {"tests/test_some.py"}, {"tests/test_some.py"})) > of_programs
-    shares = landings(items, range(first, first + SHARES), {"setup.py"}, {"setup.py"})
+    assert set(*landings(items, [first], {"tests/test_some.py"})) > of_programs
+    shares = landings(items, range(first, first + SHARES))
     assert set(itertools.chain(*shares)) >= of_programs
     assert all(len(of_programs.intersection(names)) < 15 for names in shares)
 
 
-def test_changed_files(tmp_path, monkeypatch):
-    """A change that is not committed yet, or that an earlier commit of the branch made, would start no program."""
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Returns ``git(...)``, which runs git in an empty folder and returns what it prints."""
+    for name, value in (("name", "test"), ("email", "test@example.com")):
+        for role in ("AUTHOR", "COMMITTER"):
+            monkeypatch.setenv(f"GIT_{role}_{name.upper()}", value)
 
     def git(*arguments):
-        settings = ["-c", "user.name=test", "-c", "user.email=test@example.com", "-c", "commit.gpgsign=false"]
-        subprocess.run(["git", *settings, *arguments], cwd=tmp_path, check=True, capture_output=True)
+        command = ["git", "-c", "commit.gpgsign=false", *arguments]
+        return subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    git("init", "--initial-branch=main")
+    return git
+
+
+def test_the_history_says_what_a_landing_runs(tmp_path, monkeypatch, repository):
+    """CI would run no program that has changed, or always the same part, and nobody would see it."""
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, does in (("chromedriver", ""), ("make", "echo $*")):
+        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / ".ci").mkdir()
+    shutil.copy2(ROOT / ".ci" / "run", tmp_path / ".ci")
+    repository("add", ".ci")
+
+    def commit(times):
+        for number in range(times):
+            repository("commit", "--allow-empty", f"--message={number}")
+
+    def landed(folder=tmp_path, status=0):
+        ran = subprocess.run(["bash", ".ci/run"], cwd=folder, capture_output=True, text=True)
+        assert ran.returncode == status, ran.stderr
+        return (ran.stdout + ran.stderr).strip()
+
+    def commits_back(number):
+        return repository("rev-parse", f"HEAD~{number}")
+
+    commit(5)
+    # All there is.
+    assert landed() == f"test-landing PART=5 CHANGED_SINCE={commits_back(4)}"
+    commit(100)
+    assert landed() == f"test-landing PART=105 CHANGED_SINCE={commits_back(80)}"
+    # However many commits a branch has, its merge is one.
+    repository("checkout", "-b", "work", "HEAD~3")
+    commit(4)
+    repository("checkout", "main")
+    repository("merge", "--no-ff", "work")
+    assert landed() == f"test-landing PART=106 CHANGED_SINCE={commits_back(80)}"
+    repository("clone", "--depth=50", f"file://{tmp_path}", "shallow")
+    assert landed(tmp_path / "shallow", status=1).endswith("chooses tests; run git fetch --unshallow first.")
+    repository("-C", "shallow", "fetch", "--unshallow")
+    assert landed(tmp_path / "shallow") == landed()
+
+
+def test_changed_files(tmp_path, tmp_path_factory, monkeypatch, repository):
+    """A change that is not committed yet, or that an earlier commit of the branch made, would start no program."""
 
     def write(*names):
         for name in names:
             (tmp_path / name).write_text(f"{(tmp_path / name).exists()}")
 
+    monkeypatch.setattr(selection, "ROOT", tmp_path_factory.mktemp("no_repository"))
+    assert changed_files(None) == set()
     monkeypatch.setattr(selection, "ROOT", tmp_path)
-    assert changed_files(None) == set(), "there is no repository"
-    git("init", "--initial-branch=main")
     write("same", "later", "edited", "in the branch", ".gitignore")
     (tmp_path / ".gitignore").write_text("ignored")
-    git("add", ".")
-    git("commit", "--message=first")
+    repository("add", ".")
+    repository("commit", "--message=first")
     assert changed_files(None) == set()
-    git("checkout", "-b", "work", "--track", "main")
+    repository("checkout", "-b", "work", "--track", "main")
     write("in the branch")
-    git("commit", "--all", "--message=second")
+    repository("commit", "--all", "--message=second")
     write("edited", "new", "ignored")
     assert changed_files(None) == {"in the branch", "edited", "new"}
     assert changed_files("HEAD") == {"edited", "new"}

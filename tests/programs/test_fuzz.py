@@ -35,6 +35,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from support.chunked_loss import small_chunks
 from support.faults import Injected, in_backward, raise_injected
 from support.ids import vary
+from support.parameter_gather import one_rank_late
 from support.recipes import (
     BUFFERED,
     CHANGING,
@@ -43,6 +44,7 @@ from support.recipes import (
     HOLDING,
     IGNORED,
     KINDS,
+    ORDERS,
     STEPS,
     Piece,
     Recipe,
@@ -176,7 +178,9 @@ def train(recipe, deepcompile=True):
                     _drop(recipe, engine, micro_batches[0])
                 for group in (*engine.optimizer.param_groups, *optimizer.param_groups):
                     group["lr"] = 0.0 if recipe.rests and step == 1 else rate
-                _step(recipe, engine, micro_batches)
+                with one_rank_late(0.02) if recipe.reads is not None else contextlib.nullcontext():
+                    _step(recipe, engine, micro_batches)
+                    _read(recipe, engine, module)
                 plain.body.as_compiled = deepcompile and _runs_compiled(module.body if recipe.body_within else module)
                 plain_loop.step(micro_batches)
                 if deepcompile:
@@ -227,6 +231,16 @@ def train_with_masters(recipe):
         return train(recipe)
     with mock.patch.object(state, "rules_of", lambda features: [EveryStepAdam()]):
         return train(recipe)
+
+
+def _read(recipe, engine, module):
+    """Reads a parameter behind a step, which may be on its way. Raises if the value is not that of the step."""
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    if recipe.reads is not None:
+        parameter = trained[recipe.reads % len(trained)]
+        read = parameter.detach().clone()
+        wait_for_parameters(engine)
+        assert torch.equal(read.nan_to_num(), parameter.nan_to_num()), "a parameter was read before it had arrived"
 
 
 def _has_ties(engine):
@@ -463,8 +477,10 @@ pieces = st.builds(
     Piece,
     # Only blocks that repeat become graphs of their own, so have some in most models.
     kind=st.sampled_from([*KINDS, *["block"] * 6]),
-    repeats=st.integers(1, 3),
+    repeats=st.integers(1, 4),
     like=st.none() | st.integers(0, 3),
+    order=st.sampled_from([None, None, *ORDERS]),
+    between=st.none() | st.none() | st.none() | st.integers(0, 3),
     compiled=st.sampled_from([True, True, True, False]),
     breaks=st.booleans(),
     checkpointed=st.sampled_from([None, None, False, True]),
@@ -474,6 +490,8 @@ pieces = st.builds(
     hooked_alone=st.booleans(),
     changed=st.sampled_from([None, None, None, (0, 2), (1, 3), (2, 3), (1, 2)]),
     changed_backward=st.sampled_from([False, False, True]),
+    by_forward=st.sampled_from([False, False, True]),
+    reads_part=st.sampled_from([False, False, True]),
 )
 
 
@@ -492,6 +510,12 @@ def _is_beside_blocks(piece):
     return piece.repeats == 1 or piece.kind not in HOLDING
 
 
+def _for_sharding(drawn):
+    """Changes pieces so that their model may shard parameters. The first one has blocks, to which others come back."""
+    first = dataclasses.replace(drawn[0], kind="block", repeats=max(drawn[0].repeats, 2))
+    return (first, *(dataclasses.replace(each, frozen=None) if each.kind in CHANGING else each for each in drawn[1:]))
+
+
 def _for_ranks_that_skip(drawn):
     """Changes pieces so that ranks with sharded parameters may skip different ones.
 
@@ -501,6 +525,10 @@ def _for_ranks_that_skip(drawn):
         dataclasses.replace(
             piece,
             like=None,
+            order=None,
+            between=None,
+            by_forward=False,
+            reads_part=False,
             skipped=piece.skipped and piece.kind not in CHANGING,
         )
         for piece in drawn
@@ -508,14 +536,15 @@ def _for_ranks_that_skip(drawn):
 
 
 @st.composite
-def recipes(draw, backends, most=5):
-    """Recipes of models of at most so many pieces."""
+def recipes(draw, backends, most=5, sharded=False):
+    """Recipes of models of at most so many pieces. ``sharded``: of those that shard parameters, which are few."""
     drawn = draw(st.lists(pieces, min_size=1, max_size=most).map(tuple))
+    drawn = _for_sharding(drawn) if sharded else drawn
     # Only modules that repeat are blocks, and something that waits needs blocks.
     has_blocks = any(piece.kind == "block" and piece.repeats > 1 and piece.like is None for piece in drawn)
     dtype = draw(st.sampled_from(["fp32", "fp32", "fp32", "bf16", "fp16"]))
     backend = draw(st.sampled_from(backends))
-    regional = draw(st.sampled_from([None, False, True, True] if has_blocks else [None, False]))
+    regional = sharded or draw(st.sampled_from([None, False, True, True] if has_blocks else [None, False]))
     stage = draw(st.sampled_from([1, 2]))
     changing, offloaded = any(piece.kind in CHANGING for piece in drawn), draw(st.sampled_from([False] * 3 + [True]))
     # With remainders, what a forward changes in a parameter stays.
@@ -534,17 +563,20 @@ def recipes(draw, backends, most=5):
     shards = (
         regional is True
         and not any(piece.kind in CHANGING and piece.frozen is not None for piece in drawn)
-        and draw(st.sampled_from([False, True, True]))
+        and (sharded or draw(st.sampled_from([False, True, True])))
     )
     shards_trained = (
         regional is True
         and not offloaded
         and not any(piece.kind in CHANGING and piece.frozen is not None for piece in drawn)
-        and draw(st.booleans())
+        and draw(st.sampled_from([False, True, True]) if sharded else st.booleans())
     )
     shards = shards or shards_trained
     if shards_trained and any(piece.kind in CHANGING and _is_beside_blocks(piece) for piece in drawn):
         each_rank_skips = False
+    # Reads past a module's call are those of other options' tests where parameters are whole.
+    if not shards:
+        drawn = tuple(dataclasses.replace(piece, by_forward=False, reads_part=False) for piece in drawn)
     if shards and each_rank_skips:
         drawn = _for_ranks_that_skip(drawn)
     raises = says == "counted" and not each_rank_skips and draw(st.sampled_from([False, False, False, True]))
@@ -572,7 +604,8 @@ def recipes(draw, backends, most=5):
         round_robin=dtype == "fp32" and draw(st.booleans()),
         overlap_comm=draw(st.booleans()),
         regional=regional,
-        overlap_gather=regional is True and not shards_trained and draw(st.booleans()),
+        overlap_gather=draw(st.sampled_from([None, True, False])) if regional is True and not shards_trained else None,
+        reads=None if shards_trained else draw(st.sampled_from([None, None, 0, 1, 2, 5])),
         offloaded=offloaded,
         lengths=draw(st.sampled_from([(4,), (4, 5), (3, 4, 6)])),
         uneven=draw(st.sampled_from([False, False, True])),
@@ -602,11 +635,7 @@ def recipes(draw, backends, most=5):
         rests=draw(st.sampled_from([False, False, True])),
         # A loss is scaled in fp16, and low precision is held beside DeepSpeed without DeepCompile, which raises.
         # Where a forward changes parameters, one more forward changes what the penalty is.
-        penalized=dtype == "fp32"
-        # At rest a trained parameter has no values.
-        and not shards_trained
-        and not changing
-        and draw(st.sampled_from([False, False, True])),
+        penalized=dtype == "fp32" and not changing and draw(st.sampled_from([False, False, True])),
         freezes=freezes,
         # Within a backward, each rank would gather what it moves when it comes there.
         moves=moves and not (shards and each_rank_skips),
@@ -718,7 +747,7 @@ def test_every_trick_is_drawn():
 
     @seed(1)
     @settings(max_examples=250, deadline=None, database=None, phases=[Phase.generate])
-    @given(recipe=recipes(["eager", "inductor"]))
+    @given(recipe=recipes(["eager", "inductor"]) | recipes(["eager"], sharded=True))
     def draw(recipe):
         for part in (recipe, *recipe.pieces):
             for name, value in vars(part).items():
@@ -769,7 +798,7 @@ def test_random_models_sharded(ranks, request, capsys):
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
-    @given(recipe=recipes(["eager"]).filter(lambda recipe: recipe.shards))
+    @given(recipe=recipes(["eager"], sharded=True))
     def come_to_the_same_bits(recipe):
         sharded, whole = (ranks(2).run(function, recipe) for function in (train, train_whole))
         assert [str(one.sums) for one in sharded] == [str(other.sums) for other in whole]

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of transformers, trained without DeepCompile and with it, by nothing but the configuration.
 
-One in ``make test`` and a dozen in ``make test-all``; ``make models`` trains all in both stages, and prints a table of
-what came of them.
+One in ``make test`` and a dozen in ``make test-all``, where a dozen train sharded too; ``make models`` trains all in
+both stages and with each kind of sharded parameters, and prints a table of what came of both stages.
 """
 
 import contextlib
@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 
+from deepspeed.compile.features.shard_parameters import unsharded_parameters
+from deepspeed.compile.features.shard_parameters.feature import sharded_blocks
 from deepspeed.compile.zero_1_and_2 import gradient_counters, reset_gradient_counters
 
 from support.architectures import ARCHITECTURES, IN_EVERY_RUN
@@ -27,14 +29,41 @@ from support.training import BOUND, compile_backend, device, engine_by_configura
 STEPS = ((2, 2), (2, 2), (2, 3))
 # torch's own aot_eager cannot run the graphs of these either: one views a tensor with other strides than were traced.
 WITH_INDUCTOR = ("Qwen3Next", "OlmoHybrid")
+# These call blocks again, or a large layer between blocks.
+IN_AN_ORDER_OF_THEIR_OWN = ("Qwen3VL", "Zamba2")
+# Of these so few layers are made that none repeat, so sharding needs the names of the blocks' classes.
+BLOCKS = {
+    "Albert": ["AlbertLayer"],
+    "Funnel": ["FunnelLayer"],
+    "Jamba": ["JambaMambaDecoderLayer", "JambaAttentionDecoderLayer"],
+    "OlmoHybrid": ["OlmoHybridLinearAttentionDecoderLayer", "OlmoHybridAttentionDecoderLayer"],
+}
+# Why these do not train sharded.
+NOT_SHARDED = {
+    "Jamba": "fails without DeepCompile too, because grouped_mm wants weights at multiples of 16 bytes",
+    "SqueezeBert": "its blocks call forward() of parts of themselves",
+}
 
 
 def pytest_generate_tests(metafunc):
-    both = [(stage, name, 2) for name in ARCHITECTURES for stage in (1, 2)]
-    # One stage is enough for the dozen: what differs between the stages is tested elsewhere.
-    first, *others = ((1 + index % 2, name) for index, name in enumerate(IN_EVERY_RUN))
-    dozen = [(*first, 1), *(pytest.param(*each, 2, marks=pytest.mark.slow) for each in others)]
-    cases, names = both if metafunc.config.option.every_model else dozen, "stage, name, world"
+    takes_all = metafunc.config.option.every_model
+    if "shards" in metafunc.fixturenames:
+        names = "shards, name"
+        why_not = {name: pytest.mark.xfail(reason=reason, strict=True) for name, reason in NOT_SHARDED.items()}
+        both = [
+            pytest.param(shards, name, marks=why_not.get(name, ()))
+            for name in ARCHITECTURES
+            for shards in ("all", "frozen")
+        ]
+        some = enumerate((*IN_EVERY_RUN, *IN_AN_ORDER_OF_THEIR_OWN))
+        dozen = [pytest.param(("all", "frozen")[index % 2], name, marks=pytest.mark.slow) for index, name in some]
+    else:
+        names = "stage, name, world"
+        both = [(stage, name, 2) for name in ARCHITECTURES for stage in (1, 2)]
+        # One stage is enough for the dozen: what differs between the stages is tested elsewhere.
+        first, *others = ((1 + index % 2, name) for index, name in enumerate(IN_EVERY_RUN))
+        dozen = [(*first, 1), *(pytest.param(*each, 2, marks=pytest.mark.slow) for each in others)]
+    cases = both if takes_all else dozen
     metafunc.parametrize(names, cases, ids=case_ids(names, cases, expects="world"))
 
 
@@ -54,24 +83,32 @@ class Training:
     parameters: List[torch.Tensor]
     moved: float  # how far training moved the parameters
     counted: Optional[Counted]  # None without DeepCompile
+    at_rest: int  # how many units were sharded after the last step
 
 
-def train(name, stage, deepcompile):
-    """Trains for three steps of two micro-batches."""
+def train(name, stage, deepcompile, shards=None):
+    """Trains for three steps of two micro-batches.
+
+    ``shards``: None, or which parameters are sharded with DeepCompile. For "frozen", every other one is frozen.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     model = ARCHITECTURES[name].make().to(device()).train()
-    for parameter in model.parameters():
+    for index, parameter in enumerate(model.parameters()):
         if parameter.dim() == 0:
             # DeepSpeed 0.19.8 broadcasts parameters as bytes, as which torch cannot view one without dimensions.
             parameter.data = parameter.data.view(1)
+        if shards == "frozen":
+            parameter.requires_grad_(parameter.requires_grad and index % 2 == 1)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     more = {
         "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 20000},
     }
+    if shards is not None and deepcompile:
+        more["compile"] = {"shard_parameters": shards, "regional_compilation": BLOCKS.get(name)}
     engine = engine_by_configuration(model, deepcompile, lr=0.2, momentum=0.5, **more)
     losses, rank, differs = [], dist.get_rank(), dist.get_rank() == 0 < dist.get_world_size() - 1
     for step, rows_of_each in enumerate(STEPS):
@@ -86,7 +123,10 @@ def train(name, stage, deepcompile):
             counters = gradient_counters(engine) if engine.is_compiled else None
             engine.step()
             losses.append(float(loss.detach()))
-    trained = [parameter.detach().clone() for parameter in model.parameters()]
+    sharded = sharded_blocks(engine)
+    at_rest = sum(not unit.is_gathered for unit in sharded.units) if sharded is not None else 0
+    with unsharded_parameters(engine):
+        trained = [parameter.detach().clone() for parameter in model.parameters()]
     counted = None
     if counters is not None:
         counted = Counted(
@@ -96,7 +136,7 @@ def train(name, stage, deepcompile):
             graphs=torch._dynamo.utils.counters["stats"]["unique_graphs"],
         )
     engine.destroy()
-    return Training(losses, trained, total_error(trained, before), counted)
+    return Training(losses, trained, total_error(trained, before), counted, at_rest)
 
 
 class OffAndOn(NamedTuple):
@@ -105,15 +145,17 @@ class OffAndOn(NamedTuple):
     error: float  # of the parameters with DeepCompile, against those without
     moved: float  # how far training with DeepCompile moved the parameters
     counted: Counted
+    at_rest: int  # as for ``Training``, with DeepCompile
 
 
-def off_and_on(name, stage):
-    """Trains an architecture without DeepCompile and with it."""
+def off_and_on(name, stage, shards=None):
+    """Trains an architecture without DeepCompile and with it. ``shards``: as for :func:`train`."""
     # In one of the stages, so that losses in one piece are trained too.
     losses = small_chunks() if stage == 2 else contextlib.nullcontext()
     with compile_backend("inductor" if name in WITH_INDUCTOR else "eager"), losses:
-        off, on = (train(name, stage, deepcompile) for deepcompile in (False, True))
-    return OffAndOn(off.losses, on.losses, total_error(on.parameters, off.parameters), on.moved, on.counted)
+        off, on = (train(name, stage, deepcompile, shards) for deepcompile in (False, True))
+    error = total_error(on.parameters, off.parameters)
+    return OffAndOn(off.losses, on.losses, error, on.moved, on.counted, on.at_rest)
 
 
 @pytest.mark.table
@@ -134,3 +176,14 @@ def test_trains_as_without_deepcompile(ranks, record_property, stage, name, worl
         assert result.moved > 1e-3, "the parameters hardly changed, so agreement shows nothing"
         # What calls blocks that are compiled by themselves is not compiled: embeddings, norms.
         assert result.counted.from_graphs > 2 * result.counted.from_autograd and result.counted.held == 0, result
+
+
+@pytest.mark.table
+def test_trains_sharded_as_without_deepcompile(ranks, shards, name):
+    """A model that calls its blocks in an order of its own would read one that was given back."""
+    pytest.importorskip("transformers")
+    for result in ranks(2).run(off_and_on, name, 2, shards):
+        assert result.error < BOUND, result
+        for off, on in zip(result.losses_off, result.losses_on, strict=True):
+            assert on == pytest.approx(off, rel=1e-4), result
+        assert result.moved > 1e-3 and result.at_rest > 0, result

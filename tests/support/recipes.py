@@ -35,6 +35,13 @@ FREEZES = {
     "most": lambda modules: [each for module in modules for each in list(module.parameters())[:-1]],
     "all": lambda modules: modules.parameters(),
 }
+# In which order a body calls the modules of a piece, given how many there are.
+ORDERS = {
+    "twice": lambda number: [index // 2 for index in range(2 * number)],
+    "reversed": lambda number: [*range(number)][::-1],
+    "back": lambda number: [*range(number - 2), number - 1, *range(max(number - 2, 0), number)],
+    "first between": lambda number: [each for index in range(1, number) for each in (index, 0)] or [0],
+}
 LONGEST = 8
 # The label of tokens that do not count.
 IGNORED = -100
@@ -48,6 +55,8 @@ class Piece:
         kind: one of ``KINDS``.
         repeats: how many modules of the kind, in a ModuleList, one after the other.
         like: None, or which of the pieces before lends its modules, counted from 0 and modulo their number.
+        order: None, or in which order its modules are called: one of ``ORDERS``.
+        between: None, or which of the pieces before lends its first module, which is called behind each of these.
         compiled: whether the compiler may look into it.
         breaks: whether the graph breaks behind each module.
         checkpointed: None, or whether activations are checkpointed reentrantly.
@@ -57,11 +66,15 @@ class Piece:
         hooked_alone: whether on rank 0 alone.
         changed: None, or from which step on, and to before which, a hook changes what its last module inside returns.
         changed_backward: whether that hook changes the gradients of the module's inputs instead.
+        by_forward: whether the forwards of its modules are called, past the modules' own calls.
+        reads_part: whether a part of its last module is used before its modules are called.
     """
 
     kind: str = "linear"
     repeats: int = 1
     like: Optional[int] = None
+    order: Optional[str] = None
+    between: Optional[int] = None
     compiled: bool = True
     breaks: bool = False
     checkpointed: Optional[bool] = None
@@ -71,6 +84,8 @@ class Piece:
     hooked_alone: bool = False
     changed: Optional[Tuple[int, int]] = None
     changed_backward: bool = False
+    by_forward: bool = False
+    reads_part: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +116,7 @@ class Recipe:
         penalized: whether a penalty on parameters has a backward of its own before that of each micro-batch.
         freezes: whether the first parameter is frozen between forward and backward in odd steps.
         moves: whether trained parameters get other memory in the second step's first backward.
+        reads: None, or which trained parameter is read behind each step, when one rank sends parameters late.
         changes_parameters: whether a trained and a frozen parameter are changed by ``.data`` before the second step.
         changes_buffers: whether buffers are changed by ``.data`` before each step, and are others in a backward.
         ignores: None, or how the loss is reduced where rank 0 has no token that counts in odd steps: "mean", or "sum",
@@ -125,7 +141,8 @@ class Recipe:
     round_robin: bool = False
     overlap_comm: bool = True
     regional: Optional[bool] = None
-    overlap_gather: bool = False
+    overlap_gather: Optional[bool] = None
+    reads: Optional[int] = None
     offloaded: bool = False
     lengths: Tuple[int, ...] = (4,)
     uneven: bool = False
@@ -384,28 +401,53 @@ class Body(nn.Module):
 
     def forward(self, ids, skip=False):
         x = self.embedding(ids)
-        for piece, modules in zip(self.recipe.pieces, self.lists):
+        for index, piece in enumerate(self.recipe.pieces):
             if skip and piece.skipped:
                 continue
-            for module in modules:
-                run = self.in_graph if piece.compiled else self.eagerly
+            run = self.in_graph if piece.compiled else self.eagerly
+            if piece.reads_part:
+                x = (self.through_part if piece.compiled else self.through_part_eagerly)(self.lists[index][-1], x)
+            for module in self.called(index, piece):
                 x = run(piece, module, x)
                 if piece.breaks:
                     torch._dynamo.graph_break()
         return self.strike(x) if self.recipe.raises or self.recipe.moves else x
+
+    def called(self, index, piece):
+        """Lists the modules of a piece, and what is called between them, in the order of their calls."""
+        modules = list(self.lists[index])
+        if piece.order is not None:
+            modules = [modules[number] for number in ORDERS[piece.order](len(modules))]
+        if piece.between is None or index == 0:
+            return modules
+        lent = self.lists[piece.between % index][0]
+        return [each for module in modules for each in (module, lent)]
 
     @torch.compiler.disable
     def strike(self, x):
         return strike(x)
 
     def in_graph(self, piece, module, x):
-        module = module.through if isinstance(module, Unseen) else module
+        if isinstance(module, Unseen):
+            module = module.through
+        elif piece.by_forward:
+            module = module.forward
         if piece.checkpointed is None:
             return torch.tanh(x + module(x))
         reentrant = piece.checkpointed
         if self.as_compiled and piece.compiled and not x.requires_grad:
             reentrant = False
         return torch.tanh(x + checkpoint(module, x, use_reentrant=reentrant))
+
+    def through_part(self, module, x):
+        """Uses a module inside, if there is one that does not change what has rows of that width, and a parameter."""
+        inside = getattr(module, "norm", None)
+        x = x if inside is None else x + 0.1 * inside(x)
+        return x + 0.1 * sum(parameter.mean() for parameter in module.parameters() if parameter.numel())
+
+    @torch.compiler.disable
+    def through_part_eagerly(self, module, x):
+        return self.through_part(module, x)
 
     @torch.compiler.disable
     def eagerly(self, piece, module, x):

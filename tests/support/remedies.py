@@ -17,14 +17,21 @@ FOLLOWED = {
     "and cannot be trained; set requires_grad before the engine is made": _SHARDING,
     "and another rank was to save it; save it on rank 0 alone": _SHARDING,
     "was called within a forward or a backward; call it outside of them": _SHARDING,
-    "destroy the engine within `with unsharded_parameters(engine):` to use it": _SHARDING,
+    "leave it out, or call the engine outside of these": (
+        "features/configuration/test_contexts_of_callers.py::test_a_context_around_the_first_forward"
+    ),
+    "make the same {} on every rank": "features/configuration/test_same_models.py::test_models_that_differ",
     "change its values in place, or make another engine of the model": _SHARDING,
     "and its engine was destroyed; make another engine of the model, or destroy": _SHARDING,
     "run the backward before destroy(), or the forward again": _SHARDING,
     "or lists and dicts of tensors, or run a block on every rank": (
         "features/shard_parameters/test_shard_frozen.py::test_a_rank_that_runs_no_block"
     ),
-    "which all ranks enter together, or save with engine.save_checkpoint()": _SHARDING,
+    "and cannot be {} here; do it within `with unsharded_parameters(engine):`": _SHARDING,
+    ", or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's": _SHARDING,
+    "by some ranks alone; do it on all ranks, or within": (
+        "features/shard_parameters/test_joint_reads.py::test_not_all_ranks_read"
+    ),
     "so it has no values and cannot be {}; make it within `with unsharded_parameters(engine):`": (
         "features/shard_parameters/test_shard_frozen.py::test_copies_made_at_rest"
     ),
@@ -285,7 +292,8 @@ FOLLOWED = {
     "change that, or leave the configuration out": (
         "tools/fits/test_fits.py::test_a_configuration_that_is_not_reckoned"
     ),
-    "is not {}; name what there is": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
+    "is not above 0; name what there is": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
+    "is not from 1 to {}; name what there is": "tools/fits/test_fits.py::test_numbers_that_no_gpu_has",
     "no parameter of the model is trained; set requires_grad of some": (
         "tools/fits/test_fits.py::test_a_model_that_is_asked_about_otherwise"
     ),
@@ -301,7 +309,19 @@ FOLLOWED = {
         "tools/fits/test_fits.py::test_the_command_prints_modes"
     ),
     "there is no file {}; name a config.json": "tools/fits/test_fits.py::test_a_model_of_transformers",
-    "finds no configuration of {} ({}); name a config.json": ("tools/fits/test_fits.py::test_a_model_of_transformers"),
+    "reads no configuration of {} ({}); name a config.json": ("tools/fits/test_fits.py::test_a_model_of_transformers"),
+    "name a configuration whose parts suit each other": (
+        "tools/fits/test_fits_refuses.py::test_a_configuration_whose_parts_disagree"
+    ),
+    "and no torch.nn.Module; name a function that returns a model": (
+        "tools/fits/test_fits.py::test_the_command_prints_modes"
+    ),
+    "the model returns no tensor, but {}; return its loss": (
+        "tools/fits/test_fits_refuses.py::test_what_the_forward_lacks_is_mended"
+    ),
+    "cannot be written: {}; name a file in a folder that there is": (
+        "tools/fits/test_fits_refuses.py::test_a_place_that_cannot_be_written"
+    ),
     "cannot be written: {}; name another place with --out": (
         "tools/memory_picture/test_memory_picture.py::test_the_command_says_where_it_cannot_write"
     ),

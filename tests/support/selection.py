@@ -31,7 +31,7 @@ WITHOUT_A_GPU = {
 ROOT = Path(__file__).resolve().parent.parent.parent
 # In so many parts the tests are run that `make test` leaves out: `.ci/run` runs one of them.
 PARTS = 10
-# `.ci/run` runs a program whose subject has changed in this landing or in one of the next, so many in all.
+# `.ci/run` runs one of so many parts of all programs.
 SHARES = 3
 
 
@@ -70,24 +70,21 @@ def keep_part_of_the_rest(items: List[pytest.Item], part: int) -> List[pytest.It
     return _dealt([item for item in items if item.nodeid not in always], part, PARTS)
 
 
-def keep_for_a_landing(
-    items: List[pytest.Item], part: int, changed: Iterable[str], changed_lately: Iterable[str]
-) -> List[pytest.Item]:
-    """Lists the items that ``.ci/run`` runs: those of ``make test``, programs that have changed, a part of the rest.
+def keep_for_a_landing(items: List[pytest.Item], part: int, changed: Iterable[str]) -> List[pytest.Item]:
+    """Lists the items that ``.ci/run`` runs: those of ``make test``, some programs, a part of the rest.
 
-    A change of the core touches nearly all programs, which take long together. So those whose subject has changed wait
-    for one of ``SHARES`` landings.
+    A change of the core is a change of nearly every program's subject, and all programs take long together. So a
+    program whose own file has changed runs, and of the others a part.
 
     Args:
-        part: the number of the landing.
-        changed: the names of files that this landing changes. A program whose own file is one of these runs at once.
-        changed_lately: the names of files that this landing and the ``SHARES`` - 1 before it have changed.
+        part: which one, any number from 0.
+        changed: the names of files that differ from what earlier landings have tested, or more.
     """
     programs = [item for item in items if _is_program(item)]
     kept = {item.nodeid for item in keep_for_make_test(items, ())}
     kept.update(item.nodeid for item in keep_part_of_the_rest(items, part))
     kept.update(item.nodeid for item in programs if _own_file(item) in changed)
-    kept.update(item.nodeid for item in _dealt(programs, part, SHARES) if _touched(item, changed_lately))
+    kept.update(item.nodeid for item in _dealt(programs, part, SHARES))
     return [item for item in items if item.nodeid in kept]
 
 

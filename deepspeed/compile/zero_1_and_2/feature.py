@@ -157,14 +157,18 @@ class Feature:
         """Whether to make this part for an engine."""
         return True
 
-    # Begins the sentence with which a model without blocks is refused, and says what needs them. None: nothing does.
-    # Where such a part is wanted, blocks become graphs also where a model calls its blocks itself.
-    needs_blocks: Optional[str] = None
+    @classmethod
+    def needs_blocks(cls, request: Request) -> Optional[str]:
+        """Returns what needs blocks, if the user asks for a part that works on these: the beginning of the sentence
+        with which a model without blocks is refused. Blocks then become graphs also where a model calls its blocks
+        itself."""
+        return None
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def __init__(self, context: SetUpContext):
-        """Prepares the engine. What this changes, a function that it adds to ``context.undo`` reverts."""
+        """Prepares the engine. What this changes, a function that it adds to ``context.undo`` reverts.
+        It has no collectives, because a rank on which the set-up has raised would not come to them."""
 
     def commit(self) -> None:
         """Called when all parts are made, and before the optimizer is changed: does what cannot be reverted."""

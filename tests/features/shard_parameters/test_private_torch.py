@@ -28,6 +28,7 @@ OTHERWISE = {
     "called at once": (private_torch, "call_after_backward", lambda function: function(), "backwards that say"),
     "no hooks": (_C._autograd, "_top_saved_tensors_default_hooks", lambda traced: None, "hooks can be asked for"),
     "always hooks": (_C._autograd, "_saved_tensors_hooks_is_enabled", lambda: True, "hooks can be asked for"),
+    "no store": (torch.distributed.distributed_c10d, "_get_process_group_store", None, "that writes a key decides"),
     "never wrong": (torch, "_assert_async", lambda condition, message: None, "assertions"),
     "another restart": (private_torch, "trace_again", RuntimeError, "traces a frame again"),
 }

@@ -3,6 +3,7 @@
 """Trained parameters that are sharded over ranks train to the same bits as whole ones."""
 
 import contextlib
+import functools
 import os
 import time
 from typing import List, NamedTuple
@@ -31,7 +32,7 @@ from deepspeed.utils import (
 
 from support.checkpoints import EXACT
 from support.ends import TIMEOUT, in_processes_of_their_own
-from support.frozen import HIDING, MODELS, WIDTH, Adapted, Body, beside_whole, late, trained_on
+from support.frozen import HIDING, MODELS, WIDTH, Adapted, AdaptedBlock, Body, beside_whole, late, model_of, trained_on
 from support.ids import vary
 from support.models import VOCABULARY, qwen3_config
 from support.options import outcome
@@ -258,6 +259,41 @@ def test_a_large_layer_beside_blocks_that_ranks_skip(ranks, model, kept):
     """A rank that comes to the layer earlier than others would gather it while they gather a block."""
     for equal, _ in ranks(2).run(compare_beside, model, kept):
         assert equal == [True, True, True]
+
+
+class TurningBlock(AdaptedBlock):
+    """Takes a parameter at an even place for complex numbers. Those behind it lie at odd places."""
+
+    def __init__(self):
+        super().__init__()
+        self.turn, self.one = torch.nn.Parameter(torch.randn(WIDTH // 2, 2)), torch.nn.Parameter(torch.ones(1))
+        self.other = torch.nn.ParameterList([torch.zeros(1)])
+
+    @torch.compiler.disable
+    def turned(self, x):
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.view_as_complex(self.turn)).flatten(-2)
+
+    def forward(self, x):
+        return super().forward(self.turned(x)) * self.one + self.other[0]
+
+
+def compare_turning():
+    # With three blocks, what the first rank owns ends within the second one.
+    model = model_of(of_block=TurningBlock, __init__=functools.partialmethod(Body.__init__, depth=3))
+    with mock.patch.dict(MODELS, turning=model):
+        module, engine = make("turning", SHARDED)
+        homes = sharded_blocks(engine).partitions.homes
+        engine.destroy()
+        equal, _ = compare("turning", stage=2, steps=2)
+    # Whether complex numbers begin between those of this rank's memory.
+    return equal, any(home.memory.storage_offset() % 8 for home in homes)
+
+
+def test_a_parameter_taken_for_complex_numbers(ranks):
+    """A backward would view all that a rank owns as complex numbers, which may begin at an odd place."""
+    results = ranks(2).run(compare_turning)
+    assert all(equal == [True, True, True] for equal, _ in results) and any(is_between for _, is_between in results)
 
 
 def train_two(config):
@@ -858,7 +894,7 @@ def refusals(folder):
     said = {"overlap": outcome(make, "plain", overlapped)}
     module, engine = make("plain", SHARDED)
     weight = module.body.blocks[0].up.weight
-    said["read"] = outcome(weight.sum)
+    said["placed"] = outcome(weight.data_ptr)
     said["offload"] = outcome(engine.offload_states)
     said["cast"] = outcome(module.bfloat16)
     said["saved"] = outcome(lambda: torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt"))
@@ -935,6 +971,52 @@ def test_ranks_that_differ(how):
         assert seconds < TIMEOUT
 
 
+class SeesImages(Adapted):
+    """Blocks of another size look at images, of which a rank may have none."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.is_first = first
+        self.tower = torch.nn.ModuleList(AdaptedBlock(2 * WIDTH) for _ in range(3))
+
+    def forward(self, ids, skip=False):
+        loss = super().forward(ids, skip) if not self.is_first else 0
+        if not skip:
+            x = torch.ones(2, 2 * WIDTH, device=ids.device)
+            for block in self.tower:
+                x = block(x)
+            loss = loss + x.square().mean()
+        return loss + super().forward(ids, skip) if self.is_first else loss
+
+
+def without_images(shards, first):
+    """Trains where the second rank has no images. Returns what is said, and after how many seconds."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = SeesImages(first).to(device())
+    if shards == "all":
+        module.requires_grad_(True)
+    config = {"compile": {"regional_compilation": True, "shard_parameters": shards}}
+    engine, begin = make_engine(module, Case(config=config, stage=2, bucket=1)), time.monotonic()
+
+    def step():
+        loss = engine(batch(0, 0, 0, 4), dist.get_rank() == 1)
+        engine.backward(loss)
+        engine.step()
+
+    return outcome(step), time.monotonic() - begin
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="an assertion on the device ends the processes")
+@vary("shards", ["all", pytest.param("frozen", marks=SLOW)])
+@vary("first", [True, pytest.param(False, marks=SLOW)])
+def test_a_rank_without_images(shards, first):
+    """Gloo would end a rank that gets messages of another size, or a rank wait to the time-out, and name no cause."""
+    for said, seconds in in_processes_of_their_own(without_images, shards, first):
+        assert said and said.startswith("DistBackendError: ranks gathered parameters of different blocks"), said
+        assert seconds < TIMEOUT
+
+
 @pytest.mark.quick
 def test_a_gpu_can_say_why_ranks_differ():
     """An assertion on a CUDA device refuses a message of 255 bytes or more, in every run, also of ranks alike."""
@@ -942,7 +1024,7 @@ def test_a_gpu_can_say_why_ranks_differ():
 
 
 def test_what_is_refused(ranks, tmp_path):
-    """Each of these would compute with, move or save memory that holds nothing."""
+    """Each of these would name, compute with, move or save memory that holds nothing."""
     for said in ranks(2).run(refusals, str(tmp_path)):
         for name, sentence in said.items():
             assert sentence is not None and "compile.shard_parameters" in sentence, name

@@ -700,13 +700,27 @@ def test_a_saved_tensor_that_a_block_changes(ranks):
 
 
 def copies_made_at_rest():
-    """Returns the dtypes of copies at rest, and what is said when they are written, here and within the context."""
+    """Returns the dtypes of copies at rest, and what is said when they are written, here and within the context.
+
+    Torch makes such copies where a module is moved.
+    """
     module, engine = make("plain", SHARDED)
-    weight = module.body.blocks[1].up.weight
-    half, clone = module.state_dict()["body.blocks.1.up.weight"].to(torch.float16), weight.clone()
+    weight, moved = module.body.blocks[1].up.weight, []
+
+    def move(tensor):
+        for copied in (tensor.to(torch.float16), tensor.clone()):
+            if tensor is weight:
+                moved.append(copied)
+        return tensor
+
+    module.body.blocks[1].up._apply(move)
+    half, clone = moved
     said = [outcome(clone.copy_, torch.zeros(24, 12))]
+    # Elsewhere copies have values.
+    copied = module.state_dict()["body.blocks.1.up.weight"].to(torch.float64)
     with unsharded_parameters(engine):
         before = weight.clone()
+        assert torch.equal(copied, before.double())
         said.append(outcome(half.zero_))
         # As is advised: a copy that is made here has values.
         advised = outcome(copy.deepcopy(weight).zero_)
@@ -729,7 +743,7 @@ def copies_after_the_end():
     module, engine = make("plain", SHARDED)
     weight = module.body.blocks[1].up.weight
     engine.destroy()
-    return outcome(weight.detach().to(torch.float16).zero_)
+    return outcome(lambda: weight.detach().to(torch.float16).zero_())
 
 
 def test_copies_after_the_end(ranks):

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
-from deepspeed.compile.features.shard_parameters import feature, sharded_blocks, unit_memory, unsharded_parameters
+from deepspeed.compile.features.shard_parameters import feature, unit_memory, unsharded_parameters
 from deepspeed.compile.features.shard_parameters.at_rest import Resharded
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 
+from support.beside import warnings_logged
 from support.ends import in_processes_of_their_own
 from support.frozen import MODELS, trained_on
 from support.ids import vary
@@ -116,17 +117,6 @@ def whole_within_a_forward(folder):
     return said, trains(engine, module)
 
 
-def ended_at_rest(folder):
-    """An engine is destroyed at rest, and another one within the context."""
-    module, engine = make("all")
-    said = []
-    with mock.patch.object(sharded_blocks.logger, "warning", said.append):
-        engine.destroy()
-        # This destroys the other engine within the context, of which nothing is said.
-        works = trains(another_engine(module, "all"), module)
-    return said, works
-
-
 def trained_too_late(folder):
     """A frozen parameter is to be trained, first at rest, and then before another engine is made."""
     module, engine = make("frozen")
@@ -157,12 +147,23 @@ def saved_elsewhere(folder):
 
 
 def read_at_rest(folder):
-    """A parameter is read at rest, and then in each of the ways that the error names."""
+    """A parameter's place is asked for at rest, and then within the context."""
+    module, engine = make("frozen")
+    weight = module.body.blocks[1].up.weight
+    said = [outcome(weight.data_ptr), outcome(module.bfloat16)]
+    with unsharded_parameters(engine):
+        is_placed = weight.data_ptr() > 0
+    return said, trains(engine, module) and is_placed
+
+
+def saved_at_rest(folder):
+    """A parameter is saved at rest, and then in each of the ways that the error names."""
     module, engine = make("all")
     weight = module.body.blocks[1].up.weight
-    said = [outcome(weight.sum)]
+    said = [outcome(torch.save, module.state_dict(), f"{folder}/{dist.get_rank()}.pt")]
     with unsharded_parameters(engine):
         own = weight.detach().clone()
+        torch.save(module.state_dict(), f"{folder}/{dist.get_rank()}.pt")
     engine.save_checkpoint(folder, tag="one")
     engine.save_16bit_model(folder, "weights.bin")
     cloned = clone_tensors_for_torch_save(module.state_dict())  # as Accelerate's get_state_dict() does
@@ -241,10 +242,10 @@ REMEDIES = {
     ended_before_a_backward: "or the forward again with another engine of the model",
     whole_within_a_forward: "was called within a forward or a backward; call it outside of them",
     taken_as_torch_does: "cannot be taken by get_model_state_dict() here; do it within `with unsharded_parameters(",
-    ended_at_rest: "destroy the engine within `with unsharded_parameters(engine):` to use it",
     trained_too_late: "and cannot be trained; set requires_grad before the engine is made",
     saved_elsewhere: "another rank was to save it; save it on rank 0 alone",
-    read_at_rest: "cannot be read or changed (sum) here; do it within `with unsharded_parameters(engine):`",
+    read_at_rest: "here; do it within `with unsharded_parameters(engine):` of",
+    saved_at_rest: "which all ranks enter together, or save with engine.save_checkpoint()",
     another_engine_too_early: "call destroy() of that engine first, on all ranks",
     offloaded_whole: "offload_states() cannot move it to the host; name other states in include=[...]",
     beside_overlapped_gathers: "and compile.shard_parameters='all' a part of them; leave one of them out",
@@ -276,3 +277,15 @@ def test_a_gather_that_cannot_begin():
     for (first, second), begun in in_processes_of_their_own(gathers_that_cannot_begin):
         assert first is not None and first == second and "destroyed; make another" not in first
         assert begun == 0
+
+
+def warned_at_the_end():
+    _, engine = make("all")
+    with warnings_logged() as texts:
+        engine.destroy()
+    return texts
+
+
+def test_the_end_of_a_program_warns_of_nothing(ranks):
+    """Each rank of each program would end with a warning. Who uses the model afterwards gets an error that says so."""
+    assert ranks(2).run(warned_at_the_end) == [[], []]

@@ -12,12 +12,17 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 import warnings
 from typing import List, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends import debugging
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._dynamo.utils import calculate_time_spent
 from tqdm import tqdm
 
 from deepspeed.utils import logger
@@ -169,6 +174,35 @@ def test_a_first_step_is_told_by_default(ranks, config, arguments, what):
         f"INFO [Rank 0] DeepCompile is compiling {what}; the first step takes longer than later ones",
         f"INFO [Rank 0] DeepCompile has compiled {what}; compiling took S s",
     ]
+
+
+LATE = "entire_backward_compile"
+
+
+def compile_for_a_second(gm, example_inputs):
+    time.sleep(1)
+    return boxed_nop(gm, example_inputs)
+
+
+def trained_late():
+    """Trains a model whose backward is compiled when it first runs, for a second.
+
+    Returns what was shown, and the seconds for which torch compiled frames, and backwards that first ran.
+    """
+    # Where a graph is compiled for one size, torch puts the backward off.
+    case = Case(config={"compile": {"regional_compilation": False}}, compile_kwargs={"dynamic": False})
+    before = calculate_time_spent()
+    with mock.patch.object(debugging, "boxed_nop", compile_for_a_second):
+        seen = trained(case, logging.WARNING, on_terminal=False)
+    spent = calculate_time_spent()
+    return seen.shown, [spent[name] - before.get(name, 0.0) for name in ("entire_frame_compile", LATE)]
+
+
+def test_a_backward_that_is_compiled_when_it_runs_counts(ranks):
+    """The time would lack such backwards, which take longer than the forwards: a third of the time was told."""
+    ((shown, (frames, backwards)),) = ranks(1).run(trained_late)
+    told = float(re.search(r"compiling took ([\d.]+) s", shown[-1])[1])
+    assert backwards >= 1 and abs(told - (frames + backwards)) < 0.1, (told, frames, backwards)
 
 
 def test_a_compilation_that_fails_is_not_told(ranks):

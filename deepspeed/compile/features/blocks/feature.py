@@ -40,8 +40,8 @@ def chosen_blocks(request: Request) -> Tuple[List[Module], str]:
 
 
 def _needs_of_blocks(request):
-    """Yields what needs blocks, of the parts that are wanted."""
-    return (cls.needs_blocks for cls in classes() if cls.needs_blocks is not None and cls.is_wanted(request))
+    """Yields what needs blocks, of the parts for which the user asks."""
+    return (need for cls in classes() if (need := cls.needs_blocks(request)))
 
 
 class Blocks(Feature):

@@ -9,9 +9,17 @@ from torch.nn import Module, Parameter
 
 
 def modules_outside(module: Module, blocks: List[Module]) -> List[Module]:
-    """Lists the modules that lie in no block."""
-    inside = {id(submodule) for block in blocks for submodule in block.modules()}
-    return [submodule for submodule in module.modules() if id(submodule) not in inside]
+    """Lists the modules that are registered outside of blocks, also those that a block has too."""
+    ids, found = {id(block) for block in blocks}, {}
+
+    def walk(holder):
+        found[id(holder)] = holder
+        for child in holder.children():
+            if id(child) not in found and id(child) not in ids:
+                walk(child)
+
+    walk(module)
+    return [*found.values()]
 
 
 def by_block(parameters: Iterable[Parameter], module: Module, blocks: List[Module]) -> List[List[Parameter]]:

@@ -4,7 +4,8 @@
 
 - ``options.py``, ``sentences.py``: the section ``compile``. What has no effect is left out, what is wrong said in one
   sentence.
-- ``initialize.py``: what ``deepspeed.initialize()`` refuses, before it changes anything where it can.
+- ``initialize.py``, ``same_models.py``: what ``deepspeed.initialize()`` refuses, before it changes anything where it
+  can, models that differ by rank among it.
 - ``feature.py``, ``refused.py``, ``refused_calls.py``, ``ignored.py``: options of DeepSpeed that are refused, and
   those that are warned of. A part's own options are its own business.
 - ``self_compile.py``: when an engine compiles itself.

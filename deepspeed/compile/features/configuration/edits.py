@@ -26,6 +26,21 @@ EDITS = (
     ),
     (
         ENGINE,
+        "models that differ by rank",
+        "        # zero.Init() handles device placement of model\n",
+        "        configuration.refuse_other_models(self)\n        # zero.Init() handles device placement of model\n",
+    ),
+    (
+        ENGINE,
+        "optimizers that differ by rank",
+        "            log_dist(f'Creating {model_dtype} ZeRO stage {zero_stage} optimizer', ranks=[0])\n\n"
+        "            if isinstance(self.module, PipelineModule):\n",
+        "            log_dist(f'Creating {model_dtype} ZeRO stage {zero_stage} optimizer', ranks=[0])\n"
+        "            configuration.refuse_other_optimizers(self, optimizer)\n\n"
+        "            if isinstance(self.module, PipelineModule):\n",
+    ),
+    (
+        ENGINE,
         "end of deepspeed.initialize()",
         "        if self.dist_backend is None:\n            self.enable_backward_allreduce = False\n\n"
         "    def _optimized_linear_offload_setup",

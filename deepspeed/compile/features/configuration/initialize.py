@@ -5,11 +5,13 @@
 import contextlib
 from typing import TYPE_CHECKING
 
+import torch
 from torch.nn import Module
 
 from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.feature import Request
+from . import same_models
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -45,9 +47,19 @@ def refuse_at_the_beginning(engine: "DeepSpeedEngine", module: Module) -> None:
     if is_set_up_by_compile(engine):
         # As DeepSpeed does next.
         engine._set_client_model(module)
-        error = _refusal(engine)
-        if error is not None:
-            raise error
+        _refuse(engine, _ranks_of_one_model(engine))
+
+
+def refuse_other_models(engine: "DeepSpeedEngine") -> None:
+    """Called when the module has its dtype, before any of its tensors is sent: refuses models that differ by rank.
+
+    Raises:
+        ValueError: on every rank, if a rank has other parameters; with ``shard_parameters`` also other buffers, which
+            are sent then.
+    """
+    if is_set_up_by_compile(engine):
+        sends_buffers = getattr(engine._config.compile_config, "shard_parameters", None) is not None
+        same_models.refuse_other_models(engine.module, _ranks_of_one_model(engine), sends_buffers)
 
 
 def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
@@ -58,20 +70,41 @@ def refuse_at_the_end(engine: "DeepSpeedEngine") -> None:
     """
     if not is_set_up_by_compile(engine):
         return
-    error = _refusal(engine)
-    if error is not None:
+    try:
+        _refuse(engine, engine.seq_data_parallel_group)
+    except Exception:
         for hook in (engine.module_forward_pre_hook, engine.module_forward_post_hook):
             hook.remove()
         # Whatever the end of a refused engine raises, the user is to learn why the engine was refused.
         with contextlib.suppress(Exception):
             engine.destroy()
-        raise error
+        raise
 
 
-def _refusal(engine):
-    """Returns the error for the first problem that no arguments of ``engine.compile()`` could mend, or None."""
+def refuse_other_optimizers(engine: "DeepSpeedEngine", optimizer: torch.optim.Optimizer) -> None:
+    """Called before the ZeRO-1/2 optimizer is made, which may send the parameters of ``optimizer`` in their order.
+
+    Raises:
+        ValueError: on every rank, if a rank's optimizer has other parameters, or another order.
+    """
+    if is_set_up_by_compile(engine):
+        same_models.refuse_other_optimizers(engine.module, optimizer, engine.seq_data_parallel_group)
+
+
+def _ranks_of_one_model(engine):
+    """Returns the group of the ranks that have the same model; None for all ranks."""
+    # DeepSpeed asks the caller's groups too, but later.
+    return None if engine.mpu is None else engine.mpu.get_data_parallel_group()
+
+
+def _refuse(engine, group):
+    """Raises, on all ranks of a group, the first problem that no arguments of ``engine.compile()`` could mend."""
     # Imported here, because the compiler takes a second, for which training without DeepCompile need not wait.
+    from ...zero_1_and_2.collectives import every_rank_raises
     from ...zero_1_and_2.engine.options import problems_of, refusal
 
     request = Request(engine, get_accelerator().get_compile_backend(), compile_kwargs={})
-    return refusal(request, problems_of(request))
+    with every_rank_raises("make an engine", group):
+        error = refusal(request, problems_of(request))
+        if error is not None:
+            raise error

@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional
 
 import torch
 
+import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
 from ...zero_1_and_2.messages import inform, tell, warn
+from ...zero_1_and_2.own_thread import in_own_thread
 from .initialize import is_set_up_by_compile
 
 if TYPE_CHECKING:
@@ -51,17 +54,17 @@ def before_forward(engine: "DeepSpeedEngine") -> None:
         return
     # Otherwise a caller's torch.compile would trace this call, and the compiled module would become part of the
     # caller's graph. As a decorator, disable() would import torch._dynamo with DeepSpeed, which takes a second.
-    torch.compiler.disable(_before_forward)(engine)
+    torch.compiler.disable(in_own_thread)(_before_forward, engine, engine.module.training and torch.is_grad_enabled())
 
 
-def _before_forward(engine):
-    if not _is_due(engine):
+def _before_forward(engine, trains):
+    if _is_left_to_caller(engine):
         return
-    if engine.module.training and torch.is_grad_enabled():
-        _compile(engine, "before its first training forward")
+    if trains or _compiles_before_any_forward(engine):
+        if not _waits_on_any_rank(engine):
+            _compile(engine, f"before its first {'training ' if trains else ''}forward")
         return
-    if _compiles_before_any_forward(engine):
-        _compile(engine, "before its first forward")
+    if _waits(engine):
         return
     # This forward may be training in evaluation mode. The engine would then compile itself after the step, which is
     # too late for an error. deepspeed.initialize() has checked the options: check now what may have changed since.
@@ -85,7 +88,9 @@ def after_step(engine: "DeepSpeedEngine") -> None:
     A forward does not compile the engine if the module was in evaluation mode, if the module was called without the
     engine, or if gradients were held before the forward.
     """
-    if not engine.is_compiled and _is_due(engine):
+    if engine.is_compiled or _is_left_to_caller(engine):
+        return
+    if not in_own_thread(_waits_on_any_rank, engine):
         _compile(engine, "after its first step")
 
 
@@ -138,17 +143,28 @@ def _tell_of_other_stages(engine):
     torch.compiler.disable(tell)(f"compile.deepcompile=true with ZeRO stage {stage} {does}")
 
 
-def _is_due(engine):
-    if not is_set_up_by_compile(engine) or getattr(engine, "_compile_arguments", None) is not None:
-        # The caller called engine.compile() already. If that call raised and the caller goes on, the caller has
-        # decided to train without DeepCompile.
-        return False
+def _is_left_to_caller(engine):
+    # The caller may have called engine.compile() already. If that call raised and the caller goes on, the caller has
+    # decided to train without DeepCompile.
+    return not is_set_up_by_compile(engine) or getattr(engine, "_compile_arguments", None) is not None
+
+
+def _waits_on_any_rank(engine):
+    """Whether any rank is to compile later. All ranks call this, because they compile together."""
+    waits = torch.tensor(_waits(engine), dtype=torch.uint8, device=engine.device)
+    with collective("learn whether all ranks can compile the engine"):
+        dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=engine.seq_data_parallel_group)
+    return bool(waits)
+
+
+def _waits(engine):
+    """Whether this rank is to compile an engine later, if at all."""
     # Imported here, because it takes a second, for which training without DeepCompile need not wait.
     from .refused_calls import has_gradients
 
     # Compiling would lose gradients that no step has used, so wait for a step. And leave parameters that a later
     # engine has taken over to that engine.
-    return not has_gradients(engine) and _holds_its_parameters(engine.optimizer)
+    return has_gradients(engine) or not _holds_its_parameters(engine.optimizer)
 
 
 def _holds_its_parameters(optimizer):

@@ -2,43 +2,100 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gathers updated parameters while the next forward begins (``compile.overlap_param_gather``)."""
 
-import contextlib
-from typing import TYPE_CHECKING, Callable, Iterator
+from typing import TYPE_CHECKING, Callable, Dict, List, Optional
+
+import torch
+from torch.nn import Module, Parameter
+
+from deepspeed.utils import logger
 
 from ...zero_1_and_2.feature import Feature, Request, SetUpContext
-from ..blocks.feature import Blocks
-from .gather_hooks import ParameterArrivals
+from ...zero_1_and_2.gradient.layout import registered_parameters
+from ..blocks.feature import Blocks, chosen_blocks
+from ..blocks.parameters import by_block
+from .gather import OverlappedGather
 
 if TYPE_CHECKING:
     from ...zero_1_and_2.graph.backend import Frame
 
+# The number of the unit of all parameters that lie outside the blocks or in several blocks.
+OUTSIDE = 0
+
 
 class OverlapGather(Feature):
-    """Has the blocks of one engine wait for their parameters."""
+    """Sends the unit ``OUTSIDE`` and then the unit of each block, and has compiled code wait for its parameters.
 
-    needs_blocks = "compile.overlap_param_gather needs blocks that wait for their parameters"
+    A block waits for its own unit, and the code around blocks for the unit ``OUTSIDE``. The guards of compiled code
+    read the class of parameters, so these must have arrived before. Any other code waits when it reads a parameter.
+    """
+
+    @classmethod
+    def needs_blocks(cls, request: Request) -> Optional[str]:
+        asked = request.options.overlap_param_gather
+        return "compile.overlap_param_gather needs blocks that wait for their parameters" if asked else None
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:
-        return request.options.overlap_param_gather
+        if request.options.overlap_param_gather is not None:
+            return request.options.overlap_param_gather
+        # That option gathers parameters itself.
+        if getattr(request.options, "shard_parameters", None) == "all":
+            return False
+        return bool(chosen_blocks(request)[0])
 
     def __init__(self, context: SetUpContext):
-        blocks = context.get(Blocks)
-        self._waiting = ParameterArrivals(context.optimizer, context.module, blocks.blocks)
-        context.undo.callback(self._waiting.remove_hooks)
-        self.gather = self._waiting.gather
-        blocks.wrap_calls(self._waiting.around_call)
+        blocks, module = context.get(Blocks), context.module
+        units = by_block(registered_parameters(context.optimizer), module, blocks.blocks)
+        self.gather = OverlappedGather(context.optimizer, units, _held_by_scripts(module))
+        context.undo.callback(self._end)
+        self._units_of_block: Dict[int, List[int]] = {
+            id(block): sorted(self.gather.units_of(block.parameters())) for block in blocks.blocks
+        }
+        # The units of which the code around blocks reads parameters.
+        self._around_blocks = {OUTSIDE}
+        blocks.wrap_calls(self._around_call)
+        blocks.wrap_module(self._around_module)
+
+    def _around_call(self, module: Module, blocks: Optional[List[Module]], call: Callable) -> Callable:
+        if blocks is not None:
+            # It runs uncompiled.
+            return call
+        gather, units = self.gather, self._units_of_block[id(module)]
+
+        def wait_and_call(block, /, *args, **kwargs):
+            gather.wait(units)
+            return call(block, *args, **kwargs)
+
+        return wait_and_call
+
+    def _around_module(self, call: Callable) -> Callable:
+        gather, units = self.gather, self._around_blocks
+
+        def wait_and_call(module, /, *args, **kwargs):
+            gather.wait(sorted(units))
+            return call(module, *args, **kwargs)
+
+        return wait_and_call
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
-        return self._waiting.around_graph(frame.inputs, compiled())
+        if frame.layer is None:
+            # Such code may read a block's parameter too. Wait for it before, so that guards find it in its own class.
+            self._around_blocks.update(
+                self.gather.units_of(value for value in frame.inputs if isinstance(value, Parameter))
+            )
+        return compiled()
 
-    @contextlib.contextmanager
-    def around_forward(self, training: bool) -> Iterator[None]:
-        # Parameters outside the blocks are complete before the forward starts; all parameters are complete when the
-        # forward ends.
-        self._waiting.forward_begins(training)
-        yield
-        self._waiting.leave()
+    def _end(self):
+        try:
+            self.gather.close()
+        except RuntimeError as error:
+            logger.warning(f"The engine is destroyed, but parameters of the last step did not arrive: {error}")
+
+
+def _held_by_scripts(module: Module):
+    """Returns the ids of the parameters that a ScriptModule has, whose code runs in C++."""
+    scripts = (submodule for submodule in module.modules() if isinstance(submodule, torch.jit.ScriptModule))
+    return {id(parameter) for script in scripts for parameter in script.parameters()}
 
 
 FEATURE = OverlapGather

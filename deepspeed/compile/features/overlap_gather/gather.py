@@ -2,21 +2,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributes the new values of parameters after a ZeRO-1/2 step while the next forward runs.
 
-``gather_hooks.py`` makes the forward wait for them.
+Whoever reads or writes a parameter that is on its way waits (``arriving.py``). Compiled code must find parameters that
+have arrived, so ``feature.py`` waits before it runs.
 """
 
 import contextlib
+import threading
+import weakref
 from itertools import groupby
-from typing import TYPE_CHECKING, Dict, Iterable, Iterator, List, Set, Tuple
+from typing import TYPE_CHECKING, Any, Container, Dict, Iterable, Iterator, List, Set, Tuple
 
 import torch
 from torch.nn import Parameter
 
 import deepspeed.comm as dist
+from deepspeed.accelerator import get_accelerator
 
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.gradient.layout import partition_offset
 from ...zero_1_and_2.parameter.gather import PURPOSE, AllGather
+from .arriving import Arrival, can_be_marked, mark, unmark
 from .runs import Run, runs
 
 if TYPE_CHECKING:
@@ -47,15 +52,27 @@ class OverlappedGather(AllGather):
         units: lists of parameters, in the order in which units are sent. Each registered parameter is in one unit. A
             unit is sent as few contiguous runs, each by the run's owner and all in one group, and a forward waits for
             a whole unit. If units have too many owners for that, one collective gathers all partitions.
+        unseen: ids of parameters that code in C++ reads, which waits for nothing. A step waits for their units.
     """
 
-    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", units: List[List[Parameter]]):
+    def __init__(self, optimizer: "DeepSpeedZeroOptimizer", units: List[List[Parameter]], unseen: Container[int] = ()):
         super().__init__(optimizer)
+        # Weak, because a parameter on its way has this object.
+        self._parameters = [[weakref.ref(parameter) for parameter in unit] for unit in units]
+        self._not_overlapped = [
+            index
+            for index, unit in enumerate(units)
+            if any(id(parameter) in unseen or not can_be_marked(parameter) for parameter in unit)
+        ]
         self._unit_of = {id(parameter): index for index, unit in enumerate(units) for parameter in unit}
         self._runs = [runs(optimizer, unit) for unit in units]
         self._broadcasts = broadcasts_pay(self._runs)
         # Number of a unit that is on its way -> its collectives that nobody has waited for.
         self._works: Dict[int, list] = {}
+        # A thread of the caller's may read a parameter that another one reads.
+        self._lock = threading.RLock()
+        # The stream on which the units were sent.
+        self._stream: Any = None
         # Whether the first unit of the current step has been sent.
         self._sent_first = False
 
@@ -81,7 +98,7 @@ class OverlappedGather(AllGather):
         self.wait_all()
         if self._broadcasts:
             with collective(PURPOSE):
-                self._works[0] = self._broadcast(self._runs[0])
+                self._note_sent(0, self._broadcast(self._runs[0]))
             self._sent_first = True
 
     def start(self) -> None:
@@ -96,11 +113,23 @@ class OverlappedGather(AllGather):
         with collective(PURPOSE):
             if self._broadcasts:
                 for index, unit in enumerate(self._runs[1:], start=1):
-                    self._works[index] = self._broadcast(unit)
+                    self._note_sent(index, self._broadcast(unit))
             else:
                 works = self._gather_all()
                 # A forward waits for the same collectives, whichever unit it comes to.
-                self._works = {index: list(works) for index in range(len(self._runs))}
+                for index in range(len(self._runs)):
+                    self._note_sent(index, list(works))
+        self.wait(self._not_overlapped)
+
+    def _note_sent(self, unit, works):
+        if not works:
+            return
+        self._works[unit], self._stream = works, get_accelerator().current_stream()
+        if unit not in self._not_overlapped:
+            mark(self._living(unit), Arrival(self, unit))
+
+    def _living(self, unit):
+        return [parameter for reference in self._parameters[unit] if (parameter := reference()) is not None]
 
     def _broadcast(self, unit):
         """Returns the works of the broadcasts of one unit."""
@@ -139,25 +168,58 @@ class OverlappedGather(AllGather):
     def wait(self, units: Iterable[int]) -> None:
         """Makes the current stream, and on a CPU the calling thread, wait for these units.
 
+        Parameters have their own class behind it, so the stream on which the units were sent waits too: it may read
+        the parameters next.
+
         Raises:
             DistBackendError: if the parameters could not be received.
         """
         if self._works:
-            for index in units:
-                works = self._works.get(index, [])
-                while works:
-                    # Drop a broadcast only after its wait succeeded. If a wait raised, every later wait must raise
-                    # too, because the parameters must not be used.
-                    with collective(PURPOSE):
-                        works[-1].wait()
-                    works.pop()
-                self._works.pop(index, None)
+            with self._lock:
+                for index in units:
+                    self.receive(index)
+                    self._give_back(index)
+
+    def receive(self, unit: int) -> None:
+        """Does :meth:`wait`, but parameters keep the class that makes whoever reads one wait."""
+        with self._lock:
+            works = self._works.get(unit, [])
+            elsewhere = bool(works) and get_accelerator().current_stream() != self._stream
+            while works:
+                # Drop a broadcast only after its wait succeeded. If a wait raised, every later wait must raise too,
+                # because the parameters must not be used.
+                with collective(PURPOSE):
+                    works[-1].wait()
+                    if elsewhere:
+                        with get_accelerator().stream(self._stream):
+                            works[-1].wait()
+                works.pop()
+
+    def arrive(self, unit: int) -> None:
+        """Does :meth:`wait` for one unit, when somebody reads or writes one of its parameters."""
+        self.wait((unit,))
+
+    def _give_back(self, unit):
+        if self._works.pop(unit, None) is not None and unit not in self._not_overlapped:
+            unmark(self._living(unit))
 
     def wait_all(self) -> None:
         """Waits for every unit that is on its way."""
         # A step that was interrupted may have sent its first unit.
         self._sent_first = False
         self.wait(sorted(self._works))
+
+    def close(self) -> None:
+        """Waits for every unit, and gives all parameters their own class back, also if some cannot be received.
+
+        Raises:
+            DistBackendError: if the parameters could not be received.
+        """
+        try:
+            self.wait_all()
+        finally:
+            for unit in list(self._works):
+                self._give_back(unit)
 
 
 @contextlib.contextmanager

@@ -2,15 +2,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The option of this part."""
 
+from typing import Optional
+
 from pydantic import BaseModel, model_validator
 
 
 class Options(BaseModel):
-    overlap_param_gather: bool = False
+    overlap_param_gather: Optional[bool] = None
     """Whether the next forward begins while updated parameters are still being gathered. Each block then waits for its
-    own parameters, so this option needs regional compilation. Off by default, because code that reads a parameter
-    between a step and the next forward must first call
-    ``deepspeed.compile.zero_1_and_2.wait_for_parameters(engine)``."""
+    own parameters, and code that reads or writes a parameter waits for it. By default (null), where blocks are graphs
+    of their own (``regional_compilation``), unless ``shard_parameters`` is "all". True makes blocks graphs also where
+    none were chosen without it."""
 
     @model_validator(mode="after")
     def _gathers_by_block(self):

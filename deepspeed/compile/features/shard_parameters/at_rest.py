@@ -4,18 +4,24 @@
 
 Torch reads memory that a storage does not have without a check, and the process dies. A parameter at rest therefore
 has another class, :class:`Resharded` before its own, whose ``__torch_function__`` sees every call from Python.
+
+A call that needs values gets them: within a forward or a backward, which all ranks run alike, the parameter's unit is
+gathered for it. Elsewhere the unit is gathered for this one call, if all ranks make it (``joint_reads.py``).
 """
 
+import contextlib
 import copy
 import functools
+import itertools
 import traceback
 import weakref
-from typing import TYPE_CHECKING, Any, Optional, Tuple, Type
+from typing import TYPE_CHECKING, Any, Callable, Optional, Tuple, Type
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...fixes.subclasses.tensors import plain_tensors
+from ..overlap_gather.without_values import WITHOUT_VALUES
 from .private_torch import address_of, change_class, in_backward, without_torch_function
 
 if TYPE_CHECKING:
@@ -23,23 +29,19 @@ if TYPE_CHECKING:
 else:
     _NextClass = object
 
-# Functions that need no values, and functions that return a tensor of the same values, or a copy.
-_DESCRIBE = {
-    *("numel", "nelement", "size", "dim", "ndimension", "stride", "element_size", "storage_offset", "get_device"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_same_size", "untyped_storage", "__len__"),
-    "_has_compatible_shallow_copy_type",
-}
-# Functions that need no values of any of their arguments, and hooks.
-_LIKE = {
-    *("zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "reshape_as", "view_as"),
-    *("expand_as", "type_as", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"),
-    *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
-}
+# Functions that need no values of a tensor at rest, beside those of WITHOUT_VALUES.
+_DESCRIBE = {"is_complex", "untyped_storage"}
+_LIKE = {"full_like", "reshape_as", "view_as", "expand_as", "type_as", "new_full", "new_tensor"}
+# Functions that return a tensor of the same values, or a copy.
 _SAME_VALUES = {"detach", "clone", "cpu", "cuda", "to", "contiguous"}
+# Functions that say where values lie, which is nowhere for long.
+_PLACES = {"data_ptr", "storage", "_typed_storage"}
 # Attributes that are tensors of the parameter's values.
 _VALUES = {"T", "mT", "H", "mH", "real", "imag"}
 # The attribute of a tensor at rest that says whose values it stands for.
 _SHARE = "_share_at_rest"
+# How many calls lie at most between a module that is moved and a function of its parameter.
+CALLS_WITHIN = 8
 # The module of torch's that has get_model_state_dict().
 CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 
@@ -62,26 +64,47 @@ class _Share:
         self.is_copy = False
         self.kept: Any = None
 
-    def values(self) -> Optional[torch.Tensor]:
-        """Returns the parameter's values if they are here now or can be gathered. Otherwise None."""
+    def gather(self, stack: contextlib.ExitStack) -> bool:
+        """Gathers the parameter in a forward or a backward, unless it is here. Returns whether it is here.
+
+        ``stack``: the parameter's unit stays until this ends, whatever else is gathered.
+        """
         unit = self.unit()
         if unit is None or self.is_copy:
-            return None
-        parameter = unit.memory.parameter(self.name)
-        if isinstance(parameter, Resharded):
-            if in_backward():
-                unit.gather_for_backward()
-            elif unit.owner is None or not unit.owner.passes.gather_for_forward(unit):
-                return None
+            return False
+        stays = contextlib.nullcontext if unit.owner is None else functools.partial(unit.owner.whole.in_use, unit)
+        with stays():
+            if isinstance(unit.memory.parameter(self.name), Resharded):
+                if in_backward():
+                    unit.gather_for_backward()
+                elif unit.owner is None or not unit.owner.passes.gather_for_forward(unit):
+                    return False
             # What a hook changes now is kept.
             unit.is_used = True
-        return parameter.detach()
+            stack.enter_context(stays())
+        return True
+
+    def values(self) -> torch.Tensor:
+        """Returns the parameter's values, which are here."""
+        unit = self.unit()
+        assert unit is not None
+        return unit.memory.parameter(self.name).detach()
 
     def write(self, values: torch.Tensor) -> None:
         unit = self.unit()
         if unit is None or self.is_copy:
-            raise self.refusal("changed")
+            raise self.refusal("changed", refusal)
         unit.memory.write(self.name, values)
+
+    def gather_with_all(self, stack: contextlib.ExitStack) -> bool:
+        """Gathers the parameter outside of forwards and backwards, if all ranks do. Returns whether they do.
+
+        ``stack``: when this ends, the parameter is at rest again.
+        """
+        unit = self.unit()
+        if unit is None or self.is_copy or unit.owner is None:
+            return False
+        return unit.is_gathered or unit.owner.gather_with_all(unit, stack)
 
     def of_copy(self) -> "_Share":
         """Returns whose values a copy stands for."""
@@ -89,7 +112,13 @@ class _Share:
         of_copy.is_copy = True
         return of_copy
 
-    def refusal(self, what: str) -> RuntimeError:
+    def refusal(self, what: str, of: "Callable[[str, str], RuntimeError]") -> RuntimeError:
+        """Returns an error of who reads a tensor at rest.
+
+        Args:
+            what: what cannot be done with it.
+            of: makes the error, of the parameter's name and ``what``, where nothing else is the reason.
+        """
         unit = self.unit()
         if unit is not None and unit.owner is not None and unit.owner.is_closed:
             return ended(self.name)
@@ -99,15 +128,31 @@ class _Share:
                 f"over the ranks, so it has no values and cannot be {what}; make it within "
                 "`with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters"
             )
-        return refusal(self.name, what)
+        return of(self.name, what)
 
 
 def refusal(name: str, what: str) -> RuntimeError:
-    """Returns the error that a parameter at rest raises. ``what``: what cannot be done with it."""
+    """Returns the error of who reads a parameter at rest in a way for which it is not gathered."""
     return RuntimeError(
         f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} here; do it "
         "within `with unsharded_parameters(engine):` of deepspeed.compile.features.shard_parameters, which all ranks "
-        "enter together, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's "
+        "enter together"
+    )
+
+
+def refusal_alone(name: str, what: str) -> RuntimeError:
+    """Returns the error of who reads a parameter at rest that others do not read."""
+    return RuntimeError(
+        f"parameter {name} is sharded over the ranks by compile.shard_parameters and cannot be {what} by some ranks "
+        "alone; do it on all ranks, or within `with unsharded_parameters(engine):` of "
+        "deepspeed.compile.features.shard_parameters, which all ranks enter together"
+    )
+
+
+def refusal_to_save(name: str, what: str) -> RuntimeError:
+    """Returns the error of who saves a parameter at rest."""
+    return RuntimeError(
+        f"{refusal(name, what)}, or save with engine.save_checkpoint(), engine.save_16bit_model() or Accelerate's "
         "get_state_dict(), which all ranks call"
     )
 
@@ -121,7 +166,7 @@ def refuse_checkpoint(unit: Any, *_: Any) -> None:
     if not unit.is_gathered and any(
         frame.f_globals.get("__name__") == CHECKPOINTS for frame, _ in traceback.walk_stack(None)
     ):
-        raise refusal(unit.memory.name, "taken by get_model_state_dict()")
+        raise refusal_to_save(unit.memory.name, "taken by get_model_state_dict()")
 
 
 def ended(name: str) -> RuntimeError:
@@ -140,18 +185,19 @@ class Resharded(_NextClass):
 
     # torch's own methods of these names are no calls of torch functions.
     def __deepcopy__(self, memo: Any) -> Any:
-        share = vars(self)[_SHARE]
-        values = share.values()
-        if values is None:
-            raise share.refusal("copied")
-        return copy.deepcopy(values, memo)
+        with contextlib.ExitStack() as stack:
+            share = vars(self)[_SHARE]
+            if not share.gather(stack) and not share.gather_with_all(stack):
+                raise share.refusal("copied", refusal_alone)
+            return copy.deepcopy(share.values() if isinstance(self, Resharded) else self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         share = vars(self)[_SHARE]
-        values = share.values()
-        if values is None:
-            raise share.refusal("saved")
-        return values.__reduce_ex__(protocol)
+        with contextlib.ExitStack() as stack:
+            # Not if all ranks do this: who pickles reads the memory later.
+            if not share.gather(stack):
+                raise share.refusal("saved", refusal_to_save)
+            return share.values().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(cls: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,26 +215,38 @@ class Resharded(_NextClass):
             share = vars(first)[_SHARE]
             if name == "__repr__":
                 return f"{type(first).__name__}({share.name}, {_plain(tuple, first.shape)}, {first.dtype})"
-            if name in _DESCRIBE:
-                return _plain(function, *args, **kwargs)
             if name == "requires_grad_":
                 first.requires_grad = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
                 return first
-        if name in _LIKE and not (name.endswith("_as") and isinstance(first, Resharded)):
+            if name in _DESCRIBE:
+                return _plain(function, *args, **kwargs)
+        if function in WITHOUT_VALUES or (
+            name in _LIKE and not (name.endswith("_as") and isinstance(first, Resharded))
+        ):
             return _plain(function, *args, **kwargs)
-        values = _values((args, kwargs))
-        if values is not None:
-            return _call_with_values(function, (args, kwargs), values)
-        if isinstance(first, Resharded):
-            if name in _SAME_VALUES:
-                return _call_at_rest(first, function, args, kwargs)
-            if name == "data" and function.__name__ == "__get__":
-                return _alias(first)
-            if name == "copy_" and not isinstance(args[1], Resharded):
-                share.write(args[1].detach())
-                return first
-        at_rest = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, Resharded))
-        raise vars(at_rest)[_SHARE].refusal(f"read or changed ({name})")
+        at_rest = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Resharded)]
+        shares = [vars(leaf)[_SHARE] for leaf in at_rest]
+        with contextlib.ExitStack() as stack:
+            if all([share.gather(stack) for share in shares]):
+                return _call_with_values(function, (args, kwargs), at_rest, shares)
+            if isinstance(first, Resharded):
+                if name in _SAME_VALUES:
+                    same = _call_at_rest(first, function, args, kwargs)
+                    if same is not None:
+                        return same
+                if name == "data" and function.__name__ == "__get__":
+                    return _alias(first)
+                if name == "copy_" and not isinstance(args[1], Resharded):
+                    vars(first)[_SHARE].write(args[1].detach())
+                    return first
+            what = f"read or changed ({name})"
+            # What a module becomes when it is cast is nothing that a unit gathers.
+            if name in _PLACES or _moves_module():
+                raise shares[0].refusal(what, refusal)
+            for share in shares:
+                if not share.gather_with_all(stack):
+                    raise share.refusal(what, refusal_alone)
+            return _call_with_values(function, (args, kwargs), at_rest, shares)
 
 
 def _is_moved(tensor, other):
@@ -199,27 +257,24 @@ def _is_moved(tensor, other):
     return (share.unit, share.name) == (others.unit, others.name) and not share.is_copy
 
 
-def _values(arguments):
-    """Returns {id: values} of the tensors at rest in arguments, or None if some have no values now."""
-    values = {}
-    for leaf in tree_leaves(arguments):
-        if isinstance(leaf, Resharded):
-            its_values = vars(leaf)[_SHARE].values()
-            if its_values is None:
-                return None
-            values[id(leaf)] = leaf if not isinstance(leaf, Resharded) else its_values
-    return values
-
-
-def _call_with_values(function, arguments, values):
-    """Calls a function with values in place of tensors at rest."""
+def _call_with_values(function, arguments, at_rest, shares):
+    """Calls a function with values in place of what was at rest. ``shares``: whose values these are."""
+    values = {
+        # A parameter itself is none at rest any more.
+        id(tensor): share.values() if isinstance(tensor, Resharded) else tensor
+        for tensor, share in zip(at_rest, shares)
+    }
     before = {key: _memory_of(value) for key, value in values.items()}
     args, kwargs = tree_map(lambda value: values.get(id(value), value), arguments)
     result = function(*args, **kwargs)
-    for leaf in tree_leaves(arguments):
-        if isinstance(leaf, Resharded) and _memory_of(values[id(leaf)]) != before[id(leaf)]:
+    for tensor in at_rest:
+        value = values[id(tensor)]
+        if isinstance(tensor, Resharded) and _memory_of(value) != before[id(tensor)]:
             # Such as by assigning to `data`: it stands for the parameter no longer.
-            _replace(leaf, values[id(leaf)])
+            _replace(tensor, value)
+        if result is value:
+            # A function that changes its argument returns it.
+            result = tensor
     return result
 
 
@@ -258,24 +313,34 @@ def _plain(function, *args, **kwargs):
 
 
 def _call_at_rest(tensor, function, args, kwargs):
-    """Returns what a function of ``_SAME_VALUES`` returns of a tensor at rest."""
+    """Returns what a function of ``_SAME_VALUES`` returns of a tensor at rest; None if that is a copy to be read."""
     share, empty = vars(tensor)[_SHARE], torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     made = _plain(function, empty, *args[1:], **kwargs)
-    if (made.dtype, made.device) == (tensor.dtype, tensor.device):
-        return _alias(tensor, is_copy=made is not empty and function.__name__ != "detach")
+    if made is empty or function.__name__ == "detach":
+        return _alias(tensor)
+    if not _moves_module():
+        return None
     copied = torch.empty(tensor.shape, dtype=made.dtype, device=made.device)
     copied.untyped_storage().resize_(0)
     _put_to_rest(copied, share.of_copy())
     return copied
 
 
-def _alias(tensor, is_copy=False):
+def _moves_module():
+    """Whether a module is moved, such as by ``module.cpu()``. Only the stack of calls says so."""
+    return any(
+        frame.f_code.co_name == "_apply" and frame.f_globals.get("__name__") == torch.nn.Module.__module__
+        for frame, _ in itertools.islice(traceback.walk_stack(None), CALLS_WITHIN)
+    )
+
+
+def _alias(tensor):
     """Returns another tensor at rest that stands for the same values."""
     share, alias = vars(tensor)[_SHARE], _plain(tensor.detach)
     unit = share.unit()
     if unit is not None:
         unit.memory.note_alias(alias)
-    _put_to_rest(alias, share.of_copy() if is_copy else share)
+    _put_to_rest(alias, share)
     return alias
 
 

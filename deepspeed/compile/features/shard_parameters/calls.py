@@ -48,6 +48,11 @@ def _trains(engine):
     return engine.client_optimizer is not None or engine.optimizer_name() is not None
 
 
+def _shards(engine):
+    shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_parameters is not None
+    return shards and _trains(engine) and engine.zero_optimization_stage() in (1, 2)
+
+
 def owner_of(item: Any) -> "Optional[ShardedBlocks]":
     """Returns what gathers a tensor at rest. None for anything else."""
     unit = (stands_for(item) or [None])[0]
@@ -65,8 +70,7 @@ def move_to_device(engine: "DeepSpeedEngine") -> None:
         ValueError: if no rank has the values of a parameter.
     """
     module, stays = engine.module, []
-    shards = engine.is_deepcompile_enabled() and engine._config.compile_config.shard_parameters
-    if shards and _trains(engine) and engine.zero_optimization_stage() in (1, 2):
+    if _shards(engine):
         stays = _to_be_sharded(engine, give_values(module, torch.device(engine.device)))
     stay = {id(parameter) for parameter in stays}
     if not stays:
@@ -96,11 +100,19 @@ def optimizer_of(engine: "DeepSpeedEngine") -> Callable[..., DeepSpeedZeroOptimi
     return functools.partial(make_optimizer, engine.module) if cuts else DeepSpeedZeroOptimizer
 
 
-def shard_at_once(engine: "DeepSpeedEngine") -> None:
-    """Called at the end of ``deepspeed.initialize()``. Compiles an engine whose optimizer has cut parameters.
+def prepare(engine: "DeepSpeedEngine") -> None:
+    """Called on all ranks at the end of ``deepspeed.initialize()``: makes the process group for sharded parameters.
 
-    The module has no values of these, so nothing may come before they are sharded: no forward, and no loading.
+    Compiles an engine whose optimizer has cut parameters. The module has no values of these, so nothing may come
+    before they are sharded: no forward, and no loading.
     """
+    if not _shards(engine):
+        return
+    # Imported here, as in with_values().
+    from .feature import make_group_of_shards
+
+    optimizer = engine.optimizer
+    make_group_of_shards(optimizer.dp_process_group, optimizer.bit16_groups_flat[0].device)
     if not any(map(is_cut, engine.module.parameters())):
         return
     backend = get_accelerator().get_compile_backend()

@@ -32,9 +32,9 @@ EDITS = (
     ),
     (
         ENGINE,
-        "sharding at the end of deepspeed.initialize()",
+        "preparation of sharding at the end of deepspeed.initialize()",
         "\n    def _optimized_linear_offload_setup",
-        "        shard_parameters.shard_at_once(self)\n\n    def _optimized_linear_offload_setup",
+        "        shard_parameters.prepare(self)\n\n    def _optimized_linear_offload_setup",
     ),
     # The copy in another dtype would be a second one, of a whole partition.
     (

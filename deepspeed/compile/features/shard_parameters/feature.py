@@ -25,6 +25,8 @@ from .rewrite import SaveByHooks
 from .sharded_blocks import ShardedBlocks
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -77,7 +79,11 @@ class GathersInBackward(_NextClass):
 class ShardParameters(Feature):
     """Shards the frozen parameters, or all parameters, of the blocks of one engine."""
 
-    needs_blocks = "compile.shard_parameters needs blocks whose parameters are gathered"
+    @classmethod
+    def needs_blocks(cls, request: Request) -> Optional[str]:
+        return (
+            "compile.shard_parameters needs blocks whose parameters are gathered" if cls.is_wanted(request) else None
+        )
 
     @classmethod
     def is_wanted(cls, request: Request) -> bool:
@@ -96,8 +102,7 @@ class ShardParameters(Feature):
     def __init__(self, context: SetUpContext):
         """Nothing is sharded yet."""
         optimizer, blocks = context.optimizer, context.get(Blocks)
-        group, device = _group_of_shards(optimizer.dp_process_group), optimizer.bit16_groups_flat[0].device
-        shorten_timeout(group, device)
+        group, device = _groups_of_shards[optimizer.dp_process_group], optimizer.bit16_groups_flat[0].device
         trained = registered_parameters(optimizer)
         shards_all = context.request.options.shard_parameters == "all"
         optimizer_of_all = optimizer if shards_all else None
@@ -116,9 +121,8 @@ class ShardParameters(Feature):
         # A graph of the code around a block has no place at which to gather the block. The backward may compute the
         # block again when its parameters have been given back.
         blocks.wrap_calls(self.sharded.passes.around_call, always=True)
-        if self.sharded.passes.around is not None:
-            blocks.wrap_module(self.sharded.passes.around_module)
         if self.sharded.units:
+            blocks.wrap_module(self.sharded.passes.around_module)
             synchronize_generation(context.module, self.sharded.whole, group, context.undo)
 
     optimizer_mixins = (GathersInBackward,)
@@ -132,11 +136,17 @@ class ShardParameters(Feature):
         self.sharded.shard()
 
     def around_forward(self, training: bool) -> ContextManager:
+        if not self.sharded.whole.are_fixed and _makes_other_tensors():
+            raise RuntimeError(
+                "compile.shard_parameters cannot gather parameters within FakeTensorMode or a transform of torch.func "
+                "that differentiates; leave it out, or call the engine outside of these"
+            )
         if training and torch.is_grad_enabled():
             self.sharded.passes.forget_skipped()
         return contextlib.nullcontext()
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
+        self.sharded.after_step()
         # The first step that is taken makes the optimizer's states. One that overflows is left out.
         if self._steps_before_keeping and engine.was_step_applied():
             self._steps_before_keeping -= 1
@@ -147,6 +157,16 @@ class ShardParameters(Feature):
 FEATURE = ShardParameters
 
 
+def _makes_other_tensors():
+    """Whether the caller has torch make tensors without memory, to which parameters could not be gathered."""
+    made = torch.empty(0)
+    try:
+        made.untyped_storage()
+    except NotImplementedError:
+        return True
+    return type(made) is not torch.Tensor
+
+
 def sharded_blocks(engine: "DeepSpeedEngine") -> Optional[ShardedBlocks]:
     """Returns what has an engine's sharded parameters, or None if it shards none."""
     deepcompile = state_of(engine)
@@ -154,14 +174,15 @@ def sharded_blocks(engine: "DeepSpeedEngine") -> Optional[ShardedBlocks]:
     return None if part is None else part.sharded
 
 
-def _group_of_shards(group):
-    """Returns the process group for sharded parameters of the ranks of ``group``. All engines of these have the same.
+def make_group_of_shards(group: "ProcessGroup", device: torch.device) -> None:
+    """Makes the process group for sharded parameters of the ranks of ``group``. All engines of these have the same.
 
-    Engines come and go, but a communicator takes memory and time.
+    Engines come and go, but a communicator takes memory and time. All ranks call this when an engine is made: parts
+    have no collectives when :meth:`~Feature.__init__` makes them. ``device``: of the parameters.
     """
     if group not in _groups_of_shards:
         ranks = dist.get_all_ranks_from_group(group)
         # If ``group`` has not all ranks, the others are not here.
         is_part = len(ranks) < dist.get_world_size()
         _groups_of_shards[group] = torch.distributed.new_group(ranks, use_local_synchronization=is_part)
-    return _groups_of_shards[group]
+    shorten_timeout(_groups_of_shards[group], device)

@@ -8,7 +8,8 @@ on every rank: a rank that skips a block gathers its unit too, because other ran
 it at once. So ranks may skip different blocks. The backward leaves out the frozen blocks into which no gradient flows.
 A unit that was resharded and is needed again within a pass is gathered once more, out of order. That happens if a pass
 comes back to an earlier block, if the model registers a layer in another place than it calls it, or if checkpointing
-spans several blocks. All ranks must then do the same.
+spans several blocks. All ranks must then do the same. The unit that somebody has just reached stays whatever is
+gathered next.
 """
 
 import itertools
@@ -129,7 +130,10 @@ class GatherOrder:
         self._whole.begin(unit, evaluates=self._evaluates)
         unit.finish_gather()
         if self._begun == place + 1 < len(self.units):
-            self._begin_next()
+            # The caller is about to read this unit, which may have begun before all others: the next one takes the
+            # place of another one.
+            with self._whole.in_use(unit):
+                self._begin_next()
 
     def _begin_next(self):
         unit = self.units[self._begun]

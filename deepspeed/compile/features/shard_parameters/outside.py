@@ -17,16 +17,15 @@ not meet a parameter at rest, so units are gathered before such code runs, and n
 import contextlib
 import functools
 from collections import defaultdict
-from typing import Callable, Container, Dict, Iterable, Iterator, List, Tuple
+from typing import Callable, Container, Dict, Iterable, Iterator, List, Set, Tuple
 
 import torch
 from torch.nn import Embedding, Module, Parameter
 
 from ...fixes.subclasses.tensors import plain_tensors
+from ...zero_1_and_2.hooks import Hook
 from ..blocks.choose_blocks import parents_of
 from ..blocks.parameters import modules_outside
-from ..overlap_gather.gather_hooks import outside_graphs
-from .private_torch import is_traced, trace_again
 from .unit import Unit
 from .whole_units import WholeUnits
 
@@ -129,12 +128,19 @@ class OutsideUnits:
         # How many calls of the model are under way, and whether blocks have run in the last one.
         self._forwards = 0
         self._have_blocks_run = False
+        # Units of blocks that code around the modules that call blocks has read in the forward that is under way.
+        self._of_blocks: Set[Unit] = set()
         self._hooks = []
         holders = _holders(module, blocks)
         for parameter, unit in units.items():
             for holder in holders[id(parameter)]:
-                hook = outside_graphs(functools.partial(self.gather, unit))
+                hook = _outside_graphs(functools.partial(self.gather, unit))
                 self._hooks.append(holder.register_forward_pre_hook(hook, prepend=True))
+
+    @property
+    def is_called(self) -> bool:
+        """Whether a call of the model is under way, unless the model itself calls blocks."""
+        return self._forwards > 0
 
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._units
@@ -149,6 +155,9 @@ class OutsideUnits:
             yield
         finally:
             self._forwards -= 1
+            for unit in self._of_blocks:
+                self._whole.release(unit)
+            self._of_blocks.clear()
             if not torch.is_grad_enabled():
                 self.release()
 
@@ -171,19 +180,16 @@ class OutsideUnits:
         if not self._reach(unit):
             self._gather([unit])
 
-    def gather_outside_blocks(self, unit: Unit) -> bool:
-        """Gathers a unit that code around the modules that call blocks reads. Returns whether there is such code."""
-        if not self._forwards:
-            return False
-        # The next time, the unit shall be here before, or torch would compile this code again.
-        units = self._last if self._have_blocks_run else self._first
-        if unit not in units:
-            units.append(unit)
+    def gather_outside_blocks(self, unit: Unit) -> None:
+        """Gathers a unit that code around the modules that call blocks reads."""
+        if unit in self._units:
+            # The next time, the unit shall be here before, or torch would compile this code again.
+            units = self._last if self._have_blocks_run else self._first
+            if unit not in units:
+                units.append(unit)
+        else:
+            self._of_blocks.add(unit)
         self._gather([unit])
-        if is_traced():
-            # Dynamo has met a parameter at rest, which is a subclass of tensors to it. It is none any more.
-            raise trace_again("a sharded parameter was gathered")
-        return True
 
     def _gather(self, units):
         for unit in units:
@@ -198,3 +204,13 @@ class OutsideUnits:
     def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
+
+
+def _outside_graphs(function):
+    """Returns a hook that calls ``function()``, but not in a compiled graph."""
+
+    def hook(*_):
+        if not torch.compiler.is_compiling():
+            function()
+
+    return Hook(hook)

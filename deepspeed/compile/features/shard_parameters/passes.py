@@ -16,7 +16,7 @@ from ...zero_1_and_2.collectives import collective
 from .at_rest import refusal
 from .comparison import PURPOSE, Comparison
 from .gather_order import GatherOrder, tensors_in
-from .private_torch import call_after_backward, in_backward
+from .private_torch import call_after_backward, in_backward, is_traced, trace_again
 from .saved_tensors import saving_handles
 from .unit import Unit
 from .whole_units import WholeUnits
@@ -41,11 +41,11 @@ class Passes:
 
     Attributes:
         whole: which units are whole.
-        around: gathers the units of large parameters outside of blocks, or None.
+        around: gathers the units of large parameters outside of blocks.
         under_way: the passes of which one calls blocks that call others in turn.
     """
 
-    around: "Optional[OutsideUnits]" = None
+    around: "OutsideUnits"
 
     def __init__(self, units: Dict[int, Unit], all_units: List[Unit], beginning: Optional[Comparison]):
         self._unit_of, self._beginning = units, beginning
@@ -62,7 +62,7 @@ class Passes:
 
     def _must_stay(self, gathered, unit):
         """Whether a unit outside of blocks must stay while another one is gathered."""
-        if self.around is None or gathered not in self.around:
+        if gathered not in self.around:
             return False
         # Compiled code goes on behind a block that it calls itself. It may have such a unit, or several.
         return unit in self.around or (bool(self.under_way) and self.under_way[0].is_of_block)
@@ -86,8 +86,7 @@ class Passes:
             unit = self._unit_of.get(id(module))
             return call if unit is None else functools.partial(self._call_block, unit, call)
         unit_of = {id(block): [self._unit_of[id(block)]] for block in blocks if id(block) in self._unit_of}
-        if self.around is not None:
-            unit_of.update(self.around.beside[id(module)])
+        unit_of.update(self.around.beside[id(module)])
         units = [unit for part in module.modules() for unit in unit_of.get(id(part), ())]
         order = units, self._units_without_gradient(module, blocks)
         return functools.partial(self._call_caller, order, call)
@@ -120,6 +119,11 @@ class Passes:
                 return current
         return None
 
+    @property
+    def is_forward(self) -> bool:
+        """Whether a call of the model, or of a module that calls blocks, or of a block, is under way."""
+        return bool(self.under_way) or self.around.is_called
+
     def reach(self, unit: Unit) -> bool:
         """Gathers a unit outside of blocks that has a place among those of blocks. Returns whether it has one now."""
         current = self._order_with(unit)
@@ -129,14 +133,14 @@ class Passes:
 
     def _reach(self, current, unit):
         current.reach(unit)
-        if self.around is not None and self.under_way[:1] == [current] and current.units[-1] is unit:
+        if self.under_way[:1] == [current] and current.units[-1] is unit:
             self.around.begin_last(current)
 
     def _call(self, schedule, unit, call, args, kwargs):
         self._end_raised()
         self.whole.warn_of_lent()
         if torch.is_grad_enabled() and not in_backward():
-            schedule.keep(self.whole.most_kept, self.around or ())
+            schedule.keep(self.whole.most_kept, self.around)
         self.under_way.append(schedule)
         try:
             output = self._within(schedule, unit, call, args, kwargs)
@@ -155,7 +159,7 @@ class Passes:
         self.under_way.remove(schedule)
         schedule.end()
         # Code that is compiled does not run again in a backward, but blocks that it has checkpointed do.
-        if self.around is not None and not self.under_way and not (schedule.is_of_block and in_backward()):
+        if not self.under_way and not (schedule.is_of_block and in_backward()):
             self.around.gather_last()
 
     def _within(self, current, unit, call, args, kwargs):
@@ -218,7 +222,7 @@ class Passes:
             if unit.is_gathered:
                 return
             raise refusal(unit.memory.name, "read")
-        if schedule is None and self.around is not None and unit in self.around:
+        if schedule is None and unit in self.around:
             self.around.gather(unit)
             return
         if schedule is None:
@@ -252,12 +256,22 @@ class Passes:
             call_after_backward(lambda: self.end_backward(schedule))
 
     def gather_for_forward(self, unit: Unit) -> bool:
-        """Called when code that is not compiled reads a parameter at rest. Returns whether a forward may read it."""
-        if self.around is None or unit not in self.around:
+        """Called when code reads a unit at rest. Gathers it if that is in a forward, which all ranks run alike.
+
+        Returns whether it is.
+        """
+        if not self.is_forward:
             return False
+        if is_traced() and (self.under_way or unit not in self.around):
+            # The next time, the unit shall be here before, or torch would compile this code again.
+            self.whole.keep_whole(unit)
         if not self.under_way:
-            return self.around.gather_outside_blocks(unit)
-        self.around.gather(unit)
+            self.around.gather_outside_blocks(unit)
+        else:
+            self.around.gather(unit)
+        if is_traced():
+            # Dynamo has met a parameter at rest, which is a subclass of tensors to it. It is none any more.
+            raise trace_again("a sharded parameter was gathered")
         return True
 
     def finish_backward(self) -> None:
@@ -287,8 +301,7 @@ class Passes:
     def release_kept(self) -> None:
         """Called when a backward has run: releases what was gathered for the backward and was not read there."""
         self.whole.release_kept()
-        if self.around is not None:
-            self.around.release()
+        self.around.release()
 
     def forget_skipped(self) -> None:
         """Called when a forward begins to which a backward may come."""

@@ -17,24 +17,32 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 
+from ...zero_1_and_2.own_thread import in_own_thread
+
 # What torch must do -> whether it does.
 _CHECKS: List[Tuple[str, Callable[[], bool]]] = []
 
 
 def lacking() -> Iterator[str]:
     """Yields a sentence for each thing that the installed torch does not do."""
-    # Callers may have turned gradients off, or set another default device.
-    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-        for what, does in _CHECKS:
-            try:
-                is_done = does()
-            except Exception:
-                is_done = False
-            if not is_done:
-                yield (
-                    f"compile.shard_parameters needs {what}, which torch {torch.__version__} does not do; install a "
-                    "release of torch that ds_report names as tested, or leave this out"
-                )
+    # Callers may have opened contexts in which torch does something else, such as hooks of saved tensors.
+    for what in in_own_thread(_lacking):
+        yield (
+            f"compile.shard_parameters needs {what}, which torch {torch.__version__} does not do; install a release "
+            "of torch that ds_report names as tested, or leave this out"
+        )
+
+
+def _lacking():
+    lacks = []
+    for what, does in _CHECKS:
+        try:
+            is_done = does()
+        except Exception:
+            is_done = False
+        if not is_done:
+            lacks.append(what)
+    return lacks
 
 
 def _must(what):
@@ -233,14 +241,29 @@ def takes_saving_hooks() -> bool:
 
 @_must("saved tensors whose hooks can be asked for")
 def _hooks_are_told():
-    if not takes_saving_hooks():
-        # A caller's context.
-        return True
     hooks = (lambda tensor: tensor, lambda packed: packed)
     with saved_tensors_hooks(*hooks):
         is_on_top = saving_hooks() == hooks
     with torch.autograd.graph.disable_saved_tensors_hooks("on purpose"):
         return is_on_top and not takes_saving_hooks()
+
+
+# Process groups ----------------------------------------------------------------------------------------------------
+
+
+def store_of(process_group: "torch.distributed.ProcessGroup") -> torch.distributed.Store:
+    """Returns the store through which the ranks of a process group found each other.
+
+    Ranks that may not all come cannot ask each other in a collective, and a store of its own would need a free port.
+    """
+    return torch.distributed.distributed_c10d._get_process_group_store(process_group)
+
+
+@_must("stores in which the first rank that writes a key decides")
+def _stores_decide():
+    store = torch.distributed.HashStore()
+    written = [store.compare_set("key", "", value) for value in ("first", "second")]
+    return written == [b"first"] * 2 and callable(torch.distributed.distributed_c10d._get_process_group_store)
 
 
 # Other -------------------------------------------------------------------------------------------------------------

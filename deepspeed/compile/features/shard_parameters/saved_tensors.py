@@ -52,7 +52,10 @@ class _Handle(NamedTuple):
             name = f"parameter {self.place.name}"
             raise RuntimeError(MODIFIED.format(name, version_of(self.place.tensor), self.version))
         memory = self.place.around(self.unit.memory.buffer)
-        return memory.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+        # Not a view of the memory, which has to begin and end at elements of the dtype: a caller may have made complex
+        # numbers of a parameter.
+        empty = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return empty.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
 
 class _Wrapper(NamedTuple):

@@ -10,7 +10,6 @@ import torch
 from torch.nn import Module, Parameter
 
 import deepspeed.comm as dist
-from deepspeed.utils import logger
 
 from ...fixes.subclasses.tensors import is_dtensor, plain_tensors
 from ...zero_1_and_2.hooks import Hook
@@ -18,11 +17,12 @@ from ...zero_1_and_2.messages import tell
 from ..blocks.parameters import by_block
 from .at_rest import refuse_checkpoint
 from .comparison import Comparison
+from .joint_reads import JointReads
 from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
 from .partitions import Partitions, TrainedPart
 from .passes import Passes
-from .private_torch import in_backward
+from .private_torch import in_backward, is_traced
 from .saved_tensors import saving_handles
 from .unit import Unit
 from .unit_memory import UnitMemory
@@ -80,6 +80,7 @@ class ShardedBlocks:
             self.partitions = Partitions(optimizer)
             make_trained = functools.partial(TrainedPart, optimizer, self.partitions)
             outside, *of_blocks = by_block(trained, module, blocks)
+        self._joint_reads = JointReads(process_group)
         # Engines share the process group.
         first_number = identity * MOST_UNITS
         names = {parameter: name for name, parameter in module.named_parameters()}
@@ -102,15 +103,15 @@ class ShardedBlocks:
             beginning = Comparison(first_number + MOST_UNITS - 1, process_group, device)
         self.passes = Passes(self._unit_of, self.units, beginning)
         self.whole = self.passes.whole
+        large = {}
         if self.partitions is not None:
-            large = {}
             for parameter in large_outside(outside, module, blocks):
                 large[parameter] = make_unit(len(self.units), [parameter])
                 self.units.append(large[parameter])
-            self.passes.around = OutsideUnits(self.whole, module, blocks, large, self.passes.reach)
             outside = [parameter for parameter in outside if parameter not in large]
             if outside:
                 self.outside = make_unit(len(self.units), outside)
+        self.passes.around = OutsideUnits(self.whole, module, blocks, large, self.passes.reach)
         for unit in self.units:
             unit.owner = self
         self._hooks = [
@@ -160,11 +161,32 @@ class ShardedBlocks:
             raise RuntimeError(
                 "unsharded_parameters() was called within a forward or a backward; call it outside of them"
             )
+        with self._whole(None if parameters is None else self._units_of(parameters)):
+            yield
+
+    @contextlib.contextmanager
+    def _whole(self, units):
+        """Context in which units are whole, or all (None)."""
         if not self.whole.are_fixed:
             self.passes.end_backward()
-        whole = self.whole.fixed() if parameters is None else self.whole.held(self._units_of(parameters))
-        with whole, saving_handles():
+        with self.whole.fixed() if units is None else self.whole.held(units), saving_handles():
             yield
+
+    def gather_with_all(self, unit: Unit, stack: contextlib.ExitStack) -> bool:
+        """Gathers a unit outside of forwards and backwards, if all ranks do, until ``stack`` ends.
+
+        Returns whether all ranks do.
+        """
+        if self.is_closed or in_backward() or is_traced():
+            return False
+        if not self._joint_reads.agree(unit.comparison.number, unit.memory.name):
+            return False
+        stack.enter_context(self._whole([unit]))
+        return True
+
+    def after_step(self) -> None:
+        """Called on all ranks after each step."""
+        self._joint_reads.after_step()
 
     def _units_of(self, parameters):
         ids = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
@@ -195,16 +217,10 @@ class ShardedBlocks:
         self.whole.leave_as_they_are()
         for hook in self._hooks:
             hook.remove()
-        if self.passes.around is not None:
-            self.passes.around.remove_hooks()
+        self.passes.around.remove_hooks()
         for unit in self.units:
             # Where parameters have their values from once the engine is gone, if another engine is made of them.
             unit.keep(self)
-        if any(not unit.is_gathered for unit in self.units):
-            logger.warning(
-                "The engine is destroyed, and parameters stay sharded, so the model cannot be used but by another "
-                "engine; destroy the engine within `with unsharded_parameters(engine):` to use it"
-            )
 
 
 def frozen_of_blocks(module: Module, blocks: List[Module], trained: List[Parameter]) -> List[List[Parameter]]:

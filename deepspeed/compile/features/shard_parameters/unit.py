@@ -80,6 +80,11 @@ class Unit:
                 frozen = self.memory.buffer[: self.memory.frozen_bytes]
                 dist.broadcast(frozen, src=dist.get_global_rank(self._group, 0), group=self._group)
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether nobody gathers the unit any more, because its engine was destroyed."""
+        return self.owner is None or self.owner.is_closed
+
     # Gathered and resharded ----------------------------------------------------------------------------------------
 
     def start_gather(self, evaluates: bool = False) -> None:
@@ -96,11 +101,17 @@ class Unit:
         self._target = self.memory.allocate_target()
         self._send(evaluates)
 
+    def compare(self) -> None:
+        """Begins what :meth:`start_gather` begins with, so that a caller may see whether the other ranks come."""
+        if not self.is_gathered and self._works is None:
+            self.comparison.start()
+
     def _send(self, evaluates=False, sends_frozen=True):
         memory, works = self.memory, []
         with collective(PURPOSE):
             # First, because parts of different units may differ in size.
             self.comparison.start(evaluates)
+            self.comparison.wait_on_cpu()
             if memory.frozen_bytes and sends_frozen:
                 frozen = self._target[: memory.frozen_bytes]
                 works.append(dist.all_gather_into_tensor(frozen, memory.share, group=self._group, async_op=True))
@@ -145,6 +156,7 @@ class Unit:
         if not self.is_gathered:
             if self._works is None:
                 # Whoever finishes a gather has begun it, unless the engine has ended and begins none.
+                assert self.has_ended, self.memory.name
                 raise ended(self.memory.name)
             self._wait()
             self.unmark()
@@ -226,7 +238,7 @@ class Unit:
         """Called when a backward reads the unit. ``schedule``: the pass in which what it reads was saved."""
         if self.owner is not None:
             self.owner.passes.gather_for_backward(self, schedule)
-        if not self.is_gathered:
+        if self.has_ended and not self.is_gathered:
             raise RuntimeError(
                 f"the engine was destroyed before this backward, which needs parameter {self.memory.name}; run the "
                 "backward before destroy(), or the forward again with another engine of the model"

@@ -20,7 +20,7 @@ more than ``WholeUnits.most_kept`` are kept. All ranks begin the same units in t
 import collections
 import contextlib
 import time
-from typing import Callable, Dict, Iterable, Iterator, List
+from typing import Callable, Dict, Iterable, Iterator, List, Set
 
 import torch
 
@@ -36,6 +36,10 @@ LENT = (
     "the parameters of a block, parameter {} among them, stay whole on this rank while anyone has a view of "
     "their memory, such as a state dict or a tensor that a forward has kept; drop it, or clone() it, to have them "
     "sharded by compile.shard_parameters"
+)
+STAYS_WHOLE = (
+    "compiled code reads a parameter outside of its block's call, where nothing could gather it before, so what is "
+    "gathered together, parameter {} among it, stays whole on every rank"
 )
 AWAITED = (
     "rank {} has waited {:.0f} s for others: with compile.shard_parameters all ranks must save a model, or take its "
@@ -65,6 +69,8 @@ class WholeUnits:
         # Units at rest that still have memory, because others have views of it, and whether the caller was told.
         self._lent: List[Unit] = []
         self._has_warned = False
+        # Units that are never at rest again.
+        self._whole_for_good: Set[Unit] = set()
         # How many reasons there are for which units stay as they are.
         self._fixed = 0
 
@@ -86,7 +92,9 @@ class WholeUnits:
             kept = [other for other in self._kept() if other is not unit]
             self._release_kept(kept[: max(len(kept) + 1 - self.most_kept, 0)])
         if unit not in self._is_kept:
-            others = [other for other, stays in self._is_kept.items() if not stays]
+            others = [
+                other for other, stays in self._is_kept.items() if not stays and other not in self._whole_for_good
+            ]
             idle = [other for other in others if not self._uses[other] and not self._must_stay(other, unit)]
             for other in idle[: max(len(others) - MOST_GATHERED + 1, 0)]:
                 self.release(other)
@@ -136,6 +144,14 @@ class WholeUnits:
             yield
         finally:
             self._uses[unit] -= 1
+
+    def keep_whole(self, unit: Unit) -> None:
+        """Called on all ranks if compiled code reads a unit where nothing gathers it before. It stays from now on."""
+        if unit in self._whole_for_good:
+            return
+        self._whole_for_good.add(unit)
+        self._uses[unit] += 1
+        warn(STAYS_WHOLE.format(unit.memory.name))
 
     @contextlib.contextmanager
     def held(self, units: List[Unit]) -> Iterator[None]:
@@ -203,8 +219,9 @@ class WholeUnits:
             if unit.is_gathered and (self.are_fixed or self._uses[unit]):
                 yield unit
                 continue
-            unit.start_gather()
+            unit.compare()
             _await_others(unit)
+            unit.start_gather()
             unit.finish_gather()
             try:
                 yield unit

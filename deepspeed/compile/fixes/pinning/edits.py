@@ -13,4 +13,12 @@ EDITS = (
         "            with explained_pinning(self):\n"
         "                self.optimizer = self._configure_zero_optimizer(basic_optimizer)\n",
     ),
+    (
+        "deepspeed/runtime/engine.py",
+        "collection of an engine",
+        "    def __del__(self):\n        try:\n            self.destroy()\n",
+        "    def __del__(self):\n        try:\n"
+        "            from deepspeed.compile.fixes.pinning.pinning import destroy_collected\n"
+        "            destroy_collected(self)\n",
+    ),
 )

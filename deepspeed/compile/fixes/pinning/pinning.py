@@ -1,10 +1,12 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What is raised when host memory cannot be pinned."""
+"""What is raised when host memory cannot be pinned, and the end of engines, which asks what is pinned."""
 
 import contextlib
 import traceback
 from typing import TYPE_CHECKING, Iterator
+
+from torch.utils._python_dispatch import _disable_current_modes, is_in_torch_dispatch_mode
 
 from deepspeed.accelerator import get_accelerator
 
@@ -32,3 +34,14 @@ def explained_pinning(engine: "DeepSpeedEngine") -> Iterator[None]:
             f"zero_optimization.offload_optimizer: {tensor.nbytes / 2**30:.1f} GiB more of pinned host memory could "
             "not be had; use more ranks, or set offload_optimizer.pin_memory to false"
         ) from error
+
+
+def destroy_collected(engine: "DeepSpeedEngine") -> None:
+    """Called when Python collects an engine, for example while another one compiles within FakeTensorMode.
+
+    DeepSpeed asks each tensor of the optimizer's states whether it is pinned. That mode raises an error for each,
+    which prints the tensor. Nothing public leaves modes, and a thread could wait for a lock that this one holds.
+    """
+    # The private function imports a part of the compiler, which only open modes have imported.
+    with _disable_current_modes() if is_in_torch_dispatch_mode() else contextlib.nullcontext():
+        engine.destroy()

@@ -46,6 +46,13 @@ def main(arguments: Optional[List[str]] = None) -> int:
             parse.error(f"--config {options.config} has no sections; name a file as DeepSpeed reads it")
     elif options.checkpoint:
         parse.error("--checkpoint goes with --config")
+    if options.json is not None:
+        try:
+            # Now, and not when all is reckoned. What is there stays until then.
+            with open(options.json, "a"):
+                pass
+        except OSError as error:
+            parse.error(f"--json {options.json} cannot be written: {error}; name a file in a folder that there is")
     # After the arguments, because torch takes seconds.
     import torch
 

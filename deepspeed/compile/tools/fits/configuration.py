@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Dict, List, Tuple
 
 import torch
+from pydantic import ValidationError
 
 from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -65,7 +66,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
     try:
         parsed = ForGpus(config)
     except Exception as error:  # noqa: BLE001  DeepSpeed raises many kinds for what it cannot read
-        raise ValueError(f"DeepSpeed refuses {_SAYS}: {error}") from error
+        raise ValueError(f"DeepSpeed refuses {_SAYS}: {_said(error)}") from error
     zero, section, kind = parsed.zero_config, parsed.compile_config, (parsed.optimizer_name or "AdamW")
     dtype = torch.bfloat16 if parsed.bfloat16_config.enabled else torch.float32
     dtype = torch.float16 if parsed.float16_config.enabled else dtype
@@ -77,7 +78,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         (not section.deepcompile, "does not set compile.deepcompile to true, and only DeepCompile is reckoned"),
         (kind.lower() not in ("adam", "adamw"), f"has {kind}, and only Adam and AdamW are reckoned"),
         ((parsed.optimizer_params or {}).get("amsgrad"), "has amsgrad, whose third state is not reckoned"),
-        ((config.get("sequence_parallel_size") or 1) > 1, "splits sequences, which is not reckoned"),
+        (config.get("sequence_parallel_size") not in (None, 0, 1), "splits sequences, which is not reckoned"),
         (section.store_param_remainders and dtype != torch.bfloat16, f"keeps remainders of {dtype}, not of bf16"),
         (host not in ("none", "cpu"), f"has its optimizer on {host}, which is not reckoned"),
         (question.dtype not in (None, dtype), f"trains in {dtype}, and {question.dtype} is asked for"),
@@ -95,7 +96,7 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
         budget=section.activation_memory_budget,
         chunked_loss=section.chunked_loss,
         shard_parameters=section.shard_parameters,
-        overlap_gather=section.overlap_param_gather,
+        overlap_gather=bool(section.overlap_param_gather),
         keep=section.keep_gathered,
         eight_bit=section.optimizer_states == "8bit",
         remainders=section.store_param_remainders,
@@ -115,6 +116,14 @@ def apply(config: Dict[str, Any], question: Question, checkpoint: bool) -> Tuple
     if automatic:
         notes.append(f'"auto" stands for what the command says, or for DeepSpeed\'s default: {", ".join(automatic)}.')
     return mode, completed, notes
+
+
+def _said(error: Exception) -> str:
+    """Returns what an error says, in one line."""
+    if isinstance(error, ValidationError):
+        fields = ((".".join(map(str, field["loc"])), field["msg"]) for field in error.errors())
+        return ", ".join(f"{name}: {message}" for name, message in fields)
+    return " ".join(str(error).split())
 
 
 def _decided(section: Dict[str, Any], place: str, automatic: List[str]) -> Dict[str, Any]:

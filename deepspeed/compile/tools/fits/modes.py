@@ -10,6 +10,9 @@ import torch
 
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
+# Of anything that is asked.
+MOST = 2**24
+
 
 @dataclasses.dataclass(frozen=True)
 class Question:
@@ -43,12 +46,13 @@ class Question:
     regional: Any = None
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "memory", "sequence", "micro_batch", "accumulation", "lora"):
+        if not self.memory > 0:
+            raise ValueError(f"memory={self.memory!r} is not above 0; name what there is")
+        for name in ("gpus", "sequence", "micro_batch", "accumulation", "lora"):
             value = getattr(self, name)
-            if value is not None and not (value > 0 if name == "memory" else value >= 1):
-                raise ValueError(
-                    f"{name}={value!r} is not {'above 0' if name == 'memory' else 'at least 1'}; name what there is"
-                )
+            # Torch counts the bytes of all of these together in 64 bits.
+            if value is not None and not 1 <= value <= MOST:
+                raise ValueError(f"{name}={value!r} is not from 1 to {MOST}; name what there is")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -148,11 +148,18 @@ class Subject:
             with torch.device("meta"):
                 try:
                     model = make_model()
-                except Exception as error:  # noqa: BLE001  whatever the caller's code raises
+                except sources.Unusable:
+                    raise
+                except (Exception, SystemExit) as error:  # noqa: BLE001  whatever the caller's code raises
                     raise sources.Unusable(
-                        f"the model cannot be made without memory ({error}); name a function without arguments, and "
-                        "leave its weights and its device to the program that trains it"
+                        f"the model cannot be made without memory ({sources.reason(error)}); name a function without "
+                        "arguments, and leave its weights and its device to the program that trains it"
                     ) from error
+                if not isinstance(model, Module):
+                    raise sources.Unusable(
+                        f"what makes the model returned {type(model).__name__}, and no "
+                        "torch.nn.Module; name a function that returns a model"
+                    )
                 if question.lora is not None:
                     blocks, _ = choose_blocks(model, question.regional, {}, needed=True)
                     self.without_adapters = sources.adapt(model, blocks or [model], question.lora)
@@ -205,7 +212,7 @@ class Subject:
         except Exception as error:  # noqa: BLE001  whatever the model's code raises without values
             if _is_own(error):
                 raise
-            self.untraceable[key] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            self.untraceable[key] = sources.reason(error)
         return self._activations.get(key)
 
     def units(self, ranks: int) -> List[fsdp2.Unit]:

@@ -19,6 +19,15 @@ class Unusable(ValueError):
     """A model that cannot be made. The text is a sentence with a remedy."""
 
 
+def reason(error: BaseException) -> str:
+    """Returns the first sentence of what an error says, in one line, or the error's class if it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    while lines[0].endswith(":") and len(lines) > 1:
+        lines[:2] = [" ".join(lines[:2])]
+    # The text of a KeyError is the key alone.
+    return f"{type(error).__name__}: {lines[0]}" if isinstance(error, KeyError) else lines[0]
+
+
 def named(source: str) -> Callable[[], Module]:
     """Returns what makes a model.
 
@@ -29,21 +38,26 @@ def named(source: str) -> Callable[[], Module]:
         Unusable: if there is no such thing.
     """
     module, colon, function = source.partition(":")
-    if colon and not os.path.exists(source):
+    if module and colon and not os.path.exists(source):
         return _of_function(module, function)
     return _of_transformers(source)
 
 
 def _of_function(module, function):
-    sys.path.insert(0, os.getcwd())
+    folder = os.getcwd()
+    adds = folder not in sys.path
+    if adds:
+        sys.path.insert(0, folder)
     try:
         found = getattr(importlib.import_module(module), function, None)
-    except ImportError as error:
+    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever the module's code raises
         raise Unusable(
-            f"{module} cannot be imported ({error}); name a module of this folder or of PYTHONPATH"
+            f"{module} cannot be imported ({reason(error)}); name a module of this folder or of PYTHONPATH"
         ) from error
     finally:
-        sys.path.pop(0)
+        # By its name: the module may have put folders of its own before it, or have taken it away.
+        if adds and folder in sys.path:
+            sys.path.remove(folder)
     if not callable(found):
         raise Unusable(f"{module} has no function {function}; name one that returns a model")
     return found
@@ -62,12 +76,12 @@ def _of_transformers(source):
         raise Unusable(f"there is no file {source}; name a config.json, a folder with one, or a model of the hub")
     try:
         config = transformers.AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+        kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
+    except Exception as error:  # noqa: BLE001  whatever the checks of a configuration's class raise
         raise Unusable(
-            f"transformers finds no configuration of {source} ({str(error).splitlines()[0]}); name a config.json, a "
+            f"transformers reads no configuration of {source} ({reason(error)}); name a config.json that it reads, a "
             "folder with one, or a model of the hub"
         ) from error
-    kinds = [getattr(transformers, name, None) for name in config.architectures or ()]
     kind = next((each for each in kinds if each is not None), None)
 
     def make() -> Module:
@@ -75,13 +89,17 @@ def _of_transformers(source):
         text = config.get_text_config()
         text.use_cache = False
         of = kind._from_config if kind else transformers.AutoModelForCausalLM.from_config
-        config._attn_implementation = "sdpa"
-        try:
-            return of(config)
-        except ValueError:
-            # Some classes have no other.
-            config._attn_implementation = "eager"
-            return of(config)
+        # Some classes have no other attention than their own.
+        for attention in ("sdpa", "eager"):
+            config._attn_implementation = attention
+            try:
+                return of(config)
+            except Exception as error:  # noqa: BLE001  a class divides by what the configuration says, and looks it up
+                why = error
+        raise Unusable(
+            f"transformers makes no model of {source} ({reason(why)}); name a configuration whose parts suit each "
+            "other and its class in architectures"
+        ) from why
 
     return make
 
@@ -100,6 +118,8 @@ def tokens_for(model: Module, wanted: Optional[int]) -> int:
     config = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     positions = getattr(text, "max_position_embeddings", None) or sys.maxsize
+    # Some models say -1, which is no limit.
+    positions = positions if positions > 0 else sys.maxsize
     # Some models put two rows before the positions. Rotary positions have no rows.
     rows = {each.num_embeddings for each in model.modules() if isinstance(each, Embedding)}
     if wanted is not None and wanted > positions and rows & {positions, positions + 2}:
@@ -120,6 +140,8 @@ def batch_for(model: Module, sequences: int, tokens: int) -> Dict[str, torch.Ten
     config = getattr(model, "config", None)
     name = getattr(model, "main_input_name", "input_ids")
     if takes_images(model):
+        if not hasattr(config, "image_size"):
+            raise _takes(model, "images of no size")
         size, channels = config.image_size, getattr(config, "num_channels", 3)
         height, width = (size, size) if isinstance(size, int) else size
         dtype = next(model.parameters()).dtype
@@ -128,14 +150,20 @@ def batch_for(model: Module, sequences: int, tokens: int) -> Dict[str, torch.Ten
             "labels": torch.zeros(sequences, dtype=torch.long),
         }
     if name != "input_ids":
-        raise Unusable(f"{type(model).__name__} takes {name}; call fits(..., batch=...) with a function that makes it")
+        raise _takes(model, name)
     ids = torch.zeros(sequences, tokens, dtype=torch.long)
     names = list(inspect.signature(model.forward).parameters)
+    if not names:
+        raise _takes(model, "no tokens")
     # A model of one's own may call its tokens otherwise, and make its loss of them.
     first = name if name in names else names[0]
     of_rows = type(model).__name__.endswith("ForSequenceClassification")
     labels = torch.zeros(sequences, dtype=torch.long) if of_rows else ids
     return {first: ids, **({"labels": labels} if "labels" in names else {})}
+
+
+def _takes(model, what):
+    return Unusable(f"{type(model).__name__} takes {what}; call fits(..., batch=...) with a function that makes it")
 
 
 def loss_of(result: Any) -> torch.Tensor:
@@ -145,6 +173,8 @@ def loss_of(result: Any) -> torch.Tensor:
         loss = result["loss"] if isinstance(result, dict) and "loss" in result else result
     if not isinstance(loss, torch.Tensor):
         tensors = [each for each in pytree.tree_leaves(loss) if isinstance(each, torch.Tensor)]
+        if not tensors:
+            raise Unusable(f"the model returns no tensor, but {type(result).__name__}; return its loss")
         loss = next((each for each in tensors if each.dim() == 0), tensors[0])
     return loss if loss.dim() == 0 else loss.float().mean()
 

@@ -22,6 +22,7 @@ import deepspeed
 import deepspeed.comm as dist
 from deepspeed.utils import logger
 
+from ...zero_1_and_2.collectives import every_rank_raises
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.messages import warn
 from . import data, files
@@ -77,18 +78,14 @@ def prepare(engine: "DeepSpeedEngine") -> None:
             f"but its data will be written; `{files.REMEDY}`, now or before `python -m {__package__} FILE.json` draws "
             "them later"
         )
-    records, why_not = rank in (0, world - 1), ""
-    if records:
-        try:
-            files.make_folder(Path(option.folder))
-        except OSError as error:
-            why_not = f"{option.folder} cannot be written on rank {rank} ({error.strerror or error})"
-    # All ranks raise if one cannot write: otherwise the others would wait for that one in their next collective.
-    why_not_of_all = [""] * world
-    # Not of DeepSpeed, whose log of communication ends the process at this function.
-    torch.distributed.all_gather_object(why_not_of_all, why_not)
-    for reason in filter(None, why_not_of_all):
-        raise ValueError(f"{OPTION}.folder: {reason}; name another folder")
+    records = rank in (0, world - 1)
+    with every_rank_raises("keep records of memory"):
+        if records:
+            try:
+                files.make_folder(Path(option.folder))
+            except OSError as error:
+                why_not = f"{option.folder} cannot be written on rank {rank} ({error.strerror or error})"
+                raise ValueError(f"{OPTION}.folder: {why_not}; name another folder") from error
     if records:
         engine._memory_recorder = Recorder(engine, Path(option.folder), option.step)
 

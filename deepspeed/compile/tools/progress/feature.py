@@ -5,7 +5,7 @@
 Rank 0 logs a line when the first compilation begins, and one when the first step that compiled has ended, at
 DeepSpeed's default level. At level INFO it logs one line for each frame that was compiled, and if standard error is a
 terminal, a bar there shows what is being compiled at the moment. A backward that is compiled only when it first runs
-has no line.
+has no line of its own, and counts in the sum that the line after the step has.
 """
 
 import collections
@@ -15,6 +15,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Callable, Dict
 
+from torch._dynamo.utils import calculate_time_spent
 from tqdm import tqdm
 
 import deepspeed.comm as dist
@@ -44,14 +45,15 @@ class Progress(Feature):
         self._what = of_classes or f"{model} as a whole, because {chosen_blocks(context.request)[1]}"
         self._compiles = context.request.compiles
         # Of the frames that were compiled, until a step has told of them.
-        self._frames, self._seconds = 0, 0.0
+        self._frames, self._seconds_before = 0, 0.0
         self._told_of_begin = self._told_of_none = self._told = False
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         if self._told:
             return
         if self._frames:
-            _tell(f"DeepCompile has compiled {self._what}; compiling took {self._seconds:.1f} s")
+            took = _seconds_of_compilations() - self._seconds_before
+            _tell(f"DeepCompile has compiled {self._what}; compiling took {took:.1f} s")
             self._told = True
         elif not self._told_of_none:
             off = "torch.compile is switched off by compile_kwargs['disable'] or TORCH_COMPILE_DISABLE"
@@ -63,11 +65,11 @@ class Progress(Feature):
         if not self._told_of_begin:
             _tell(f"DeepCompile is compiling {self._what}; the first step takes longer than later ones")
             self._told_of_begin = True
-        began = time.perf_counter()
+            # Torch adds the time of a frame, tracing too, when the frame's compilation ends.
+            self._seconds_before = _seconds_of_compilations()
         with self._shown(frame):
             run = compiled()
         self._frames += 1
-        self._seconds += time.perf_counter() - began
         return run
 
     @contextlib.contextmanager
@@ -95,6 +97,11 @@ class Progress(Feature):
             yield
         with _without_bars():
             logger.info(f"DeepCompile compiled {name} in {time.perf_counter() - began:.1f} s ({details})")
+
+
+def _seconds_of_compilations():
+    """Returns how long this process has compiled frames, and backwards that are compiled only when they first run."""
+    return calculate_time_spent()["total_wall_time"]
 
 
 def _without_bars():

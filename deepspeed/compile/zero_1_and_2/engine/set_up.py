@@ -10,12 +10,13 @@ import torch
 import deepspeed.comm as dist
 from deepspeed.accelerator import get_accelerator
 
-from ..collectives import collective
+from ..collectives import collective, every_rank_raises
 from ..feature import Feature, Request, SetUpContext, classes, overriding
 from ..gradient.layout import alike_but_not_all_registered, flat_layout, registered_parameters
 from ..gradient.native import Reducer, reducer_module
 from ..graph.backend import Backend
 from ..messages import warn
+from ..own_thread import in_own_thread
 from ..parameter.host_memory import HostMemory
 from ..parameter.placement import Placement
 from ..step.optimizer import attach, take_over_parameters
@@ -37,8 +38,6 @@ LEFT = (
 )
 
 
-# The caller may compile the engine for a forward in inference mode, and memory made there cannot train.
-@torch.inference_mode(False)
 def set_up(
     engine: "DeepSpeedEngine",
     backend: str,
@@ -62,29 +61,37 @@ def set_up(
             to do. The engine is then unchanged. Also if an optional part finds that another engine has compiled the
             module: earlier engines of this engine's own parameters have given way by then.
     """
-    request = Request(engine, backend, compile_kwargs, schedule, is_call=True)
-    check_options(request)
-    optimizer = engine.optimizer
-    take_over_parameters(optimizer)
+    # The caller may compile the engine within any context, for example in the first forward within torch.func.grad().
+    return in_own_thread(_set_up, Request(engine, backend, compile_kwargs, schedule, is_call=True))
+
+
+def _set_up(request):
+    engine, group = request.engine, request.engine.seq_data_parallel_group
+    with every_rank_raises("set an engine up", group):
+        check_options(request)
+        reducer_module()
+    identity, optimizer = _next_identity(engine.optimizer), engine.optimizer
 
     with contextlib.ExitStack() as undo:
-        reducer = make_reducer(request)
-        undo.callback(reducer.close)
-        dynamic, registered = compile_kwargs.get("dynamic"), registered_parameters(optimizer)
-        left = alike_but_not_all_registered(engine.module, registered)
-        if left:
-            warn(LEFT.format(len(left)))
-        graphs = Backend(backend, dynamic, request.options.debug_log, registered, reducer.identity, left)
-        # The parts that are made, each of which finds those before it here.
-        features: List[Feature] = []
-        for cls in classes():
-            if cls.is_wanted(request):
-                features.append(cls(SetUpContext(request, features, undo, graphs, reducer.identity)))
-        graphs.around_compile = overriding(features, "around_compile")
-        placement = HostMemory() if optimizer.cpu_offload else Placement()
-        # Before the reducer learns whom to call, so that its hook is at each node before hooks of the caller.
-        register_parameters(engine, reducer, placement)
-        deepcompile = EngineState(engine, reducer, features, placement)
+        with every_rank_raises("set an engine up", group):
+            take_over_parameters(optimizer)
+            reducer = make_reducer(request, identity)
+            undo.callback(reducer.close)
+            dynamic, registered = request.compile_kwargs.get("dynamic"), registered_parameters(optimizer)
+            left = alike_but_not_all_registered(engine.module, registered)
+            if left:
+                warn(LEFT.format(len(left)))
+            graphs = Backend(request.backend, dynamic, request.options.debug_log, registered, identity, left)
+            # The parts that are made, each of which finds those before it here.
+            features: List[Feature] = []
+            for cls in classes():
+                if cls.is_wanted(request):
+                    features.append(cls(SetUpContext(request, features, undo, graphs, identity)))
+            graphs.around_compile = overriding(features, "around_compile")
+            placement = HostMemory() if optimizer.cpu_offload else Placement()
+            # Before the reducer learns whom to call, so that its hook is at each node before hooks of the caller.
+            register_parameters(engine, reducer, placement)
+            deepcompile = EngineState(engine, reducer, features, placement)
         for commit in overriding(features, "commit"):
             commit()
         # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
@@ -95,32 +102,17 @@ def set_up(
     return graphs
 
 
-def make_reducer(request: Request) -> Reducer:
+def make_reducer(request: Request, identity: int) -> Reducer:
     """Creates the native reducer of an engine, which knows no parameter yet."""
     engine, optimizer = request.engine, request.engine.optimizer
-    return _load_on_all_ranks(optimizer.dp_process_group).Reducer(
-        identity=_next_identity(optimizer),
+    return reducer_module().Reducer(
+        identity=identity,
         bucket_numel=int(engine.zero_reduce_bucket_size()),
         send_numel=send_numel(dist.get_world_size(optimizer.dp_process_group)),
         overlap=overlaps_reduction(request),
         synchronize_before=request.options.sync_before_reduce,
         synchronize_after=request.options.sync_after_reduce,
     )
-
-
-def _load_on_all_ranks(group):
-    """Returns the native module. Where a rank cannot build it, every rank raises what that rank says."""
-    why_not, why_not_of_all, cause = "", [""] * dist.get_world_size(group), None
-    try:
-        module = reducer_module()
-    except RuntimeError as error:
-        why_not, cause = str(error), error
-    with collective("load its native code"):
-        # Not of DeepSpeed, whose log of communication ends the process at this function.
-        torch.distributed.all_gather_object(why_not_of_all, why_not, group)
-    for reason in filter(None, why_not_of_all):
-        raise RuntimeError(reason) from cause
-    return module
 
 
 def register_parameters(engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement) -> None:

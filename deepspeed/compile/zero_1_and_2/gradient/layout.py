@@ -124,10 +124,4 @@ def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:
         # An optional part has parameters elsewhere, and brings them back.
         return True
     first, size = flat.data_ptr(), flat.element_size()
-    # A parameter without elements has no address.
-    return all(
-        [
-            parameter.data_ptr() == first + size * offset or not parameter.numel()
-            for parameter, offset in flat_layout(optimizer, group)
-        ]
-    )
+    return all([parameter.data_ptr() == first + size * offset for parameter, offset in flat_layout(optimizer, group)])

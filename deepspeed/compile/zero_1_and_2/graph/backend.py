@@ -2,12 +2,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ``torch.compile`` backend of ZeRO-1/2: the usual compiler with reductions in the backward."""
 
+import contextlib
 import dataclasses
 import functools
 import types
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, ContextManager, Dict, List, Optional, Sequence, Tuple
 
 import torch
+import torch._functorch.config
 from torch._inductor.utils import GPU_ALIGN_BYTES
 from torch.fx import GraphModule
 
@@ -143,9 +145,21 @@ class Frame:
         return lambda *args: compiled(*args, tensor_for([args[index] for index in reduced]))
 
     def _compile(self, gm, inputs, partitioner):
-        if self.backend.generates_code:
-            return _generate_code(gm, inputs, partitioner, self.mode, self.options)
-        return run_as_traced(gm, inputs, partitioner)
+        with _checkpointing_ignored_without_gradients():
+            if self.backend.generates_code:
+                return _generate_code(gm, inputs, partitioner, self.mode, self.options)
+            return run_as_traced(gm, inputs, partitioner)
+
+
+def _checkpointing_ignored_without_gradients() -> ContextManager[Any]:
+    """Returns a context in which torch compiles graphs that record no gradient without regard to checkpointing.
+
+    Such a graph, as of frozen blocks below the first trained one, has no backward that computes anything again. Torch
+    looks for one all the same, and raises where what is checkpointed draws random numbers, as dropout does.
+    """
+    config, option = torch._functorch.config, "remat_using_tags_for_fwd_loss_bwd_graph"
+    # Releases of torch that lack the option do not look.
+    return config.patch({option: False}) if hasattr(config, option) else contextlib.nullcontext()
 
 
 def own_code(function: Callable) -> types.FunctionType:

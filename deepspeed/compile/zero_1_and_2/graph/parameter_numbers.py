@@ -9,6 +9,8 @@ import torch
 from torch._guards import detect_fake_mode
 from torch.fx import GraphModule
 
+from ..own_thread import in_own_thread
+
 
 class ParameterNumbers:
     """Makes the registrations: the input that tells a graph in each call which of an engine's parameters it was given.
@@ -45,8 +47,8 @@ class ParameterNumbers:
                     "put into the model, or its requires_grad set, after the engine was made; make the engine anew"
                 )
             numbers = [self._identity, *(self._index[number] for number in key)]
-            # Name the device: the caller may have changed torch's default device.
-            made = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+            # In a FakeTensorMode that the caller has open, this tensor would have no numbers, also later.
+            made = in_own_thread(torch.tensor, numbers, dtype=torch.int64)
             self._made[key] = made
         return made
 

@@ -28,33 +28,33 @@ def global_norm(
 
     ``unscaled_groups`` are indices of the parameter groups whose gradients lack the loss scale. The norm counts it.
     """
-    norms = [_group_norm(optimizer, group) for group in range(len(optimizer.bit16_groups))]
+    device = optimizer.bit16_groups_flat[0].device
+    # As for every new tensor of a step, name the dtype: the caller may have changed torch's default dtype.
+    squares = torch.zeros(len(optimizer.bit16_groups), dtype=torch.float64, device=device)
+    for group, total in enumerate(squares):
+        if counted := _counted(optimizer, group):
+            total.copy_(sum_of_squares(counted))
+    # One for all groups: an optimizer may have dozens, and each collective costs its latency.
+    with collective("add up the norm of the gradients"):
+        dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
+    optimizer._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
+    norms = squares.float().sqrt()
+    # As in the base, the norm of a group is -1 if the sum of the squares is not finite in fp32.
+    norms = norms.masked_fill_(~norms.isfinite(), -1.0).unbind()
     norms = [norm * scale if group in unscaled_groups else norm for group, norm in enumerate(norms)]
     return combine_grad_norm_groups(norms, norm_type=2)
 
 
-def _group_norm(optimizer, group):
-    """Returns the 2-norm of one group's gradients over all ranks, fp32 [].
-
-    As in the base, the norm is -1 if the sum of the squares is not finite in fp32.
-    """
+def _counted(optimizer, group):
+    """Lists the gradients of a group that this rank counts."""
     gradients = optimizer.averaged_gradients[group].targets()
-    counted = [
+    return [
         gradient
         for gradient, parameter in zip(gradients, optimizer.params_in_partition[group], strict=True)
         # With model parallelism some parameters lie on several ranks, and one of these ranks counts the gradient.
         if not getattr(parameter, PIPE_REPLICATED, False)
         and (optimizer.model_parallel_rank == 0 or is_model_parallel_parameter(parameter))
     ]
-    # As for every new tensor of a step, name the dtype: the caller may have changed torch's default dtype.
-    total = torch.zeros((), dtype=torch.float64, device=optimizer.bit16_groups_flat[0].device)
-    if counted:
-        total.copy_(sum_of_squares(counted))
-    with collective("add up the norm of the gradients"):
-        dist.all_reduce(total, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
-    optimizer._model_parallel_all_reduce(tensor=total, op=dist.ReduceOp.SUM)
-    total = total.float().sqrt()
-    return total.masked_fill_(~total.isfinite(), -1.0)
 
 
 def sum_of_squares(gradients: List[torch.Tensor]) -> torch.Tensor:

@@ -75,13 +75,14 @@ def _run(optimizer):
             norm = None if norm is None else global_norm(optimizer, scale, deepcompile.transformed)
             groups = begin()
         optimizer._global_grad_norm = None if norm is None else norm / scale
+        for group in range(len(optimizer.bit16_groups)):
+            if not lies_in_flat_tensor(optimizer, group):
+                # The caller replaced `parameter.data` (for example to swap in averaged weights): the parameter gets
+                # its place in the flat tensor back. Before the update, because who reads a parameter may wait for it
+                # behind the update.
+                optimizer._update_model_bit16_weights(group)
         with deepcompile.placement.sending(optimizer):
             groups.run()
         with timed(optimizer, OPTIMIZER_ALLGATHER_TIMER), torch.profiler.record_function("deepcompile::gather"):
             deepcompile.gather.start()
-        for group in range(len(optimizer.bit16_groups)):
-            if not lies_in_flat_tensor(optimizer, group):
-                # The caller replaced `parameter.data` (for example to swap in averaged weights), so the flat tensor no
-                # longer backs the parameter: copy.
-                optimizer._update_model_bit16_weights(group)
     optimizer.timers.log(OPTIMIZER_TIMERS)

@@ -1,0 +1,98 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Refuses models and optimizers that differ by rank, before anything is sent.
+
+Otherwise ranks send tensors of different sizes. With gloo such ranks end without an error of Python, and NCCL may take
+one rank's bytes for another one's numbers.
+"""
+
+from typing import TYPE_CHECKING, Dict, List, Optional, Tuple
+
+import torch
+from torch.nn import Module
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+import deepspeed.comm as dist
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+# What a tensor is on a rank: what differs -> how it is there.
+Traits = Dict[str, str]
+
+
+def refuse_other_models(module: Module, group: "Optional[ProcessGroup]", with_buffers: bool) -> None:
+    """Compares the model of each rank of a group with the first rank's. All ranks call it. ``group``: None for all.
+
+    Raises:
+        ValueError: if a rank has other tensors. Every rank raises it.
+    """
+    _compare("models", _traits(module, with_buffers), group)
+
+
+def refuse_other_optimizers(module: Module, optimizer: torch.optim.Optimizer, group: "Optional[ProcessGroup]") -> None:
+    """Compares the parameters of each rank's optimizer, whose order is that of partitions and of what is sent.
+
+    Raises:
+        ValueError: likewise.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    own = [
+        (
+            f"parameter {number} of group {index} of the optimizer",
+            {"name": names.get(id(parameter), "none"), "shape": str(tuple(parameter.shape))},
+        )
+        for index, of_group in enumerate(optimizer.param_groups)
+        for number, parameter in enumerate(of_group["params"])
+    ]
+    _compare("optimizers", own, group)
+
+
+def _compare(what, own, group):
+    # Imported here, as in calls.py.
+    from ...zero_1_and_2.collectives import collective, every_rank_raises
+
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    of_first: List[Optional[List[Tuple[str, Traits]]]] = [own if dist.get_rank() == first else None]
+    with collective(f"learn whether the {what} of all ranks are the same"):
+        torch.distributed.broadcast_object_list(of_first, src=first, group=group)
+    assert of_first[0] is not None
+    with every_rank_raises("make an engine", group):
+        difference = _difference(dict(own), dict(of_first[0]), first)
+        if difference:
+            raise ValueError(f"the {what} of the ranks differ: {difference}; make the same {what} on every rank")
+
+
+def _traits(module, with_buffers):
+    named = [("parameter", module.named_parameters(remove_duplicate=False))]
+    if with_buffers:
+        named.append(("buffer", module.named_buffers(remove_duplicate=False)))
+    traits, first_name = [], {}
+    for kind, tensors in named:
+        for name, tensor in tensors:
+            tie = first_name.setdefault(id(tensor), name)
+            of_tensor = {
+                "shape": str(tuple(tensor.shape)),
+                "dtype": str(tensor.dtype),
+                "requires_grad": str(tensor.requires_grad),
+                "class": type(tensor).__name__ if is_traceable_wrapper_subclass(tensor) else "a plain tensor",
+                "memory": "of its own" if tie == name else f"of {tie}",
+            }
+            traits.append((f"{kind} {name}", of_tensor))
+    return traits
+
+
+def _difference(own, of_first, first):
+    """Says the first difference, or nothing."""
+    here, there = f"rank {dist.get_rank()}", f"rank {first}"
+    for name in {**of_first, **own}:
+        if name not in own or name not in of_first:
+            has, lacks = (there, here) if name not in own else (here, there)
+            return f"{name} is on {has} and not on {lacks}"
+        for what, on_first in of_first[name].items():
+            if own[name][what] != on_first:
+                return f"{what} of {name} is {on_first} on {there} and {own[name][what]} on {here}"
+    if list(own) != list(of_first):
+        name, other = next(pair for pair in zip(own, of_first) if pair[0] != pair[1])
+        return f"{name} on {here} stands where {there} has {other}"
+    return ""

@@ -1,0 +1,46 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""The norm of all gradients: over all parameter groups, in one collective."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from support.ids import vary
+from support.training import Case, average_gradients, batch, build, make_engine
+
+GROUPS = 7
+
+
+def step_in_groups(groups):
+    """Steps twice, the second time with a NaN in the last group of the last rank.
+
+    Returns, for each step, the number of all-reduces, the norm, and whether the gradients overflowed; and the norm of
+    the first step in a plain loop.
+    """
+    case = Case(groups=groups, clipping=1.0)
+    module, plain = build(case), build(case)
+    engine, stepped, ids = make_engine(module, case), [], batch(0, 0, dist.get_rank(), 4)
+    plain(ids).backward()
+    average_gradients(plain)
+    for last in (False, True):
+        engine.backward(engine(ids))
+        if last and dist.get_rank() == dist.get_world_size() - 1:
+            engine.optimizer.averaged_gradients[groups - 1][0].view(-1)[0] = math.nan
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            engine.step()
+        all_reduces = sum(event.name == "c10d::allreduce_" for event in profile.events())
+        stepped.append((all_reduces, float(engine.get_global_grad_norm()), engine.optimizer.overflow))
+    engine.destroy()
+    gradients = [parameter.grad for parameter in plain.parameters()]
+    return stepped, float(torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients])))
+
+
+@vary("groups", [1, GROUPS])
+def test_the_norm_takes_one_collective(ranks, groups):
+    """Each parameter group would take an all-reduce of its own, or lose what another rank or group has found."""
+    for ((first, norm, overflowed), second), expected in ranks(2).run(step_in_groups, groups):
+        assert first == 1 and not overflowed
+        assert math.isclose(norm, expected, rel_tol=1e-5)
+        assert second == (1, math.inf, True)

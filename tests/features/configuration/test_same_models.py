@@ -1,0 +1,151 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Models that differ by rank are refused by name before anything is sent."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from support.ids import vary
+from support.options import outcome
+from support.training import Case, compile_backend, device, engine_by_configuration, make_engine
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (self.last(x) * self.scale).square().mean()
+
+
+def other_dtype(module):
+    module.layers[1].weight = nn.Parameter(module.layers[1].weight.to(torch.bfloat16))
+
+
+def other_shape(module):
+    module.layers[1] = nn.Linear(9, 8)
+
+
+def another_parameter(module):
+    module.layers[1].extra = nn.Parameter(torch.ones(2))
+
+
+def one_frozen(module):
+    module.layers[1].weight.requires_grad_(False)
+
+
+def tie_lost(module):
+    module.last.weight = nn.Parameter(module.last.weight.detach().clone())
+
+
+def other_order(module):
+    layer = module.layers[1]
+    weight = layer.weight
+    del layer.weight
+    layer.weight = weight
+
+
+def other_buffer(module):
+    module.scale = module.scale.double()
+
+
+# What differs on one rank -> how -> what is said there.
+DIFFERENCES = {
+    "shape": (other_shape, "shape of parameter layers.1.weight is (8, 8) on rank 0 and (8, 9) on rank 1"),
+    "name": (another_parameter, "parameter layers.1.extra is on rank 1 and not on rank 0"),
+    "frozen": (one_frozen, "requires_grad of parameter layers.1.weight is True on rank 0 and False on rank 1"),
+    "tie": (tie_lost, "memory of parameter last.weight is of first.weight on rank 0 and of its own on rank 1"),
+    "order": (other_order, "parameter layers.1.bias on rank 1 stands where rank 0 has parameter layers.1.weight"),
+}
+
+
+def made_with(differs):
+    module = Model()
+    if dist.get_rank():
+        differs(module)
+    said = outcome(engine_by_configuration, module.to(device()), True)
+    # As the message advises.
+    engine_by_configuration(Model().to(device()), True).destroy()
+    return said
+
+
+def check(answers, difference):
+    assert f"the models of the ranks differ: {difference}; make the same models on every rank" in answers[1]
+    assert "rank 1 could not make an engine, so no rank goes on" in answers[0] and difference in answers[0]
+
+
+@vary("what", [*DIFFERENCES])
+def test_models_that_differ(ranks, what):
+    """Gloo would end a rank without an error of Python, and NCCL take bytes of one tensor for another one's."""
+    differs, said = DIFFERENCES[what]
+    check(ranks(2).run(made_with, differs, timeout=120), said)
+
+
+def half_on_meta(differs):
+    """The first rank has the model on the host, and the other one another model on the meta device."""
+    with torch.device("meta" if dist.get_rank() else "cpu"):
+        module = Model()
+    if dist.get_rank():
+        differs(module)
+    section = {"regional_compilation": ["Linear"], "shard_parameters": "all"}
+    return outcome(make_engine, module, Case(config={"compile": section}))
+
+
+# Such as the command lines of trainers that load a model on one rank alone make.
+META = {
+    "dtype": (
+        other_dtype,
+        "dtype of parameter layers.1.weight is torch.float32 on rank 0 and torch.bfloat16 on rank 1",
+    ),
+    "buffer": (other_buffer, "dtype of buffer scale is torch.float32 on rank 0 and torch.float64 on rank 1"),
+    "tie": DIFFERENCES["tie"],
+}
+
+
+@vary("what", [*META])
+def test_models_that_differ_where_one_has_no_values(ranks, what):
+    """Values would be sent to tensors of other sizes."""
+    differs, said = META[what]
+    check(ranks(2).run(half_on_meta, differs, timeout=120), said)
+
+
+def optimizers_that_differ(shards):
+    """The other rank's optimizer has the parameters in another order."""
+    module = Model()
+    parameters = [*module.parameters()][:: -1 if dist.get_rank() else 1]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    section = {"regional_compilation": ["Linear"], "shard_parameters": "all"} if shards else {}
+    with compile_backend("eager"):
+        return outcome(make_engine, module, Case(config={"compile": section}), optimizer=optimizer)
+
+
+@vary("shards", [False, True])
+def test_optimizers_that_differ(ranks, shards):
+    """Partitions would hold other parameters on each rank, and a rank would step, or cut, another one's values."""
+    first, second = ranks(2).run(optimizers_that_differ, shards, timeout=120)
+    said = "name of parameter 0 of group 0 of the optimizer is first.weight on rank 0 and layers.1.bias on rank 1"
+    assert f"the optimizers of the ranks differ: {said}" in second and said in first
+
+
+def buffers_that_differ():
+    module = Model()
+    if dist.get_rank():
+        other_buffer(module)
+    engine = engine_by_configuration(module.to(device()), True)
+    engine.destroy()
+    return True
+
+
+@pytest.mark.quick
+def test_buffers_that_nobody_sends_may_differ(ranks):
+    """Without sharding nobody sends buffers, so ranks may have their own."""
+    assert ranks(2).run(buffers_that_differ) == [True, True]

@@ -1,0 +1,241 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that read or write parameters between a step and the next forward, while one rank sends its own late.
+
+Nobody of them waits, as code of libraries does not.
+"""
+
+import copy
+import threading
+import time
+
+import torch
+import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from deepspeed.compile.zero_1_and_2 import wait_for_parameters
+from deepspeed.utils import safe_get_full_fp32_param
+
+from support.parameter_gather import Around, one_rank_late
+from support.training import BOUND, Case, batch, device, make_engine, relative_error
+
+DELAY = 0.1
+
+
+def plain_loop(module, state):
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def aliases(module, state):
+    """As torch_ema and others copy parameters."""
+    kept = [torch.zeros_like(parameter.data) for parameter in module.parameters()]
+    for mean, parameter in zip(kept, module.parameters()):
+        mean.copy_(parameter.data)
+    return kept
+
+
+def averaged_model(module, state):
+    averaged = state.setdefault("averaged", AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.0)))
+    averaged.update_parameters(module)
+    return list(averaged.module.parameters())
+
+
+def sync_of_trl(module, state):
+    """As TRL's SyncRefModelCallback does."""
+    target = state.setdefault("target", copy.deepcopy(module))
+    for of_target, of_model in zip(target.parameters(), module.parameters()):
+        of_target.data.mul_(0.0).add_(of_model.data, alpha=1.0)
+    return list(target.parameters())
+
+
+def lerp(module, state):
+    means = [torch.zeros_like(parameter) for parameter in module.parameters()]
+    with torch.no_grad():
+        torch._foreach_lerp_(means, list(module.parameters()), 1.0)
+    return means
+
+
+def norms(module, state):
+    norms = torch._foreach_norm([parameter.detach() for parameter in module.parameters()])
+    return [norm / norm * parameter for norm, parameter in zip(norms, module.parameters())]
+
+
+def send(module, state):
+    """As to a server that generates."""
+    for _, parameter in module.named_parameters():
+        received = parameter.data.clone()
+        dist.broadcast(received, 0)
+        yield received
+
+
+def broadcast_itself(module, state):
+    for parameter in module.parameters():
+        dist.broadcast(parameter, 0)
+        yield parameter.detach().clone()
+
+
+def state_dict(module, state):
+    values = module.state_dict()
+    return [values[name] for name, _ in module.named_parameters()]
+
+
+def kept_variables(module, state):
+    values = module.state_dict(keep_vars=True)
+    return [values[name] * 1 for name, _ in module.named_parameters()]
+
+
+def copied(module, state):
+    return list(copy.deepcopy(module).parameters())
+
+
+def saved(module, state):
+    path = f"{state['folder']}/{dist.get_rank()}.pt"
+    torch.save(module.state_dict(), path)
+    values = torch.load(path)
+    return [values[name] for name, _ in module.named_parameters()]
+
+
+def on_a_thread(module, state):
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(plain_loop(module, state))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, other) for one, other in zip(found[0], found[2]))
+    return found[1]
+
+
+@torch.inference_mode()
+def in_inference_mode(module, state):
+    return [parameter * 1 for parameter in module.parameters()]
+
+
+def functional(module, state):
+    values = {name: parameter * 1 for name, parameter in module.named_parameters()}
+    torch.func.functional_call(module, dict(module.named_parameters()), (state["ids"],))
+    return list(values.values())
+
+
+def copied_one_by_one(module, state):
+    return [copy.copy(parameter) for parameter in module.parameters()]
+
+
+def compiled(module, state):
+    if "compiled" not in state:
+        state["compiled"] = torch.compile(
+            lambda parameters: [parameter.detach() * 1 for parameter in parameters], backend="eager", fullgraph=True
+        )
+    before = sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values())
+    result = state["compiled"](list(module.parameters()))
+    state.setdefault("compilations", []).append(
+        sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values()) - before
+    )
+    return result
+
+
+READERS = (
+    *(plain_loop, aliases, averaged_model, sync_of_trl, lerp, norms, send, broadcast_itself, state_dict),
+    *(kept_variables, copied, saved, on_a_thread, in_inference_mode, functional, copied_one_by_one),
+    *(compiled, compiled),
+)
+
+
+def train(engine, step):
+    engine.backward(engine(batch(step, 0, dist.get_rank(), 4)))
+    engine.step()
+
+
+def read_between(case, folder):
+    """Largest error of what each reader read, and how often compiled code was compiled for the last one."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Around().to(device())
+    engine, errors, step = make_engine(module, case), {}, 0
+    state = {"folder": folder, "ids": batch(0, 0, dist.get_rank(), 4)}
+    train(engine, 0)
+    with one_rank_late(DELAY):
+        for reader in READERS:
+            # Each rank is late in one of two steps.
+            for _ in range(2):
+                step += 1
+                train(engine, step)
+                read = [value.clone() for value in reader(module, state)]
+                wait_for_parameters(engine)
+                error = relative_error(read, module.parameters())
+                errors[reader.__name__] = max(error, errors.get(reader.__name__, 0.0))
+    engine.destroy()
+    return errors, state["compilations"]
+
+
+def test_readers(ranks, tmp_path):
+    """A reader would get values from before the step. Compiled code of the caller's would be compiled in each step."""
+    # No option: the gather under the next forward is what everybody gets.
+    for errors, compilations in ranks(2).run(read_between, Case(config={}), str(tmp_path)):
+        assert errors == dict.fromkeys(errors, 0.0)
+        assert sum(compilations) <= 2 and compilations[-1] == 0
+
+
+def clip(module):
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.1, 0.1)
+    return lambda value: value.clamp(-0.1, 0.1)
+
+
+@torch.no_grad()
+def halve(module):
+    for parameter in module.parameters():
+        parameter.mul_(0.5)
+    return lambda value: value * 0.5
+
+
+def load(module):
+    module.load_state_dict({name: torch.full_like(value, 0.5) for name, value in module.state_dict().items()})
+    return lambda value: torch.full_like(value, 0.5)
+
+
+def load_without_reading(module):
+    module.load_state_dict({name: torch.full(value.shape, 0.5) for name, value in module.named_parameters()})
+    return lambda value: torch.full_like(value, 0.5)
+
+
+def replace(module):
+    for parameter in module.parameters():
+        parameter.data = torch.full(parameter.shape, 0.25)
+    return lambda value: torch.full_like(value, 0.25)
+
+
+def initialize(module):
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, 0.125)
+    return lambda value: torch.full_like(value, 0.125)
+
+
+def write_between(case):
+    """Largest error of parameters that were written while others were on their way."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Around().to(device())
+    engine, errors, step = make_engine(module, case), {}, 0
+    train(engine, 0)
+    with one_rank_late(DELAY):
+        for writer in (clip, halve, load, load_without_reading, initialize, replace):
+            for _ in range(2):
+                step += 1
+                train(engine, step)
+                change = writer(module)
+                # What is on its way would arrive by then.
+                time.sleep(2 * DELAY)
+                written = [parameter.detach().clone() for parameter in module.parameters()]
+                # All ranks take part.
+                expected = [change(safe_get_full_fp32_param(parameter)) for parameter in module.parameters()]
+                error = relative_error(written, expected)
+                errors[writer.__name__] = max(error, errors.get(writer.__name__, 0.0))
+    engine.destroy()
+    return errors
+
+
+def test_writers(ranks):
+    """What was written between a step and the next forward would be overwritten by what is on its way."""
+    for errors in ranks(2).run(write_between, Case(config={})):
+        assert max(errors.values()) < BOUND, errors

@@ -1,0 +1,268 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded parameters that are read, and changed, between steps on all ranks, or on one rank alone."""
+
+import copy
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.compile.features.shard_parameters import feature, joint_reads, unsharded_parameters
+from deepspeed.compile.features.shard_parameters.private_torch import store_of
+from deepspeed.utils import logger
+
+from support.frozen import Adapted, beside_whole, trained_on
+from support.ids import vary
+from support.options import outcome
+from support.training import Case, batch, device, make_engine
+
+SLOW = pytest.mark.slow
+
+
+def config(shards):
+    return {"compile": {"regional_compilation": True, **({"shard_parameters": shards} if shards else {})}}
+
+
+def make(model, options, trained="all", **case):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Adapted().to(device())
+    if trained == "all":
+        module.requires_grad_(True)
+    return module, make_engine(module, Case(config=options, adam=True, **case))
+
+
+def by_reference_models(engine, module, folder):
+    """TRL's callback moves a reference model towards the model."""
+    from trl.trainer.callbacks import SyncRefModelCallback
+
+    torch.manual_seed(1)
+    reference = Adapted().to(device())
+    for _ in range(2):
+        SyncRefModelCallback._sync_target_model(module, reference, 0.25)
+        trained_on(engine, module)
+    return [each.detach() for each in reference.parameters()]
+
+
+def by_bema(engine, module, folder):
+    """TRL's callback of averages with a corrected bias takes the first weights, and later ones."""
+    from trl import BEMACallback
+
+    callback, state = BEMACallback(update_freq=1, device=str(device())), mock.Mock()
+    # The callback makes a model from the configuration of one of transformers.
+    callback.running_model = Adapted().to(device())
+    callback.running_model.load_state_dict(module.state_dict())
+    for name, parameter in module.named_parameters():
+        callback.param_names.append(name)
+        callback.thetat_params.append(parameter)
+        callback.theta0_params.append(parameter.detach().clone().to(device()))
+        callback.ema_params.append(callback.theta0_params[-1].clone())
+    for step in range(3):
+        state.global_step = step
+        callback.on_step_end(None, state, None, model=module)
+        trained_on(engine, module)
+    return [each.detach() for each in callback.running_model.parameters()]
+
+
+def by_averaged_models(engine, module, folder):
+    """Torch's averages of a model, copied from the model at rest, take its place for an evaluation, as Lightning's."""
+    averaged = torch.optim.swa_utils.AveragedModel(
+        module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True
+    )
+    found = []
+
+    def swap():
+        for average, current in zip(averaged.module.parameters(), module.parameters(), strict=True):
+            kept = average.data.clone()
+            average.data.copy_(current.data)
+            current.data.copy_(kept)
+
+    for _ in range(3):
+        trained_on(engine, module)
+        averaged.update_parameters(module)
+        swap()
+        engine.eval()
+        with torch.no_grad():
+            found.append(engine(batch(3, 3, dist.get_rank(), 5)))
+        engine.train()
+        swap()
+    return [*found, *(each.detach() for each in averaged.module.parameters())]
+
+
+def by_shadows(engine, module, folder):
+    """Copies of parameters are moved towards these, and change places with them, as diffusers' EMAModel does."""
+    shadows, found = [each.clone().detach() for each in module.parameters()], []
+    for _ in range(2):
+        trained_on(engine, module)
+        with torch.no_grad():
+            for shadow, parameter in zip(shadows, module.parameters(), strict=True):
+                shadow.sub_(0.5 * (shadow - parameter))
+        kept = [each.detach().cpu().clone() for each in module.parameters()]
+        for shadow, parameter in zip(shadows, module.parameters(), strict=True):
+            parameter.data.copy_(shadow.to(parameter.device).data)
+        with torch.no_grad():
+            found.append(engine(batch(3, 3, dist.get_rank(), 5)))
+        for stored, parameter in zip(kept, module.parameters(), strict=True):
+            parameter.data.copy_(stored.data)
+    return [*found, *shadows]
+
+
+def by_foreach(engine, module, folder):
+    """The same in functions of lists, of which one has parameters of all blocks, and of a state dict."""
+    shadows = [each.detach().clone() for each in module.state_dict().values()]
+    trained_on(engine, module)
+    with torch.no_grad():
+        torch._foreach_mul_(shadows, 0.5)
+        torch._foreach_add_(shadows, [*module.parameters()], alpha=0.5)
+        torch._foreach_lerp_(shadows, [*module.state_dict().values()], 0.25)
+    return [*shadows, *torch._foreach_norm([*module.parameters()])]
+
+
+def by_sending(engine, module, folder):
+    """Weights are sent one by one, as to an engine that generates, with what describes them."""
+    sent = []
+    for _, parameter in module.named_parameters():
+        weight = parameter.data
+        assert weight.shape == parameter.shape and weight.dtype == parameter.dtype
+        received = weight.contiguous().clone() if dist.get_rank() == 0 else torch.empty_like(weight)
+        if dist.get_rank() > 0:
+            weight.sum()
+        dist.broadcast(received, src=0)
+        sent.append(received)
+    return sent
+
+
+def by_changing(engine, module, folder):
+    """Parameters are changed in each of the ways that there are."""
+    with torch.no_grad():
+        for index, parameter in enumerate(module.parameters()):
+            if index % 4 == 0:
+                parameter.mul_(0.5)
+            elif index % 4 == 1:
+                parameter.data.mul_(0.5).add_(0.1)
+            elif index % 4 == 2:
+                parameter.view(-1)[:2].zero_()
+            else:
+                parameter.copy_(parameter.detach() * 0.5)
+    engine.optimizer.refresh_fp32_params()
+
+
+def by_a_penalty(engine, module, folder):
+    """A term of the loss is made of parameters between forward and backward."""
+    loss = engine(batch(9, 0, dist.get_rank(), 4))
+    penalty = sum((each * each).sum() for each in module.parameters() if each.requires_grad)
+    first = module.body.blocks[0].up.weight
+    engine.backward(loss + 0.1 * penalty + (first @ first.T).tanh().mean())
+    engine.step()
+
+
+def by_copying(engine, module, folder):
+    copied = copy.deepcopy(module)
+    assert all(type(each) is torch.nn.Parameter for each in copied.parameters())
+    trained_on(engine, module)
+    return [each.detach() for each in copied.parameters()]
+
+
+WORKS = (
+    *(by_reference_models, by_bema, by_averaged_models, by_shadows, by_foreach, by_sending, by_changing),
+    *(by_a_penalty, by_copying),
+)
+
+
+def work_beside_whole(name, shards, folder, **case):
+    work = next(each for each in WORKS if each.__name__ == name)
+    trained = "all" if shards == "all" else "some"
+    sharded, whole = beside_whole(make, (config(shards), config(None)), work, folder, trained=trained, **case)
+    return [torch.equal(a, b) for a, b in zip(sharded, whole, strict=True)]
+
+
+@vary("work", [function.__name__ for function in WORKS])
+@vary("shards", ["all", "frozen"])
+@vary("case", [{}, pytest.param({"stage": 2, "dtype": "bf16"}, marks=SLOW)])
+def test_all_ranks_read(ranks, tmp_path, work, shards, case):
+    """Callbacks between steps would stop the training, or average what memory holds that was given back."""
+    if "bema" in work or "reference" in work:
+        pytest.importorskip("trl")
+    for equal in ranks(2).run(work_beside_whole, work, shards, str(tmp_path), **case):
+        assert all(equal)
+
+
+def alone(engine, module, weight):
+    """The first rank reads a parameter, goes on with the error, and reads it again."""
+    said = [outcome(weight.norm), outcome(weight.detach().clone)] if dist.get_rank() == 0 else []
+    trained_on(engine, module)
+    return said
+
+
+def late(engine, module, weight):
+    """A rank reads a parameter when the other one waits no longer."""
+    dist.barrier()
+    time.sleep(3 * dist.get_rank())
+    return [outcome(weight.norm), outcome(weight.norm)]
+
+
+def others(engine, module, weight):
+    """Ranks read different parameters."""
+    return [outcome(module.body.blocks[dist.get_rank()].up.weight.sum)]
+
+
+def raising(engine, module, weight):
+    """A rank raises an error before the read."""
+    return [outcome(weight.norm)] if dist.get_rank() == 0 else []
+
+
+APART = {function.__name__: function for function in (alone, late, others, raising)}
+
+
+def read_apart(how, shards):
+    """Returns what is said of reads that not all ranks do, after how many seconds, and whether all may read later."""
+    module, engine = make("plain", config(shards))
+    told = []
+    with mock.patch.multiple(joint_reads, PATIENCE=0.5, LONGEST_WAIT=1.5):
+        with mock.patch.object(logger, "warning", told.append):
+            begin = time.monotonic()
+            said = APART[how](engine, module, module.body.blocks[0].up.weight)
+            seconds = time.monotonic() - begin
+    # Steps end what ranks did apart.
+    trained_on(engine, module)
+    norm = module.body.blocks[0].up.weight.norm()
+    with unsharded_parameters(engine):
+        works = torch.equal(norm, module.body.blocks[0].up.weight.norm())
+        engine.destroy()
+    return said, told, seconds, works
+
+
+@vary("how", APART)
+@vary("shards", ["all", pytest.param("frozen", marks=SLOW)])
+def test_not_all_ranks_read(ranks, how, shards):
+    """A rank that logs a norm alone would hang, or gather what the other rank sends for something else."""
+    answers = ranks(2).run(read_apart, how, shards)
+    for said, _, seconds, works in answers:
+        assert all("cannot be read or changed" in each and "by some ranks alone" in each for each in said)
+        assert works and seconds < 60
+    assert len(answers[0][0]) == {"alone": 2, "late": 2}.get(how, 1)
+    assert any("has waited" in each and "for other ranks to read it too" in each for each in answers[0][1])
+
+
+def keys_that_stay():
+    """Returns how many keys the store has more after a hundred reads than after ten."""
+    module, engine = make("plain", config("all"))
+    store, counts = store_of(feature.sharded_blocks(engine)._group), []
+    for number in (10, 90):
+        for _ in range(number):
+            module.body.blocks[0].up.weight.sum()
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+    with unsharded_parameters(engine):
+        engine.destroy()
+    return counts[1] - counts[0]
+
+
+def test_reads_leave_no_keys(ranks):
+    """A callback of every step would fill the memory of the process that has the store."""
+    # Barriers may leave some.
+    assert all(number < 30 for number in ranks(2).run(keys_that_stay))

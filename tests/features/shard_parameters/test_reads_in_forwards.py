@@ -1,0 +1,173 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards that read, or change, sharded parameters of blocks elsewhere than in calls of these blocks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.compile.features.shard_parameters import feature, unsharded_parameters
+
+from support.frozen import WIDTH, Adapted, AdaptedBlock, Body, late, model_of
+from support.ids import vary
+from support.models import VOCABULARY
+from support.training import Case, batch, device, make_engine
+
+SLOW = pytest.mark.slow
+
+
+class RegisteredTwice(Adapted):
+    """One module object is registered in a block and outside, where compiled code calls it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = self.body.blocks[1].norm
+
+    def forward(self, ids, skip=False):
+        return F.cross_entropy(self.head(self.norm(self.body(ids))).flatten(0, 1), ids.flatten())
+
+
+class Halving(Body):
+    """It halves weights when it goes to evaluation, and doubles them when it goes back, as RWKV does."""
+
+    are_halved = False
+
+    def forward(self, ids, skip=False):
+        if self.are_halved == self.training:
+            with torch.no_grad():
+                for index, block in enumerate(self.blocks):
+                    for layer in (block.up, block.down):
+                        if self.training:
+                            layer.weight.mul_(2**index)
+                        else:
+                            layer.weight.div_(2**index)
+            self.are_halved = not self.training
+        return super().forward(ids, skip)
+
+
+class ReadByCompiledCode(Adapted):
+    """Compiled code reads parameters of blocks before the blocks run, and behind them."""
+
+    def forward(self, ids, skip=False):
+        first, *_, last = self.body.blocks
+        x = self.body(ids) * first.norm.weight + first.norm(last.down.weight.mean(1))
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class ReadByOtherBlock(AdaptedBlock):
+    """A block reads the parameters of another one, which is no submodule of it."""
+
+    other = ()
+
+    def forward(self, x):
+        for block in self.other:
+            x = x * block.norm.weight
+        return super().forward(x)
+
+
+class KnowsOther(Body):
+    of_block = ReadByOtherBlock
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].other, self.blocks[2].other = (self.blocks[3],), (self.blocks[0],)
+
+
+class ReadUncompiled(Adapted):
+    """Code of the model that is not compiled reads parameters of all blocks, several in one call."""
+
+    @torch.compiler.disable
+    def penalty(self):
+        weights = [parameter for block in self.body.blocks for parameter in block.parameters()]
+        return sum(torch._foreach_norm(weights)) + torch.cat([weight.flatten() for weight in weights]).square().mean()
+
+    def forward(self, ids, skip=False):
+        return super().forward(ids, skip) + self.penalty()
+
+
+class ByMethod(Adapted):
+    """A method other than ``forward()`` is called, and the model itself holds a large parameter that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, VOCABULARY) / 4)
+
+    def encode(self, ids):
+        x = self.body(ids) @ self.table
+        return F.cross_entropy((x + (self.table * self.table).mean()).flatten(0, 1), ids.flatten())
+
+
+READING = {
+    "registered twice": RegisteredTwice,
+    "by forward()": model_of(run_block=lambda self, block, x: block.forward(x)),
+    "by forward(), checkpointed": model_of(
+        run_block=lambda self, block, x: checkpoint(block.forward, x, use_reentrant=False)
+    ),
+    "a part before": model_of(run=lambda self, x, skip: Body.run(self, self.blocks[0].norm(x), skip)),
+    "a part behind": model_of(run=lambda self, x, skip: self.blocks[1].norm(Body.run(self, x, skip))),
+    "halving": type("Adapted", (Adapted,), {"of_body": Halving}),
+    "by compiled code": ReadByCompiledCode,
+    "by another block": type("Adapted", (Adapted,), {"of_body": KnowsOther}),
+    "uncompiled": ReadUncompiled,
+    "by a method": ByMethod,
+}
+
+
+def train(model, shards, forwards=1, **case):
+    """Returns what training and evaluation come to, and how often torch compiled code after the second step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = READING[model]().to(device())
+    if shards[0] == "all":
+        module.requires_grad_(True)
+    section = {"regional_compilation": True, **({"shard_parameters": shards[0]} if shards[1] else {})}
+    engine = make_engine(module, Case(config={"compile": section}, adam=True, **case))
+    call = getattr(module, "encode", engine)
+    rank, results, compiled = dist.get_rank(), [], []
+    for step in range(4):
+        for micro_step in range(engine.gradient_accumulation_steps()):
+            loss = sum(call(batch(step, micro_step, rank + index, 4)) for index in range(forwards))
+            engine.backward(loss)
+            engine.step()
+            results.append(loss.detach())
+        engine.eval()
+        with torch.no_grad():
+            results.append(call(batch(step, 7, rank, 4)))
+        engine.train()
+        compiled.append(sum(torch._dynamo.convert_frame.FRAME_COMPILE_COUNTER.values()))
+    sharded = feature.sharded_blocks(engine)
+    at_rest = 0 if sharded is None else sum(not unit.is_gathered for unit in sharded.units)
+    with unsharded_parameters(engine):
+        results += [each.detach().clone() for each in module.parameters()]
+        engine.destroy()
+    return results, at_rest, compiled[-1] - compiled[1]
+
+
+def compare(model, shards, delay=None, **more):
+    if delay is None:
+        results, at_rest, compiled = train(model, (shards, True), **more)
+    else:
+        with late(delay):
+            results, at_rest, compiled = train(model, (shards, True), **more)
+    expected, _, _ = train(model, (shards, False), **more)
+    return [torch.equal(a, b) for a, b in zip(results, expected, strict=True)], at_rest, compiled
+
+
+@vary("model", READING)
+@vary("shards", ["all", "frozen"])
+@vary(
+    "case",
+    [
+        {},
+        pytest.param({"stage": 2, "dtype": "bf16", "delay": 0.01}, marks=SLOW),
+        pytest.param({"forwards": 2, "accumulation": 2, "stage": 2}, marks=SLOW),
+    ],
+)
+def test_forwards_that_read_elsewhere(ranks, model, shards, case):
+    """A read of a parameter that nothing has gathered would end the program, or compile code anew in each step."""
+    for equal, at_rest, compiled in ranks(2).run(compare, model, shards, **case):
+        assert all(equal) and compiled == 0
+        assert at_rest >= (0 if model == "by another block" else 1)

@@ -1,0 +1,114 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks that a model calls twice, or in another order than it registers them, train to the bits of whole ones."""
+
+import contextlib
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed.compile.features.shard_parameters import feature, keep, unsharded_parameters
+
+from support.frozen import WIDTH, Adapted, Body
+from support.graph_cache import shapes_no_graph
+from support.ids import vary
+from support.training import Case, batch, device, make_engine
+
+LAYER = "L"  # stands for a large layer beside the blocks
+
+
+class InOrder(Body):
+    """Calls its four blocks, and a large layer, in an order of its own.
+
+    Args:
+        order: digits of blocks, and ``LAYER``.
+        place: how many blocks the model registers before the layer.
+        checkpointed: None, or whether activations are checkpointed reentrantly.
+    """
+
+    def __init__(self, order, place, checkpointed):
+        super().__init__()
+        layers = dict(zip("0123", self.blocks))
+        if LAYER in order:
+            layers[LAYER] = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.blocks.insert(place, layers[LAYER])
+        # A tuple registers no modules.
+        self.called, self.checkpointed = tuple(layers[each] for each in order), checkpointed
+
+    def run(self, x, skip):
+        for layer in self.called:
+            if self.checkpointed is None:
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x.requires_grad_(), use_reentrant=self.checkpointed)
+        return x
+
+
+def train(options, order, place=4, checkpointed=None, trains_all=True, holds=False, steps=3, **case):
+    """Returns losses and parameters, and how many units were at rest.
+
+    ``holds``: whether three blocks are whole all the time, as in a context of some parameters.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Adapted()
+    module.body = InOrder(order, place, checkpointed)
+    module.to(device())
+    if trains_all:
+        module.requires_grad_(True)
+    engine = make_engine(module, Case(config={"compile": {"regional_compilation": True, **options}}, **case))
+    losses, sharded = [], feature.sharded_blocks(engine)
+    held = [each.up.weight for each in module.body.called[:3] if hasattr(each, "up")]
+    for step in range(steps):
+        with unsharded_parameters(engine, held) if holds else contextlib.nullcontext():
+            loss = engine(batch(step, 0, dist.get_rank(), 4))
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+    at_rest = sum(not unit.is_gathered for unit in sharded.units) if sharded else 0
+    with unsharded_parameters(engine):
+        parameters = [each.detach().clone() for each in module.parameters()]
+        engine.destroy()
+    return [*losses, *parameters], at_rest
+
+
+def compare(shards, order, kept=None, **case):
+    # The host has no memory to spare, as far as "fit" knows.
+    with mock.patch.object(keep, "spare_memory", shapes_no_graph(lambda device: 5000)):
+        sharded, at_rest = train(
+            {"shard_parameters": shards, "keep_gathered": kept}, order, trains_all=shards == "all", **case
+        )
+    whole, _ = train({}, order, trains_all=shards == "all", **case)
+    return [torch.equal(*both) for both in zip(sharded, whole, strict=True)], at_rest
+
+
+SLOW = pytest.mark.slow
+ORDERS = ("01323", "0L1L2L3L", *(pytest.param(each, marks=SLOW) for each in ("3210", "00112233", "203102", "L01L23L")))
+
+
+@pytest.mark.table
+@vary("shards", ["all", "frozen"])
+@vary("order", ORDERS)
+@vary(
+    "case",
+    [
+        {"stage": 2},
+        {"stage": 1, "kept": 2, "checkpointed": False, "place": 0},
+        *(
+            pytest.param(case, marks=SLOW)
+            for case in (
+                {"stage": 2, "kept": "fit", "place": 2},
+                {"stage": 2, "checkpointed": True},
+                {"stage": 1, "holds": True},
+            )
+        ),
+    ],
+)
+def test_blocks_called_again_or_out_of_order(ranks, shards, order, case):
+    """A backward would give back the block that it reads, to make room for the next one."""
+    for equal, at_rest in ranks(2).run(compare, shards, order, **case):
+        assert all(equal) and at_rest >= 4

@@ -1,0 +1,48 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that Python collects while the compiler has a mode of tensors open."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from support.training import Case, batch, build, make_engine
+
+
+class Asked(TorchDispatchMode):
+    """A mode as the compiler opens them, which notes the functions that are called with real tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.functions.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def collected_within_a_mode(case, is_destroyed):
+    """An engine with an optimizer's states is collected within a mode. Returns what the mode was asked for."""
+    torch._dynamo.reset()
+    engine = make_engine(build(case), case)
+    engine.backward(engine(batch(0, 0, dist.get_rank(), 4)))
+    engine.step()
+    if is_destroyed:
+        engine.destroy()
+    gone, mode = weakref.ref(engine), Asked()
+    with mode:
+        del engine
+        gc.collect()
+    assert gone() is None
+    return mode.functions
+
+
+@pytest.mark.parametrize("is_destroyed", [True, False])
+def test_an_engine_that_is_collected_while_another_one_compiles(ranks, is_destroyed):
+    """Fake tensors' mode would raise errors that print the optimizer's states, which takes minutes."""
+    for asked in ranks(1).run(collected_within_a_mode, Case(adam=True, stage=2), is_destroyed):
+        assert asked == []

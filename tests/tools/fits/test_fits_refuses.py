@@ -1,0 +1,167 @@
+# Copyright (c) the authors of this fork of DeepSpeed.
+# SPDX-License-Identifier: Apache-2.0
+"""What the command is asked wrongly ends in one sentence that says what to name instead."""
+
+import json
+import sys
+
+import pytest
+import torch
+import torch.nn as nn
+
+from deepspeed.compile.tools.fits import __main__ as command
+from deepspeed.compile.tools.fits import configuration, fits, sources
+from deepspeed.compile.tools.fits.modes import Mode, Question
+
+from support.ids import vary
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+}
+
+
+def refusal(capsys, *arguments):
+    """Returns the one line that the command prints when it ends, without the progress that it reports before."""
+    with pytest.raises(SystemExit) as ended:
+        command.main([*map(str, arguments)])
+    assert ended.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if " error: " in line]
+    return line
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder in which the command runs. What is imported from there is forgotten afterwards."""
+    monkeypatch.chdir(tmp_path)
+    before = {*sys.modules}
+    yield tmp_path
+    for name in {*sys.modules}.difference(before):
+        if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+@vary(
+    "changed, said",
+    [
+        ({"num_attention_heads": 0}, "transformers reads no configuration of config.json ("),
+        ({"hidden_size": 65}, "is not a multiple of the number of attention heads (4).); name a config.json that it"),
+        ({"hidden_size": "wide"}, "Validation error for field 'hidden_size': TypeError: Field 'hidden_size' expected"),
+        ({"architectures": [3]}, "name a config.json that it reads, a folder with one, or a model of the hub"),
+        ({"hidden_act": "none"}, "transformers makes no model of config.json (KeyError: 'none'); name a config"),
+        ({"num_key_value_heads": 0}, "name a configuration whose parts suit each other and its class in architect"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "transformers makes no model of config.json ('LlamaConfig' object"),
+    ],
+)
+def test_a_configuration_whose_parts_disagree(capsys, folder, changed, said):
+    """Who changed a number of a config.json would read a traceback of transformers, or advice about functions."""
+    pytest.importorskip("transformers", reason="a config.json needs transformers: requirements/benchmarks.txt")
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **changed}))
+    assert said in refusal(capsys, "--model", "config.json")
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    with torch.device("meta"):
+        assert type(sources.named("config.json")()).__name__ == "LlamaForCausalLM"
+
+
+@vary(
+    "text, said",
+    [
+        ("def make(:", "mine cannot be imported (invalid syntax (mine.py, line 1)); name a module of this folder or"),
+        ("1 / 0", "mine cannot be imported (division by zero); name a module of this folder or of PYTHONPATH"),
+        ("import sys; sys.exit(3)", "mine cannot be imported (3); name a module of this folder or of PYTHONPATH"),
+        ("make = 3", "mine has no function make; name one that returns a model"),
+        ("from os import getcwd as make", "returned str, and no torch.nn.Module; name a function that returns a"),
+        ("make = lambda: None", "what makes the model returned NoneType, and no torch.nn.Module; name a function"),
+        ("def make(): raise SystemExit(2)", "the model cannot be made without memory (2); name a function without"),
+    ],
+)
+def test_a_module_that_makes_no_model(capsys, folder, text, said):
+    """The command would end in a traceback, or as the module that it imports ends the process."""
+    (folder / "mine.py").write_text(text)
+    assert said in refusal(capsys, "--model", "mine:make")
+
+
+def test_the_search_path_stays_as_the_module_leaves_it(folder):
+    """The first entry would be removed, which may be one that the module has added for its own imports."""
+    (folder / "mine.py").write_text("import sys; sys.path.insert(0, 'of its own'); from torch.nn import Identity")
+    before = [*sys.path]
+    try:
+        sources.named("mine:Identity")
+        assert sys.path == ["of its own", *before]
+    finally:
+        sys.path[:] = before
+
+
+class Fed(nn.Module):
+    """A model whose forward is ``of``."""
+
+    def __init__(self, of, **attributes):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.forward = of
+        vars(self).update(attributes)
+
+
+@vary(
+    "make, said",
+    [
+        (lambda: Fed(lambda: 1), "Fed takes no tokens; call fits(..., batch=...) with a function that makes it"),
+        (lambda: Fed(lambda ids: "text"), "the model returns no tensor, but str; return its loss"),
+        (lambda: Fed(lambda ids: ids, main_input_name="pixel_values"), "Fed takes images of no size"),
+    ],
+)
+def test_a_forward_that_cannot_be_called(make, said):
+    """A mistake in the model's code would end in a traceback of ours, though its states are known."""
+    answer = fits(make, modes=[Mode("plain")])
+    assert answer.first.forward is None and answer.first.at_rest > 0
+    assert any(said in note for note in answer.notes)
+
+
+def test_what_the_forward_lacks_is_mended():
+    """The advice would not help."""
+    taught = fits(
+        lambda: Fed(lambda images: images.mean(), main_input_name="pixel_values"),
+        modes=[Mode("plain")],
+        batch=lambda *_: {"images": torch.empty(2, 4, requires_grad=True)},
+    )
+    assert taught.first.forward is not None, taught.notes
+
+
+@vary("name, value", [("sequence", 10**20), ("micro_batch", 2**40), ("gpus", 2**25)])
+def test_more_than_can_be_counted(name, value):
+    """Torch would raise OverflowError for a shape, or the command would go through ranks for hours."""
+    with pytest.raises(ValueError, match=f"{name}={value} is not from 1 to 16777216; name what there is"):
+        Question(**{name: value})
+
+
+def test_a_place_that_cannot_be_written(capsys, tmp_path):
+    """All would be reckoned first, for minutes, and then lost in a traceback."""
+    arguments = "--model", "no_such_module:make", "--json"
+    place = tmp_path / "no folder" / "figures.json"
+    assert f"--json {place} cannot be written: " in refusal(capsys, *arguments, place)
+    place.parent.mkdir()
+    place.write_text("{}")
+    # What is there already stays, because the model is refused.
+    assert "no_such_module cannot be imported" in refusal(capsys, *arguments, place) and place.read_text() == "{}"
+
+
+@vary(
+    "section, said",
+    [
+        ({"zero_optimization": {"stage": 1, "reduce_bucket_size": -1}}, "reduce_bucket_size: Input should be greater"),
+        ({"sequence_parallel_size": "two"}, "splits sequences, which is not reckoned"),
+        ({"train_micro_batch_size_per_gpu": 0}, "DeepSpeed refuses the configuration: Train batch size: 0 has to be"),
+    ],
+)
+def test_a_configuration_that_deepspeed_refuses(section, said):
+    """DeepSpeed's lines for one field would not name it beside the reason, or end in a traceback."""
+    config = {"zero_optimization": {"stage": 1}, "compile": {"deepcompile": True}, "bf16": {"enabled": True}}
+    with pytest.raises(ValueError) as refused:
+        configuration.apply({**config, **section}, Question(), False)
+    assert said in str(refused.value) and "\n" not in str(refused.value)
