@@ -191,9 +191,9 @@ class Feature:
     gather: Optional["AllGather"] = None
     # Makes other gradients of some groups' gradients, if an update is not computed element by element.
     transform: Optional[Transform] = None
-    # Methods that override the base's optimizer's, of a backward, of states and of checkpoints. The core's override
-    # them.
-    optimizer_mixin: Optional[type] = None
+    # Classes whose methods override the base's optimizer's, of a backward, of states and of checkpoints. The core's
+    # override them.
+    optimizer_mixins: Tuple[type, ...] = ()
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:

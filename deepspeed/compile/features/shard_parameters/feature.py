@@ -125,7 +125,7 @@ class ShardParameters(Feature):
             blocks.wrap_module(self.sharded.passes.around_module)
             synchronize_generation(context.module, self.sharded.whole, group, context.undo)
 
-    optimizer_mixin = GathersInBackward
+    optimizer_mixins = (GathersInBackward,)
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:

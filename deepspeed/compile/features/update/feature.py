@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The updates of Adam and AdamW in an engine: the form of states and master weights, and the rules that step them."""
 
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 
@@ -41,10 +41,6 @@ class SavesStates(_NextClass):
         self._deepcompile.find(Update).states.adopt(self)
 
 
-class SavesBoth(SavesStates, RemaindersOfParameters):
-    """The methods for states, and those for master weights that are remainders."""
-
-
 class Update(Feature):
     """Also of an engine without options, which may load states in 8 bits: these become fp32 states.
 
@@ -65,7 +61,7 @@ class Update(Feature):
     def warnings(cls, request: Request) -> Iterator[str]:
         yield from refused.states_that_stay_in_fp32(request.engine.optimizer)
 
-    optimizer_mixin = SavesStates
+    optimizer_mixins: Tuple[type, ...] = (SavesStates,)
 
     def __init__(self, context: SetUpContext):
         request, optimizer = context.request, context.optimizer
@@ -77,7 +73,7 @@ class Update(Feature):
         self._masters: Optional[Masters] = None
         if request.options.store_param_remainders:
             self._masters = Masters(optimizer, only(context.features, "gather") or AllGather(optimizer))
-            self.optimizer_mixin = SavesBoth
+            self.optimizer_mixins = (SavesStates, RemaindersOfParameters)
         self._optimizer: Optional[DeepSpeedZeroOptimizer] = optimizer
 
     def commit(self) -> None:

@@ -156,7 +156,7 @@ def attach(optimizer: DeepSpeedZeroOptimizer, deepcompile: EngineState) -> None:
     optimizer.contiguous_gradients = False
     keep_no_graph(optimizer)
     optimizer._deepcompile = deepcompile
-    mixins = (part.optimizer_mixin for part in deepcompile.features if part.optimizer_mixin is not None)
+    mixins = (mixin for part in deepcompile.features for mixin in part.optimizer_mixins)
     optimizer.__class__ = _with_step_local_gradients(type(optimizer), *mixins)  # type: ignore[arg-type]
     # If the optimizer has stepped, the base has linked fp32 states, which the links would keep.
     deepcompile.links.link_again(optimizer)
