@@ -68,7 +68,7 @@ def reductions(model: Sizes, ranks: int, bucket: int, send: int | None = None) -
         bucket: ``reduce_bucket_size``.
         send: with how many elements a bucket is sent, instead of what the engine chooses for so many ranks.
     """
-    from deepspeed.compile.features.fits.gradients import one_of
+    from deepspeed.compile.tools.fits.gradients import one_of
     from deepspeed.compile.zero_1_and_2.engine.set_up import send_numel
     from deepspeed.compile.zero_1_and_2.gradient.layout import flat_layout
     from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module

@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from deepspeed.compile.features.fits.gradients import one_of
+from deepspeed.compile.tools.fits.gradients import one_of
 
 from support.ids import vary
 from support.pool import free_port
