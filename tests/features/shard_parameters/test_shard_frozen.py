@@ -21,7 +21,6 @@ from deepspeed.compile.features.shard_parameters import (
     feature,
     from_host,
     joint_reads,
-    sharded_blocks,
     unit_memory,
     unsharded_parameters,
 )
@@ -30,6 +29,7 @@ from deepspeed.compile.features.shard_parameters.saved_tensors import saving_han
 from deepspeed.compile.fixes.subclasses.calls import BROADCAST_LATER
 from deepspeed.compile.fixes.subclasses.tensors import plain_tensors
 from deepspeed.compile.zero_1_and_2.collectives import collective
+from deepspeed.utils import logger
 
 from support.beside import warnings_logged
 from support.checkpoints import EXACT
@@ -1032,7 +1032,7 @@ def refused_states():
     before, lines = [each.detach().clone() for each in module.parameters()], []
     (master,), states = engine.optimizer.single_partition_of_fp32_groups, engine.optimizer.optimizer.state
     states[master] = {**zeros(0, master), FORM: {"version": -1}}
-    with mock.patch.object(sharded_blocks.logger, "warning", lines.append):
+    with mock.patch.object(logger, "warning", lines.append):
         said = outcome(engine.compile, backend="eager")
     whole = not any(isinstance(each, Resharded) for each in module.parameters())
     unchanged = whole and same(before, [each.detach() for each in module.parameters()])
@@ -1176,7 +1176,7 @@ def train_without_blocks(model, all_skip):
     lines, results = [], []
     with (
         mock.patch.dict(MODELS, WITHOUT_BLOCKS),
-        mock.patch.object(sharded_blocks.logger, "warning", lines.append),
+        mock.patch.object(logger, "warning", lines.append),
     ):
         for config in (SHARDED, WHOLE):
             module, engine = make(model, config, bucket=10**6, stage=2)

@@ -599,7 +599,9 @@ def convert(run, at_once):
             most[way] = conversions.most
             return result
 
-        note("set up", compile_engine, engine, run)
+        # An engine is set up in a thread of its own, which such a mode does not see.
+        with mock.patch.object(set_up, "in_own_thread", lambda function, *args: function(*args)):
+            note("set up", compile_engine, engine, run)
         parameter = max(trained(engine), key=torch.numel)
         optimizer, value = engine.optimizer, torch.randn(parameter.shape, device=device())
         note("set", safe_set_full_fp32_param, parameter, value)

@@ -9,6 +9,8 @@ import functools
 import weakref
 from typing import Any, Callable, Container, Dict, Optional
 
+import torch
+
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -73,7 +75,9 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._deepcompile.backward.refuse_to_drop_within()
-        super().zero_grad(set_to_none)
+        # A parameter on its way sees each call from Python. To drop gradients, the loop needs no values.
+        with torch._C.DisableTorchFunctionSubclass():
+            super().zero_grad(set_to_none)
         self._deepcompile.backward.drop_step()
 
     # Checkpoints and states ----------------------------------------------------------------------------------------
