@@ -90,12 +90,16 @@ def _arrived(value):
 
 
 def _wait_for(arguments: Any) -> bool:
-    """Waits for the parameters among arguments. Returns whether a tensor keeps its class, which nobody sends."""
+    """Waits for the parameters among arguments. Returns whether a tensor keeps its class.
+
+    Nobody sends such a tensor, or Dynamo looks at it while it traces: guards shall read the class that it has had.
+    """
+    is_traced = torch._guards.TracingContext.try_get() is not None
     for parameter in _arriving_among(arguments):
         # Another thread may have waited for it by now.
         arrival = getattr(parameter, "_arrival", None)
         if arrival is not None:
-            arrival.gather.arrive(arrival.unit)
+            (arrival.gather.receive if is_traced else arrival.gather.arrive)(arrival.unit)
     return any(True for _ in _arriving_among(arguments))
 
 
