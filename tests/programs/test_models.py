@@ -38,20 +38,13 @@ BLOCKS = {
     "Jamba": ["JambaMambaDecoderLayer", "JambaAttentionDecoderLayer"],
     "OlmoHybrid": ["OlmoHybridLinearAttentionDecoderLayer", "OlmoHybridAttentionDecoderLayer"],
 }
-# Why these do not train sharded.
-NOT_SHARDED = {"SqueezeBert": "its blocks call forward() of parts of themselves"}
 
 
 def pytest_generate_tests(metafunc):
     takes_all = metafunc.config.option.every_model
     if "shards" in metafunc.fixturenames:
         names = "shards, name"
-        why_not = {name: pytest.mark.xfail(reason=reason, strict=True) for name, reason in NOT_SHARDED.items()}
-        both = [
-            pytest.param(shards, name, marks=why_not.get(name, ()))
-            for name in ARCHITECTURES
-            for shards in ("all", "frozen")
-        ]
+        both = [(shards, name) for name in ARCHITECTURES for shards in ("all", "frozen")]
         some = enumerate((*IN_EVERY_RUN, *IN_AN_ORDER_OF_THEIR_OWN))
         dozen = [pytest.param(("all", "frozen")[index % 2], name, marks=pytest.mark.slow) for index, name in some]
     else:
