@@ -35,13 +35,13 @@ the flat tensor and may straddle several partitions.
   5. Handed over.       Reducer::finish_backward() returns the targets of each group as a HandedOver, and goes on
                         holding them. BackwardLife puts a PartitionViews over each HandedOver into the optimizer's
                         `averaged_gradients`. The step calls Reducer::compare_and_await_targets() before it reads.
-  6. Released.          The step goes through the groups one after the other. For each, take_scaled() in
-                        step/scaling.py calls PartitionViews.take(), which calls Reducer::release(group), and copies
-                        the targets, scaled, into one gradient of the group's master weights. When take_scaled()
-                        returns, the targets are free. A flat partition is itself that gradient, without a copy. An
-                        optional part may take the targets range by range instead. The optimizer steps, and
-                        `master.grad = None` in step/partitions.py frees the gradient of the master weights. At the end
-                        of the step, also of one that overflowed or raised, BackwardLife.release() calls
+  6. Released.          The step goes through the groups one after the other. For each, PartitionGradient in
+                        step/partition_gradient.py calls PartitionViews.take(), which calls Reducer::release(group).
+                        It gives the optimizer the gradients range by range, scaled and in the dtype of the master
+                        weights, and drops a target when its last element has been taken. A flat partition is itself
+                        the gradient of the master weights, without a copy. A partition that must not be cut is one
+                        range: WholeStep in step/own_step.py frees its gradient at `master.grad = None`. At
+                        the end of the step, also of one that overflowed or raised, BackwardLife.release() calls
                         Reducer::release() without a group, which frees what is left. From then on the reducer holds
                         no gradient memory.
 

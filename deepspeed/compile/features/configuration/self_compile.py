@@ -26,8 +26,6 @@ from .initialize import is_set_up_by_compile
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-# Options with which all ranks make every forward together, and need a compiled engine for each.
-
 
 def awaits_its_user(engine: "DeepSpeedEngine") -> bool:
     """Whether an engine with DeepCompile is not compiled because its user has not called ``engine.compile()``."""

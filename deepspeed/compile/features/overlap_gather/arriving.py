@@ -85,6 +85,12 @@ class Arriving(_NextClass):
             return function(*args, **kwargs)
 
 
+def is_traced() -> bool:
+    """Whether Dynamo traces the code that runs. ``torch.compiler.is_compiling()`` says no where code runs for Dynamo,
+    such as a function of a tensor that it looks at."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
 def _arrived(value):
     return value._awaited if isinstance(value, Arriving) else value
 
@@ -94,12 +100,12 @@ def _wait_for(arguments: Any) -> bool:
 
     Nobody sends such a tensor, or Dynamo looks at it while it traces: guards shall read the class that it has had.
     """
-    is_traced = torch._guards.TracingContext.try_get() is not None
+    keeps = is_traced()
     for parameter in _arriving_among(arguments):
         # Another thread may have waited for it by now.
         arrival = getattr(parameter, "_arrival", None)
         if arrival is not None:
-            (arrival.gather.receive if is_traced else arrival.gather.arrive)(arrival.unit)
+            (arrival.gather.receive if keeps else arrival.gather.arrive)(arrival.unit)
     return any(True for _ in _arriving_among(arguments))
 
 

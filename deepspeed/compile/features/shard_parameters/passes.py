@@ -13,10 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.collectives import collective
+from ..overlap_gather.arriving import is_traced
 from .at_rest import refusal
 from .comparison import PURPOSE, Comparison
 from .gather_order import GatherOrder, tensors_in
-from .private_torch import call_after_backward, in_backward, is_traced, trace_again
+from .private_torch import call_after_backward, in_backward, trace_again
 from .saved_tensors import saving_handles
 from .unit import Unit
 from .whole_units import WholeUnits

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 
 from ...zero_1_and_2.own_thread import in_own_thread
+from ..overlap_gather.arriving import is_traced
 
 # What torch must do -> whether it does.
 _CHECKS: List[Tuple[str, Callable[[], bool]]] = []
@@ -284,12 +285,6 @@ def _assertions_raise():
         assert_later(torch.tensor(False), "wrong")
         return False
     return True
-
-
-def is_traced() -> bool:
-    """Whether Dynamo traces the code that runs. ``torch.compiler.is_compiling()`` says no where code runs for Dynamo,
-    such as a function of a tensor that it looks at."""
-    return torch._guards.TracingContext.try_get() is not None
 
 
 def trace_again(reason: str) -> Exception:

@@ -15,6 +15,7 @@ from ...fixes.subclasses.tensors import is_dtensor, plain_tensors
 from ...zero_1_and_2.hooks import Hook
 from ...zero_1_and_2.messages import tell
 from ..blocks.parameters import by_block
+from ..overlap_gather.arriving import is_traced
 from .at_rest import refuse_checkpoint
 from .comparison import Comparison
 from .joint_reads import JointReads
@@ -22,7 +23,7 @@ from .keep import blocks_that_fit
 from .outside import OutsideUnits, large_outside
 from .partitions import Partitions, TrainedPart
 from .passes import Passes
-from .private_torch import in_backward, is_traced
+from .private_torch import in_backward
 from .saved_tensors import saving_handles
 from .unit import Unit
 from .unit_memory import UnitMemory
