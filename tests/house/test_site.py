@@ -87,4 +87,4 @@ def test_search(site):
     with browser(1280, 844) as driver:
         driver.get(f"{(site / 'search.html').as_uri()}?q=wait_for_parameters")
         found = "return [...document.querySelectorAll('#search-results li a')].map(link => link.textContent)"
-        WebDriverWait(driver, 60).until(lambda driver: "Install it and use it" in driver.execute_script(found))
+        WebDriverWait(driver, 60).until(lambda driver: "Options" in driver.execute_script(found))

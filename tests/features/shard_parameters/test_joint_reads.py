@@ -219,7 +219,7 @@ APART = {function.__name__: function for function in (alone, late, others, raisi
 
 def read_apart(how, shards):
     """Returns what is said of reads that not all ranks do, after how many seconds, and whether all may read later."""
-    module, engine = make("plain", config(shards))
+    module, engine = make("plain", config(shards), trained="all" if shards == "all" else "some")
     told = []
     with mock.patch.multiple(joint_reads, PATIENCE=0.5, LONGEST_WAIT=1.5):
         with mock.patch.object(logger, "warning", told.append):
