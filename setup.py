@@ -90,8 +90,7 @@ EDITS = (
         ENGINE,
         "question whether a micro-batch is the last of a step",
         "        if self._is_gradient_accumulation_boundary is None:\n",
-        "        deepcompile.note_raised_backward(self)\n"
-        "        if self._is_gradient_accumulation_boundary is None:\n",
+        "        deepcompile.settle_if_abandoned(self)\n        if self._is_gradient_accumulation_boundary is None:\n",
     ),
     (
         ENGINE,

@@ -119,7 +119,7 @@ def step_partition(
     from deepspeed.compile.zero_1_and_2.step.rule import Partition
 
     (master,) = adam.param_groups[0]["params"]
-    partition = Partition(adam, 0, 0, factor, new.dtype, new, as_written=True)
+    partition = Partition(adam, 0, 0, factor, new.dtype, new, step_is_unpatched=True)
     update = (updates and updates.begin(partition)) or OwnStep(partition)
     # Each step is given the gradients anew.
     given = PartitionGradient(_Views(gradients), factor, master.data, new.dtype)

@@ -36,7 +36,7 @@ AccumulationNode current_node(const at::Tensor& parameter)
     return torch::autograd::impl::try_get_grad_accumulator(parameter);
 }
 
-Whereabouts whereabouts_of(const at::Tensor& parameter)
+StorageLocation storage_location_of(const at::Tensor& parameter)
 {
     return {parameter.storage().unsafeGetStorageImpl(), parameter.storage_offset()};
 }
@@ -110,7 +110,7 @@ void Reducer::look_at_parameters()
     // The optimizer may give parameters new memory, when it moves its states away and back. If that changed the device,
     // autograd makes a new accumulation node.
     for (auto& record : records_) {
-        record.whereabouts = whereabouts_of(record.parameter);
+        record.storage_location = storage_location_of(record.parameter);
         watch_accumulation(record);
     }
 }
@@ -162,7 +162,7 @@ void Reducer::on_accumulated(size_t index, const variable_list& inputs)
         undelivered = take_for_autograd(records_[index]);
         // Another engine may have taken the parameters over, although this reducer's engine was not destroyed. But while
         // this engine's backward runs, it was the caller who gave the parameter other memory.
-        moved = whereabouts_of(parameter) != records_[index].whereabouts;
+        moved = storage_location_of(parameter) != records_[index].storage_location;
     }
     if (undelivered.defined()) { reduce(index, undelivered, Route::autograd, /*donated=*/true); }
     if (moved && !in_backward()) { return; }
@@ -399,17 +399,17 @@ bool Reducer::leads_to_parameters() const
            runs_function([](const std::string& name) { return name != compiled_function; });
 }
 
-bool Reducer::find_absent(bool is_first)
+bool Reducer::find_unreachable(bool is_first)
 {
     const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
     if (!nodes) { return false; }
     bool some = false;
     for (auto& record : records_) {
         const bool reached = record.parameter.requires_grad() && nodes->count(record.accumulation_node.get()) > 0;
-        // A parameter that was absent is hidden if a later graph of the same backward leads to it.
-        record.hidden = record.hidden || (record.absent && reached);
-        record.absent = !reached && !record.hidden && (is_first || record.absent);
-        some = some || record.absent;
+        // A later graph of the same backward reaches it: the first graph did not show all.
+        record.reachability_unreliable = record.reachability_unreliable || (record.unreachable && reached);
+        record.unreachable = !reached && !record.reachability_unreliable && (is_first || record.unreachable);
+        some = some || record.unreachable;
     }
     return some;
 }

@@ -199,7 +199,7 @@ void Reducer::begin_turns()
     early_numel_ = 0;
     for (auto& record : records_) {
         record.received = 0;
-        record.is_new = record.is_early = record.absent = false;
+        record.is_new = record.is_early = record.unreachable = false;
     }
 }
 
@@ -207,7 +207,7 @@ void Reducer::send_those_in_turn()
 {
     while (const auto* turn = order_.next()) {
         auto& record = records_[turn->index];
-        if (record.received < turn->contributions && !record.absent) { return; }
+        if (record.received < turn->contributions && !record.unreachable) { return; }
         send_turn(record, *turn);
     }
 }

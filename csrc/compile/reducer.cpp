@@ -154,8 +154,8 @@ void Reducer::begin_backward(bool reduces)
     state_ = BackwardState::running;
     watch_graph_task();
     // Reentrant checkpointing hides from this graph what the checkpointed modules use.
-    if (reduces && find_absent(is_first) && leads_to_checkpoints()) {
-        for (auto& record : records_) { record.absent = false; }
+    if (reduces && find_unreachable(is_first) && leads_to_checkpoints()) {
+        for (auto& record : records_) { record.unreachable = false; }
     }
 }
 
@@ -226,9 +226,9 @@ void Reducer::reduce(size_t index, const at::Tensor& gradient, Route route, bool
         return;
     }
     order_.saw(record.index);
-    record.hidden = record.hidden || record.absent;
-    record.absent = false;
-    // Turns of parameters that are absent may stand before this one's.
+    record.reachability_unreliable = record.reachability_unreliable || record.unreachable;
+    record.unreachable = false;
+    // Turns of unreachable parameters may stand before this one's.
     send_those_in_turn();
     ++record.received;
     const auto* turn = order_.next();

@@ -148,7 +148,7 @@ struct PartitionGroup;
 
 /// The storage of a tensor, and the tensor's offset there. Not the address, which changes when an optional part gives the
 /// storage's memory back and takes other memory for it.
-using Whereabouts = std::pair<const c10::StorageImpl*, int64_t>;
+using StorageLocation = std::pair<const c10::StorageImpl*, int64_t>;
 
 /// A registered parameter: where it lies, and which of its gradients have not been sent yet.
 struct ParameterRecord {
@@ -159,14 +159,14 @@ struct ParameterRecord {
     at::ScalarType communication_dtype;  ///< of what is sent
     std::vector<Piece> pieces;
     UnreducedSum unreduced;
-    int64_t received = 0;   ///< contributions of this backward, if it reduces, that no turn has taken yet
-    bool is_new = false;    ///< `unreduced` has only gradients of this backward that have come before their turn
-    bool is_early = false;  ///< the same, it has all that the turn takes, and it waits for the turns before
-    bool absent = false;    ///< the graph of this backward does not lead to the parameter
-    bool hidden = false;    ///< in some backward a gradient has come although the parameter was absent
+    int64_t received = 0;      ///< contributions of this backward, if it reduces, that no turn has taken yet
+    bool is_new = false;       ///< `unreduced` has only gradients of this backward that have come before their turn
+    bool is_early = false;     ///< the same, it has all that the turn takes, and it waits for the turns before
+    bool unreachable = false;  ///< autograd's graph of this backward does not lead to the parameter
+    bool reachability_unreliable = false;  ///< an earlier backward gave an unreachable parameter a gradient
     /// Where the parameter lay when the last backward began. If it lies elsewhere when a gradient comes, another engine
     /// may have taken the parameter over.
-    Whereabouts whereabouts = {};
+    StorageLocation storage_location = {};
     /// Autograd's node that accumulates into `parameter.grad`. Gradients of code that was not compiled reach it, and
     /// the reducer's hook on it. The parameter holds the node weakly, so this reference keeps node and hook alive.
     AccumulationNode accumulation_node = {};
@@ -631,9 +631,9 @@ private:
     void keep_for_autograd(ParameterRecord& record, const at::Tensor& gradient, bool donated);
     /// Takes what was kept in the running task; undefined if nothing was.
     at::Tensor take_for_autograd(ParameterRecord& record);
-    /// Notes which parameters are absent: the graph of autograd's running task does not lead to them. Returns whether
-    /// there are any. A backward of several losses may have several graphs. `is_first`: whether this is the first.
-    bool find_absent(bool is_first);
+    /// Finds the parameters that the graph of autograd's running task does not reach. Returns whether there are any.
+    /// A backward of several losses may have several graphs. `is_first`: whether this is the first.
+    bool find_unreachable(bool is_first);
     /// Begins with the first turn, and forgets what the previous backward has noted in the records.
     void begin_turns();
     void send_those_in_turn();

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.compile.zero_1_and_2 import gradient_counters
-from deepspeed.compile.zero_1_and_2.gradient.layout import alike_but_not_all_registered
+from deepspeed.compile.zero_1_and_2.gradient.layout import partially_trained_lookalikes
 from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module
 
 from support import training
@@ -112,10 +112,10 @@ def test_layers_that_share_no_graph_are_not_taken_for_alike():
     model.other = torch.nn.Linear(*model.body.blocks[0].up.weight.shape[::-1])
     lacks = {id(model.other.weight), id(model.other.bias)}
     registered = [parameter for parameter in model.parameters() if id(parameter) not in lacks]
-    assert alike_but_not_all_registered(model, registered) == []
+    assert partially_trained_lookalikes(model, registered) == []
     norms = [block.norm.weight for block in model.body.blocks]
     registered = [parameter for parameter in registered if parameter is not norms[1]]
-    assert list(map(id, alike_but_not_all_registered(model, registered))) == list(map(id, norms))
+    assert list(map(id, partially_trained_lookalikes(model, registered))) == list(map(id, norms))
 
 
 def compile_complex():

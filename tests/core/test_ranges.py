@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._contextlib import _DecoratorContextManager
 
 from deepspeed.compile.zero_1_and_2.step import ranges
-from deepspeed.compile.zero_1_and_2.step.authors import steps_as_written
+from deepspeed.compile.zero_1_and_2.step.authors import runs_unpatched_step
 from deepspeed.compile.zero_1_and_2.step.own_step import OwnRanges, OwnStep
 from deepspeed.compile.zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from deepspeed.compile.zero_1_and_2.step.ranges import Ranges
@@ -47,13 +47,13 @@ NUMEL = 50
 
 def may_be_cut(optimizer):
     """Whether ranges of an optimizer's only parameter are stepped."""
-    return steps_as_written(optimizer) and OwnRanges().begin(partition_of(optimizer)) is not None
+    return runs_unpatched_step(optimizer) and OwnRanges().begin(partition_of(optimizer)) is not None
 
 
 @pytest.mark.quick
-def test_a_partition_says_whether_the_optimizer_steps_as_written():
+def test_a_partition_says_whether_the_step_is_unpatched():
     """A rule that makes a partition and forgets it would step in place of an optimizer that users have hooked."""
-    (written,) = [field for field in dataclasses.fields(Partition) if field.name == "as_written"]
+    (written,) = [field for field in dataclasses.fields(Partition) if field.name == "step_is_unpatched"]
     assert written.default is dataclasses.MISSING
 
 

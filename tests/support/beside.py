@@ -126,7 +126,7 @@ def check(results, bound=BOUND):
 def logged(level, names=("DeepSpeed",), keep=lambda text: True):
     """Yields a list to which the texts to ``keep`` are added that these loggers log with this level or a higher one.
 
-    What ``tell()`` logs counts as the information that it is, though DeepSpeed shows it as it shows warnings.
+    What ``log_notice()`` logs counts as the information that it is, though DeepSpeed shows it as it shows warnings.
     """
     texts, handler = [], logging.Handler(level)
     handler.addFilter(lambda record: level <= logging.getLevelName(record.levelname) and keep(record.getMessage()))

@@ -69,7 +69,7 @@ def partition_of(optimizer, index=0, factor=None, new=None):
 
     (parameter,) = optimizer.param_groups[index]["params"]
     new = torch.empty_like(parameter.data, dtype=torch.bfloat16) if new is None else new
-    return Partition(optimizer, index, 0, factor, torch.bfloat16, new, as_written=True)
+    return Partition(optimizer, index, 0, factor, torch.bfloat16, new, step_is_unpatched=True)
 
 
 class AdamInFp64:

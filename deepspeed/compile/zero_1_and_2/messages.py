@@ -7,16 +7,17 @@ import logging
 from deepspeed.utils.logging import get_dist_msg, log_dist, logger
 
 
-def inform(text: str) -> None:
+def log_info(text: str) -> None:
     """Logs a line on rank 0, which DeepSpeed shows with ``"log_level": "info"``."""
     log_dist(text, ranks=[0], level=logging.INFO)
 
 
-def tell(text: str) -> None:
-    """Logs a line on rank 0 that DeepSpeed shows by default, as it shows warnings, though this is none."""
+def log_notice(text: str) -> None:
+    """Logs a line at level INFO on rank 0 that DeepSpeed shows by default, as it shows warnings."""
     message = get_dist_msg(text, ranks=[0])
     if message is not None and logger.isEnabledFor(logging.WARNING):
-        record = logger.makeRecord(logger.name, logging.WARNING, *logger.findCaller()[:2], message, (), None, "tell")
+        file, line, function, _ = logger.findCaller()
+        record = logger.makeRecord(logger.name, logging.WARNING, file, line, message, (), None, function)
         record.levelname = "INFO"
         logger.handle(record)
 

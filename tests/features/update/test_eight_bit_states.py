@@ -138,7 +138,7 @@ class OneRank:
 
     def step(self, gradient, factor=None, spans=(), cuts=(3 * BLOCK, 1000, 1500, 2000)):
         """Steps on the whole flat tensor's gradient, ``spans`` of the flat tensor first."""
-        partition = Partition(self.optimizer, 0, self.first, factor, gradient.dtype, self.new, as_written=True)
+        partition = Partition(self.optimizer, 0, self.first, factor, gradient.dtype, self.new, step_is_unpatched=True)
         step = self.rule.begin(partition)
         views = views_of(gradient[self.first : self.last], [cut - self.first for cut in cuts if cut > self.first])
         views = Views({offset: view for offset, view in views.items() if view.numel()})

@@ -92,7 +92,7 @@ class Beside:
 
     def step(self, gradient, spans=()):
         for optimizer, rule, new, _ in self.sides:
-            partition = Partition(optimizer, 0, self.offset, None, torch.bfloat16, new, as_written=True)
+            partition = Partition(optimizer, 0, self.offset, None, torch.bfloat16, new, step_is_unpatched=True)
             given = PartitionGradient(
                 Views({0: gradient.clone()}), None, torch.empty(0, device=device()), torch.bfloat16
             )
@@ -145,7 +145,7 @@ def test_states_come_back_from_other_states():
     optimizer, rule, new, _ = beside.sides[1]
     (state,) = optimizer.state.values()
     state["exp_avg"] = state["exp_avg"].half()
-    assert rule.begin(Partition(optimizer, 0, 0, None, torch.bfloat16, new, as_written=True)) is None
+    assert rule.begin(Partition(optimizer, 0, 0, None, torch.bfloat16, new, step_is_unpatched=True)) is None
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True], ids=["fp32", "8bit"])

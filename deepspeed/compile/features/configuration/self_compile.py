@@ -19,7 +19,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ...zero_1_and_2.collectives import collective
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
-from ...zero_1_and_2.messages import inform, tell, warn
+from ...zero_1_and_2.messages import log_info, log_notice, warn
 from ...zero_1_and_2.own_thread import in_own_thread
 from .initialize import is_set_up_by_compile
 
@@ -138,7 +138,7 @@ def _tell_of_other_stages(engine):
         else "leaves engine.compile() plain torch.compile; for DeepCompile set zero_optimization.stage to 1 or 2"
     )
     # A caller's torch.compile must not trace it.
-    torch.compiler.disable(tell)(f"compile.deepcompile=true with ZeRO stage {stage} {does}")
+    torch.compiler.disable(log_notice)(f"compile.deepcompile=true with ZeRO stage {stage} {does}")
 
 
 def _is_left_to_caller(engine):
@@ -181,7 +181,7 @@ def _holds_its_parameters(optimizer):
 
 def _compile(engine, when):
     backend = get_accelerator().get_compile_backend()
-    inform(f"DeepCompile compiles the engine with backend '{backend}' {when}, because compile.deepcompile is true")
+    log_info(f"DeepCompile compiles the engine with backend '{backend}' {when}, because compile.deepcompile is true")
     try:
         engine.compile(backend=backend)
     except BaseException:

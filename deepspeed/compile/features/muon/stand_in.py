@@ -18,7 +18,7 @@ class StandIn:
         self._others = others
 
     def begin(self, partition: Partition) -> Optional[Step]:
-        if partition.as_written:
+        if partition.step_is_unpatched:
             optimizer, index = stand_in(partition.optimizer, partition.index)
             partition = dataclasses.replace(partition, optimizer=optimizer, index=index)
         return first_step(self._others, partition)

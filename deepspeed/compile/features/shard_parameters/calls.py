@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ...fixes.subclasses.calls import BROADCAST_LATER
 from ...zero_1_and_2.engine.state import state_of
 from ...zero_1_and_2.feature import Request
-from ...zero_1_and_2.messages import inform
+from ...zero_1_and_2.messages import log_info
 from .at_rest import Resharded, on_first_rank, stands_for
 from .from_host import give_values, is_cut, make_optimizer
 from .private_torch import apply_to_tensors
@@ -116,7 +116,7 @@ def prepare(engine: "DeepSpeedEngine") -> None:
     if not any(map(is_cut, engine.module.parameters())):
         return
     backend = get_accelerator().get_compile_backend()
-    inform(
+    log_info(
         f"DeepCompile compiles the engine with backend '{backend}' in deepspeed.initialize(), because "
         "compile.shard_parameters has cut a model on the host"
     )

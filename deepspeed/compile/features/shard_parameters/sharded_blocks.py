@@ -13,7 +13,7 @@ import deepspeed.comm as dist
 
 from ...fixes.subclasses.tensors import is_dtensor, plain_tensors
 from ...zero_1_and_2.hooks import Hook
-from ...zero_1_and_2.messages import tell
+from ...zero_1_and_2.messages import log_notice
 from ..blocks.parameters import by_block
 from ..overlap_gather.arriving import is_traced
 from .at_rest import refuse_checkpoint
@@ -151,7 +151,9 @@ class ShardedBlocks:
         """Called on all ranks between steps. From now on, as many units of blocks are kept as fit beside the rest."""
         units = list(self._unit_of.values())
         self.whole.most_kept = blocks_that_fit(units, self._group, self._device)
-        tell(f"compile.keep_gathered: of {len(units)} blocks, {self.whole.most_kept} stay whole until their backward")
+        log_notice(
+            f"compile.keep_gathered: of {len(units)} blocks, {self.whole.most_kept} stay whole until their backward"
+        )
 
     # Whole ---------------------------------------------------------------------------------------------------------
 

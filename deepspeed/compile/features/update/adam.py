@@ -19,8 +19,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.utils import logger
 
 from ...zero_1_and_2.feature import Request
-from ...zero_1_and_2.messages import inform
-from ...zero_1_and_2.step.authors import hooks_of_torch, steps_as_written
+from ...zero_1_and_2.messages import log_info
+from ...zero_1_and_2.step.authors import hooks_of_torch, runs_unpatched_step
 from ...zero_1_and_2.step.partition_gradient import ALIGN_NUMEL, PartitionGradient
 from ...zero_1_and_2.step.ranges import end_of_range
 from ...zero_1_and_2.step.rule import Partition, Rule, is_scaled_by_autocast
@@ -75,7 +75,7 @@ def unsupported_forms(
         problem = _OF_OTHERS.format(engine.optimizer_name())
     if problem is not None:
         yield f"{asked} {problem}, or leave {name} out"
-    elif request.optimizer is not None and not steps_as_written(request.optimizer):
+    elif request.optimizer is not None and not runs_unpatched_step(request.optimizer):
         yield (
             f"{asked} leaves the optimizer's own step() out, which has hooks or was replaced; undo that, or leave "
             f"{name} out"
@@ -147,7 +147,7 @@ class OnePassAdam:
             which it makes its states; if the partition has fewer than ``LEAST_NUMEL`` elements; if its master weights
             or states are not in fp32; or if the pass cannot be compiled.
         """
-        if not partition.as_written:
+        if not partition.step_is_unpatched:
             return None
         master, state = partition.master, partition.state
         if (
@@ -167,7 +167,7 @@ class OnePassAdam:
         kind = (partition.gradient_dtype, partition.new.dtype, states, master.device)
         if kind not in self._passes:
             name = type(partition.optimizer).__name__
-            inform(f"DeepCompile compiles the update of {name}")
+            log_info(f"DeepCompile compiles the update of {name}")
             gradient, new = (master.new_zeros(shape, dtype=dtype) for dtype in kind[:2])
             like = Elements(gradient, master.new_zeros(shape), new, (*master.new_zeros(states, *shape),))
             try:

@@ -31,7 +31,7 @@ class EightBitAdam(ReplacesOwnStep):
     """The rule for all partitions of an engine."""
 
     def begin(self, partition: Partition) -> Optional["EightBitStep"]:
-        if not partition.as_written or partition.master.dtype != torch.float32:
+        if not partition.step_is_unpatched or partition.master.dtype != torch.float32:
             return None
         if problem_with(partition.optimizer) is not None:
             return None

@@ -47,7 +47,7 @@ class EveryStepAdam(ReplacesOwnStep):
     """The rule for states in fp32, which makes them in the first step."""
 
     def begin(self, partition: Partition) -> Optional["EveryStep"]:
-        if not partition.as_written or problem_with(partition.optimizer) is not None:
+        if not partition.step_is_unpatched or problem_with(partition.optimizer) is not None:
             return None
         states = (partition.state.get(name) for name in names_of_states(partition))
         if partition.state and not all(is_fp32(state, partition.master) for state in states):

@@ -23,7 +23,7 @@ from deepspeed.utils import logger
 
 from ...features.blocks.feature import Blocks, chosen_blocks
 from ...zero_1_and_2.feature import Feature, SetUpContext
-from ...zero_1_and_2.messages import tell
+from ...zero_1_and_2.messages import log_notice
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -111,7 +111,7 @@ def _without_bars():
 
 def _tell(line):
     with _without_bars():
-        tell(line)
+        log_notice(line)
 
 
 FEATURE = Progress

@@ -89,7 +89,7 @@ def announce_backward(engine: "DeepSpeedEngine") -> None:
         engine._backward_prologue()
 
 
-def note_raised_backward(engine: "DeepSpeedEngine") -> None:
+def settle_if_abandoned(engine: "DeepSpeedEngine") -> None:
     """Called when somebody asks whether a micro-batch is the last of its step.
 
     A backward that has raised since the last call restarts the count of micro-batches, so it is settled first.

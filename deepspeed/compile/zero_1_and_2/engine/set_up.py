@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ..collectives import collective, every_rank_raises
 from ..feature import Feature, Request, SetUpContext, classes, overriding
-from ..gradient.layout import alike_but_not_all_registered, flat_layout, registered_parameters
+from ..gradient.layout import flat_layout, partially_trained_lookalikes, registered_parameters
 from ..gradient.native import Reducer, reducer_module
 from ..graph.backend import Backend
 from ..messages import warn
@@ -78,7 +78,7 @@ def _set_up(request):
             reducer = make_reducer(request, identity)
             undo.callback(reducer.close)
             dynamic, registered = request.compile_kwargs.get("dynamic"), registered_parameters(optimizer)
-            left = alike_but_not_all_registered(engine.module, registered)
+            left = partially_trained_lookalikes(engine.module, registered)
             if left:
                 warn(LEFT.format(len(left)))
             graphs = Backend(request.backend, dynamic, request.options.debug_log, registered, identity, left)

@@ -30,7 +30,7 @@ class _Step:
     """What to know of a step. Dropped with the gradients of the step."""
 
     backwards: int = 0  # that have ended
-    told_by_caller: bool = False  # whether the caller decides which backwards belong to the step
+    caller_defines_step: bool = False  # whether the caller decides which backwards belong to the step
     keeps: bool = False  # whether this rank keeps gradients that came while no backward of the engine ran
     forward_since_hand_over: bool = False
     by_earlier_region: bool = False  # whether a region of coalesce_grad_reduction() has ended
@@ -258,12 +258,12 @@ class BackwardLife:
             return
         step = self._step
         self._release_handed_over()
-        if step.told_by_caller:
+        if step.caller_defines_step:
             self._lost += step.backwards
         else:
             self.begin_anew()
         what = "A backward raised" if how == "raised" else "The previous backward did not finish"
-        if step.backwards and not step.told_by_caller:
+        if step.backwards and not step.caller_defines_step:
             logger.warning(
                 f"{what}; the gradients of the {step.backwards} backwards before it, which belong to the same "
                 "step, are dropped too, and the next micro-batch is the first of a step"
@@ -301,7 +301,7 @@ class BackwardLife:
             # reset the count.
             engine.micro_steps, self._restarts_at = self._restarts_at, None
         if engine._is_gradient_accumulation_boundary is not None or engine.inside_no_sync_ctxt:
-            self._step.told_by_caller = True
+            self._step.caller_defines_step = True
 
     def _restarts_region(self):
         """Whether the backward that begins is the first of a second region in one step.

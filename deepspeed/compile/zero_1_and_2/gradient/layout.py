@@ -62,7 +62,7 @@ def registered_parameters(optimizer: DeepSpeedZeroOptimizer) -> List[Parameter]:
     return sorted(parameters, key=lambda parameter: place[id(parameter)])
 
 
-def alike_but_not_all_registered(module: Module, registered: Sequence[Parameter]) -> List[Parameter]:
+def partially_trained_lookalikes(module: Module, registered: Sequence[Parameter]) -> List[Parameter]:
     """Lists the trained parameters in whose places one graph is called with registered parameters and with others.
 
     The caller may train a parameter that no optimizer has. Layers that look alike share a graph, and no guard tells

@@ -13,7 +13,7 @@ _WRAPPERS = {"torch.optim.optimizer", "torch.optim.lr_scheduler", "torch.utils._
 _PACKAGES = {"torch", "deepspeed"}
 
 
-def steps_as_written(optimizer: torch.optim.Optimizer) -> bool:
+def runs_unpatched_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer.step()`` runs what the authors of the optimizer's class have written, and nothing else.
 
     Somebody else may have replaced ``step()`` on the instance or on the class, or the class, and may do so at any

@@ -47,7 +47,7 @@ class OwnRanges:
 
     def begin(self, partition: Partition) -> Optional["OwnStep"]:
         # Torch's hooks would count each range as a step.
-        cuts = partition.as_written and may_be_cut(partition) and not hooks_of_torch()
+        cuts = partition.step_is_unpatched and may_be_cut(partition) and not hooks_of_torch()
         return OwnStep(partition) if cuts else None
 
 

@@ -11,7 +11,7 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_STEP_TIMER, DeepSpeedZeroOptimizer
 
 from ..gradient.layout import partition_offset
-from .authors import steps_as_written
+from .authors import runs_unpatched_step
 from .own_step import WholeStep
 from .partition_gradient import PartitionGradient
 from .ranges import Ranges
@@ -29,13 +29,14 @@ class StepOfGroups:
     def __init__(self, optimizer: DeepSpeedZeroOptimizer, factors: List[Optional[torch.Tensor]]):
         self.optimizer, self.factors = optimizer, factors
         # What others have added to a step, only the whole step of the optimizer does.
-        as_written = not optimizer.torch_autocast_gradscaler and steps_as_written(optimizer.optimizer)
+        step_is_unpatched = not optimizer.torch_autocast_gradscaler and runs_unpatched_step(optimizer.optimizer)
         rules, groups = optimizer._deepcompile.rules, range(len(factors))
         self._steps = [
-            first_step(rules, self._partition(group, as_written)) or WholeStep(optimizer, group) for group in groups
+            first_step(rules, self._partition(group, step_is_unpatched)) or WholeStep(optimizer, group)
+            for group in groups
         ]
 
-    def _partition(self, group, as_written):
+    def _partition(self, group, step_is_unpatched):
         optimizer = self.optimizer
         return Partition(
             optimizer.optimizer,
@@ -44,7 +45,7 @@ class StepOfGroups:
             self.factors[group],
             optimizer.gradient_accumulation_dtype,
             optimizer._deepcompile.placement.new_parameters(optimizer, group),
-            as_written and len(optimizer.optimizer.param_groups[group]["params"]) == 1,
+            step_is_unpatched and len(optimizer.optimizer.param_groups[group]["params"]) == 1,
         )
 
     def run(self) -> None:

@@ -35,7 +35,7 @@ class Partition:
     # is written.
     new: torch.Tensor
     # Whether the optimizer's step() is as its authors have written it. Otherwise, no rule may step in its place.
-    as_written: bool
+    step_is_unpatched: bool
 
     @property
     def group(self) -> Dict[str, Any]:
@@ -78,7 +78,7 @@ class Rule(Protocol):
         """Begins a step of a partition, or returns None if this rule does not serve the partition.
 
         This may compile code, but changes nothing of the optimizer: an overflow may end the step before its first
-        range. A rule serves no partition that is not ``as_written``.
+        range. A rule serves no partition that is not ``step_is_unpatched``.
         """
 
 
