@@ -15,8 +15,7 @@ __all__ = ["gradient_counters", "reset_gradient_counters", "wait_for_parameters"
 def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
     """Returns the counters of an engine's reducer on this rank: name -> value.
 
-    Bytes that the reducer holds now; ``peak_`` before the name gives the most that it held since
-    ``reset_gradient_counters()``:
+    Bytes that the reducer holds now. With the prefix ``peak_``, the most bytes since ``reset_gradient_counters()``:
 
     - ``bound``: gradient targets on the device, also while ``engine.offload_states()`` has moved them to the host.
     - ``on_host``: gradient targets in host memory, if the optimizer is there.
@@ -40,7 +39,7 @@ def gradient_counters(engine: "DeepSpeedEngine") -> Dict[str, int]:
 
 
 def reset_gradient_counters(engine: "DeepSpeedEngine") -> None:
-    """Restarts the peaks of :func:`gradient_counters` from what is held now, and the other numbers from zero.
+    """Restarts the peaks of :func:`gradient_counters` from the current bytes, and the other numbers from zero.
 
     Raises:
         ValueError: if the engine has not been compiled with DeepCompile ZeRO-1/2.
@@ -49,11 +48,11 @@ def reset_gradient_counters(engine: "DeepSpeedEngine") -> None:
 
 
 def wait_for_parameters(engine: "DeepSpeedEngine") -> None:
-    """Makes every parameter of an engine current: the current stream reads the new values from now on.
+    """Makes the current stream wait for every updated parameter of an engine.
 
-    Where an option has the next forward begin while updated parameters are still being gathered, the caller must call
-    this function before it reads or writes parameters directly between ``engine.step()`` and the next forward.
-    Otherwise the function does nothing. The host does not wait for the device.
+    With ``overlap_param_gather``, the next forward begins while updated parameters are still being gathered. Then the
+    caller must call this function before it reads or writes parameters directly between ``engine.step()`` and the next
+    forward. Otherwise the function does nothing. The host does not wait for the device.
     """
     deepcompile = state_of(engine)
     if deepcompile is not None:

@@ -2,12 +2,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an optional part of an engine may do, and which parts there are.
 
-The core calls the methods of :class:`Feature` at its own moments, and knows nothing else of a part. What a part may
-offer another part stands here too. Other doors of a part, and the order of parts, are in ``parts.py``.
+The core calls the methods of :class:`Feature` at its own moments, and knows nothing else of a part. Methods that parts
+offer to other parts are here too. ``parts.py`` lists the other doors of a part, and the order of the parts.
 
-Parts are made and called in that order. So of several that do something around a call, the first is the outermost;
-rules of later parts are asked before those of earlier ones, unless these take the others' place; and methods of an
-earlier part's mixin override those of a later part's.
+The core makes and calls the parts in that order. The first part with a context around a call is the outermost. Later
+parts put their rules before those of earlier parts. A mixin of an earlier part overrides the mixins of later parts.
 """
 
 import contextlib
@@ -52,15 +51,15 @@ Part = TypeVar("Part", bound="Feature")
 class Request:
     """What the user asks for, before anything is changed. One object serves all parts while an engine is set up.
 
-    Who asks earlier makes another one: until ``engine.compile()`` the caller may change the module, and only that call
-    has arguments. So what a part has chosen for one, such as layers, it chooses anew for the next.
+    A check before ``engine.compile()`` makes a request of its own: until that call the caller may change the module,
+    and only that call has arguments. So a part makes its choices, such as blocks, once for each request.
     """
 
     engine: "DeepSpeedEngine"
     backend: str  # "inductor" or "eager"
     compile_kwargs: Dict[str, Any]  # what engine.compile() passes on to module.compile()
     schedule: Optional[List] = None  # as in set_up()
-    is_call: bool = False  # whether engine.compile() asks, with these arguments; otherwise it is to be called later
+    is_call: bool = False  # whether engine.compile() makes this request; otherwise that call comes later
 
     @property
     def options(self) -> Any:
@@ -69,13 +68,13 @@ class Request:
 
     @property
     def optimizer(self) -> Optional[torch.optim.Optimizer]:
-        """The user's optimizer. None while an engine begins for which DeepSpeed or a function will make it."""
+        """The user's optimizer, or None if DeepSpeed or the user's function has not made it yet."""
         made, given = self.engine.basic_optimizer, self.engine.client_optimizer
         return made or (given if isinstance(given, torch.optim.Optimizer) else None)
 
     @property
     def trained(self) -> List[torch.nn.Parameter]:
-        """The parameters that the optimizer has. None of them while ``optimizer`` is None."""
+        """The parameters that the optimizer trains. Empty while ``optimizer`` is None."""
         zero, optimizer = self.engine.optimizer, self.optimizer
         # The ZeRO-1/2 optimizer gives the user's optimizer its partitions in place of the parameters.
         groups = [] if optimizer is None else [group["params"] for group in optimizer.param_groups]
@@ -84,19 +83,19 @@ class Request:
 
     @property
     def compiles(self) -> bool:
-        """Whether anything is compiled, or all runs as it is written."""
-        # The second is the variable TORCH_COMPILE_DISABLE.
+        """Whether anything is compiled."""
+        # The environment variable TORCH_COMPILE_DISABLE sets torch's option.
         return not (self.compile_kwargs.get("disable") or torch._dynamo.config.disable)
 
 
 class SetUpContext(NamedTuple):
-    """What a part is made of, while an engine is set up."""
+    """The arguments of a part's constructor, while an engine is set up."""
 
     request: Request
-    features: List["Feature"]  # those that stand before this part
-    undo: contextlib.ExitStack  # whose functions revert what the set-up has changed
-    backend: "Backend"  # of torch.compile, which reduces the engine's gradients; parts tell it what they do to graphs
-    identity: int  # the engine's number, which no other engine has, the same on all ranks
+    features: List["Feature"]  # the parts before this one
+    undo: contextlib.ExitStack  # functions that revert the changes of the set-up
+    backend: "Backend"  # the engine's backend of torch.compile, to which parts add their changes of graphs
+    identity: int  # the engine's number, unique to it and the same on all ranks
 
     @property
     def engine(self) -> "DeepSpeedEngine":
@@ -112,16 +111,16 @@ class SetUpContext(NamedTuple):
         return self.request.engine.module
 
     def get(self, cls: Type[Part]) -> Part:
-        """Returns the part of this class, which every engine with this part has, because this one needs it."""
+        """Returns the part of class ``cls``, which the calling part needs and which stands before it."""
         part = find(self.features, cls)
         assert part is not None, f"{cls.__name__} stands behind a part that needs it"
         return part
 
 
 class Transform(Protocol):
-    """What makes other gradients of the gradients of some parameter groups, in the gradients' memory.
+    """Replaces the gradients of some parameter groups before the step, in the gradients' memory.
 
-    What it makes lacks the loss scale. The states of these groups need not have the shape of master weights.
+    The new gradients lack the loss scale. The states of these groups need not have the shape of master weights.
     """
 
     @property
@@ -129,15 +128,15 @@ class Transform(Protocol):
         """Indices of the parameter groups."""
 
     def run(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Called on every rank when gradients have not overflowed, before they are clipped: ``averaged_gradients`` has
-        them. What this changes is part of the step."""
+        """Called on every rank, after the check for overflow and before clipping: replaces the gradients in
+        ``averaged_gradients``. All its changes are part of the step."""
 
 
 class Feature:
-    """An optional part of one engine. Here, its methods do nothing.
+    """An optional part of one engine. The methods of this base class do nothing.
 
-    Dynamo's caches may hold the methods that shape graphs after the engine is gone, and with them their part. Such a
-    part must not hold the engine, its module or its parameters.
+    Dynamo's caches may keep the methods that change graphs, and through them their part, after the engine is gone.
+    Such a part must not hold the engine, its module or its parameters.
     """
 
     # Options, before anything is changed --------------------------------------------------------------------------
@@ -159,61 +158,61 @@ class Feature:
 
     @classmethod
     def needs_blocks(cls, request: Request) -> Optional[str]:
-        """Returns what needs blocks, if the user asks for a part that works on these: the beginning of the sentence
-        with which a model without blocks is refused. Blocks then become graphs also where a model calls its blocks
-        itself."""
+        """Returns the beginning of the error for a model without blocks, if the user asks for a part that works on
+        blocks, or None. Blocks then become graphs even where a model calls its blocks itself."""
         return None
 
     # Set-up ---------------------------------------------------------------------------------------------------------
 
     def __init__(self, context: SetUpContext):
-        """Prepares the engine. What this changes, a function that it adds to ``context.undo`` reverts.
-        It has no collectives, because a rank on which the set-up has raised would not come to them."""
+        """Prepares the engine, and adds a function to ``context.undo`` that reverts each change.
+        It must not call a collective, which a rank would miss whose set-up has raised."""
 
     def commit(self) -> None:
-        """Called when all parts are made, and before the optimizer is changed: does what cannot be reverted."""
+        """Called after all parts are made and before the optimizer is changed: makes changes that stay."""
 
     # Graphs ---------------------------------------------------------------------------------------------------------
 
     def around_compile(self, frame: "Frame", compiled: Callable[[], Callable]) -> Callable:
-        """Returns what runs a frame's graph. ``compiled()`` compiles the graph, with what later parts do around it."""
+        """Returns a function that runs a frame's graph. ``compiled()`` compiles the graph, around which later parts
+        have put their own code."""
         return compiled()
 
     # Forwards -------------------------------------------------------------------------------------------------------
 
     def around_forward(self, training: bool) -> ContextManager:
-        """Returns a context of each forward of the engine. ``training``: whether its module is in training mode."""
+        """Returns the context of a forward of the engine. ``training``: whether its module is in training mode."""
         return contextlib.nullcontext()
 
     # Steps ----------------------------------------------------------------------------------------------------------
 
-    # Gathers the stepped parameters in place of the core's AllGather, if this part does it.
+    # Gathers the stepped parameters in place of the core's AllGather.
     gather: Optional["AllGather"] = None
-    # Makes other gradients of some groups' gradients, if an update is not computed element by element.
+    # Replaces the gradients of some groups before the step, if an update is not computed element by element.
     transform: Optional[Transform] = None
-    # Classes whose methods override the base's optimizer's, of a backward, of states and of checkpoints. The core's
-    # override them.
+    # Classes whose methods override those of the base's optimizer. The core's own methods override them.
     optimizer_mixins: Tuple[type, ...] = ()
 
     @property
     def shares(self) -> Sequence[torch.Tensor]:
-        """Parts of parameters that neither the module nor the flat tensors have, for pictures of memory."""
+        """Shards of parameters that neither the module nor the flat tensors hold, for pictures of memory."""
         return ()
 
     def rules(self, others: List["Rule"]) -> List["Rule"]:
-        """Returns what steps partitions, in the order in which it is asked. Called once, before :meth:`commit`.
+        """Returns the rules that step partitions, in the order in which they are asked. Called once, before
+        :meth:`commit`.
 
-        ``others`` are the rules of the parts that stand before this one, and last the one by which the optimizer
-        itself steps ranges. What none of them serves, the optimizer steps whole.
+        ``others`` are the rules of the parts before this one. The last of them makes the optimizer itself step ranges.
+        If no rule serves a partition, the optimizer steps the whole partition.
         """
         return others
 
     def link_states(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Called when parameters were linked with the states that have the shape of the master weights. Links states
-        that this part keeps in a form of its own."""
+        """Called after parameters were linked with the states that have the shape of the master weights. Links the
+        states that this part keeps in a form of its own."""
 
     def attached(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Called when the optimizer has the methods of all parts, and each part has done its :meth:`commit`."""
+        """Called when the optimizer has the methods of all parts, after every :meth:`commit`."""
 
     def after_step(self, engine: "DeepSpeedEngine") -> None:
         """Called on all ranks after an optimizer step."""
@@ -230,7 +229,7 @@ def find(features: Iterable[Feature], cls: Type[Part]) -> Optional[Part]:
 
 
 def overriding(features: Iterable[Feature], method: str) -> List[Callable]:
-    """Lists the methods of this name that do something, so that an engine without such parts calls nothing."""
+    """Lists the methods of this name that a part overrides, so that an engine without such parts calls nothing."""
     return [
         getattr(feature, method)
         for feature in features
@@ -239,10 +238,10 @@ def overriding(features: Iterable[Feature], method: str) -> List[Callable]:
 
 
 def only(features: Iterable[Feature], role: str) -> Any:
-    """Returns what the features have for a role, such as ``gather``, or None. One part alone may have something.
+    """Returns the object of the one part with a role, such as ``gather``, or None.
 
     Raises:
-        ValueError: if two parts have something.
+        ValueError: if two parts have the role.
     """
     found = [feature for feature in features if getattr(feature, role) is not None]
     if len(found) > 1:

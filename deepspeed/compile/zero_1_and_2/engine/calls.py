@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's engine calls, in lines that ``setup.py`` adds to it.
+"""The functions that DeepSpeed's engine calls, in lines that ``setup.py`` adds to it.
 
 Optional parts have lines and functions of their own.
 """
@@ -40,8 +40,8 @@ def _around_forward(engine, deepcompile, inputs, kwargs):
     with contextlib.ExitStack() as stack:
         for around in deepcompile.around_forward:
             stack.enter_context(around(engine.module.training))
-        # Takes times, or casts the inputs. The report of the throughput alone does not count, because its timer would
-        # synchronize the device in every step.
+        # Whether DeepSpeed's prologue takes times or casts inputs. The report of the throughput alone does not count,
+        # because its timer would synchronize the device in every step.
         acts = engine.is_deepcompile_active() and (
             engine.wall_clock_breakdown()
             or engine.memory_breakdown()
@@ -61,9 +61,9 @@ def _around_forward(engine, deepcompile, inputs, kwargs):
 def is_own_backward(engine: "DeepSpeedEngine") -> bool:
     """Called when a backward comes to an output of an engine. Returns whether it is a backward of this engine.
 
-    A backward that a caller of ``engine.backward()`` runs is one, because all ranks call that function. Any other
-    backward only passes through the engine unless its caller wants gradients of the engine's parameters: for example
-    the backward of a generator through a frozen critic, or ``torch.autograd.grad()`` of inputs.
+    A backward within ``engine.backward()`` is one, because all ranks call that function. Any other backward only
+    passes through the engine unless its caller wants gradients of the engine's parameters: for example the backward of
+    a generator through a frozen critic, or ``torch.autograd.grad()`` of inputs.
 
     Raises:
         RuntimeError: if the backward asks compiled code for second derivatives.
@@ -90,9 +90,9 @@ def announce_backward(engine: "DeepSpeedEngine") -> None:
 
 
 def settle_if_abandoned(engine: "DeepSpeedEngine") -> None:
-    """Called when somebody asks whether a micro-batch is the last of its step.
+    """Settles an abandoned backward before DeepSpeed says whether a micro-batch is the last of its step.
 
-    A backward that has raised since the last call restarts the count of micro-batches, so it is settled first.
+    A backward that raised restarts the count of micro-batches.
     """
     deepcompile = state_of(engine)
     if deepcompile is not None:
@@ -116,7 +116,7 @@ def after_step(engine: "DeepSpeedEngine") -> None:
 def compile_module(engine: "DeepSpeedEngine", **compile_kwargs: Any) -> None:
     """Compiles the module as ``engine.module.compile(**compile_kwargs)`` does.
 
-    Under ZeRO-1/2 until the engine ends, unless an optional part has compiled the module already.
+    Under ZeRO-1/2, the engine's end undoes this. Does nothing if an optional part has compiled modules already.
     """
     module, deepcompile = engine.module, state_of(engine)
     if engine.is_deepcompile_active() and deepcompile is not None:

@@ -3,9 +3,9 @@
 """Checks an engine's options for DeepCompile ZeRO-1/2.
 
 :func:`check_options` refuses an option if the engine would train in another way, or in other memory, than the user
-asked for. Each error is one sentence. Optional parts refuse and warn of options too, and one has
-``deepspeed.initialize()`` refuse already what no arguments of ``engine.compile()`` could mend. ``docs/options.md``
-lists every option with what happens to it.
+asked for. Each error is one sentence. Optional parts refuse and warn of options too, and one part makes
+``deepspeed.initialize()`` refuse whatever no argument of ``engine.compile()`` could mend. ``docs/options.md`` lists
+every option with its effect.
 """
 
 import itertools
@@ -24,7 +24,7 @@ OLDEST_TORCH = "2.11"
 
 
 def check_options(request: Request) -> None:
-    """Checks the options of an engine, which stays as it is, and warns of each that has no effect in this stage.
+    """Checks the options of an engine without changing it, and warns of each option without effect in this stage.
 
     Raises:
         ValueError: for the first option that cannot be honoured.
@@ -37,7 +37,7 @@ def check_options(request: Request) -> None:
 
 
 def refusal(request: Request, problems: Iterable[str]) -> Optional[ValueError]:
-    """Returns the error for the first of some problems, or None without one.
+    """Returns the error for the first of some problems, or None if there is none.
 
     The caller raises it, so that few frames of a traceback stand between the user's code and the sentence.
     """
@@ -61,7 +61,7 @@ def problems_of(request: Request) -> Iterator[str]:
     if TorchVersion(torch.__version__) < OLDEST_TORCH:
         yield f"torch {torch.__version__} is too old; install torch {OLDEST_TORCH} or newer"
     yield from itertools.chain.from_iterable(cls.refusals(request) for cls in classes())
-    # Last, because advice on an optimizer would lead who trains with pipelines or experts to the next refusal.
+    # Report this last: an earlier error is usually the real cause.
     optimizer = request.engine.optimizer
     if state_of(request.engine) is not None:
         yield "an earlier engine.compile() failed half-way; create the engine anew"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...config import CompileConfig
 
 _last_identity = 0
-# With how many elements a bucket is sent; see send_numel().
+# Elements with which a bucket is sent; see send_numel().
 SEND_NUMEL = 2**25
 SEND_NUMEL_OF_A_RANK = 2**20
 LEFT = (
@@ -46,20 +46,20 @@ def set_up(
     schedule: Optional[List],
     use_z2: bool = False,
 ) -> Callable:
-    """Prepares an engine and returns the backend with which its module is to be compiled.
+    """Prepares an engine and returns the backend with which to compile its module.
 
     Each step that changes how the engine or its module runs adds a function to ``undo`` that reverts the change. If a
-    later step raises, these functions run at once, and the engine trains as it did before; otherwise they run at the
-    engine's end. An earlier ``compile()`` of a part of the module is not restored.
+    later step raises, these functions run at once, and the engine trains as before; otherwise they run at the engine's
+    end. An earlier ``compile()`` of a part of the module is not restored.
 
     The arguments are those of the base. ``backend`` is "inductor" or "eager". ``schedule`` is None, or the default
-    schedule, which runs this stage's own pass at step 0. The section ``compile`` and the stage, which the base passes
-    too, are the engine's.
+    schedule, which runs this stage's own pass at step 0. The base also passes the section ``compile`` and the stage,
+    which this function reads from the engine.
 
     Raises:
         ValueError: if ZeRO-1/2 under DeepCompile cannot honour an option. The message names the option and says what
-            to do. The engine is then unchanged. Also if an optional part finds that another engine has compiled the
-            module: earlier engines of this engine's own parameters have given way by then.
+            to do. The engine is then unchanged. Also if another engine has compiled the module. Earlier engines of the
+            same parameters have then been stopped.
     """
     # The caller may compile the engine within any context, for example in the first forward within torch.func.grad().
     return in_own_thread(_set_up, Request(engine, backend, compile_kwargs, schedule, is_call=True))
@@ -82,22 +82,23 @@ def _set_up(request):
             if left:
                 warn(LEFT.format(len(left)))
             graphs = Backend(request.backend, dynamic, request.options.debug_log, registered, identity, left)
-            # The parts that are made, each of which finds those before it here.
+            # Each part finds the parts before it in this list.
             features: List[Feature] = []
             for cls in classes():
                 if cls.is_wanted(request):
                     features.append(cls(SetUpContext(request, features, undo, graphs, identity)))
             graphs.around_compile = overriding(features, "around_compile")
             placement = HostMemory() if optimizer.cpu_offload else Placement()
-            # Before the reducer learns whom to call, so that its hook is at each node before hooks of the caller.
+            # Register first: EngineState makes the reducer hook the parameters' nodes, before any hook of the caller.
             register_parameters(engine, reducer, placement)
             deepcompile = EngineState(engine, reducer, features, placement)
         for commit in overriding(features, "commit"):
             commit()
-        # Last, because it gives up memory and hooks with which the engine trains without DeepCompile.
+        # Last, because attach() frees memory and hooks that the engine needs to train without DeepCompile.
         attach(optimizer, deepcompile)
         deepcompile.undo = undo.pop_all()
-    # Large tensors have died. A forward would cut their memory up, which the gradient partition and states need whole.
+    # Large tensors are gone. A forward would fragment their memory, which the gradient partition and states need
+    # whole.
     get_accelerator().empty_cache()
     return graphs
 
@@ -116,7 +117,7 @@ def make_reducer(request: Request, identity: int) -> Reducer:
 
 
 def register_parameters(engine: "DeepSpeedEngine", reducer: Reducer, placement: Placement) -> None:
-    """Tells a reducer where each parameter lies, and where its gradients are to lie. Allocates no device memory."""
+    """Registers each parameter with a reducer, and the memory for its gradients. Allocates no device memory."""
     optimizer, places = engine.optimizer, {}
     for group, process_group in enumerate(optimizer.real_dp_process_group):
         host = placement.gradients(optimizer, group)
@@ -139,11 +140,11 @@ def register_parameters(engine: "DeepSpeedEngine", reducer: Reducer, placement: 
 
 
 def send_numel(ranks: int) -> int:
-    """Returns the number of elements with which a bucket is sent, even if more may be pending.
+    """Returns the number of elements with which a bucket is sent, even if it could take more.
 
     Tens of megabytes keep NVLink busy long enough, and a bucket that is sent early is free early. But a reduction goes
     through all ranks one after the other, so each bucket also costs a latency that grows with the number of ranks.
-    Buckets grow with that number too, so that fewer of them are sent. ``benchmarks/scale.py`` has the reckoning.
+    Buckets grow with that number too, so that fewer of them are sent. ``benchmarks/scale.py`` computes the cost.
     """
     return max(SEND_NUMEL, SEND_NUMEL_OF_A_RANK * ranks)
 

@@ -76,10 +76,10 @@ class EngineState:
 
 
 def rules_of(features: List[Feature]) -> List[Rule]:
-    """Returns what steps the partitions of an engine with these parts, in the order in which it is asked."""
+    """Returns the rules of an engine with these parts, in the order in which a step asks them."""
     rules: List[Rule] = [OwnRanges()]
-    for of_part in overriding(features, "rules"):
-        rules = of_part(rules)
+    for with_rules_of_part in overriding(features, "rules"):
+        rules = with_rules_of_part(rules)
     return rules
 
 

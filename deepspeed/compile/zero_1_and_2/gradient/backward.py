@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class _Step:
-    """What to know of a step. Dropped with the gradients of the step."""
+    """What this rank knows of the current step. Dropped with the step's gradients."""
 
-    backwards: int = 0  # that have ended
+    backwards: int = 0  # backwards of the step that have ended
     caller_defines_step: bool = False  # whether the caller decides which backwards belong to the step
-    keeps: bool = False  # whether this rank keeps gradients that came while no backward of the engine ran
+    keeps: bool = False  # whether the reducer keeps gradients that came while no backward of the engine ran
     forward_since_hand_over: bool = False
     by_earlier_region: bool = False  # whether a region of coalesce_grad_reduction() has ended
 
@@ -56,13 +56,11 @@ class BackwardLife:
         self._placement = placement
         self._view_specs = [view_specs(optimizer, group) for group in range(len(optimizer.bit16_groups))]
         self._step = _Step()
-        # For each group, what `averaged_gradients` was given. Empty between steps.
+        # The views in `averaged_gradients`, by parameter group. Empty between steps.
         self._handed_over: List[PartitionViews] = []
-        # How many of the step's backwards were dropped because a later one raised, and the value to which the next
-        # backward resets `engine.micro_steps`.
-        self._lost = 0
-        self._restarts_at: Optional[int] = None
-        # A region is the scope of engine.coalesce_grad_reduction(). Whether a backward has begun in the current one.
+        self._lost = 0  # backwards of the step that were dropped because a later one raised
+        self._restarts_at: Optional[int] = None  # the value to which the next backward resets `engine.micro_steps`
+        # Whether a backward has begun in the current region, the scope of engine.coalesce_grad_reduction().
         self._in_region = False
         self._has_warned = False
         # The reducer may outlive this object, and must not keep it alive.
@@ -87,7 +85,7 @@ class BackwardLife:
     def enter(self, base_enter: Callable[[], None]) -> None:
         """Called for each output through which autograd enters a backward, in place of the base's ``enter_backward``.
 
-        A backward of several outputs enters once for each, but leaves only once. So only the first entry counts.
+        A backward of several outputs enters once for each output, but leaves once. So only the first entry counts.
         """
         optimizer = self._optimizer()
         if optimizer._backward_active_depth == 0:
@@ -98,9 +96,9 @@ class BackwardLife:
     def begin_unannounced(self) -> bool:
         """Called when a gradient arrives and no backward has begun. Returns whether the gradient begins one.
 
-        Such a backward does not come through an output of the engine, like the backward of a penalty on parameters.
-        Unless the caller has called ``engine.backward()``, the reducer keeps the gradients. They belong to the next
-        backward of the engine, as without DeepCompile, or to the step if no backward follows.
+        The backward of a penalty on parameters, for example, passes through no output of the engine. Unless the caller
+        has called ``engine.backward()``, the reducer keeps the gradients. They belong to the next backward of the
+        engine, as without DeepCompile, or to the step if no backward follows.
         """
         engine = self._engine()
         if engine._running_engine_backward:
@@ -137,8 +135,8 @@ class BackwardLife:
     def end_region(self) -> None:
         """Called at the end of a region: reduces the gradients that the region's backwards kept on this rank.
 
-        An engine whose ``compile()`` failed also makes this call at the end of each backward. Nothing is done then,
-        because :meth:`finish` follows.
+        An engine whose ``compile()`` failed also makes this call at the end of each backward. The call does nothing
+        then, because :meth:`finish` follows.
         """
         if not self._in_region and self._optimizer()._backward_active_depth:
             return
@@ -192,10 +190,10 @@ class BackwardLife:
         self.abandon_unfinished()
 
     def read_entries(self) -> None:
-        """Has the step read what the caller has put into ``averaged_gradients``, be it an entry of a list or a list.
+        """Makes the step use the tensors that the caller has put into ``averaged_gradients`` or into one of its lists.
 
         Raises:
-            ValueError: if the step cannot read it.
+            ValueError: if the step cannot read them.
         """
         averaged = self._optimizer().averaged_gradients
         for group, views in enumerate(self._handed_over):
@@ -229,7 +227,7 @@ class BackwardLife:
         self._step = _Step()
         optimizer = self._optimizer()
         averaged = optimizer.averaged_gradients
-        # The caller may have put other lists in their place.
+        # The caller may have replaced these lists in `averaged_gradients`.
         while self._handed_over:
             self._handed_over.pop().release_grad_buffers()
         for group in averaged:
@@ -242,14 +240,14 @@ class BackwardLife:
         """Abandons the last backward if its epilogue has not run and will not.
 
         Either the backward raised and autograd's device thread still holds its graph task, or the backward was
-        interrupted after its last gradient. ``may_enclose``: whether a backward begins, which it may enclose.
+        interrupted after its last gradient. ``may_enclose``: whether a backward begins that the last one may enclose.
         """
         self._settle(self._reducer.abandon_unfinished(may_enclose))
 
     def settle(self) -> None:
-        """Does for DeepSpeed what remains to be done if the reducer has abandoned a backward since the last call.
+        """Resets DeepSpeed's counts, flags and timers if the reducer has abandoned a backward since the last call.
 
-        By then the reducer has dropped all gradients that it held and had handed over.
+        The reducer has then dropped all gradients, also those that it had handed over.
         """
         self._settle(self._reducer.abandoned())
 
@@ -293,7 +291,7 @@ class BackwardLife:
             self.drop_step()
             self._reducer.replace_gradients()
         elif self._replaces_gradients():
-            # What the reducer keeps has come after the step's gradients, so it belongs to the new step.
+            # The gradients that the reducer keeps came after the step's gradients, so they belong to the new step.
             self._release_handed_over()
             self._reducer.replace_gradients()
         if self._restarts_at is not None:
@@ -306,7 +304,7 @@ class BackwardLife:
     def _restarts_region(self):
         """Whether the backward that begins is the first of a second region in one step.
 
-        One region contains all backwards of a step. With a second region the caller restarts the step.
+        A region contains all backwards of its step, so a second region restarts the step.
         """
         if not self._optimizer()._coalesce_grad_reduction or self._in_region:
             return False
@@ -314,7 +312,7 @@ class BackwardLife:
         return self._step.by_earlier_region
 
     def _replaces_gradients(self):
-        """Whether the backward that begins replaces the gradients that are held instead of adding to them.
+        """Whether the backward that begins replaces the step's gradients instead of adding to them.
 
         As in DeepSpeed without DeepCompile, a backward at the accumulation boundary replaces gradients that no step
         has used. But several backwards add up if all their forwards began before the first of the backwards.
@@ -331,14 +329,14 @@ class BackwardLife:
         return replaces
 
     def _reduce_rest(self, reduces):
-        """Reduces what no graph reduced, and hands over what is bound if the step is complete."""
+        """Reduces what no graph reduced, and hands the bound targets over if the step is complete."""
         try:
             completes = reduces and self._engine().is_gradient_accumulation_boundary()
             handed_over = self._reducer.finish_backward(reduces, completes)
             if completes:
                 self._hand_over(handed_over)
         except BaseException:
-            # Also on an interrupt: the next backward would add to what is bound.
+            # Also on an interrupt: otherwise the next backward would add to the bound targets.
             self._reducer.abandon_backward()
             self.settle()
             raise

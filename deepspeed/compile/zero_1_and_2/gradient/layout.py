@@ -63,11 +63,11 @@ def registered_parameters(optimizer: DeepSpeedZeroOptimizer) -> List[Parameter]:
 
 
 def partially_trained_lookalikes(module: Module, registered: Sequence[Parameter]) -> List[Parameter]:
-    """Lists the trained parameters in whose places one graph is called with registered parameters and with others.
+    """Lists trained parameters that look alike, of which only some are registered.
 
-    The caller may train a parameter that no optimizer has. Layers that look alike share a graph, and no guard tells
-    their parameters apart by that. Parameters look alike if modules of one class have them under one name. Graphs of
-    other modules have torch's own layers in them, so a linear layer is like another one only there.
+    The caller may train a parameter that no optimizer has. Layers that look alike share one graph, and no guard
+    distinguishes a registered parameter from another one. Parameters look alike if modules of one class hold them
+    under one name. Torch's own leaf layers do not count as holders, because the graph of their parent contains them.
     """
     known, places = {id(parameter) for parameter in registered}, collections.defaultdict(list)
     for holder in module.modules():
@@ -121,7 +121,7 @@ def lies_in_flat_tensor(optimizer: DeepSpeedZeroOptimizer, group: int) -> bool:
     """Whether the data of each parameter of a group still lies at its place in the group's flat tensor."""
     flat = optimizer.bit16_groups_flat[group]
     if not flat.untyped_storage().nbytes():
-        # An optional part has parameters elsewhere, and brings them back.
+        # The parameters are sharded: the part that shards them puts them in their place itself.
         return True
     first, size = flat.data_ptr(), flat.element_size()
     return all([parameter.data_ptr() == first + size * offset for parameter, offset in flat_layout(optimizer, group)])

@@ -12,7 +12,7 @@ from ..messages import warn
 
 
 class HandedOver(Protocol):
-    """What the optimizer gets of a parameter group when a step is complete."""
+    """The targets of a parameter group, which the reducer hands to the optimizer when a step is complete."""
 
     @property
     def flat_partition(self) -> Optional[torch.Tensor]: ...
@@ -71,7 +71,7 @@ class Reducer(Protocol):
 
 
 class NativeModule(Protocol):
-    """What ``csrc/compile/bindings.cpp`` puts into the native module."""
+    """The native module that ``csrc/compile/bindings.cpp`` defines."""
 
     Reducer: Type[Reducer]
     HandedOver: Type[HandedOver]
@@ -98,7 +98,7 @@ def reducer_module() -> NativeModule:
     builder = DeepCompileBuilder()
     try:
         if not builder.is_built():
-            # A warning, because DeepSpeed shows nothing below one by default.
+            # Warn, because DeepSpeed shows no lower level by default.
             warn(
                 "DeepCompile is building its native code, or waiting for a process that is. This takes about a "
                 "minute, once per environment."
@@ -111,7 +111,7 @@ def reducer_module() -> NativeModule:
     # Nothing uses the results of these operators, but dead-code elimination must keep their calls.
     for operator in (torch.ops.deepcompile.reduce_grad.default, torch.ops.deepcompile.end_backward.default):
         torch.fx.node.has_side_effect(operator)
-    # What they return while a graph is traced. Registrations are on the host then, even if gradients are not.
+    # Results while a graph is traced. Registrations are then on the host, even if gradients are not.
     torch.library.register_fake("deepcompile::reduce_grad", lambda grad, *_, **__: grad.new_empty(0))
     torch.library.register_fake("deepcompile::end_backward", lambda *_: None)
     return module

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in ``averaged_gradients[group]`` between the last backward of a step and the step."""
+"""The entries of ``averaged_gradients`` between the last backward of a step and the step."""
 
 import functools
 from typing import Any, Callable, Dict, List, Optional, Tuple
@@ -12,11 +12,11 @@ from .native import HandedOver
 
 
 class _NotMade:
-    """Stands in a PartitionViews for each view, until somebody looks at one."""
+    """The placeholder of each view in a PartitionViews, until code reads an entry."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        # Torch's functions read a list past its methods, and find these objects: make the views, and call again.
+        # Torch's functions read a list without its methods, and find placeholders: make the views, and call again.
         for argument in (*args, *(kwargs or {}).values()):
             if isinstance(argument, PartitionViews):
                 argument.make()
@@ -29,7 +29,7 @@ _NOT_MADE = _NotMade()
 class PartitionViews(list):
     """``averaged_gradients[group]``: views of the targets in this rank's partition, in partition order.
 
-    The list also has an entry without elements for each run of padding. The views are made when somebody looks at one.
+    The list also has an entry without elements for each run of padding. The first read of an entry makes the views.
     Until then only the reducer holds the targets, and their memory is free as soon as the reducer forgets them.
 
     Attributes and methods have the names of the base's own entries, because the base's code and users' code look these
@@ -41,8 +41,8 @@ class PartitionViews(list):
         specs: what ``view_specs()`` in ``layout.py`` returned for the group.
         padding: a tensor without elements, in the dtype of the targets and on their device.
         release: a function that makes the reducer forget the targets.
-        is_fixed: whether targets stay where they lie, because somebody else owns their memory and writes there in the
-            step.
+        is_fixed: whether targets must not move. They lie in host memory then, which the step overwrites with new
+            parameters.
     """
 
     def __init__(
@@ -55,13 +55,13 @@ class PartitionViews(list):
     ):
         super().__init__([_NOT_MADE] * len(specs))
         self._handed_over: Optional[HandedOver] = handed_over
-        # Instead, once the caller has replaced a gradient.
+        # Offset -> target, in place of `_handed_over`, once the caller has replaced a gradient.
         self._replaced: Dict[int, torch.Tensor] = {}
         self._specs = specs
         self._padding = padding
         self._release = release
         self._is_fixed = is_fixed
-        self._is_made = False  # whether somebody has looked at an entry, who may have changed the list since
+        self._is_made = False  # whether the views exist: the caller may have changed the list since
 
     @property
     def flat_partition(self) -> Optional[torch.Tensor]:
@@ -69,21 +69,21 @@ class PartitionViews(list):
         return None if self._handed_over is None else self._handed_over.flat_partition
 
     def targets(self) -> List[torch.Tensor]:
-        """Lists the gradients of the parameters in this rank's partition, each 1-D, as :meth:`read` has found them."""
+        """Lists the 1-D gradients of the parameters in this rank's partition, as :meth:`read` has found them."""
         targets = self._targets()
         return [targets[spec.offset] for spec in self._specs if not spec.is_padding]
 
     def without_padding(self) -> List[torch.Tensor]:
-        """Lists the views that are no padding, one for each parameter in this rank's partition."""
+        """Lists the views without the padding, one for each parameter in this rank's partition."""
         return [view for view, spec in zip(self, self._specs, strict=True) if not spec.is_padding]
 
     def _targets(self):
         return self._replaced if self._handed_over is None else self._handed_over.targets()
 
-    # Views, made when somebody looks ------------------------------------------------------------------------------
+    # Views, made at the first read ---------------------------------------------------------------------------------
 
     def make(self) -> None:
-        """Makes the views, unless they are made."""
+        """Makes the views, unless they exist."""
         if not self._is_made:
             targets = self._targets()
             super().__setitem__(slice(None), [self._view(targets.get(spec.offset), spec) for spec in self._specs])
@@ -110,13 +110,13 @@ class PartitionViews(list):
     # What the caller has changed ------------------------------------------------------------------------------------
 
     def read(self, entries: Any, name: str) -> None:
-        """Makes each entry whose memory is not its target's the new target. Called before a step.
+        """Makes each entry that lies in other memory than its target the new target. Called before a step.
 
-        ``entries`` is this list, to which the caller may have assigned, or what the caller has put in its place.
-        ``name`` is for an error.
+        ``entries`` is this list, to which the caller may have assigned, or the object with which the caller has
+        replaced it. ``name`` is for an error.
 
         Raises:
-            ValueError: if this is no list with a tensor, of as many elements as the target, for each entry.
+            ValueError: if ``entries`` is no list of tensors with as many elements as their targets.
         """
         if entries is self and not self._is_made:
             return
@@ -129,7 +129,7 @@ class PartitionViews(list):
             if not isinstance(entry, torch.Tensor) or entry.numel() != spec.numel:
                 index = self._specs.index(spec)
                 raise ValueError(f"{name}[{index}] is no tensor of {spec.numel} elements; assign one")
-        # One native call tells of all entries.
+        # One native call compares all entries.
         handed_over = self._handed_over
         if entries is self and handed_over is not None and handed_over.are_views([entry for _, entry in found]):
             return
@@ -194,7 +194,7 @@ def _after_views_are_made(name):
     return made_first
 
 
-# What else reads or changes entries of a list. Nothing here tells how many there are.
+# The other methods that read or change entries of a list. The length needs no views.
 for _name in (
     *("__add__", "__contains__", "__delitem__", "__getitem__", "__iadd__", "__imul__", "__iter__", "__mul__"),
     *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__reversed__", "__rmul__"),

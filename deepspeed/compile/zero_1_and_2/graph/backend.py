@@ -44,24 +44,23 @@ class Backend:
         self.compiler, self.dynamic, self.debug_log = compiler, dynamic, debug_log
         # Says which inputs of a graph are registered parameters, and numbers them.
         self.numbers = ParameterNumbers(identity, registered)
-        # In their places a graph may be called with a registered parameter or another one, so it reduces neither.
+        # One graph may be called with one of these or with a registered parameter, so it reduces neither.
         self.left_to_autograd = {id(parameter) for parameter in left_to_autograd}
-        # Whether all of these lie at addresses that Inductor takes for aligned.
+        # Whether all registered parameters lie at addresses that Inductor takes for aligned.
         self.are_aligned = all(parameter.data_ptr() % GPU_ALIGN_BYTES == 0 for parameter in registered)
         # Dynamo's number of a frame that reduces -> the frame's graph id, from 0 in forward order. Recompilations of a
         # frame share its number.
         self._graph_ids: Dict[int, int] = {}
 
-        # Set by optional parts while the engine is set up. What shapes a joint graph takes examples of its inputs:
-        # changes of the joint graph that are made before it is split, for example because memory of parameters is
-        # given back while the graph has them saved for its backward;
+        # Optional parts set the rest while the engine is set up. These two take examples of a joint graph's inputs.
+        # Each returns a change to make before the joint graph is split, for example to save a parameter as its shard.
         self.rewrites: List[Callable[[Sequence], Optional[Rewrite]]] = []
-        # what splits the joint graph in place of torch's own partitioner, to keep fewer activations;
+        # Returns the partitioner to use in place of torch's own, for example to keep fewer activations.
         self.split: Optional[Callable[[Sequence], Split]] = None
-        # how many modules a part compiles by themselves. From one on, nothing else may compile the engine's module;
-        # from two on, no graph runs last in every backward.
+        # The number of modules that a part compiles by themselves. From one on, nothing else may compile the engine's
+        # module. From two on, no graph runs last in every backward.
         self.compiled_modules = 0
-        # Methods of optional parts: around each compilation.
+        # Methods of parts to call around each compilation.
         self.around_compile: Sequence[Callable] = ()
 
     @property
@@ -89,7 +88,7 @@ class Backend:
     def _place(self, parameters) -> Tuple[Optional[int], bool]:
         """Returns the graph id of a frame with these parameters, and whether its backward is the last that reduces.
 
-        This does not look at the graph: also a graph that torch finds in a cache takes its place in the order.
+        This does not read the graph: a graph that torch finds in a cache takes its place in the order too.
         """
         if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters)):
             # Evaluation gives a frame no place in the order: a rank that evaluates alone may run other frames, or run
@@ -108,7 +107,7 @@ class Frame:
 
     gm: GraphModule  # the frame's graph as Dynamo traced it
     inputs: Sequence  # examples of the graph's inputs
-    parameters: Sequence[torch.Tensor]  # those inputs that are registered parameters
+    parameters: Sequence[torch.Tensor]  # the inputs that are registered parameters
     layer: Optional[str]  # the name of a layer's class if the frame is a layer's: one graph may serve several layers
     graph_id: Optional[int]  # None if the frame reduces nothing
     release_reduce_buckets: bool  # whether the backward of this frame is the last that reduces
@@ -140,7 +139,7 @@ class Frame:
         inputs = [*inputs, traced_registrations(tensor_for([inputs[index] for index in reduced]), inputs)]
         with one_more_input(gm):
             compiled = self._compile(gm, inputs, partitioner)
-        # Dynamo keeps what it is given from being compiled. Without the compiler's own wrapper, it does so once.
+        # Dynamo wraps this function so that nothing compiles it. Remove the compiler's own such wrapper.
         compiled = getattr(compiled, "_torchdynamo_orig_callable", compiled)
         return lambda *args: compiled(*args, tensor_for([args[index] for index in reduced]))
 
@@ -152,10 +151,10 @@ class Frame:
 
 
 def _checkpointing_ignored_without_gradients() -> ContextManager[Any]:
-    """Returns a context in which torch compiles graphs that record no gradient without regard to checkpointing.
+    """Returns a context in which torch ignores checkpointing in graphs that record no gradient.
 
-    Such a graph, as of frozen layers below the first trained one, has no backward that computes anything again. Torch
-    looks for one all the same, and raises where what is checkpointed draws random numbers, as dropout does.
+    Such a graph, for example of frozen layers below the first trained one, has no backward that recomputes anything.
+    Torch looks for one all the same, and raises where a checkpointed function draws random numbers, as dropout does.
     """
     config, option = torch._functorch.config, "remat_using_tags_for_fwd_loss_bwd_graph"
     # Releases of torch that lack the option do not look.
@@ -171,7 +170,7 @@ def own_code(function: Callable) -> types.FunctionType:
 
 
 def run_as_traced(gm: GraphModule, inputs: Sequence, partitioner: ReduceGradPartitioner) -> Callable:
-    """Returns what runs a graph as it is traced, without generated code."""
+    """Returns a function that runs a graph as traced, without generated code."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 

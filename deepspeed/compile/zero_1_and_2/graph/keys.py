@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What of this fork the keys of torch's caches have, so that the caches return no code of another version."""
+"""This fork's share in the keys of torch's caches, so that the caches return no code of another version."""
 
 import functools
 import hashlib

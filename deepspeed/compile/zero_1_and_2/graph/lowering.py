@@ -15,8 +15,8 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.lowering import add_needs_realized_inputs, make_fallback, register_lowering
 from torch._inductor.virtualized import V
 
-# How generated code finds the function that it calls in place of the operator: the operator's own way, through torch's
-# dispatcher, takes several times as long as the rest of a small gradient's reduction.
+# Generated code calls this function in place of the operator: a call through torch's dispatcher takes several times as
+# long as the rest of a small gradient's reduction.
 _IMPORTS = (
     "from deepspeed.compile.zero_1_and_2.gradient.native import reducer_module",
     "reduce_grad = reducer_module().reduce_grad",
@@ -35,7 +35,7 @@ class ReduceGradKernel(ir.FallbackKernel):
         self.constant_args = (*self.constant_args[:-1], donated)
         gradient = self.inputs[0]
         if donated and isinstance(gradient, ir.ReinterpretView):
-            # The buffer in another shape. Give up its first name, so that the reducer finds the memory unused.
+            # A view of the buffer in another shape. Rebind the buffer's name, so that the reducer finds it unused.
             wrapper.writeline(f"{gradient.get_name()} = {gradient.codegen_reference()}")
             self.inputs = [V.graph.scheduler.name_to_buf[gradient.get_name()].node, *self.inputs[1:]]
         if not V.graph.cpp_wrapper:

@@ -13,7 +13,7 @@ from ..own_thread import in_own_thread
 
 
 class ParameterNumbers:
-    """Makes the registrations: the input that tells a graph in each call which of an engine's parameters it was given.
+    """Makes the registrations: the input of a graph that lists the engine's parameters among the other inputs.
 
     This input is a tensor, and a reduction names its parameter by a slot in the tensor. A reduction cannot take the
     parameter itself: Inductor may give the backward a copy of a parameter in another layout, and a parameter that is
@@ -25,7 +25,7 @@ class ParameterNumbers:
     def __init__(self, identity: int, parameters: Iterable[torch.Tensor]):
         self._identity = identity
         self._index = {id(parameter): index for index, parameter in enumerate(parameters)}
-        # Ids of parameters -> their tensor: one for each layer that a graph serves. Graphs save it for the backward.
+        # Ids of parameters -> registrations, one for each layer that a graph serves. Graphs save it for the backward.
         self._made: Dict[Tuple[int, ...], torch.Tensor] = {}
 
     def __contains__(self, value: object) -> bool:

@@ -22,7 +22,7 @@ class Rewrite(Protocol):
 
     @property
     def key(self) -> object:
-        """All that decides what this does: its parameters, and a hash of its source. Equal keys have equal texts."""
+        """Everything that determines the change: its arguments, and a hash of its source. Equal keys have one repr."""
 
     def __call__(self, joint: GraphModule) -> None: ...
 
@@ -32,7 +32,7 @@ class Split(Protocol):
 
     @property
     def key(self) -> object:
-        """As of a :class:`Rewrite`."""
+        """As in :class:`Rewrite`."""
 
     def __call__(self, joint: GraphModule, joint_inputs: Sequence, **kwargs: Any) -> Tuple[GraphModule, GraphModule]:
         """Returns the forward and the backward graph, as torch's partitioners do."""

@@ -11,7 +11,7 @@ from torch.fx.node import map_aggregate
 
 
 def index_of(placeholder: Node) -> Optional[int]:
-    """Returns which input of a frame an input of its graph is, or None if it is no such input as it stands."""
+    """Returns which input of the frame this input of its graph is, or None if it is only derived from one."""
     return _index(placeholder.meta.get("desc"))
 
 
@@ -24,8 +24,8 @@ def insert_reductions(joint: GraphModule, slots: Mapping[int, int]) -> None:
 
     The registrations tell the graph in each call which parameters it was given, so one graph serves several layers.
 
-    ``joint`` is forward and backward in one graph, as AOTAutograd traces them, with descriptors. ``slots`` leads from
-    the index of a frame's input to a slot in the registrations, which are the frame's last input.
+    ``joint`` is forward and backward in one graph, as AOTAutograd traces them, with descriptors. ``slots``: index of a
+    frame's input -> slot in the registrations, which are the frame's last input.
     """
     graph = joint.graph
     output = graph.output_node()
@@ -54,7 +54,7 @@ def reduce_nodes(graph: Graph) -> List[Node]:
 
 
 def finish_backward_graph(backward: GraphModule, release_reduce_buckets: bool) -> None:
-    """Has a backward graph return None for each gradient that it reduces, so autograd accumulates nothing.
+    """Makes a backward graph return None for each gradient that it reduces, so that autograd accumulates nothing.
 
     With ``release_reduce_buckets``, adds one ``end_backward`` after all reductions, unless the graph has none.
     """

@@ -22,7 +22,7 @@ class AllGather:
         self._optimizer = weakref.ref(optimizer)
 
     def first_spans(self, group: int) -> List[Tuple[int, int]]:
-        """Lists what should be stepped before all else, because :meth:`start_first` can send it: [first, last) in
+        """Lists the spans to step before all others, because :meth:`start_first` can send them: [first, last) in
         elements of this rank's partition of a parameter group."""
         return []
 
@@ -47,10 +47,10 @@ class AllGather:
             )
 
     def refuse_to_offload(self, include: Optional[Container[OffloadStateTypeEnum]]) -> None:
-        """Raises ValueError if states to be moved to the host cannot be. ``include``: which; None: all."""
+        """Raises ValueError if one of the states in ``include`` (None: of all states) cannot move to the host."""
 
     def linking(self) -> ContextManager:
-        """Returns a context in which the base links parameters with the partitions, of which it makes views."""
+        """Returns the context in which the base links parameters with views of the partitions."""
         return contextlib.nullcontext()
 
     def wait_all(self) -> None:

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where gradients and new parameters lie if ``offload_optimizer`` puts the optimizer on the host.
 
-DeepSpeed has a tensor of each partition's size and of the parameters' dtype, pinned if ``pin_memory`` says so, through
-which new parameters go to the device. The gradients of the partition lie in the same memory: the optimizer has read a
-gradient before the new parameter is written over it.
+DeepSpeed copies new parameters to the device from a host tensor of each partition's size and of the parameters' dtype,
+pinned if ``pin_memory`` says so. The gradients of the partition lie in the same memory: the optimizer reads a gradient
+before the new parameter is written over it.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class HostMemory(Placement):
     def gradients(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> Optional[torch.Tensor]:
         """Returns host memory, pinned if ``pin_memory`` says so.
 
-        The caller must keep this object: DeepSpeed may unpin its memory when the object is gone.
+        The caller must keep the returned tensor: DeepSpeed may unpin its memory when the tensor is gone.
         """
         dtype = optimizer.gradient_accumulation_dtype
         # The base has two tensors of this size: one in the parameters' dtype, and the gradient of the master weights.
@@ -40,7 +40,7 @@ class HostMemory(Placement):
                 return tensor
         numel, pinned = int(optimizer.partition_size[group]), optimizer.cpu_offload_pin_memory
         try:
-            # A default device of torch that the caller has set must not apply.
+            # Name the device: the caller may have changed torch's default device.
             make = get_accelerator().pin_empty if pinned else torch.empty
             return make(numel, dtype=dtype, device="cpu")
         except RuntimeError as error:
@@ -51,7 +51,7 @@ class HostMemory(Placement):
             ) from error
 
     def drop_memory_of_base(self, optimizer: "DeepSpeedZeroOptimizer") -> None:
-        """Drops memory that the base keeps for its own way of offloading gradients, on the host and on the device."""
+        """Drops the memory of the base's own way to offload gradients, on the host and on the device."""
         for group in range(len(optimizer.bit16_groups)):
             _master(optimizer, group).grad = None
             optimizer.offload_gradient_dict[group] = None
@@ -61,15 +61,14 @@ class HostMemory(Placement):
             get_accelerator().unpin_memory(optimizer.temp_grad_buffer_for_cpu_offload)
         optimizer.temp_grad_buffer_for_cpu_offload = optimizer.temp_grad_buffer_for_gpu_offload = None
         if optimizer.reduction_stream is not None:
-            # Torch keeps pinned memory that nobody uses any more. Older releases have no public function to give it
-            # back.
+            # Torch caches unused pinned memory. Older releases have no public function that frees it.
             give_back = getattr(torch.accelerator, "empty_host_cache", getattr(torch._C, "_host_emptyCache", None))
             if give_back is not None:
                 give_back()
 
     def hand_over(self, optimizer: "DeepSpeedZeroOptimizer", group: int, views: "Optional[PartitionViews]") -> None:
-        # With offloading, parameters look for their gradients in this dict. It keeps no memory alive, because the host
-        # memory of the gradients stays allocated.
+        # safe_get_full_grad() reads this dict if the optimizer is offloaded. The dict keeps no memory alive, because
+        # the host memory of the gradients stays allocated.
         optimizer.offload_gradient_dict[group] = None if views is None else views.without_padding()
 
     def new_parameters(self, optimizer: "DeepSpeedZeroOptimizer", group: int) -> torch.Tensor:
@@ -82,7 +81,7 @@ class HostMemory(Placement):
 
     @contextlib.contextmanager
     def sending(self, optimizer: "DeepSpeedZeroOptimizer") -> Iterator[None]:
-        # The base's stream of reductions is free: the reducer has its own way of overlapping. On CPU there is none.
+        # Use the base's reduction stream, on which the reducer runs nothing. On a CPU there is none.
         stream = optimizer.reduction_stream
         if stream is not None:
             stream.wait_stream(get_accelerator().current_stream())

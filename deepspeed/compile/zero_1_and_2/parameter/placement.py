@@ -48,10 +48,10 @@ class Placement:
         return partition(optimizer, group)
 
     def send(self, optimizer: DeepSpeedZeroOptimizer, group: int, first: int, last: int) -> None:
-        """Called when elements [first, last) of :meth:`new_parameters` are written: has them copied to the partition,
-        if they lie elsewhere."""
+        """Called when elements [first, last) of :meth:`new_parameters` are written: copies them to the partition if
+        they lie elsewhere."""
 
     def sending(self, optimizer: DeepSpeedZeroOptimizer) -> ContextManager:
-        """Returns a context of calls of :meth:`send`: orders what these queue after the current stream's work and
-        before later work."""
+        """Returns the context of calls of :meth:`send`, whose copies run after the current stream's work and before
+        its later work."""
         return contextlib.nullcontext()

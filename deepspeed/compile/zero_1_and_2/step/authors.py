@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Whether an optimizer's ``step()`` is the one that torch's or DeepSpeed's authors have written."""
+"""Finds out whether an optimizer's ``step()`` is the unpatched one of torch or DeepSpeed."""
 
 from types import CellType, FunctionType, MethodType
 from typing import Callable, List
@@ -14,11 +14,11 @@ _PACKAGES = {"torch", "deepspeed"}
 
 
 def runs_unpatched_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer.step()`` runs what the authors of the optimizer's class have written, and nothing else.
+    """Whether ``optimizer.step()`` runs the code of the optimizer's class, and nothing else.
 
-    Somebody else may have replaced ``step()`` on the instance or on the class, or the class, and may do so at any
-    time. Functions that ``step()`` calls are not looked at. Torch's own hooks of all optimizers count steps for a
-    profiler. Who steps in place of ``optimizer.step()`` calls :func:`hooks_of_torch`.
+    Other code may replace ``step()`` on the instance or on the class, or the class, at any time. This does not check
+    the functions that ``step()`` calls. Torch's own hooks of all optimizers count steps for a profiler, so code that
+    steps in place of ``optimizer.step()`` must call :func:`hooks_of_torch`.
     """
     return (
         not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
@@ -29,15 +29,15 @@ def runs_unpatched_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def hooks_of_torch() -> List[Callable]:
-    """Returns what each optimizer's ``step()`` calls in the end, with the optimizer and its two kinds of arguments."""
+    """Returns the functions that every ``step()`` calls at its end with (optimizer, args, kwargs)."""
     return list(_global_optimizer_post_hooks.values())
 
 
 def _runs_own_step(optimizer):
-    """Whether ``optimizer.step()`` runs the ``step()`` of the optimizer's authors, within wrappers of torch at most.
+    """Whether ``optimizer.step()`` runs the ``step()`` of the optimizer's class, with no wrappers but torch's.
 
-    A mark on a function proves nothing: torch's wrappers, and ``functools.wraps``, copy all marks. What a function
-    calls is in its closure, and who has written a function is in its globals. Neither can be copied.
+    Attributes of a function prove nothing, because torch's wrappers and ``functools.wraps`` copy them. But a
+    function's closure has the function that it wraps, and its globals name its module. Neither can be copied.
     """
     function = optimizer.step
     while True:
@@ -55,7 +55,7 @@ def _runs_own_step(optimizer):
         # A scheduler's wrapper steps the optimizer for which it was made.
         if "opt_ref" in held and held["opt_ref"]() is not optimizer:
             return False
-        # Each class of contexts may decorate a function so.
+        # Any context manager of torch may decorate a function in this way.
         if "ctx_factory" in held and type(getattr(held["ctx_factory"], "__self__", None)) is not torch.no_grad:
             return False
         function = held.get("func")
@@ -66,11 +66,11 @@ def _package(module):
 
 
 def _module(function):
-    """Returns the name of the module that has a function's source, empty if a program has made the source."""
+    """Returns the name of the module that has a function's source, or an empty one for generated source."""
     return function.__globals__.get("__name__", "")
 
 
 def _closure(function):
     """Returns name -> value of the variables of outer functions that a function uses."""
-    held = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in held if cell != CellType()}
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if cell != CellType()}

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine refuses after a step that an exception ended while it changed parameters."""
+"""Refuses calls of an engine after an exception ended a step while it changed parameters."""
 
 import contextlib
 from typing import TYPE_CHECKING, Iterator, Optional

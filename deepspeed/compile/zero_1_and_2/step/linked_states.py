@@ -1,9 +1,8 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters are linked with the optimizer's states of all groups, and anew when states were loaded or moved.
+"""Links parameters with the optimizer's states of all groups, and again after states were loaded or moved.
 
-DeepSpeed itself raises where a state cannot be cut, and goes on with links to states that are no longer the
-optimizer's.
+DeepSpeed itself raises where a state cannot be cut, and keeps links to states that the optimizer has no longer.
 """
 
 from typing import Callable, Dict, Iterator, List, Tuple
@@ -18,17 +17,16 @@ from ..gradient.layout import pieces
 
 
 def links_of(optimizer: DeepSpeedZeroOptimizer) -> Iterator[tensor_fragment]:
-    """Yields what the base keeps of each parameter for ``safe_get_full_*``, of those of which it keeps anything."""
+    """Yields the base's links of parameters for ``safe_get_full_*``. A parameter need not have one."""
     links = (getattr(parameter, "_hp_mapping", None) for group in optimizer.bit16_groups for parameter in group)
-    return (each for each in links if each is not None)
+    return (link for link in links if link is not None)
 
 
 class LinkedStates:
-    """Links, and remembers which states were on the host before states moved there.
+    """Links parameters with states, and remembers which states were on the host before the others moved there.
 
     Args:
-        link_others: functions that link states of a form of their own, when those that have the shape of the master
-            weights are linked.
+        link_others: functions that link states of another form, after the states with the shape of the master weights.
     """
 
     def __init__(self, link_others: List[Callable[[DeepSpeedZeroOptimizer], None]]):
@@ -37,7 +35,7 @@ class LinkedStates:
         self._on_host: List[Tuple[Dict, str]] = []
 
     def link_again(self, optimizer: DeepSpeedZeroOptimizer) -> None:
-        """Links parameters with the states that there are after a load or a move of states, to the host too."""
+        """Links parameters with the current states, after a load or a move of states."""
         optimizer._hp_optimizer_states_linked = False
         # The parameter groups whose states need not have the shape of master weights.
         transformed = optimizer._deepcompile.transformed
@@ -46,10 +44,10 @@ class LinkedStates:
             self.link(optimizer)
 
     def link(self, optimizer: DeepSpeedZeroOptimizer) -> None:
-        """Links parameters with their states, but only with states that can be cut, as some in blocks cannot."""
+        """Links parameters with the states that can be cut. States in 8 bits, for example, may be in larger blocks."""
         groups = zip(optimizer.bit16_groups, optimizer.single_partition_of_fp32_groups)
         for group, (parameters, master) in enumerate(groups):
-            # Of all ranks, because all ranks call safe_get_full_optimizer_state() together.
+            # Check the pieces of all ranks, which call safe_get_full_optimizer_state() together.
             spans = [(piece.offset, piece.numel) for piece in pieces(optimizer, group)]
             state = optimizer.optimizer.state[master].items()
             can_be_linked = group not in optimizer._deepcompile.transformed
@@ -60,9 +58,9 @@ class LinkedStates:
             link_others(optimizer)
 
     def drop_links(self, optimizer: DeepSpeedZeroOptimizer, are_on_host: bool) -> None:
-        """Called before states are moved to the host, where they may be already.
+        """Called before states move to the host. ``are_on_host``: whether they are there already.
 
-        The links are views of the states, and would keep the memory of those that move.
+        The links are views of the states, and would keep the device memory of states that move.
         """
         if not are_on_host:
             self._note_states_on_host(optimizer)
@@ -81,15 +79,14 @@ class LinkedStates:
     def return_to_host(self) -> None:
         """Called when the base has moved every tensor to the device.
 
-        Torch's optimizers keep their counts of steps on the host, because each step would have to wait for counts on
-        the device.
+        Torch's optimizers keep step counts on the host, because each step would have to wait for counts on the device.
         """
         for state, name in self._on_host:
             state[name] = state[name].cpu()
         self.forget_places()
 
     def forget_places(self) -> None:
-        """Called when states are where they were, or are others."""
+        """Called when the states have moved back or were replaced."""
         self._on_host = []
 
 

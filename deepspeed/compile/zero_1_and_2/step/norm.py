@@ -15,9 +15,9 @@ from ..collectives import collective
 
 # On a GPU, one kernel reads a gradient of so many elements faster than a kernel for many gradients does.
 ONE_KERNEL_NUMEL = 2**22
-# Elements of which a CPU adds up the squares at once: 8 MiB of fp32, which stay in the processor's cache.
+# Elements whose squares a CPU adds up at once: 8 MiB of fp32, which stay in the processor's cache.
 NORM_NUMEL_ON_HOST = 2**21
-# Gradients of fewer elements are copied together first: to call torch for each takes longer.
+# Gradients of fewer elements are copied together first: a call of torch for each would take longer.
 SMALL_NUMEL_ON_HOST = 2**15
 
 
@@ -26,7 +26,7 @@ def global_norm(
 ) -> torch.Tensor:
     """Returns the 2-norm of all gradients over all ranks, fp32 [], infinite if a group's norm is invalid.
 
-    ``unscaled_groups`` are indices of the parameter groups whose gradients lack the loss scale. The norm counts it.
+    ``unscaled_groups`` are indices of the parameter groups whose gradients lack ``scale``. The norm includes it.
     """
     device = optimizer.bit16_groups_flat[0].device
     # As for every new tensor of a step, name the dtype: the caller may have changed torch's default dtype.
@@ -34,7 +34,7 @@ def global_norm(
     for group, total in enumerate(squares):
         if counted := _counted(optimizer, group):
             total.copy_(sum_of_squares(counted))
-    # One for all groups: an optimizer may have dozens, and each collective costs its latency.
+    # Reduce all groups at once: an optimizer may have dozens, and each collective costs its latency.
     with collective("add up the norm of the gradients"):
         dist.all_reduce(squares, op=dist.ReduceOp.SUM, group=optimizer.dp_process_group)
     optimizer._model_parallel_all_reduce(tensor=squares, op=dist.ReduceOp.SUM)
@@ -83,7 +83,7 @@ def sum_of_squares(gradients: List[torch.Tensor]) -> torch.Tensor:
 
 
 def overflowed(optimizer: DeepSpeedZeroOptimizer, norm: Optional[torch.Tensor]) -> bool:
-    """Returns whether gradients overflowed. The host waits for the device to learn it; without the wait: False.
+    """Returns whether gradients overflowed, or False if the host does not wait for the device to learn it.
 
     The host waits with ``check_grad_overflow: true``. Otherwise the host waits, as in DeepSpeed's own step, if there
     is a norm and parameters are not in bf16.
@@ -104,7 +104,8 @@ def factors_of(
 ) -> List[Optional[torch.Tensor]]:
     """Returns, for each parameter group, the factor that unscales and clips gradients.
 
-    Each is fp32 [1] where master weights are, or None for 1. ``norm`` is what :func:`global_norm` returns of the rest.
+    A factor is fp32 [1] on the device of the master weights, or None for 1. ``norm`` is the result of
+    :func:`global_norm` for the same ``scale`` and ``unscaled_groups``.
     """
     device = optimizer.single_partition_of_fp32_groups[0].device
     factor = factor_of_unscaled = None

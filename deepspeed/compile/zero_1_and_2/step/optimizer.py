@@ -1,8 +1,8 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed's engine and its ZeRO-1/2 optimizer do differently while gradients come from a reducer.
+"""Overrides methods of DeepSpeed's ZeRO-1/2 optimizer while gradients come from a reducer.
 
-``csrc/includes/deepcompile.h`` tells the life of a gradient.
+``csrc/includes/deepcompile.h`` describes the life of a gradient.
 """
 
 import functools
@@ -75,7 +75,7 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._deepcompile.backward.refuse_to_drop_within()
-        # A parameter on its way sees each call from Python. To drop gradients, the loop needs no values.
+        # A parameter that is still being gathered waits when Python code uses it. Dropping gradients needs no values.
         with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
         self._deepcompile.backward.drop_step()
@@ -97,13 +97,13 @@ class StepLocalGradients(DeepSpeedZeroOptimizer):
         self._deepcompile.backward.begin_anew()
         self._deepcompile.backward.drop_step()
 
-    # The base's methods of these two names read or write parameters.
+    # The base's two methods below read or write parameters.
 
     def update_lp_params(self) -> None:
         gather = self._deepcompile.gather
         gather.wait_all()
         for group, master in enumerate(self.single_partition_of_fp32_groups):
-            # An optional part may have given up this memory. Then the parameters have their new values already.
+            # A part may have freed the master weights. Then the parameters have their new values already.
             if master.untyped_storage().nbytes() >= master.nbytes:
                 partition(self, group).copy_(master.data)
         gather.start()

@@ -25,10 +25,7 @@ _ELEMENTWISE = (
 
 
 def may_be_cut(partition: Partition) -> bool:
-    """Whether ranges of a partition may be stepped one by one, by the optimizer or otherwise.
-
-    Ranges must give the result of one step.
-    """
+    """Whether steps of a partition's ranges give the result of one step, by the optimizer or otherwise."""
     # The first step makes the state. A later step makes an entry that is still None, if an option now asks for it.
     return type(partition.optimizer) in _ELEMENTWISE and all(
         is_per_element(value, partition.master)
@@ -43,7 +40,7 @@ def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
 
 
 class OwnRanges:
-    """The rule by which an optimizer itself steps ranges."""
+    """The rule that makes the optimizer itself step ranges."""
 
     def begin(self, partition: Partition) -> Optional["OwnStep"]:
         # Torch's hooks would count each range as a step.
@@ -52,17 +49,14 @@ class OwnRanges:
 
 
 class OwnStep:
-    """One step of one partition, made range by range by the optimizer itself, which treats each element by itself.
-
-    The methods are those of ``Step`` in ``rule.py``.
-    """
+    """One ``Step`` of one partition by an optimizer that treats each element by itself: it steps range by range."""
 
     def __init__(self, partition: Partition):
         self._partition, self._optimizer, self._new = partition, partition.optimizer, partition.new
         self._whole, self._state = partition.master, partition.state
         # In the first step, the optimizer makes the state of each range.
         self._is_new = not self._state
-        # States and settings that are no element's. Each range counts the step, so those of the last range are right.
+        # States and settings that belong to no element. Each range counts the step, so the last range's are right.
         self._scalars: Dict[str, Any] = {}
         self._settings: Dict[str, Any] = {}
 
@@ -85,7 +79,7 @@ class OwnStep:
         return last
 
     def _keep(self, state, group, first, last):
-        """Keeps what a step of a range has made, but nothing of one range's size while the next range is stepped."""
+        """Keeps the new states of a range, but no tensor of a range's size while the next range is stepped."""
         self._settings = {name: value for name, value in group.items() if name != "params"}
         self._scalars = {name: value for name, value in state.items() if not is_per_element(value, *group["params"])}
         for name, value in state.items():
@@ -116,10 +110,9 @@ def _part(value, parameter, first, last):
 
 
 class WholeStep:
-    """One step of one partition as one range, made by the optimizer itself, which no rule can do without.
+    """One ``Step`` of one partition as one range, by the optimizer itself, for a partition that no rule serves.
 
-    Such an optimizer looks at more than one element at a time, or somebody has replaced its ``step()``. The methods
-    are those of ``Step`` in ``rule.py``.
+    Its optimizer reads more than one element at a time, or somebody has replaced ``step()``.
     """
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer, group: int):
@@ -129,7 +122,7 @@ class WholeStep:
         optimizer, inner = self._optimizer, self._optimizer.optimizer
         master = optimizer.single_partition_of_fp32_groups[self._group]
         master.grad = gradient.scaled(first, limit)
-        # The optimizer may drop it.
+        # Keep no reference to the gradient, which the optimizer may drop.
         gradient.give_memory_back()
         try:
             # _optimizer_step() hides the other groups, and leaves them hidden if it raises. A checkpoint that is
@@ -147,7 +140,7 @@ class WholeStep:
 
 @contextlib.contextmanager
 def with_groups(inner: torch.optim.Optimizer, param_groups: List[Dict[str, Any]]) -> Iterator[None]:
-    """Context in which an optimizer has these parameter groups. Whatever it has at the end, its own come back."""
+    """Context in which an optimizer has these parameter groups. Its own groups come back at the end."""
     before = inner.param_groups
     try:
         inner.param_groups = param_groups

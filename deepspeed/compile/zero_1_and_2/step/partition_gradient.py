@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a partition, given range by range and dropped."""
+"""The gradient of a partition, which is returned range by range and dropped."""
 
 import bisect
 import itertools
@@ -13,11 +13,11 @@ from .scaling import scale_into
 if TYPE_CHECKING:
     from ..gradient.views import PartitionViews
 
-# A range that is read where it lies has a multiple of so many elements, so that a kernel reads 16 bytes at a time in
-# every dtype.
+# A range that is read in place has a multiple of so many elements, so that a kernel reads 16 bytes at a time in every
+# dtype.
 ALIGN_NUMEL = 16
-# A gradient of at least so many elements is read where it lies. Of smaller ones, so many are copied together: to start
-# a kernel for each would take longer than the copy.
+# A gradient of at least IN_PLACE_NUMEL elements is read in place. Smaller gradients are copied together, up to
+# GATHERED_NUMEL elements: to start a kernel for each would take longer than the copy.
 IN_PLACE_NUMEL = 2**22
 GATHERED_NUMEL = 2**25
 
@@ -28,22 +28,22 @@ def is_aligned(tensor: torch.Tensor) -> bool:
 
 
 class PartitionGradient:
-    """The gradient of a partition, of which each range can be had once, in any order.
+    """The gradient of a partition. Each range can be taken once, in any order.
 
     A parameter's gradient is dropped as soon as all its elements have been taken. Within one gradient, ranges
     must ascend.
 
     Args:
-        views: of the partition. This object takes the gradients out of them.
+        views: the views of the partition. This object takes the gradients out of them.
         factor: an fp32 tensor [1] with which to multiply gradients, or None for 1.
         like: a tensor of the dtype and on the device of the master weights.
-        dtype: of the gradients.
+        dtype: the dtype of the gradients.
     """
 
     def __init__(
         self, views: "PartitionViews", factor: Optional[torch.Tensor], like: torch.Tensor, dtype: torch.dtype
     ):
-        # The tensor in which all gradients lie, if it is in the dtype of the master weights: scaled and read in place.
+        # The tensor of all gradients, if it has the dtype of the master weights. It is scaled and read in place.
         self._flat = views.flat_partition
         taken = views.take()
         # (offset, offset behind it, gradient), in ascending order.
@@ -70,9 +70,9 @@ class PartitionGradient:
     def unscaled(self, first: int, limit: int, multiple: int = ALIGN_NUMEL) -> torch.Tensor:
         """Returns elements from ``first`` on, 1-D, not scaled, and in their own dtype. Padding is zero.
 
-        They begin at a multiple of 16 bytes, are a multiple of ``multiple``, which is one of ``ALIGN_NUMEL``, and end
-        at ``limit`` at the latest, at least ``multiple`` elements behind ``first``. They may lie in the memory of a
-        gradient, or in memory that the next call overwrites: so few are returned that little is copied.
+        They begin at a multiple of 16 bytes and end at ``limit`` at the latest. Their number is a multiple of
+        ``multiple``, which is a multiple of ``ALIGN_NUMEL``, and at least one. They may lie in the memory of a
+        gradient, or, if a copy is needed, in memory that the next call overwrites. A call copies few elements.
         """
         if self._flat is not None:
             gradient = self._flat[first : limit - (limit - first) % multiple]
@@ -96,26 +96,26 @@ class PartitionGradient:
         return self._gather(self._parts(first, last), first, last)
 
     def _gather(self, parts, first, last):
-        """Copies parts together that lie in [first, last)."""
+        """Copies the parts of [first, last) together."""
         self._gathered = _at_least(last - first, self._gathered)
         gradient = self._gathered[: last - first]
         scale_into(gradient, parts, first, None)
         return gradient
 
     def give_memory_back(self) -> None:
-        """Drops the memory of what the last calls have returned."""
+        """Drops the memory of the ranges that the last calls have returned."""
         self._memory, self._gathered = self._memory.new_empty(0), self._gathered.new_empty(0)
 
     def _end(self, first, limit, multiple):
-        """Returns where a range from ``first`` on ends: where it comes to what is read in place of a large gradient,
-        behind that, or where it has enough small ones."""
+        """Returns the end of the range from ``first`` on: before a large gradient that is read in place, behind it, or
+        after enough small gradients."""
         gathered = min(first + GATHERED_NUMEL, limit)
         for offset, behind, gradient in itertools.islice(self._rest, self._index(first), None):
             if offset >= gathered:
                 break
             if behind - offset < IN_PLACE_NUMEL:
                 continue
-            # What is read in place has whole multiples, counted from `first`.
+            # A range that is read in place has whole multiples, counted from `first`.
             begin = max(first, offset + (first - offset) % multiple)
             end = min(behind, limit)
             end -= (end - first) % multiple
@@ -124,7 +124,8 @@ class PartitionGradient:
         return gathered - (gathered - first) % multiple
 
     def _parts(self, first, last):
-        """Lists (offset in the partition, elements) of the gradients in [first, last), and drops what is behind."""
+        """Lists (offset in the partition, elements) of the gradients in [first, last), and drops those that end
+        there."""
         index, parts, behind = self._index(first), [], 0
         for offset, end, gradient in itertools.islice(self._rest, index, None):
             if offset >= last:

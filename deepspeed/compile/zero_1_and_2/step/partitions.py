@@ -28,7 +28,7 @@ class StepOfGroups:
 
     def __init__(self, optimizer: DeepSpeedZeroOptimizer, factors: List[Optional[torch.Tensor]]):
         self.optimizer, self.factors = optimizer, factors
-        # What others have added to a step, only the whole step of the optimizer does.
+        # Only the optimizer's own step() runs code that others have added to it.
         step_is_unpatched = not optimizer.torch_autocast_gradscaler and runs_unpatched_step(optimizer.optimizer)
         rules, groups = optimizer._deepcompile.rules, range(len(factors))
         self._steps = [
@@ -52,13 +52,13 @@ class StepOfGroups:
         """Steps the master weights of all groups, and writes them into this rank's partition of the parameters."""
         optimizer, deepcompile = self.optimizer, self.optimizer._deepcompile
         ranges = [self._ranges(group, step) for group, step in enumerate(self._steps)]
-        # From the host, new values are still on their way to the device when they are written.
+        # With the optimizer on the host, new values are still on their way to the device.
         if not deepcompile.placement.on_host and not any(isinstance(step, WholeStep) for step in self._steps):
             with timed(optimizer, OPTIMIZER_STEP_TIMER):
-                for group, of_group in enumerate(ranges):
-                    of_group.step_first(deepcompile.gather.first_spans(group))
+                for group, group_ranges in enumerate(ranges):
+                    group_ranges.step_first(deepcompile.gather.first_spans(group))
             deepcompile.gather.start_first()
-        # Drop the ranges of a group when it is stepped, because they hold memory for gradients.
+        # Drop the ranges of each group after its step, because they hold memory for gradients.
         ranges.reverse()
         while ranges:
             with timed(optimizer, OPTIMIZER_STEP_TIMER):
@@ -85,6 +85,6 @@ def timed(optimizer: DeepSpeedZeroOptimizer, name: str) -> Iterator[None]:
 
 
 def note_step(inner: torch.optim.Optimizer) -> None:
-    """Notes what ``step()`` notes if a scheduler of torch has wrapped it: the scheduler warns if this is missing."""
+    """Sets the mark of a ``step()`` that a scheduler of torch has wrapped: without it the scheduler warns."""
     if "step" in vars(inner):
         inner._opt_called = True  # type: ignore[attr-defined]

@@ -16,16 +16,15 @@ from .rule import Step
 
 # Elements of a range: 512 MiB of fp32. Kernels over so many elements run at the memory's full speed.
 RANGE_NUMEL = 2**27
-# On the host 24 MiB: most of a range is still in the processor's cache when the next pass reads it, and the C library
-# takes memory of more than 32 MiB from the system anew each time. With less, the threads of each pass would take too
-# long to start.
+# On the host 24 MiB: the next pass finds most of a range in the processor's cache, and the C library asks the system
+# for each allocation above 32 MiB. With shorter ranges, the threads of each pass would take too long to start.
 RANGE_NUMEL_ON_HOST = 3 * 2**21
-# In a partition of fewer elements no part is stepped before the rest: to step a few parts takes longer than the whole.
+# A partition of fewer elements is stepped as a whole: to step some spans first would take longer.
 SMALL_NUMEL = 2**24
 
 
 def end_of_range(master: torch.Tensor, first: int, limit: int) -> int:
-    """Returns where a range from ``first`` on ends that has as many elements as are stepped at once."""
+    """Returns the end of the range that begins at ``first``: as many elements as are stepped at once."""
     return min(first + (RANGE_NUMEL_ON_HOST if master.is_cpu else RANGE_NUMEL), limit)
 
 
@@ -41,12 +40,12 @@ class Ranges:
 
     def __init__(self, step: Step, numel: int, gradient: PartitionGradient, written: Callable[[int, int], None]):
         self._step, self._numel, self._gradient, self._written = step, numel, gradient, written
-        self._spans = [(0, numel)]  # what is left to do
+        self._spans = [(0, numel)]  # elements that are not stepped yet
 
     def step_first(self, spans: List[Tuple[int, int]]) -> None:
         """Steps the elements in ``spans``, [first, last) in ascending order, before all others.
 
-        No gradient may lie in a span in part. If the partition is small, all elements are stepped.
+        A span must not cut a gradient. If the partition is small, this steps all elements.
         """
         if spans and self._numel < SMALL_NUMEL:
             spans = [(0, self._numel)]
@@ -57,7 +56,7 @@ class Ranges:
         self._gradient.give_memory_back()
 
     def step_rest(self) -> None:
-        """Steps all other elements, and the states that are no element's, such as counts of steps."""
+        """Steps all other elements, and the states that belong to no element, such as counts of steps."""
         self._run(self._spans)
         self._step.finish()
 

@@ -1,6 +1,6 @@
 # Copyright (c) the authors of this fork of DeepSpeed.
 # SPDX-License-Identifier: Apache-2.0
-"""What a rule is: a way to step the elements of a partition. Optional parts have some: ``Feature.rules()``."""
+"""The interface of a rule, a way to step the elements of a partition. Parts add rules: ``Feature.rules()``."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any, Dict, Iterable, Optional, Protocol
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def is_scaled_by_autocast(engine: "DeepSpeedEngine") -> bool:
     """Whether ``torch_autocast`` in fp16 scales gradients for the optimizer's own ``step()``.
 
-    An engine without it does so too, once there was one with it in the process.
+    An engine without ``torch_autocast`` does so too, once another engine of the process had it.
     """
     asked = engine.torch_autocast_enabled() and engine.torch_autocast_dtype() == torch.float16
     return asked or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
@@ -27,14 +27,14 @@ class Partition:
     """This rank's partition of a parameter group, before a step."""
 
     optimizer: torch.optim.Optimizer  # the optimizer that the ZeRO-1/2 optimizer wraps
-    index: int  # of the parameter group, whose only parameter is the master weights of the partition
-    offset: int  # of the partition in the group's flat tensor, in elements
+    index: int  # index of the parameter group, whose only parameter is the master weights of the partition
+    offset: int  # offset of the partition in the group's flat tensor, in elements
     factor: Optional[torch.Tensor]  # an fp32 tensor [1] with which to multiply gradients, or None for 1
     gradient_dtype: torch.dtype
-    # The memory for the new values of the parameters, 1-D. The gradient may lie there too: read each element before it
-    # is written.
+    # The memory for the new values of the parameters, 1-D. The gradient may lie there too: read each element before
+    # writing it.
     new: torch.Tensor
-    # Whether the optimizer's step() is as its authors have written it. Otherwise, no rule may step in its place.
+    # Whether nobody has changed the optimizer's step(). Otherwise, no rule may step in its place.
     step_is_unpatched: bool
 
     @property
@@ -68,17 +68,17 @@ class Step(Protocol):
         """
 
     def finish(self) -> None:
-        """Called when all elements are stepped. Writes states that are no element's, such as the count of steps."""
+        """Called when all elements are stepped. Writes states that belong to no element, such as the step count."""
 
 
 class Rule(Protocol):
-    """A way to step partitions. Each engine has its own, which may keep what outlives a step."""
+    """A way to step partitions. Each engine has rules of its own, which may keep data between steps."""
 
     def begin(self, partition: Partition) -> Optional[Step]:
         """Begins a step of a partition, or returns None if this rule does not serve the partition.
 
         This may compile code, but changes nothing of the optimizer: an overflow may end the step before its first
-        range. A rule serves no partition that is not ``step_is_unpatched``.
+        range. A rule must return None unless ``partition.step_is_unpatched``.
         """
 
 

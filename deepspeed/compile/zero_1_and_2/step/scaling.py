@@ -42,7 +42,7 @@ def _laid_out(memory, parts, first):
     if filled < end:
         gaps.append(len(sizes))
         sizes.append(end - filled)
-    # One call for all places: to cut them out one by one would take longer than to copy small parts.
+    # Split once for all places: one slice for each would take longer than to copy small parts.
     places = [*memory.split_with_sizes(sizes)]
     for index in reversed(gaps):
         places.pop(index).zero_()

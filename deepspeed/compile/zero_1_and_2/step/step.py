@@ -4,8 +4,8 @@
 
 :func:`run` does what the ZeRO optimizer's own step does, in as few passes over memory as possible. One pass reads all
 gradients for their norm, which also says whether gradients overflowed (``norm.py``). A second pass steps this rank's
-partitions one after the other (``partitions.py``), and releases the gradients of each partition as it takes them. What
-nothing has taken, as after an overflow, :func:`run` releases in the end.
+partitions one after the other (``partitions.py``), and releases the gradients of each partition as it takes them. In
+the end :func:`run` releases gradients that are left, as after an overflow.
 """
 
 import torch
@@ -56,8 +56,8 @@ def _run(optimizer):
     def begin():
         return StepOfGroups(optimizer, factors_of(optimizer, norm, scale, deepcompile.transformed))
 
-    # What the device can compute before the host has waited for the norm, it computes in that time. A transform of
-    # gradients changes states, so it waits for the answer, and clipping takes the norm of what it makes of gradients.
+    # Begin before the host waits for the norm, so that the device has work. A transform changes states, so it must
+    # wait for the answer. Then clipping takes the norm of the transformed gradients.
     groups = begin() if transform is None else None
     optimizer.overflow = overflowed(optimizer, norm)
     optimizer._update_scale(optimizer.overflow)
@@ -77,9 +77,8 @@ def _run(optimizer):
         optimizer._global_grad_norm = None if norm is None else norm / scale
         for group in range(len(optimizer.bit16_groups)):
             if not lies_in_flat_tensor(optimizer, group):
-                # The caller replaced `parameter.data` (for example to swap in averaged weights): the parameter gets
-                # its place in the flat tensor back. Before the update, because who reads a parameter may wait for it
-                # behind the update.
+                # The caller replaced `parameter.data` (for example to swap in averaged weights): put the parameter
+                # back into the flat tensor. Do so before the update, after which a read may wait for the gather.
                 optimizer._update_model_bit16_weights(group)
         with deepcompile.placement.sending(optimizer):
             groups.run()
